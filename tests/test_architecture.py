@@ -19,7 +19,7 @@ PACKAGE = ROOT / "strop"
 
 # Who may import whom: a room imports from earlier lines only. (docs/architecture.md draws the same picture.)
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("types", "metrics", "sampling", "stopping", "problems", "packages", "user_code"),
+    ("types", "metrics", "sampling", "stopping", "problems", "packages", "printable", "user_code"),
     ("base_config",),
     ("algorithms",),
     ("algorithm_factory",),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from strop.checkpointing.saved_model import find_saved_model
 from strop.results import Evaluation, Run
+from strop.user_code import run_coroutine
 
 if TYPE_CHECKING:
     import datasets
@@ -285,7 +286,7 @@ def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work())
+        return run_coroutine(work())
     value: T = _Background(work).result()
     return value
 
@@ -301,7 +302,7 @@ class _Background:
 
     def _target(self) -> None:
         try:
-            self._outcome.set_result(asyncio.run(self._main()))
+            self._outcome.set_result(run_coroutine(self._main()))
         except BaseException as error:
             self._outcome.set_exception(error)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 from collections.abc import Coroutine
@@ -15,9 +14,11 @@ from strop.distributed.base import ActorDied
 from strop.environments.base import EnvironmentConfigError
 from strop.models.loading import ModelNotFound
 from strop.monitoring.console.message_style import configure_messages, reader_is_gone
+from strop.printable import make_printable
 from strop.trainer.health.health_monitor import TooManySkipped
 from strop.trainer.mismatch import MismatchTooLarge
 from strop.trainer.run import TooFewTasks, TooManyDropped
+from strop.user_code import RunExited, run_coroutine
 from strop.weight_sync.base import EngineDied, TransportError
 from strop.weight_sync.verification import VerificationFailed
 
@@ -38,6 +39,7 @@ USER_ERRORS = (
     VerificationFailed,
     EngineDied,
     TransportError,
+    RunExited,
     ValueError,
     OSError,
 )
@@ -50,7 +52,7 @@ def run_command(work: Coroutine[Any, Any, None]) -> int:
     """
     configure_messages()
     try:
-        asyncio.run(work)
+        run_coroutine(work)
     except USER_ERRORS as error:
         if isinstance(error, BrokenPipeError) and reader_is_gone():
             raise
@@ -66,7 +68,7 @@ def run_command(work: Coroutine[Any, Any, None]) -> int:
 
 def _print_error(error: Exception) -> None:
     """Print the message; with STROP_LOG=debug, also the traceback."""
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {make_printable(str(error))}", file=sys.stderr)
     log.debug("where the error was raised", exc_info=error)
     root: BaseException = error
     while root.__cause__ is not None:

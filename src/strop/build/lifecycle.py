@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from strop.base_config import to_tree
+from strop.base_config import redact_secrets, to_tree
 from strop.checkpointing.background import BackgroundCheckpointer
 from strop.checkpointing.base import Checkpointer, RunState
 from strop.checkpointing.folders import FolderCheckpointer
@@ -73,7 +73,8 @@ def make_tracker(config: TrainingRunConfig) -> CompositeTracker:
         from strop.monitoring.trackers.wandb import WandbTracker
 
         project, name = logger.wandb.project, logger.wandb.name
-        trackers.append(WandbTracker(folder, project=project, name=name, config=to_tree(config), aliases=logger.metric_aliases))
+        settings = redact_secrets(to_tree(config))
+        trackers.append(WandbTracker(folder, project=project, name=name, config=settings, aliases=logger.metric_aliases))
     return CompositeTracker(trackers)
 
 
@@ -148,10 +149,10 @@ def resume_run(run: TrainingRun, state: RunState | None) -> TrainingRun:
 def _diff_settings(path: Path, config: TrainingRunConfig) -> list[str]:
     """Return ``key: old -> new`` for every key whose value in a checkpoint's configuration differs from the current one."""
     try:
-        old = _flatten(to_tree(load_config(path, root=type(config), check=False).config))
+        old = _flatten(redact_secrets(to_tree(load_config(path, root=type(config), check=False).config)))
     except ConfigError:
         return [f"{path} cannot be compared"]
-    new = _flatten(to_tree(config))
+    new = _flatten(redact_secrets(to_tree(config)))
     keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys]
 

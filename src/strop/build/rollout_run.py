@@ -36,6 +36,7 @@ from strop.trainer.health.start_checks import check_epochs, check_turns, check_v
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.run import DrainBefore, TrainingRun, TrainOptions
 from strop.types import Group
+from strop.user_code import contain_exits
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,8 @@ def make_rollout_stream(
 
     async def run(index: int) -> Group:
         try:
-            name, environment, task = source.at(index)
+            with contain_exits():
+                name, environment, task = source.at(index)
         except Exception as error:
             return make_failed_group(index, generator.version, error)
         return await run_group(

@@ -15,6 +15,7 @@ from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.mixture import Component, Mixture
 from strop.environments.registry import list_rewards, make_environment
 from strop.environments.remote import EnvironmentDescription
+from strop.user_code import contain_exits
 
 T = TypeVar("T")
 EnvironmentConfigs = Mapping[str, EnvironmentConfig]
@@ -83,7 +84,8 @@ def _make_component(
     config = _environment_config(env, alias)
     environment = remote.get(alias) or _call_for_alias(alias, make_environment, config.type_of(alias), config.options)
     try:
-        tasks = environment.tasks(DataSource.from_entry(entry, seed=seed, part=part))
+        with contain_exits():
+            tasks = environment.tasks(DataSource.from_entry(entry, seed=seed, part=part))
     except (DataError, EnvironmentConfigError):
         raise
     except Exception as error:  # user-defined environments may raise anything

@@ -28,6 +28,7 @@ from strop.stopping import RunStopped
 from strop.trainer.run import TrainingRun
 from strop.trainer.stop_signal import SignalHandler, handle_stop_signals
 from strop.trainer.train import train
+from strop.user_code import trust_remote_code
 
 
 def run_training(config: TrainingRunConfig) -> int:
@@ -54,7 +55,11 @@ async def train_as_configured(config: TrainingRunConfig) -> Closing:
     try:
         if config.logger.wandb_enabled and is_wandb_offline():
             tracker.note(describe_offline(config))
-        with handle_stop_signals(config.checkpointing) as signals, watch_run(config, tracker) as watched:
+        with (
+            trust_remote_code(config.policy.trust_remote_code),
+            handle_stop_signals(config.checkpointing) as signals,
+            watch_run(config, tracker) as watched,
+        ):
             run = await run_with_restarts(config, watched, partial(_run_attempt, config, algorithm, watched, signals))
     finally:
         tracker.close()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.distributed.preflight import FolderStatus, Gpu, NodeInfo
+from strop.distributed.rendezvous import serve_store
 
 GIB = 2.0**30
 TOKEN_FILE = "driver"
@@ -131,11 +132,7 @@ class AllReduceProbe:
 
     def open_store(self, host: str) -> int:
         """Open the store of the process group on rank 0. Return its port."""
-        import torch
-
-        distributed: Any = torch.distributed
-        limit = datetime.timedelta(seconds=60)
-        self._store = distributed.TCPStore(host, 0, self.world, True, timeout=limit, wait_for_workers=False)
+        self._store = serve_store(host, self.world, 60)
         return int(self._store.port)
 
     def measure_bandwidth(self, host: str, port: int, size: int, timeout: float) -> float:

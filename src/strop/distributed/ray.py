@@ -10,16 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token file to the home folder
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of its processes by default
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # processes set their own CUDA_VISIBLE_DEVICES
@@ -33,10 +34,14 @@ from strop.distributed.base import ActorDied, ActorOptions, NodeLost, RemoteActo
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.guardian import Guardian
 from strop.distributed.placement import Node, PlacementError, choose_nodes, find_domain
+from strop.user_code import TRUST_VARIABLE, trusts_remote_code
 
 log = logging.getLogger(__name__)
 ray: Any = ray_package  # Ray's decorators are not typed
 
+AUTH_CHOSEN = "RAY_AUTH_MODE" in os.environ  # by the user
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of a cluster that somebody else starts
+TOKEN = secrets.token_hex(32)  # of the clusters that this process starts
 POLL_SECONDS = 0.05  # seconds between checks whether a process has ended
 KILL_SECONDS = 10.0  # seconds until a process that does not end gets SIGKILL
 # Default: 60; on a local cluster nothing restarts a server that died.
@@ -126,6 +131,8 @@ class RayCluster:
         if not self.on_cpu and not options.num_gpus:  # otherwise Ray chooses the GPUs
             gpus = self._gpus[options.node or 0]
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[device] for device in options.devices)
+        if trusts_remote_code():
+            variables.setdefault(TRUST_VARIABLE, "1")
         runtime_env: dict[str, Any] = {"env_vars": {name: str(value) for name, value in variables.items()}}
         if role.pip:
             runtime_env["pip"] = list(role.pip)
@@ -391,7 +398,8 @@ def _connect_or_start(address: str | None, on_cpu: bool | None, cpus_per_node: f
     if address and address != "local":
         try:
             _check_reachable(address)
-            ray.init(address=address, **quiet_options)
+            with _authenticate("disabled"):
+                ray.init(address=address, **quiet_options)
         except OSError as error:  # ConnectionError is one
             raise ConnectionError(
                 f"no Ray cluster answers at {address} ({error}): start it (ray start --head; on other nodes ray start --address=...), or "
@@ -402,7 +410,7 @@ def _connect_or_start(address: str | None, on_cpu: bool | None, cpus_per_node: f
     cpus = max(os.cpu_count() or 1, int(cpus_per_node) + 1)
     guardian = Guardian()
     try:
-        with guardian.mark_children():
+        with guardian.mark_children(), _authenticate("token"):
             ray.init(
                 address="local",
                 num_cpus=cpus,
@@ -417,6 +425,31 @@ def _connect_or_start(address: str | None, on_cpu: bool | None, cpus_per_node: f
     return guardian
 
 
+@contextmanager
+def _authenticate(mode: Literal["token", "disabled"]) -> Iterator[None]:
+    """Have Ray connect, and the processes that are started inside the context answer, in this mode, unless the user has set RAY_AUTH_MODE.
+
+    Ray's servers listen on every interface, and without a token whoever reaches one can run programs as this user. The token is in the
+    environment of the cluster's processes, which other users cannot read; Ray itself would write it to the home folder.
+    """
+    if AUTH_CHOSEN:
+        yield
+        return
+    before = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
+    os.environ["RAY_AUTH_MODE"] = mode
+    if mode == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", TOKEN)
+    ray._raylet.Config.initialize("")  # it read the mode when it was imported
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
 def _check_reachable(address: str) -> None:
     """Raise OSError if nothing listens at host:port. Ray itself would retry for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
@@ -425,14 +458,27 @@ def _check_reachable(address: str) -> None:
 
 
 def _find_local_cluster() -> str | None:
-    """Return the address of a cluster that `ray start` started on this machine, if it still answers."""
+    """Return the address of a cluster that `ray start` started on this machine, if it still answers.
+
+    Raises ConnectionError if another user could have written it: this run's code and data would go where it says.
+    """
     path = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     try:
-        host, _, port = path.read_text().strip().rpartition(":")
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, encoding="ascii") as file:
+            status, text = os.fstat(descriptor), file.read(300)
+        host, _, port = text.strip().rpartition(":")
         with socket.create_connection((host, int(port)), timeout=2):
-            return f"{host}:{port}"
+            pass
     except (OSError, ValueError):
         return None
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or not stat.S_ISREG(status.st_mode):
+        owner = f"belongs to user {status.st_uid}" if status.st_uid != os.getuid() else "can be written by other users"
+        raise ConnectionError(
+            f"{path} names the Ray cluster at {host}:{port}, but {owner}, who would choose where this run's code and data go. Set "
+            f"cluster.address={host}:{port} to join that cluster all the same, or cluster.address=local to start one for this run"
+        )
+    return f"{host}:{port}"
 
 
 def list_nodes() -> list[Node]:

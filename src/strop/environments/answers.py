@@ -1,4 +1,7 @@
-"""Extract the final answer from a model's output and normalize it."""
+"""Extract the final answer from a model's output and normalize it.
+
+This runs in the event loop on whatever a model writes, so every function takes time linear in the length of its text.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ _STATED_ANSWER = re.compile(r"(?:####|answer\s+is\s*:?|answer\s*:)\s*(.+)", re.I
 _RATIONAL = re.compile(r"[+-]?\d{1,200}(?:\.\d{1,200})?(?:/\d{1,200})?")
 _FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 _INTEGER = re.compile(r"-?\d+")
+_BRACE = re.compile(r"[{}]")
+_TRAILING_SPACE = 64  # characters of white space at the end in which _STATED_ANSWER looks; its time is quadratic in their number
 
 
 def extract_last_number(text: str) -> Fraction | None:
@@ -21,22 +26,29 @@ def extract_last_number(text: str) -> Fraction | None:
 
 def extract_last_boxed(text: str) -> str | None:
     """Return the content of the last ``\\boxed{...}`` that is closed, or None."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for end in range(start + len("\\boxed"), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start + len("\\boxed{") : end].strip()
-        start = text.rfind("\\boxed{", 0, start)
-    return None
+    start, stop = -1, -1
+    opened: list[int] = []  # after each brace that is not closed yet
+    for brace in _BRACE.finditer(text, max(0, text.find("\\boxed{"))):
+        if brace[0] == "{":
+            opened.append(brace.end())
+        elif opened and (begin := opened.pop()) > start and text.endswith("\\boxed{", 0, begin):
+            start, stop = begin, brace.start()
+    return text[start:stop].strip() if start >= 0 else None
+
+
+def extract_last_tagged(text: str, tag: str) -> str | None:
+    """Return the content of the last ``<tag>...</tag>``, which does not contain ``</tag>``, or None."""
+    found, position = None, 0
+    while (begin := text.find(f"<{tag}>", position)) >= 0 and (end := text.find(f"</{tag}>", begin)) >= 0:
+        found, position = text[begin + len(tag) + 2 : end], end + len(tag) + 3
+    return None if found is None else found.strip()
 
 
 def extract_final_answer(text: str) -> str | None:
     """Return the last boxed answer, else the rest of the line after the last "answer is" or "####", else the last number, else None."""
     if (boxed := extract_last_boxed(text)) is not None:
         return boxed
-    if stated := _STATED_ANSWER.findall(text):
+    if stated := _STATED_ANSWER.findall(text[: len(text.rstrip()) + _TRAILING_SPACE]):
         return str(stated[-1]).strip()
     numbers = _NUMBER.findall(text)
     return numbers[-1] if numbers else None

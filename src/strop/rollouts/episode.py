@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from strop.environments.base import Environment, RewardResult
+from strop.environments.forks import run_in_one_process
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.watchdog.waits import waiting
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.sampling import Sampling, mix_seed
 from strop.types import Ending, Group, Messages, Rollout, Task, Turn, assistant, observation_turn
-from strop.user_code import describe_error
+from strop.user_code import contain_exits, describe_error
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ async def run_group(
     version = generator.version
     compares = environment.has_group_rewards
     episodes = (
-        run_episode(
+        run_in_one_process(
+            run_episode,
             environment,
             task,
             sample,
@@ -72,7 +74,7 @@ async def run_group(
     with waiting("generation", on=f"group {index}", detail=f"task {task.id} of {name}"):
         rollouts = await asyncio.gather(*episodes)
         if compares:
-            rollouts = await _score_group(environment, task, rollouts, rules.scaling)
+            rollouts = await run_in_one_process(_score_group, environment, task, rollouts, rules.scaling)
     baseline = rollouts[samples] if greedy_baseline else None
     return Group(index=index, environment=name, version=version, rollouts=tuple(rollouts[:samples]), baseline=baseline)
 
@@ -83,7 +85,8 @@ async def _score_group(
     """Return the rollouts with the rewards of their group. An error is recorded on each rollout that had none."""
     valid = [rollout for rollout in rollouts if rollout.error is None]
     try:
-        with waiting(f"group of task {task.id}", on=f"environment {environment.title}, rewards of the group", kind="environment"):
+        where = f"environment {environment.title}, rewards of the group"
+        with contain_exits(), waiting(f"group of task {task.id}", on=where, kind="environment"):
             results = await environment.score_group(task, valid) if valid else ()
         scored = [_with_rewards(rollout, result, scaling) for rollout, result in zip(valid, results, strict=True)]
     except Exception as error:
@@ -129,14 +132,15 @@ async def run_episode(
     rollout = Rollout(task=task, sample=sample, seed=seed, messages=(), prompt=torch.zeros(0, dtype=torch.int64))
     scored: RewardResult | None = None
     try:
-        async with _WatchedSession(environment, rollout):
-            messages = _check_text(await environment.first_messages(task), environment)
-            rollout = _start_rollout(rollout, messages, template, rules)
-            while rollout.ending is None:
-                rollout = await _policy_turn(rollout, generator, sampling, rules)
-                rollout = await _environment_turn(rollout, environment, template, rules)
-            with _wait_for_environment(environment, rollout, "rewards"):
-                scored = await environment.score_rollout(task, rollout)
+        with contain_exits():
+            async with _WatchedSession(environment, rollout):
+                messages = _check_text(await environment.first_messages(task), environment)
+                rollout = _start_rollout(rollout, messages, template, rules)
+                while rollout.ending is None:
+                    rollout = await _policy_turn(rollout, generator, sampling, rules)
+                    rollout = await _environment_turn(rollout, environment, template, rules)
+                with _wait_for_environment(environment, rollout, "rewards"):
+                    scored = await environment.score_rollout(task, rollout)
         if scored is None:
             raise RuntimeError(f"{environment.title}.session swallowed an exception; let it propagate, so that it is recorded")
     except Exception as error:

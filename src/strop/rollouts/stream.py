@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from strop.environments.forks import end_forks
 from strop.rollouts.order import Fifo, GroupOrder, PendingGroup
 from strop.types import Group
 
@@ -190,10 +191,11 @@ class RolloutStream:
         return (self._finished_count if rank is None else rank, group.index)
 
     async def close(self) -> None:
-        """Cancel the running groups."""
+        """Cancel the running groups, and end the processes that their rewards forked."""
         tasks = list(self._running.values())
         self._running.clear()
         self._pending.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        end_forks()

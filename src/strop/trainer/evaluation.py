@@ -24,7 +24,7 @@ from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling, mix_seed
 from strop.trainer.step_metrics import environment_metrics
 from strop.types import Group, Rollout
-from strop.user_code import shorten
+from strop.user_code import contain_exits, shorten
 
 _VALIDATION_SEED = 0x76616C  # separates the seeds of validation from those of training
 
@@ -158,7 +158,8 @@ class Evaluator:
 
     async def _sample_group(self, index: int) -> Group:
         try:
-            name, environment, task = self.source.at(index)
+            with contain_exits():
+                name, environment, task = self.source.at(index)
         except Exception as error:
             message = f"validation task {index} could not be created: {type(error).__name__}: {shorten(str(error))}"
             raise EnvironmentConfigError(message) from error

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.environments.answers import extract_final_answer, extract_last_boxed, extract_last_number, normalize_answer
+from strop.environments.answers import (
+    extract_final_answer,
+    extract_last_boxed,
+    extract_last_number,
+    extract_last_tagged,
+    normalize_answer,
+)
 
 
 @pytest.mark.parametrize(
@@ -90,3 +99,121 @@ def test_spelling_is_normalised_and_meaning_is_not():
     assert normalize_answer(r"\text{Yes}") == "Yes"
     assert normalize_answer("1/0") == "1/0"
     assert normalize_answer("50\\%") != normalize_answer("50")
+
+
+# --- hostile texts -----------------------------------------------------------------------------------------------------------
+
+READERS: dict[str, Callable[[str], object]] = {
+    "number": extract_last_number,
+    "boxed": extract_last_boxed,
+    "final": extract_final_answer,
+    "tagged": lambda text: extract_last_tagged(text, "answer"),
+    "normal": normalize_answer,
+}
+HOSTILE = (
+    "\\boxed{",
+    "{",
+    "}{",
+    "{}",
+    "\\boxed{}",
+    "<answer>",
+    "answer is",
+    "answer is:\n",
+    "answer\n",
+    "####",
+    "#",
+    "answer:",
+    "\n",
+    " \t",
+    "9",
+    "1,",
+    "1,111",
+    "-",
+    "1.",
+    "\\frac{1",
+    "\\text{",
+    "\\left\\ ",
+    "$",
+    ".",
+    "/1",
+)
+
+
+def seconds(read: Callable[[str], object], text: str) -> float:
+    def once() -> float:
+        started = time.process_time()
+        read(text)
+        return time.process_time() - started
+
+    return min(once() for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\boxed{" * 8000,
+        "answer is" + "\n" * 16_000,
+        "{" * 50_000 + "}" * 50_000,
+        "9" * 100_000,
+        "1," * 50_000,
+        "\\frac{" + "9" * 50_000,
+    ],
+    ids=["boxes", "newlines", "braces", "digits", "thousands", "fraction"],
+)
+@pytest.mark.parametrize("name", READERS)
+def test_no_text_takes_50_milliseconds(name: str, text: str) -> None:
+    assert seconds(READERS[name], text) < 0.05
+
+
+@pytest.mark.parametrize("unit", HOSTILE)
+def test_ten_times_the_text_takes_ten_times_as_long(unit: str) -> None:
+    """For every pattern that runs on a model's text: what is quadratic takes a hundred times as long."""
+    for name, read in READERS.items():
+        for make in (lambda size: unit * (size // len(unit)), lambda size: "answer is" + unit * (size // len(unit)) + "!"):
+            short, long = seconds(read, make(10_000)), seconds(read, make(100_000))
+            assert long < 30 * short + 0.01, (name, short, long)
+
+
+def boxed_by_backward_search(text: str) -> str | None:
+    """The definition, in quadratic time: the last box that is closed."""
+    start = text.rfind("\\boxed{")
+    while start >= 0:
+        depth = 0
+        for end in range(start + len("\\boxed"), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[start + len("\\boxed{") : end].strip()
+        start = text.rfind("\\boxed{", 0, start)
+    return None
+
+
+STATED = re.compile(r"(?:####|answer\s+is\s*:?|answer\s*:)\s*(.+)", re.IGNORECASE)
+PIECES = st.sampled_from(
+    [
+        "\\boxed{",
+        "{",
+        "}",
+        "12",
+        "x",
+        " ",
+        "\n",
+        "answer",
+        "Answer is",
+        ":",
+        "####",
+        ",",
+        "-3",
+        "<answer>",
+        "</answer>",
+        "\\frac{1}{2}",
+    ]
+)
+
+
+@given(st.lists(PIECES, max_size=24).map("".join))
+def test_answers_are_those_of_the_definition(text: str) -> None:
+    assert extract_last_boxed(text) == boxed_by_backward_search(text)
+    tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    assert extract_last_tagged(text, "answer") == (tagged[-1].strip() if tagged else None)
+    if extract_last_boxed(text) is None and (stated := STATED.findall(text)):
+        assert extract_final_answer(text) == stated[-1].strip()

@@ -102,6 +102,14 @@ def test_a_reference_that_cannot_be_read_is_an_error_and_no_zero(wrote):
         rewards(wrote, "", r"\boxed{x}")
 
 
+def test_a_long_reference_that_cannot_be_read_is_named_and_not_called_slow():
+    """Its message was longer than what is read of a reply, and counted against the answer as "ran past the limit"."""
+    pool = ScoringPool(1)
+    with pytest.raises(ScoringError, match=r"the reference answer .{100,300} cannot be parsed"):
+        asyncio.run(pool.call("math_verify", 5.0, reference=" \t" * 3000, answer=r"\boxed{x}"))
+    pool.close()
+
+
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced():
     pool = ScoringPool(1)

@@ -17,6 +17,7 @@ from strop.base_config import (
     fields_of,
     followed_keys,
     option_set_by,
+    redact_secrets,
     section_model,
     to_tree,
     validate_section,
@@ -74,8 +75,8 @@ def load_config(
 
 
 def dump_config(config: BaseConfig) -> str:
-    """Return YAML that loads back to an equal configuration."""
-    return yaml_text.dump(escape_values(to_tree(config, mode="python")))
+    """Return YAML that loads back to an equal configuration, without secrets in env_vars."""
+    return yaml_text.dump(escape_values(redact_secrets(to_tree(config, mode="python"))))
 
 
 def escape_values(value: Any) -> Any:

@@ -27,6 +27,10 @@ class PolicyConfig(ModelConfig):
         description="Accepted for NeMo-RL recipes, without effect: the engine batches continuously, up to "
         "generation.torch_cfg.max_num_seqs (rollouts).",
     )
+    trust_remote_code: bool = Field(
+        False,
+        description="Run the Python code that the models and tokenizers of the run bring. It has your rights: read it first.",
+    )
     reference: ReferenceConfig = subsection(ReferenceConfig)
     generation: GenerationConfig = subsection(GenerationConfig)
 

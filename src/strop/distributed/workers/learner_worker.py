@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from strop.algorithms.base import LossFn
+from strop.distributed.rendezvous import serve_store
 from strop.distributed.workers.column_shards import ColumnShard, split_groups
 from strop.learner.base import ColumnSource
 from strop.learner.parallel.micro_batch import MicroBatchOutputs
@@ -91,7 +92,7 @@ class LearnerWorker:
 
     def open_store(self, host: str) -> int:
         """Open the store of the process group on rank 0. Return its port."""
-        self._store = dist.TCPStore(host, 0, self.world, True, timeout=datetime.timedelta(seconds=300), wait_for_workers=False)
+        self._store = serve_store(host, self.world, 300)
         return int(self._store.port)
 
     def init_process_group(self, host: str, port: int, timeout: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import hashlib
 import json
 import math
 import os
@@ -63,10 +64,11 @@ class ScoringPool:
     async def call(self, kind: ScorerName, cpu_s: float, **arguments: Any) -> ScoringResult:
         """Score within ``cpu_s`` seconds of CPU time. Raises ScoringError if no answer can be scored."""
         request = pickle.dumps((kind, cpu_s, arguments))
-        result = self._cache.get(request)
+        key = hashlib.sha256(request).digest()  # an answer may be long
+        result = self._cache.get(key)
         if result is None:
             result = await asyncio.get_running_loop().run_in_executor(self._threads, self._score, kind, request)
-            self._cache[request] = result
+            self._cache[key] = result
             if len(self._cache) > MAX_CACHED_RESULTS:
                 self._cache.popitem(last=False)
         return result

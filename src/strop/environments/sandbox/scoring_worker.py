@@ -59,7 +59,7 @@ def load_math_verify() -> Callable[..., Callable[[], float]]:
         def score() -> float:
             gold = parse(f"\\boxed{{{reference}}}", parsing_timeout=None)  # None: this process enforces the limits
             if not gold:
-                raise UnparsableReference(f"the reference answer {reference!r} cannot be parsed")
+                raise UnparsableReference(f"the reference answer {reference!r:.200} cannot be parsed")
             return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
 
         return score
@@ -123,6 +123,8 @@ def score_in_fork(score: Callable[[], float], cpu_s: float) -> Reply:
             reply = json.loads(text)
             if isinstance(reply, dict):
                 return reply
+    if text:
+        return {"failure": "the scorer's reply was too long or broken"}
     signal_number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if signal_number in (signal.SIGPROF, signal.SIGKILL):
         return {"failure": f"ran past the limit of {cpu_s:g} s"}
@@ -146,7 +148,7 @@ def _run_child(score: Callable[[], float], cpu_s: float, write_end: int) -> NoRe
         try:
             reply = {"value": score(), "unconfined": warning}
         except UnparsableReference as error:
-            reply = {"refused": str(error)}
+            reply = {"refused": str(error)[:1000]}
         except Exception as error:  # includes MemoryError and RecursionError: the answer cannot be scored
             reply = {"failure": f"{type(error).__name__}: {error}"[:200]}
         os.write(0, json.dumps(reply).encode() + b"\n")

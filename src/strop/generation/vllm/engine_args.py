@@ -11,6 +11,7 @@ from typing import Any
 
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.vllm.vllm_config import VllmConfig
+from strop.user_code import trusts_remote_code
 
 RESERVED_ARGS = {  # vLLM arguments that Strop sets itself -> what to set instead
     "model": "policy.model_name",
@@ -75,6 +76,7 @@ def make_engine_args(launch: VllmLaunch) -> Any:
     check_extra_args(generation.vllm_kwargs, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
     args: dict[str, Any] = {
         "model": launch.model,
+        "trust_remote_code": trusts_remote_code(),
         "tokenizer": launch.model,
         "dtype": config.precision,
         "load_format": "auto" if launch.load_weights else "dummy",

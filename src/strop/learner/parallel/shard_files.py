@@ -6,6 +6,7 @@ another number of ranks, with another sharding, or by a single process without a
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,14 @@ import torch
 import torch.distributed.checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
@@ -92,6 +100,53 @@ def write_shards(folder: Path, shards: Mapping[str, TensorShard], group: Any | N
         dcp.save({}, storage_writer=writer, planner=_SavePlanner(shards), process_group=group, no_dist=group is None)
 
 
+class ForeignMetadata(ValueError):
+    """``.metadata`` names what no checkpoint of tensors contains."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads DCP's ``.metadata``, a pickle, without running what someone else may have put into it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _METADATA_CLASSES:
+            raise ForeignMetadata(
+                f"{METADATA} names {module}.{name}, which no checkpoint of tensors contains and which could run code; the folder was not "
+                "written by Strop or torch's distributed checkpoints: do not use it"
+            )
+        return super().find_class(module, name)
+
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_METADATA_CLASSES = {
+    *((f"{_CHECKPOINT}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata")),
+    *((f"{_CHECKPOINT}.metadata", name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
+    (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # of Python 3.13
+    ("collections", "OrderedDict"),
+    *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
+}
+
+
+class _SafeReader(dcp.FileSystemReader):  # type: ignore[misc]
+    """Reads only files of its folder, and of ``.metadata`` only what describes tensors."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        with open(Path(self.path) / METADATA, "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise ForeignMetadata(f"{METADATA} is {metadata!r:.80}, not the metadata of a checkpoint")
+        for index, info in (metadata.storage_data or {}).items():
+            if Path(info.relative_path).name != str(info.relative_path):
+                raise ForeignMetadata(f"{METADATA} places {index.fqn} outside of the folder: {str(info.relative_path)!r:.200}")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
 class TensorReader(Protocol):
     """Reads shards of stored tensors."""
 
@@ -113,14 +168,14 @@ class ShardedReader:
         if not is_sharded(folder):
             raise FileNotFoundError(f"{folder / METADATA} is missing")
         self.folder = folder
-        stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        stored = _SafeReader(folder).read_metadata().state_dict_metadata
         tensors = {name: data for name, data in stored.items() if isinstance(data, TensorStorageMetadata)}
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(data.size) for name, data in tensors.items()}
         self.dtypes: Mapping[str, torch.dtype] = {name: data.properties.dtype for name, data in tensors.items()}
 
     def read(self, into: Mapping[str, TensorShard]) -> None:
         with _ignore_single_process_warnings():
-            dcp.load({}, storage_reader=dcp.FileSystemReader(self.folder), planner=_LoadPlanner(into), no_dist=True)
+            dcp.load({}, storage_reader=_SafeReader(self.folder), planner=_LoadPlanner(into), no_dist=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from strop.monitoring.console.message_style import discard_output
 from strop.monitoring.console.progress import Progress
 from strop.monitoring.console.step_table import StepTable
 from strop.monitoring.trackers.base import NullTracker, Tracker
+from strop.printable import make_printable
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class PlainConsole(NullTracker):
             self._print(line)
 
     def note(self, text: str) -> None:
-        for line in text.splitlines():
+        for line in make_printable(text).splitlines():
             self._print(line)
 
     def progress(self, text: str) -> None:

@@ -35,6 +35,7 @@ from strop.monitoring.console.columns import COLUMNS, Column, Phase, choose_colu
 from strop.monitoring.console.progress import Progress
 from strop.monitoring.console.step_table import StepTable
 from strop.monitoring.trackers.base import NullTracker
+from strop.printable import make_printable
 
 MAX_WIDTH = 110  # for readability
 MARGIN = 3  # space for the ^C that a terminal echoes: in a full line it would wrap and break the drawing
@@ -88,7 +89,7 @@ class LiveConsole(NullTracker):
         self._draw()
 
     def note(self, text: str) -> None:
-        for line in text.splitlines():
+        for line in make_printable(text).splitlines():
             self._print(line)
 
     def _print(self, line: str, *, cut: bool = False) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from strop.base_config import validate_section
+from strop.base_config import redact_arguments, validate_section
 from strop.monitoring.watchdog.stacks import dump_stacks
 from strop.monitoring.watchdog.stalls import Stall, find_stalls, format_report, select_longest_waits
 from strop.monitoring.watchdog.status import LogEntry, Status, StatusState, process_start_time, write_status
@@ -225,7 +225,7 @@ class Watchdog:
                 loop_silent=silent,
                 waits=select_longest_waits(waits, MAX_WAITS_STORED),
                 versions=_versions(),
-                command=shlex.join(sys.argv),
+                command=shlex.join(redact_arguments(sys.argv)),
                 checkpoints=self._checkpoints,
                 troubles=troubles,
                 error=error,

@@ -2,7 +2,8 @@
 
 The sender is rank 0 of a separate process group. The default group is not used: in a receiver's process it belongs to the engine.
 Tensors are packed into buckets; one bucket is packed or unpacked while another one is transferred. A key-value store beside the group
-records which receivers have joined, when a publish begins, and why it failed. A broken group cannot be repaired: after a TransportError,
+records which receivers have joined, when a publish begins, and why it failed; it is served to those who know the sender's secret, which is
+part of its address. A broken group cannot be repaired: after a TransportError,
 create a new sender.
 """
 
@@ -15,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from strop.weight_sync.transports.manifest import (
     split_into_buckets,
     view_in_bucket,
 )
+from strop.weight_sync.transports.secret_store import SecretStore, SecretStoreServer, make_secret
 
 dist: Any = torch.distributed  # the functions used here are untyped
 CollectiveBackend = Literal["gloo", "nccl"]
@@ -45,7 +47,7 @@ _STORE_TIMEOUT = timedelta(seconds=10)  # timeout of one store operation
 
 @dataclass(frozen=True)
 class BroadcastAddress:
-    """Address of the sender's store, and settings of the process group."""
+    """Address and secret of the sender's store, and settings of the process group. Who has it can receive the weights."""
 
     backend: CollectiveBackend
     host: str
@@ -53,6 +55,7 @@ class BroadcastAddress:
     receivers: int
     bucket_size: int  # bytes
     timeout: float  # seconds
+    secret: bytes = field(default=b"", repr=False)
 
     def connect(self, index: int, device: torch.device) -> BroadcastReceiver:
         """Raises TransportError if there is no sender, ValueError if ``index`` is out of range."""
@@ -193,8 +196,10 @@ class BroadcastSender:
         if (device.type == "cuda") != (backend == "nccl"):
             raise ValueError(f"{backend} does not broadcast from {device}: set device to the CPU for gloo, to a GPU for nccl")
         self.receivers = receivers
-        store = dist.TCPStore(host, port, None, True, timeout=_STORE_TIMEOUT, wait_for_workers=False)
-        self._address = BroadcastAddress(backend, host, store.port, receivers, align_up(bucket_size), timeout)
+        secret = make_secret()
+        self._server = SecretStoreServer(host, port, secret)
+        store = SecretStore(host, self._server.port, secret, _STORE_TIMEOUT)
+        self._address = BroadcastAddress(backend, host, self._server.port, receivers, align_up(bucket_size), timeout, secret)
         self._channel = _BroadcastGroup(self._address, 0, store, device)
         self._number = 0
         self._busy = threading.Lock()  # held during a publish and while closing
@@ -244,7 +249,8 @@ class BroadcastSender:
         self._channel.abort_group()
         with self._busy:
             self._channel.abort_group()
-            del self._channel.store
+            self._channel.store.close()
+            self._server.close()
 
 
 class BroadcastReceiver:
@@ -254,7 +260,7 @@ class BroadcastReceiver:
         self.index, self.device = index, device
         limit = timedelta(seconds=max(1.0, min(address.timeout, 30.0)))
         try:
-            store = dist.TCPStore(address.host, address.port, None, False, timeout=limit, wait_for_workers=False)
+            store = SecretStore(address.host, address.port, address.secret, limit)
             store.set(f"joined/{index}", f"{machine_id()} {os.getpid()}")
         except RuntimeError as error:
             raise TransportError(f"there is no sender at {address.host}:{address.port}: {str(error).splitlines()[0]}") from None
@@ -287,7 +293,7 @@ class BroadcastReceiver:
     def close(self) -> None:
         self._channel.broken = self._channel.broken or "it was closed"
         self._channel.abort_group()
-        del self._channel.store
+        self._channel.store.close()
 
 
 def _failure_key(number: int) -> str:
@@ -302,8 +308,8 @@ def _gloo_group(store: Any, rank: int, address: BroadcastAddress) -> Any:
 
 
 def _nccl_group(store: Any, rank: int, address: BroadcastAddress) -> Any:
-    """Create an NCCL group with blocking waits that raise. The default watchdog would abort the process, a receiver's engine."""
-    settings = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    """Create an NCCL group with blocking waits that raise. NCCL's watchdog and monitor would abort the process, a receiver's engine."""
+    settings = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
     saved = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,8 +16,9 @@ from tests.support.ranks import run_on_ranks
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
+from strop.checkpointing.convert import ConversionError, convert_shards
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
-from strop.learner.parallel.shard_files import ShardedReader, TensorShard, local_shard
+from strop.learner.parallel.shard_files import ForeignMetadata, ShardedReader, TensorShard, local_shard, write_shards
 from strop.learner.parallel.sharded import parallelize_network
 from strop.learner.parallel.sharded_checkpoint import take_snapshot
 from strop.learner.torch.learner import TorchLearner
@@ -260,3 +263,44 @@ def test_one_step_after_loading_is_the_step_that_would_have_followed(tmp_path: P
     again.load(tmp_path)
     again.step()
     assert differences(whole_state(again), wanted) == []
+
+
+# --- folders that someone else wrote ------------------------------------------------------------------------------------------
+
+
+class RunsCode:
+    """Pickled, it is a call of ``os.mkdir``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_crafted_folder_runs_no_code_and_reads_no_file_outside(tmp_path: Path) -> None:
+    tensor = torch.arange(6.0).view(2, 3)
+    write_shards(tmp_path / "shards", {"a": TensorShard(tensor, (0, 0), (2, 3))}, None)
+    metadata = tmp_path / "shards" / ".metadata"
+    whole: Any = pickle.loads(metadata.read_bytes())
+    assert ShardedReader(tmp_path / "shards").shapes == {"a": (2, 3)}
+
+    whole.planner_data = RunsCode(tmp_path / "ran")
+    metadata.write_bytes(pickle.dumps(whole))
+    with pytest.raises(ForeignMetadata, match=r"posix\.mkdir.*could run code"):
+        ShardedReader(tmp_path / "shards")
+    build("llama").config.save_pretrained(tmp_path / "shards")
+    with pytest.raises(ConversionError, match="could run code"):
+        convert_shards(tmp_path / "shards", tmp_path / "out")
+    assert not (tmp_path / "ran").exists()
+
+    whole.planner_data = None
+    for info in whole.storage_data.values():
+        info.relative_path = "../elsewhere"
+    metadata.write_bytes(pickle.dumps(whole))
+    with pytest.raises(ForeignMetadata, match="outside of the folder"):
+        ShardedReader(tmp_path / "shards")
+
+    metadata.write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(ForeignMetadata, match="not the metadata of a checkpoint"):
+        ShardedReader(tmp_path / "shards")

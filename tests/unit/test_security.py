@@ -1,0 +1,158 @@
+"""What docs/security.md promises of the source: no call that runs data, no secret that is written down, known places that listen."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jinja2.exceptions import SecurityError
+
+from loop.tiny import tiny_tokenizer
+from strop.base_config import REDACTED, redact_arguments
+from strop.config import GrpoRunConfig, dump_config, load_config
+from strop.config.load.interpolation import RESOLVERS
+from strop.data.prompt_template import parse_prompt_template
+from strop.models.chat_template import ChatTemplate
+from strop.types import user
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "strop"
+
+# Calls that run what they read, or that open a door: the only files that may have them, each with its reason.
+ALLOWED: dict[str, dict[str, str]] = {
+    "pickle.loads": {
+        "generation/vllm/worker.py": "from the engine's own process, over vLLM's channel",
+        "generation/vllm/vllm_engine.py": "from the engine's workers, over vLLM's channel",
+        "environments/sandbox/scoring_worker.py": "from the process that started it, over a pipe",
+    },
+    "pickle.load": {"checkpointing/folders.py": "state.pt of this run's own checkpoint"},
+    "pickle.Unpickler": {
+        "checkpointing/folders.py": "state.pt of this run's own checkpoint",
+        "learner/parallel/shard_files.py": "with a list of classes",
+    },
+    "torch.load": {
+        "checkpointing/folders.py": "state.pt of this run's own checkpoint",
+        "learner/parallel/single_device.py": "weights_only",
+        "learner/parallel/sharded_checkpoint.py": "weights_only",
+    },
+    "socket.socket": {
+        "weight_sync/transports/connection.py": "abstract Unix socket, the peer's user is checked",
+        "weight_sync/transports/broadcast.py": "asks for this machine's address, sends nothing",
+    },
+    "socket.create_server": {
+        "weight_sync/transports/secret_store.py": "one address, a secret per sender",
+        "distributed/rendezvous.py": "one address",
+    },
+    "eval": {},
+    "exec": {},
+    "compile": {},
+    "os.system": {},
+    "os.popen": {},
+    "yaml.load": {},
+    "joblib.load": {},
+    "marshal.loads": {},
+    "shelve.open": {},
+    "tempfile.mktemp": {},
+    "dist.TCPStore": {"distributed/workers/learner_worker.py": "a client"},
+    "distributed.TCPStore": {"distributed/node_probe.py": "a client", "distributed/rendezvous.py": "on a socket of one address"},
+}
+
+
+def calls() -> Iterator[tuple[str, str, ast.Call]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                yield str(path.relative_to(PACKAGE)), ast.unparse(node.func), node
+
+
+def test_calls_that_run_data_or_listen_are_where_they_are_known() -> None:
+    found = {(name, file) for file, name, _ in calls() if name in ALLOWED}
+    known = {(name, file) for name, files in ALLOWED.items() for file in files}
+    assert {pair for pair in found if pair not in known} == set()
+
+
+def test_no_call_allows_pickled_objects_or_a_shell() -> None:
+    for file, name, node in calls():
+        options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        assert options.get("shell", "False") == "False", (file, name)
+        assert options.get("allow_pickle", "False") == "False", (file, name)
+        if name == "torch.load" and file != "checkpointing/folders.py":
+            assert options.get("weights_only") == "True", file
+        if name.endswith(".from_pretrained") and file.startswith("models/") and "PeftModel" not in name:
+            assert "trust_remote_code" in options or "peft" in name.lower(), (file, name)
+
+
+def test_secrets_in_env_vars_are_not_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_TOKEN", "from-the-environment")
+    overrides = [
+        "policy.model_name=m",
+        "data.train.env_name=arithmetic",
+        "cluster.roles.learner.env_vars.HF_TOKEN=${env:A_TOKEN}",
+        "cluster.roles.learner.env_vars.AWS_SECRET_ACCESS_KEY=hidden",
+        "cluster.roles.learner.env_vars.NCCL_DEBUG=INFO",
+    ]
+    config = load_config(None, overrides, root=GrpoRunConfig, check=False).config
+    assert config.cluster.roles.learner.env_vars["HF_TOKEN"] == "from-the-environment"
+    text = dump_config(config)
+    assert "from-the-environment" not in text and "hidden" not in text
+    assert text.count(REDACTED) == 2 and "NCCL_DEBUG: INFO" in text
+    assert redact_arguments(["strop", "grpo", *overrides])[-3:] == [
+        f"cluster.roles.learner.env_vars.HF_TOKEN={REDACTED}",
+        f"cluster.roles.learner.env_vars.AWS_SECRET_ACCESS_KEY={REDACTED}",
+        overrides[-1],
+    ]
+
+
+def test_a_chat_template_runs_in_a_sandbox() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ messages }}"
+    with pytest.raises(SecurityError):
+        ChatTemplate(tokenizer).encode_prompt((user("hi"),))
+
+
+def test_a_prompt_file_is_text_and_no_format_string() -> None:
+    template = parse_prompt_template("{question.__class__} {0.__init__} {question}", "p")
+    assert template.render("hi")[0].content == "{question.__class__} {0.__init__} hi"
+
+
+def test_an_interpolation_runs_no_code() -> None:
+    assert sorted(RESOLVERS) == ["add", "div", "env", "mul", "sub"]
+
+
+LISTENERS = """
+import os, socket
+from strop.weight_sync.transports.broadcast import BroadcastSender
+from strop.weight_sync.transports.host_memory import MemorySender
+from strop.distributed.rendezvous import serve_store
+from strop.environments.sandbox.scoring_pool import get_scoring_pool
+kept = BroadcastSender(1), MemorySender(1), serve_store("127.0.0.1", 2, 5), get_scoring_pool(1)
+inodes = {os.readlink(f"/proc/self/fd/{fd}")[8:-1] for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")
+          and os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")}
+for family in ("tcp", "tcp6"):
+    for line in open(f"/proc/net/{family}").read().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and fields[9] in inodes:
+            print(family, fields[1])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
+def test_everything_of_strop_that_listens_in_one_process_listens_on_loopback() -> None:
+    outcome = subprocess.run([sys.executable, "-c", LISTENERS], capture_output=True, text=True, timeout=100, env=os.environ)
+    assert outcome.returncode == 0, outcome.stderr
+    lines = outcome.stdout.split("\n")[:-1]
+    assert len(lines) == 2 and all(line.startswith("tcp 0100007F:") for line in lines), lines
+
+
+def test_the_page_names_every_place_that_listens() -> None:
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    for name in ("socket.create_server", "socket.socket"):
+        for file in ALLOWED[name]:
+            assert f"src/strop/{file}" in page, f"docs/security.md does not name {file}"
+    assert not re.search(r"\bTODO\b", page)
