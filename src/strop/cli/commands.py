@@ -1,5 +1,5 @@
-"""The command line: ``strop grpo`` and the other kinds of training, ``strop eval``, ``strop plot``, ``strop doctor``, ``strop cluster
-check``, ``strop config``.
+"""The command line: ``strop init``, ``strop grpo`` and the other kinds of training, ``strop eval``, ``strop plot``, ``strop doctor``,
+``strop cluster check``, ``strop config``.
 
 Options and ``a.b=c`` overrides may be given in any order. Heavy packages are imported only when needed, so that ``--help`` and errors in
 a configuration are fast. Exit codes: 0 success, 1 failure, 2 error in the arguments or the configuration, 130 interrupted, 143 stopped by
@@ -20,10 +20,12 @@ from strop.cli.cluster_command import cluster
 from strop.cli.config_command import config
 from strop.cli.doctor_command import doctor
 from strop.cli.eval_command import evaluate
+from strop.cli.init_command import init
 from strop.cli.plot_command import plot
 from strop.cli.train_command import TRAINING, train_run
 
 COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
+    "init": init,
     **{section: partial(train_run, section) for section in TRAINING},
     "eval": evaluate,
     "plot": plot,
@@ -58,6 +60,7 @@ def _make_parser() -> argparse.ArgumentParser:
         prog="strop",
         description="Strop post-trains language models.",
         epilog="`strop COMMAND --help` shows the options of a command.\n\n"
+        "  strop init grpo\n"
         "  strop grpo --config examples/configs/quickstart.yaml\n"
         "  strop grpo --config examples/configs/grpo_math_1B.yaml --dry-run policy.model_name=Qwen/Qwen2.5-0.5B",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -68,7 +71,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "command",
         choices=COMMANDS,
         metavar="COMMAND",
-        help="train: "
+        help="init (write a starter), train: "
         + ", ".join(f"{name} ({meaning})" for name, meaning in TRAINING.items())
         + "; eval (evaluate a model), plot (plot the metrics of a run), doctor (diagnose a run), "
         "cluster check (check nodes before a run), config (list all keys)",
