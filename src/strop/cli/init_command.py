@@ -23,35 +23,24 @@ class Starter:
     meaning: str
     files: tuple[str, ...]
     commands: tuple[str, ...]
-    yours: str  # what to replace first
 
 
-def _training(kind: str, meaning: str, files: tuple[str, ...], yours: str, name: str | None = None) -> Starter:
-    name = name or kind
-    train = f"strop {kind} --config {name}.yaml"
-    return Starter(meaning, (f"{name}.yaml", *files), (f"{train} --dry-run", train, f"strop plot logs/{name}"), yours)
+def _training(command: str, config: str, meaning: str, *files: str) -> Starter:
+    train = f"strop {command} --config {config}.yaml"
+    return Starter(meaning, (f"{config}.yaml", *files), (f"{train} --dry-run", train, f"strop plot logs/{config}"))
 
 
-TICKETS = ("reward.py", "tickets.jsonl", "tickets_test.jsonl")
+TICKETS = ("tickets.jsonl", "tickets_test.jsonl", "prompt.txt", "reward.py")
 STARTERS = {
-    "grpo": _training(
-        "grpo", "GRPO on your own rows and reward function", TICKETS, "the rows of tickets.jsonl, the reward in reward.py"
-    ),
-    "multi-turn": _training(
-        "grpo",
-        "GRPO over several turns, with a tool",
-        ("calculator.py", "sums.jsonl"),
-        "the rows of sums.jsonl, the environment in calculator.py",
-        "multi_turn",
-    ),
-    "sft": _training("sft", "supervised fine-tuning on your own conversations", ("conversations.jsonl",), "conversations.jsonl"),
-    "dpo": _training("dpo", "DPO on your own preferences", ("preferences.jsonl",), "preferences.jsonl"),
-    "rm": _training("rm", "a reward model from your own preferences", ("preferences.jsonl",), "preferences.jsonl"),
+    "grpo": _training("grpo", "grpo", "GRPO on your own rows and reward function", *TICKETS),
+    "multi-turn": _training("grpo", "multi_turn", "GRPO over several turns, with a tool", "sums.jsonl", "calculator.py"),
+    "sft": _training("sft", "sft", "supervised fine-tuning on your own answers", "answers.jsonl", "prompt.txt"),
+    "dpo": _training("dpo", "dpo", "DPO on your own preferences", "preferences.jsonl", "prompt.txt"),
+    "rm": _training("rm", "rm", "a reward model from your own preferences", "preferences.jsonl", "prompt.txt"),
     "eval": Starter(
         "evaluation of a model on your own rows and reward function",
-        ("eval.yaml", "reward.py", "tickets_test.jsonl"),
+        ("eval.yaml", *TICKETS[1:]),
         ("strop eval --config eval.yaml --dry-run", "strop eval --config eval.yaml"),
-        "the rows of tickets_test.jsonl, the reward in reward.py",
     ),
 }
 
@@ -115,4 +104,4 @@ def _describe(starter: Starter, folder: Path) -> str:
     enter = () if folder == Path(".") else (f"cd {folder}",)
     commands = "\n".join(f"  {command}" for command in (*enter, *starter.commands))
     where = "this folder" if folder == Path(".") else folder
-    return f"{', '.join(starter.files)} are in {where}.\nNext:\n{commands}\nThen put your own in their place: {starter.yours}."
+    return f"{', '.join(starter.files)} are in {where}.\nNext:\n{commands}\nThen put your own in place of {', '.join(starter.files[1:])}."

@@ -100,5 +100,5 @@ def test_no_ticket_is_trained_on_and_tested() -> None:
         name: {json.loads(line)["ticket"] for line in (FOLDER / name).open()} for name in ("tickets.jsonl", "tickets_test.jsonl")
     }
     assert not tickets["tickets.jsonl"] & tickets["tickets_test.jsonl"]
-    trained = (FOLDER / "conversations.jsonl").read_text() + (FOLDER / "preferences.jsonl").read_text()
+    trained = (FOLDER / "answers.jsonl").read_text() + (FOLDER / "preferences.jsonl").read_text()
     assert not any(json.dumps(ticket) in trained for ticket in tickets["tickets_test.jsonl"])

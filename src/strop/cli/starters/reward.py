@@ -1,13 +1,16 @@
-"""The reward of grpo.yaml and eval.yaml. The first function is the one they name; put your own in its place."""
+"""The rewards of grpo.yaml and eval.yaml. Put your own in their place."""
 
 from strop import Rollout, Task
 
+TEAMS = ("billing", "delivery", "account", "technical")
+
 
 def correct(task: Task, rollout: Rollout) -> bool:
-    """Whether the completion is the reference answer, but for case and a full stop."""
-    return rollout.text.strip().rstrip(".").lower() == task.answer
+    """Whether the first team that the completion names is the right one."""
+    named = [word for word in (word.strip(".,:;!*'\"").lower() for word in rollout.text.split()) if word in TEAMS]
+    return named[:1] == [task.answer]
 
 
-def short(task: Task, rollout: Rollout) -> float:
-    """1 for a word, 0 from ten on: for rewards of several functions, `rewards: [reward.py:correct, reward.py:short]`."""
-    return max(0.0, 1 - (len(rollout.text.split()) - 1) / 9)
+def brief(task: Task, rollout: Rollout) -> float:
+    """1 for one word, less for each word more, 0 from eleven on."""
+    return max(0.0, 1 - 0.1 * max(0, len(rollout.text.split()) - 1))
