@@ -49,7 +49,7 @@ def test_a_starter_trains_as_it_is_written(kind: str, tiny: Path, tmp_path: Path
 def test_the_calculator_of_the_starter_answers_between_the_turns() -> None:
     environment = make_environment(f"{FOLDER}/calculator.py:Calculator", {})
     task = environment.tasks(DataSource(dataset_name=str(FOLDER / "sums.jsonl"), input_key="question", output_key="answer"))[0]
-    assert [message.role for message in environment.prompt(task)] == ["system", "user"]
+    assert [message.role for message in environment.prompt(task)] == ["system", *["user", "assistant"] * 2, "user"]
 
     def said(*texts: str) -> Rollout:
         one = torch.ones(1)
@@ -63,7 +63,7 @@ def test_the_calculator_of_the_starter_answers_between_the_turns() -> None:
     done = said("<calc>38 * 88</calc>", "There are 3,344 pens.")
     assert run(environment.respond(task, done)) is None
     result = run(environment.score_rollout(task, done))
-    assert result.rewards == {"correct": 1.0, "calls": 1.0} and result.reward == 1.0
+    assert result.rewards == {"correct": 1.0, "asked": 1.0} and result.reward == 1.2
 
 
 def test_the_evaluation_starter_scores_every_task_and_keeps_the_samples(tiny: Path, tmp_path: Path) -> None:

@@ -7,9 +7,12 @@ from strop import Message, Rollout, Task, reward
 from strop.environments.base import DatasetEnvironment, PromptedTask
 
 CALL = re.compile(r"<calc>\s*(-?\d{1,12})\s*([-+*])\s*(-?\d{1,12})\s*</calc>")
-INSTRUCTIONS = (
-    "You have a calculator: write <calc>12 * 34</calc> and it answers with the result. It takes two whole numbers and one of + - *. "
-    "When you know the answer, write it as the last number of your message, without a call."
+INSTRUCTIONS = "Write <calc>12 * 34</calc>, with + - or *, to ask a calculator. Then answer, with the result as the last number."
+EXAMPLE = (  # a small model copies what it sees
+    Message("user", "What is 12 * 34?"),
+    Message("assistant", "<calc>12 * 34</calc>"),
+    Message("user", "408"),
+    Message("assistant", "The answer is 408."),
 )
 
 
@@ -18,7 +21,7 @@ class Calculator(DatasetEnvironment):
     """Word problems, one number each."""
 
     def prompt(self, task: PromptedTask) -> tuple[Message, ...]:
-        return (Message("system", INSTRUCTIONS), *task.messages)
+        return (Message("system", INSTRUCTIONS), *EXAMPLE, *task.messages)
 
     async def respond(self, task: Task, rollout: Rollout) -> tuple[Message, ...] | None:
         """Answer the call in the policy's last turn. None, without one, ends the episode."""
@@ -33,9 +36,9 @@ class Calculator(DatasetEnvironment):
         numbers = re.findall(r"-?\d+", rollout.policy_turns[-1].text.replace(",", ""))
         return "<calc>" not in rollout.policy_turns[-1].text and numbers[-1:] == [task.answer]
 
-    @reward(weight=0.0)  # logged, not counted
-    def calls(self, task: Task, rollout: Rollout) -> int:
-        return sum("<calc>" in turn.text for turn in rollout.policy_turns)
+    @reward(weight=0.2)  # less than for the answer: a signal while no answer is right yet
+    def asked(self, task: Task, rollout: Rollout) -> bool:
+        return any(CALL.search(turn.text) for turn in rollout.policy_turns)
 
 
 def calculate(left: str, sign: str, right: str) -> int:
