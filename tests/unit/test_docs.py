@@ -42,6 +42,7 @@ MODULE = re.compile(r"strop(?:\.\w+)+")
 YAML_NAME = re.compile(r"# (\w+\.yaml)\n")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ROOTS: dict[str, Any] = {**TRAINING_RUNS, "eval": EvalRunConfig}
+# commands; the tests of guides run them
 SCRIPTS = {
     "examples/run_grpo.py": ("grpo", "examples/configs/grpo_math_1B.yaml"),
     "examples/run_grpo_math.py": ("grpo", "examples/configs/grpo_math_1B.yaml"),
@@ -56,12 +57,15 @@ SCRIPTS = {
 
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository as its reader has it after ``python examples/arithmetic_data.py``, which several commands need."""
+    """The repository as its reader has it after ``python examples/arithmetic_data.py`` and ``strop init``, which several commands need."""
     folder = tmp_path_factory.mktemp("workplace")
     for entry in ("examples", "docs", "src"):
         (folder / entry).symlink_to(ROOT / entry)
     script = [sys.executable, str(ROOT / "examples/arithmetic_data.py"), "--train", "20", "--validation", "5"]
     subprocess.run(script, cwd=folder, check=True, capture_output=True)
+    for file in (ROOT / "examples" / "starters").iterdir():  # what `strop init` writes
+        if file.is_file():
+            (folder / file.name).write_bytes(file.read_bytes())
     for page in PAGES:
         for block in blocks(page, "yaml"):
             if named := YAML_NAME.match(block):
@@ -194,7 +198,7 @@ def test_commands_name_configurations_that_load(
     if words[1] in ("plot", "rollouts"):
         {"plot": plot_command, "rollouts": rollouts_command}[words[1]].make_parser().parse_args(words[2:])
         return
-    if "..." in words or words[1] in ("doctor", "config", "--help"):
+    if "..." in words or words[1] in ("doctor", "config", "init", "--help"):
         return
     if words[0] == "python" and words[1] not in SCRIPTS:
         assert (ROOT / words[1]).is_file()
@@ -216,7 +220,16 @@ def test_commands_name_configurations_that_load(
         place = rest.index("--config")
         config = rest[place + 1]
         del rest[place : place + 2]
-    load_config(config, [word for word in rest if word != "--dry-run"], root=ROOTS[kind])
+    load_config(config, without_options(rest), root=ROOTS[kind])
+
+
+def without_options(words: list[str]) -> list[str]:
+    """Without --dry-run, -v, and --assume-... with their numbers."""
+    return [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if word not in ("--dry-run", "-v") and not word.startswith("--assume-") and not before.startswith("--assume-")
+    ]
 
 
 JOBS = {"export": make_export_parser, "serve": make_serve_parser}

@@ -1,6 +1,4 @@
-"""The command line: ``strop grpo`` and the other kinds of training, ``strop eval``, ``strop export``, ``strop serve``,
-``strop rollouts``, ``strop plot``,
-``strop doctor``, ``strop cluster check``, ``strop config``.
+"""The command line: one file for each command.
 
 Options and ``a.b=c`` overrides may be given in any order. Heavy packages are imported only when needed, so that ``--help`` and errors in
 a configuration are fast. Exit codes: 0 success, 1 failure, 2 error in the arguments or the configuration, 130 interrupted, 141 nobody
@@ -22,6 +20,7 @@ from strop.cli.config_command import config
 from strop.cli.doctor_command import doctor
 from strop.cli.eval_command import evaluate
 from strop.cli.export_command import export
+from strop.cli.init_command import init
 from strop.cli.plot_command import plot
 from strop.cli.rollouts_command import rollouts
 from strop.cli.serve_command import serve
@@ -31,6 +30,7 @@ from strop.monitoring.console.message_style import discard_output
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
+    "init": init,
     **{section: partial(train_run, section) for section in TRAINING},
     "eval": evaluate,
     "rollouts": rollouts,
@@ -79,6 +79,7 @@ def _make_parser() -> argparse.ArgumentParser:
         prog="strop",
         description="Strop post-trains language models.",
         epilog="`strop COMMAND --help` shows the options of a command.\n\n"
+        "  strop init grpo\n"
         "  strop grpo --config examples/configs/quickstart.yaml\n"
         "  strop grpo --config examples/configs/grpo_math_1B.yaml --dry-run policy.model_name=Qwen/Qwen2.5-0.5B",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -89,7 +90,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "command",
         choices=COMMANDS,
         metavar="COMMAND",
-        help="train: "
+        help="init (write a starter), train: "
         + ", ".join(f"{name} ({meaning})" for name, meaning in TRAINING.items())
         + "; eval (evaluate a model), export (write a checkpoint as a Hugging Face folder), serve (OpenAI's HTTP API for a "
         "checkpoint), rollouts (read what a run sampled), plot (plot the metrics of runs), doctor (diagnose a run), "
