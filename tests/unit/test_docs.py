@@ -42,7 +42,6 @@ MODULE = re.compile(r"strop(?:\.\w+)+")
 YAML_NAME = re.compile(r"# (\w+\.yaml)\n")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ROOTS: dict[str, Any] = {**TRAINING_RUNS, "eval": EvalRunConfig}
-# commands; the tests of guides run them
 SCRIPTS = {
     "examples/run_grpo.py": ("grpo", "examples/configs/grpo_math_1B.yaml"),
     "examples/run_grpo_math.py": ("grpo", "examples/configs/grpo_math_1B.yaml"),
@@ -237,7 +236,8 @@ JOBS = {"export": make_export_parser, "serve": make_serve_parser}
 
 def check_job(words: list[str]) -> None:
     """The options of ``strop export`` and ``strop serve`` are there."""
-    JOBS[words[1]]().parse_args(words[2 : words.index("--") if "--" in words else None])
+    end = min((words.index(word) for word in ("--", "&") if word in words), default=None)
+    JOBS[words[1]]().parse_args(words[2:end])
 
 
 def check_evaluation(words: list[str]) -> None:

@@ -29,10 +29,18 @@ def logs(tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_vllm_serves_the_folder_of_a_checkpoint_itself(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
+
+    class Replaced(Exception):
+        """This program is no more."""
+
+    def replace_process(program: str, arguments: list[str]) -> None:
+        started.append(arguments)
+        raise Replaced
+
     monkeypatch.setattr(serve_model.packages, "is_installed", lambda name: True)
-    monkeypatch.setattr(serve_model.os, "execv", lambda program, arguments: started.append(arguments) or sys.exit(0))
+    monkeypatch.setattr(serve_model.os, "execv", replace_process)
     monkeypatch.setenv("VLLM_API_KEY", "")
-    with pytest.raises(SystemExit):
+    with pytest.raises(Replaced):
         cli.main(["serve", str(logs), "--api-key", "secret", "--max-model-len", "64", "--dtype", "bfloat16", "--", "--seed", "1"])
     (arguments,) = started
     assert arguments[:4] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
