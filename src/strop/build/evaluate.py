@@ -11,6 +11,7 @@ from strop.base_config import validate_section
 from strop.build.engines import make_serving_engine
 from strop.build.exit_codes import run_command
 from strop.build.models import load_policy
+from strop.build.run_folders import lock_evaluation_folder
 from strop.build.summary import summarize
 from strop.build.tasks import make_mixture
 from strop.config import EvalRunConfig
@@ -45,6 +46,11 @@ async def _print_evaluation(config: EvalRunConfig) -> None:
 
 
 async def evaluate_as_configured(config: EvalRunConfig) -> EvaluationReport:
+    with lock_evaluation_folder(config):
+        return await _evaluate(config)
+
+
+async def _evaluate(config: EvalRunConfig) -> EvaluationReport:
     generation = config.generation
     source = make_mixture([config.data], config.env, "validation", seed=config.eval.seed)
     model = {name: getattr(generation, name) for name in ("model_name", "device", "num_threads", "precision")}
@@ -59,13 +65,14 @@ async def evaluate_as_configured(config: EvalRunConfig) -> EvaluationReport:
         sampling=Sampling(**generation.sampling_options()),
         rules=EpisodeRules(max_length=generation.max_total_sequence_length, max_prompt_length=config.data.max_input_seq_length),
         seed=config.eval.seed,
-        folder=Path(config.eval.save_path) if config.eval.save_path else None,
+        folder=Path(config.eval.save_path).absolute() if config.eval.save_path else None,
         ks=_choose_ks(config),
         voters=tuple(sorted({config.eval.k_value, config.eval.num_tests_per_prompt})),
         concurrent_tasks=generation.num_prompts_per_step if generation.num_prompts_per_step > 0 else None,
     )
     try:
         metrics = await evaluator.evaluate(0, open_console("auto"))
+        evaluator.files.close()
     finally:
         await engine.close()
     return EvaluationReport(metrics, evaluator.last_tasks)

@@ -16,6 +16,7 @@ from strop.distributed.actor_group import ActorGroupDied
 from strop.distributed.base import ActorDied
 from strop.environments.base import EnvironmentConfigError
 from strop.models.loading import ModelNotFound
+from strop.storage.storage_error import StorageError
 from strop.trainer.mismatch import MismatchTooLarge
 from strop.trainer.run import TooFewTasks, TooManyDropped
 from strop.weight_sync.base import EngineDied, TransportError
@@ -29,6 +30,7 @@ USER_ERRORS = (
     DataError,
     EnvironmentConfigError,
     CheckpointError,
+    StorageError,
     ActorGroupDied,
     ActorDied,
     TooManyDropped,

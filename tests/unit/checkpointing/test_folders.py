@@ -14,7 +14,7 @@ import torch
 
 from loop.fakes import FakeLearner
 from loop.tiny import build_tiny, tiny_tokenizer
-from strop.checkpointing import folders
+from strop.checkpointing import folders, state_file
 from strop.checkpointing.base import RunState
 from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.data.recorded.examples import Conversation, UnpairedPreference
@@ -181,7 +181,7 @@ def test_a_save_that_dies_anywhere_leaves_only_whole_checkpoints(tmp_path, modul
         (lambda path: (path / "state.pt").unlink(), r"state\.pt is missing"),
         (lambda path: (path / "policy" / "weights" / "model.txt").unlink(), r"weights/model\.txt is missing"),
         (lambda path: (path / "policy" / "weights" / "model.txt").write_text(""), r"model\.txt has 0 bytes, and 3 were saved"),
-        (lambda path: (path / "state.pt").write_bytes(os.urandom((path / "state.pt").stat().st_size)), "Error"),
+        (lambda path: (path / "state.pt").write_bytes(os.urandom((path / "state.pt").stat().st_size)), r"state\.pt is damaged"),
         (lambda path: (path / "files.json").unlink(), r"files\.json"),
         (lambda path: (path / "files.json").write_text("{"), "JSONDecodeError"),
     ],
@@ -310,4 +310,4 @@ def test_a_state_with_classes_of_an_earlier_version_loads(task, old):
     now = f"{type(task).__module__}\n{type(task).__name__}".encode()
     pickled = pickle.dumps(task, protocol=2)  # as torch.save does; names of classes stand in it as text
     assert pickled.count(now) == 1
-    assert folders._StateUnpickler(io.BytesIO(pickled.replace(now, old.encode()))).load() == task
+    assert state_file._StateUnpickler(io.BytesIO(pickled.replace(now, old.encode()))).load() == task

@@ -16,7 +16,7 @@ class TensorBoardTracker(NullTracker):
     """Writes events to ``folder``, with metric names as tags. A resumed run discards later events with ``purge_step``."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()  # a reward may change the working directory
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
         self._step = 0
