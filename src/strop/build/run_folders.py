@@ -13,6 +13,7 @@ from strop.learner.torch.learner import TorchLearner
 from strop.monitoring.trackers.base import Tracker
 from strop.storage.folder_probe import check_entries, check_space, probe_folder
 from strop.storage.locked_folders import lock_folders
+from strop.storage.short_path import shorten_path
 from strop.storage.storage_error import format_bytes, free_bytes
 
 LOG_DIR, CHECKPOINT_DIR = "logger.log_dir", "checkpointing.checkpoint_dir"
@@ -43,13 +44,14 @@ def _check_folders(config: TrainingRunConfig, folders: Mapping[str, Path]) -> No
     for name in WRITTEN_IN_LOGS:
         inner = folders[LOG_DIR] / name
         if inner.exists() or inner.is_symlink():
-            probe_folder(LOG_DIR, inner)
+            probe_folder(LOG_DIR, shorten_path(inner))
     for key, folder in _other_folders(config).items():
-        probe_folder(key, folder)
+        probe_folder(key, shorten_path(folder))
     if CHECKPOINT_DIR in folders:
-        check_entries(CHECKPOINT_DIR, folders[CHECKPOINT_DIR])
+        checkpoints = shorten_path(folders[CHECKPOINT_DIR])
+        check_entries(CHECKPOINT_DIR, checkpoints)
         if needed := _estimate_checkpoint(config):
-            check_space(CHECKPOINT_DIR, folders[CHECKPOINT_DIR], needed, "one checkpoint")
+            check_space(CHECKPOINT_DIR, checkpoints, needed, "one checkpoint")
 
 
 def _other_folders(config: TrainingRunConfig) -> dict[str, Path]:

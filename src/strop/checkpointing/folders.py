@@ -120,9 +120,9 @@ class FolderCheckpointer:
         steps = [other for other in self.list_steps() if other != step]
         written = sum(path.stat().st_size for path in draft.rglob("*") if path.is_file())
         needed = f"needs about {format_bytes(self._size(steps[-1]))}" if steps else f"needs more than {format_bytes(written)}"
-        kept = f"; the newest whole checkpoint, {self.folder / f'step_{steps[-1]}'}, is untouched" if steps else ""
+        kept = f"; the newest whole checkpoint, step_{steps[-1]}, is untouched" if steps else ""
         return (
-            f"the checkpoint of step {step} was not saved in {self.folder}: {refusal}. A checkpoint {needed}, and there were "
+            f"the checkpoint of step {step} was not saved in {shorten_path(self.folder)}: {refusal}. A checkpoint {needed}, and there were "
             f"{format_bytes(free_bytes(self.folder) + written)} for it{kept}. Make room there, set another checkpointing.checkpoint_dir, "
             "or save less (checkpointing.keep_top_k, checkpointing.save_optimizer)"
         )

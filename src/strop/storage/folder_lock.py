@@ -32,8 +32,10 @@ from strop.storage.storage_error import StorageError
 log = logging.getLogger(__name__)
 
 LOCK_FILE = ".strop.lock"
+ZOMBIE = "zombie"
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0  # a holder on another machine that did not renew its lock for so long is dead
+CHILD_SECONDS = 2.0  # children of a dead holder have so long to close what they inherited
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 
 
@@ -79,7 +81,8 @@ class LockHolder:
             return False
         except OSError:
             pass
-        return self.started in ("", _process_start(self.pid))
+        started = _process_start(self.pid)
+        return started != ZOMBIE and self.started in ("", started)
 
 
 class FolderLock:
@@ -99,6 +102,7 @@ class FolderLock:
         """Lock an existing folder. Raises FolderLocked if another run, or this process, holds it; OSError if it cannot be written."""
         path = folder.absolute() / LOCK_FILE
         holder = make_holder(log_dir)
+        deadline = time.monotonic() + CHILD_SECONDS
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -106,7 +110,14 @@ class FolderLock:
                 if locked is None:
                     break
                 if not locked:
-                    raise FolderLocked(_describe(folder, _read(path)))
+                    found = _read(path)
+                    if found is None or not found.is_local or found.is_alive:
+                        raise FolderLocked(_describe(folder, found))
+                    if time.monotonic() > deadline:  # a child that library code forked still has the descriptor
+                        _remove_stale(path, found)
+                    time.sleep(0.05)
+                    os.close(descriptor)
+                    continue
                 if not _is_same_file(descriptor, path):  # its last holder removed it when it was done
                     os.close(descriptor)
                     continue
@@ -327,8 +338,9 @@ def _namespace() -> str:
 
 
 def _process_start(pid: int) -> str:
-    """Return when a process started, in clock ticks since boot; empty where /proc does not say."""
+    """Return when a process started, in clock ticks since boot, or ZOMBIE; empty where /proc does not say."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return ZOMBIE if state in "ZX" else rest[18]
     except (OSError, IndexError):
         return ""

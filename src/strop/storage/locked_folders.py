@@ -8,6 +8,7 @@ from pathlib import Path
 
 from strop.storage.folder_lock import FolderLock, FolderLocked
 from strop.storage.folder_probe import explain_folder, prepare_folder, probe_folder
+from strop.storage.short_path import shorten_path
 from strop.storage.storage_error import StorageError
 
 
@@ -26,7 +27,7 @@ def lock_folders(
     with ExitStack() as stack:
         seen: set[tuple[int, int]] = set()
         try:
-            for key, folder in folders.items():
+            for key, folder in ((key, shorten_path(folder)) for key, folder in folders.items()):
                 if not folder.exists():
                     created.append(folder)
                 prepare_folder(key, folder)
