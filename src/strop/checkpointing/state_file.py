@@ -38,6 +38,8 @@ _MOVED = {
     ("strop.environments.hosted", "RemoteTask"): ("strop.environments.remote", "RemoteTask"),
 }
 
+_PYTHON_2 = {"__builtin__": "builtins", "xrange": "range"}  # how the pickles of torch.save name them
+
 # Modules of Strop whose classes (not functions) may stand in the file.
 _OWN_MODULES = {
     "strop.checkpointing.base",
@@ -88,7 +90,7 @@ class _StateUnpickler(pickle.Unpickler):
     """Finds only what may be in the state of a run, classes of earlier versions under their new names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        module, name = _MOVED.get((module, name), (module, name))
+        module, name = _MOVED.get((module, name), (_PYTHON_2.get(module, module), _PYTHON_2.get(name, name)))
         if (module, name) in _OTHERS:
             return getattr(importlib.import_module(module), name)
         found = getattr(importlib.import_module(module) if module in _OWN_MODULES else sys.modules.get(module), name, None)
