@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from dataclasses import dataclass
@@ -140,19 +141,21 @@ def test_what_is_in_the_way_is_found_before_models_load(tiny, tmp_path, key, nam
 
 def test_a_reward_that_changes_the_working_directory_changes_nothing(tiny, tmp_path):
     (tmp_path / "moves.py").write_text("import os\n\ndef reward(task, rollout):\n    os.chdir('/')\n    return 1.0\n")
-    (tmp_path / "data.jsonl").write_text('{"input": "1+1=", "output": "2"}\n' * 4)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"1+{n}=", "answer": n + 1}) + "\n" for n in range(8)))
     changes = {
-        "data.train": {"data_path": "data.jsonl", "env_name": "mine"},
-        "data.train.env_name": ...,
-        "data.validation.env_name": ...,
-        "data.validation.size": ...,
         "env.arithmetic.max_operand": ...,
         "env.arithmetic.wording": ...,
-        "env.mine.type": "moves.py:reward",
+        "data.train.env_name": ...,
+        "data.train.dataset_name": "rows.jsonl",
+        "data.train.split_validation_size": 2,
+        "data.validation.env_name": ...,
+        "data.validation.size": ...,
+        "env.mine.reward": "moves.py:reward",
         "grpo.max_num_steps": 2,
         "checkpointing.save_period": 1,
     }
-    outcome = grpo(tiny, tmp_path, **{**CHANGES, **changes})
+    outcome = grpo(tiny, tmp_path, **{**CHANGES, **changes, "grpo.val_period": 1})
     assert outcome.code == 0, outcome.err
     assert list(metrics_of(tmp_path / "logs")) == [1, 2] and (tmp_path / "results" / "step_2").exists()
-    assert (tmp_path / "logs" / "rollouts").exists() and (tmp_path / "logs" / "status.json").exists()
+    assert len(RolloutStore(tmp_path / "logs").steps()) == 2 and len(list((tmp_path / "logs" / "validation").iterdir())) == 2
+    assert '"state": "finished"' in (tmp_path / "logs" / "status.json").read_text()
