@@ -61,12 +61,9 @@ def same_records(folder: Path, wanted: Path) -> str | None:
     names = [sorted(path.name for path in (place / "results").iterdir()) for place in (folder, wanted)]
     if names[0] != names[1]:
         return f"results hold {names[0]}, not {names[1]}"
-    for name in ("weights/model.safetensors", "optimizer.pt"):
-        if name.endswith(".pt"):
-            continue  # a zip with its name inside
-        newest = f"results/step_{STEPS}/policy/{name}"
-        if (folder / newest).read_bytes() != (wanted / newest).read_bytes():
-            return f"{name} differs"
+    newest = f"results/step_{STEPS}/policy/weights/model.safetensors"
+    if (folder / newest).read_bytes() != (wanted / newest).read_bytes():
+        return "weights differ"
     left = [path.name for place in ("logs", "results") for path in (folder / place).iterdir() if _is_leftover(path.name)]
     return f"left over: {left}" if left else None
 

@@ -103,7 +103,7 @@ def check_checkpoint_space(config: TrainingRunConfig, learners: Mapping[str, Lea
     sizes = [_checkpoint_bytes(learner, optimizer=saving.save_optimizer) for learner in learners.values()]
     if not saving.saving_enabled or not all(sizes):
         return
-    folder, needed = Path(saving.checkpoint_dir).absolute(), sum(sizes)
+    folder, needed = Path(saving.checkpoint_dir), sum(sizes)
     check_space(CHECKPOINT_DIR, folder, needed, "one checkpoint")
     kept = len([path for path in folder.glob("step_*") if path.is_dir()])
     wanted = None if saving.keep_top_k is None else max(1, saving.keep_top_k + 2 - kept)  # the best, the newest and a draft

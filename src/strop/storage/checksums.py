@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import Any
 import xxhash
 
 _CHUNK = 1 << 22
+_OWN = "/checksum"  # key of the list's own checksum; no file is called that
 _THREADS = min(8, os.cpu_count() or 1)
 
 
@@ -38,12 +40,17 @@ def find_damage(folder: Path, saved: Mapping[str, FileChecksum]) -> str | None:
 
 
 def encode_checksums(sums: Mapping[str, FileChecksum]) -> dict[str, Any]:
-    """Return the checksums as JSON values."""
-    return {name: asdict(checksum) for name, checksum in sums.items()}
+    """Return the checksums as JSON values, with a checksum of themselves."""
+    values: dict[str, Any] = {name: asdict(checksum) for name, checksum in sums.items()}
+    return {**values, _OWN: _digest_of(values)}
 
 
 def decode_checksums(values: Any) -> dict[str, FileChecksum]:
     """Return checksums from JSON values; a plain number is a size. Raises ValueError for anything else."""
+    if isinstance(values, dict) and _OWN in values:
+        values, own = {name: value for name, value in values.items() if name != _OWN}, values[_OWN]
+        if _digest_of(values) != own:
+            raise ValueError("the list of files is not the one that was saved")
     try:
         return {
             str(name): FileChecksum(value) if isinstance(value, int) else FileChecksum(int(value["bytes"]), str(value["xxh3"]))
@@ -51,6 +58,10 @@ def decode_checksums(values: Any) -> dict[str, FileChecksum]:
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"expected sizes and checksums of files by name ({type(error).__name__}: {error})") from None
+
+
+def _digest_of(values: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _files(entry: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from strop import metrics
 from strop.algorithms.base import Outputs
 from strop.checkpointing.base import RunState
 from strop.learner.base import require_token_outputs
+from strop.learner.client import InlineCaller
 from strop.metrics import Metrics
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_records, split_by_rollout
 from strop.rollouts.stream import StreamState
@@ -110,7 +111,8 @@ async def validate_if_due(run: TrainingRun) -> dict[str, float]:
 def save_if_due(run: TrainingRun, stream: StreamState) -> None:
     """Save a checkpoint with this state of the stream, if due after this step or because the run ends.
 
-    If the file system refuses it, training goes on, and the next step tries again. Raises StorageError if the run ends.
+    If the file system refuses it, training goes on, and the next step tries again. Raises StorageError if the run ends, or trains on ranks
+    in other processes.
     """
     period = run.options.save_period
     due = bool(period) and (run.step % period == 0 or run.save_failed or run.ending is not None)
@@ -122,6 +124,8 @@ def save_if_due(run: TrainingRun, stream: StreamState) -> None:
         path = run.checkpoints.save(state, run.learners)
     except StorageError as error:
         run.save_failed = True
+        if not all(isinstance(getattr(learner, "caller", None), InlineCaller | None) for learner in run.learners.values()):
+            raise  # ranks in other processes may wait for one that failed
         if run.ending is None:
             run.tracker.note(f"warning: {error}. Training goes on, and the next step is saved instead")
             return

@@ -22,6 +22,7 @@ from strop.monitoring.trackers.jsonl import JsonlTracker
 from strop.monitoring.watchdog.doctor import RunNotFound, diagnose, find_run, format_diagnosis, format_tree
 from strop.monitoring.watchdog.status import LogEntry, Status, process_start_time, write_status
 from strop.monitoring.watchdog.waits import Wait
+from strop.storage.folder_lock import FolderLock
 from support.rollouts import make_group, make_rollout, sampled_turn
 
 ME = Status(
@@ -213,3 +214,13 @@ def test_the_doctor_needs_no_torch(tmp_path: Path) -> None:
     program = f"import sys; from strop.cli import main; main(['doctor', {str(run)!r}]); print('torch' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout
     assert output.splitlines()[-1] == "False"
+
+
+def test_a_run_without_a_watchdog_is_known_by_who_holds_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert diagnose(tmp_path).verdict == "unknown"
+    lock = FolderLock.acquire(tmp_path)
+    found = diagnose(tmp_path)
+    assert found.verdict == "running" and f"process {os.getpid()} on " in found.why
+    lock.release()
+    assert diagnose(tmp_path).verdict == "unknown"

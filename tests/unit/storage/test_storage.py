@@ -126,6 +126,9 @@ def test_checkpoints_of_earlier_versions_have_sizes_only(tmp_path: Path) -> None
     assert decode_checksums({"a": 3}) == {"a": FileChecksum(3)}
     assert find_damage(tmp_path, {"a": FileChecksum(3)}) is None
     assert "has 3 bytes, and 4 were saved" in str(find_damage(tmp_path, {"a": FileChecksum(4)}))
+    listed = encode_checksums({"weights": FileChecksum(3, "ab")})
+    with pytest.raises(ValueError, match="the list of files is not the one that was saved"):
+        decode_checksums({name.replace("weights", "weightr"): value for name, value in listed.items()})
     for broken in ([], {"a": "3"}, {"a": {"bytes": 3}}):
         with pytest.raises(ValueError, match="expected sizes and checksums"):
             decode_checksums(broken)
