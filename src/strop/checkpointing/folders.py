@@ -3,8 +3,8 @@
     step_170/
       config.yaml            the resolved configuration
       state.pt               step, stream (cursor, buffered groups), random states, metrics
-      files.json             saved files with sizes and checksums, to find one that is missing, truncated or changed
-      metric.json            the metric that ranks checkpoints, and the run that wrote them
+      files.json             saved files with sizes and checksums, to find one that is missing, truncated or changed; the run's id
+      metric.json            the metric that ranks checkpoints
       policy/weights/        a Hugging Face folder for from_pretrained
       policy/ema/            another one with averaged weights, with policy.ema.enabled
       policy/optimizer.pt    optimizer and schedule
@@ -40,6 +40,7 @@ from strop.storage.storage_error import StorageError, find_refusal, format_bytes
 
 log = logging.getLogger(__name__)
 
+RUN = "/run"  # in files.json: the id of the run, which all its checkpoints have
 _RECORDS = ("config.yaml", "metric.json")  # for people: a change is said, and no reason to refuse a checkpoint
 
 
@@ -97,15 +98,10 @@ class FolderCheckpointer:
         (draft / "config.yaml").write_text(self.config_text)
         write_run_state(draft / "state.pt", state, randomness)
         value = state.logged.get(self.metric) if self.metric else None
-        record = {
-            "name": self.metric,
-            "value": value,
-            "step": state.step,
-            "run": self._find_run(state.step) or secrets.token_hex(8),
-        }
-        (draft / "metric.json").write_text(json.dumps(record))
+        (draft / "metric.json").write_text(json.dumps({"name": self.metric, "value": value, "step": state.step}))
         sums = compute_checksums(draft, ["state.pt", *learners, *_RECORDS])
-        (draft / "files.json").write_text(json.dumps(encode_checksums(sums), indent=1))
+        run = {RUN: self._find_run(state.step) or secrets.token_hex(8)}
+        (draft / "files.json").write_text(json.dumps(encode_checksums(sums, run), indent=1))
         _fsync_tree(draft)
 
     def _replace(self, target: Path, draft: Path) -> None:
@@ -178,13 +174,14 @@ class FolderCheckpointer:
         """Raise ValueError if a checkpoint was copied here under another step, or from another run."""
         if path.name != f"step_{state.step}":
             raise ValueError(f"it is the checkpoint of step {state.step}: the folder was renamed, or copied from elsewhere")
-        own, others = _read_record(path).get("run"), self._find_run(state.step)
+        own, others = _read_json(path / "files.json").get(RUN), self._find_run(state.step)
         if own is not None and others is not None and own != others:
             raise ValueError(f"it is of another run ({own}) than the checkpoints before it ({others}): it was copied here")
 
     def _find_run(self, step: int) -> str | None:
         """Return the id of the run that wrote the newest checkpoint before ``step``; None if none says it."""
-        runs = (_read_record(self.folder / f"step_{other}").get("run") for other in reversed(self.list_steps()) if other < step)
+        older = (self.folder / f"step_{other}" / "files.json" for other in reversed(self.list_steps()) if other < step)
+        runs = (_read_json(path).get(RUN) for path in older)
         return next((str(run) for run in runs if run is not None), None)
 
     def _size(self, step: int) -> int:
@@ -212,7 +209,7 @@ class FolderCheckpointer:
 
     def _ranking_key(self, step: int) -> tuple[float, int]:
         """Return the sort key: higher for a better metric, then for newer checkpoints. Those without the metric rank lowest."""
-        value = _read_record(self.folder / f"step_{step}").get("value")
+        value = _read_json(self.folder / f"step_{step}" / "metric.json").get("value")
         if not isinstance(value, int | float) or not math.isfinite(value):
             return -math.inf, step
         return (value if self.higher_is_better else -value), step
@@ -240,13 +237,13 @@ def _find_damage(folder: Path) -> str | None:
     return find_damage(folder, {name: checksum for name, checksum in saved.items() if name not in _RECORDS})
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
-    """Read metric.json; empty if it is missing or damaged."""
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if the file is missing or damaged."""
     try:
-        record = json.loads((folder / "metric.json").read_text())
+        values = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 def _remove(path: Path) -> None:

@@ -39,9 +39,9 @@ def find_damage(folder: Path, saved: Mapping[str, FileChecksum]) -> str | None:
         return next((damage for damage in found if damage is not None), None)
 
 
-def encode_checksums(sums: Mapping[str, FileChecksum]) -> dict[str, Any]:
-    """Return the checksums as JSON values, with a checksum of themselves."""
-    values: dict[str, Any] = {name: asdict(checksum) for name, checksum in sums.items()}
+def encode_checksums(sums: Mapping[str, FileChecksum], facts: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the checksums and other facts, whose names begin with a slash, as JSON values with a checksum of themselves."""
+    values: dict[str, Any] = {name: asdict(checksum) for name, checksum in sums.items()} | dict(facts or {})
     return {**values, _OWN: _digest_of(values)}
 
 
@@ -55,6 +55,7 @@ def decode_checksums(values: Any) -> dict[str, FileChecksum]:
         return {
             str(name): FileChecksum(value) if isinstance(value, int) else FileChecksum(int(value["bytes"]), str(value["xxh3"]))
             for name, value in values.items()
+            if not name.startswith("/")
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"expected sizes and checksums of files by name ({type(error).__name__}: {error})") from None
