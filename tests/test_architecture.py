@@ -20,7 +20,7 @@ PACKAGE = ROOT / "strop"
 # Who may import whom: a room imports from earlier lines only. (docs/architecture.md draws the same picture.)
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("types", "metrics", "sampling", "stopping", "problems", "packages", "printable", "user_code"),
-    ("base_config",),
+    ("base_config", "storage"),
     ("algorithms",),
     ("algorithm_factory",),
     ("data",),

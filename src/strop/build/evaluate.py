@@ -17,6 +17,7 @@ from strop.build.jobs.evaluation_job import (
 )
 from strop.build.jobs.evaluation_report import EvaluationReport, compute_standard_errors
 from strop.build.models import load_policy, resolve_device
+from strop.build.run_folders import lock_evaluation_folder
 from strop.build.summary import summarize
 from strop.build.tasks import make_mixture
 from strop.checkpointing.saved_model import SavedModel
@@ -91,7 +92,7 @@ async def evaluate_job(
     """Sample every task, score the samples and store them."""
     source = make_mixture(job.entries, job.env, "validation", seed=job.task_seed)
     step = job.model.step or 0
-    with loadable_folder(job.model, note) as folder:
+    with lock_evaluation_folder(job.folder), loadable_folder(job.model, note) as folder:
         placed = job if folder == job.model.weights else job.with_model(folder)
         policy = load_policy(placed.policy)
         length, threads = placed.rules.max_length, placed.policy.num_threads
@@ -112,6 +113,7 @@ async def evaluate_job(
         )
         try:
             found = await evaluator.evaluate(step, open_console(console))
+            evaluator.files.close()
         finally:
             await engine.close()
     metrics = {name.removeprefix("validation/"): value for name, value in found.items()}

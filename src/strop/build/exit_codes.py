@@ -15,6 +15,7 @@ from strop.environments.base import EnvironmentConfigError
 from strop.models.loading import ModelNotFound
 from strop.monitoring.console.message_style import configure_messages, reader_is_gone
 from strop.printable import make_printable
+from strop.storage.storage_error import StorageError
 from strop.trainer.health.health_monitor import TooManySkipped
 from strop.trainer.mismatch import MismatchTooLarge
 from strop.trainer.run import TooFewTasks, TooManyDropped
@@ -30,6 +31,7 @@ USER_ERRORS = (
     DataError,
     EnvironmentConfigError,
     CheckpointError,
+    StorageError,
     ActorGroupDied,
     ActorDied,
     TooManyDropped,

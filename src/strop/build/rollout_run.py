@@ -231,7 +231,7 @@ def make_evaluator(
         sampling=Sampling(**config.policy.generation.sampling_options(validation=True)),
         rules=replace(make_episode_rules(config), scaling=None),
         seed=training.seed,
-        folder=Path(config.logger.log_dir) / "validation",
+        folder=Path(config.logger.log_dir).absolute() / "validation",
         samples_to_print=config.logger.num_val_samples_to_print,
     )
 

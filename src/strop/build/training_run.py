@@ -15,6 +15,7 @@ from strop.build.exit_codes import run_command
 from strop.build.lifecycle import make_tracker, seed_everything, watch_run
 from strop.build.recorded_run import build_recorded_run, make_recorded_algorithm
 from strop.build.rollout_run import build_rollout_run, make_rollout_algorithm
+from strop.build.run_folders import check_checkpoint_space, lock_run_folders
 from strop.build.summary import summarize
 from strop.checkpointing.step_folders import list_steps
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
@@ -51,6 +52,11 @@ async def train_as_configured(config: TrainingRunConfig) -> Closing:
     """Train, from the newest checkpoint on. Raises RunStopped if a stop signal ends the run."""
     started = time.monotonic()
     algorithm = make_run_algorithm(config)  # may refuse the run, before a log folder is made and processes are started
+    with lock_run_folders(config):
+        return await _train_in_folders(config, algorithm, started)
+
+
+async def _train_in_folders(config: TrainingRunConfig, algorithm: Algorithm, started: float) -> Closing:
     tracker = make_tracker(config)
     try:
         if config.logger.wandb_enabled and is_wandb_offline():
@@ -102,6 +108,7 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
         signals.install()
         run, generator = await build_run(config, tracker, cluster, algorithm)
         run.stop_request = signals.stop_request
+        check_checkpoint_space(config, run.learners, tracker)
         try:
             await train(run)
             if run.checkpoints is not None:
@@ -111,6 +118,7 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
                 with suppress(Exception):  # may fail for the same reason; but no write may overlap with the next attempt
                     await asyncio.to_thread(run.checkpoints.finish)
             await run.stream.close()
+            run.rollouts.close()
             if generator is not None:
                 await generator.close()
         if run.ending == "stopped":

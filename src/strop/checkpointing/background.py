@@ -10,6 +10,7 @@ from pathlib import Path
 from strop.checkpointing.base import RunState, Saveable, Stageable
 from strop.checkpointing.folders import FolderCheckpointer, get_random_states
 from strop.learner.client import LearnerClient
+from strop.storage.short_path import shorten_path
 
 
 class BackgroundCheckpointer:
@@ -34,7 +35,7 @@ class BackgroundCheckpointer:
                 return self.folders.save(state, learners)
             staged[name] = learner.stage(optimizer=self.folders.save_optimizer)
         self._pending = self._thread.submit(self.folders.write, state, get_random_states(), staged)
-        return self.folders.folder / f"step_{state.step}"
+        return shorten_path(self.folders.folder / f"step_{state.step}")
 
     def finish(self) -> None:
         """Wait until the checkpoint in progress is complete. Raises its error."""

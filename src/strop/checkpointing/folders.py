@@ -3,7 +3,7 @@
     step_170/
       config.yaml            the resolved configuration
       state.pt               step, stream (cursor, buffered groups), random states, metrics
-      files.json             saved files and their sizes, to detect missing or truncated ones
+      files.json             saved files with sizes and checksums, to find one that is missing, truncated or changed; the run's id
       metric.json            the metric that ranks checkpoints
       policy/weights/        a Hugging Face folder for from_pretrained
       policy/ema/            another one with averaged weights, with policy.ema.enabled
@@ -15,31 +15,33 @@ A checkpoint is written under a temporary name, flushed to disk and renamed. Old
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-import pickle
 import random
+import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import torch
 
 from strop.checkpointing.base import RunState, Saveable
+from strop.checkpointing.state_file import read_run_state, write_run_state
 from strop.checkpointing.step_folders import list_steps
 from strop.learner.client import LearnerClient
+from strop.storage.checksums import FileChecksum, compute_checksums, decode_checksums, encode_checksums, find_damage
+from strop.storage.short_path import shorten_path
+from strop.storage.storage_error import StorageError, find_refusal, format_bytes, free_bytes
 
-# Classes in state.pt of earlier versions -> their current module and name.
-_MOVED = {
-    ("strop.data.examples", "Conversation"): ("strop.data.recorded.examples", "Conversation"),
-    ("strop.data.examples", "Preference"): ("strop.data.recorded.examples", "Preference"),
-    ("strop.data.examples", "Judged"): ("strop.data.recorded.examples", "UnpairedPreference"),
-    ("strop.environments.hosted", "RemoteTask"): ("strop.environments.remote", "RemoteTask"),
-}
+log = logging.getLogger(__name__)
+
+RUN = "/run"  # in files.json: the id of the run, which all its checkpoints have
+_RECORDS = ("config.yaml", "metric.json")  # for people: a change is said, and no reason to refuse a checkpoint
 
 
 class CheckpointError(RuntimeError):
@@ -58,14 +60,35 @@ class FolderCheckpointer:
     higher_is_better: bool = True
     save_optimizer: bool = True
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", self.folder.absolute())  # a reward may change the working directory
+
     def save(self, state: RunState, learners: Mapping[str, LearnerClient]) -> Path:
         return self.write(state, get_random_states(), learners)
 
     def write(self, state: RunState, randomness: Mapping[str, Any], learners: Mapping[str, Saveable]) -> Path:
-        """Write the checkpoint of ``state``, with the learners and random states (``get_random_states``) of the same moment."""
+        """Write the checkpoint of ``state``, with the learners and random states (``get_random_states``) of the same moment.
+
+        Raises StorageError if the file system refuses it: then the draft is removed, and the other checkpoints are as they were.
+        """
         target = self.folder / f"step_{state.step}"
         draft = self.folder / f".tmp_step_{state.step}"
-        self._clear_leftovers()
+        try:
+            self._clear_leftovers()
+            self._write_draft(draft, state, randomness, learners)
+            self._replace(target, draft)
+        except Exception as error:
+            refusal = find_refusal(error, self.folder)
+            if refusal is None:
+                raise
+            message = self._describe_refusal(refusal, state.step, draft)
+            with suppress(OSError):
+                _remove(draft)
+            raise StorageError(message) from error
+        self._prune(newest=state.step)
+        return shorten_path(target)
+
+    def _write_draft(self, draft: Path, state: RunState, randomness: Mapping[str, Any], learners: Mapping[str, Saveable]) -> None:
         draft.mkdir(parents=True)
         for name, learner in learners.items():
             learner.save(draft / name, optimizer=self.save_optimizer)
@@ -73,44 +96,96 @@ class FolderCheckpointer:
             if weights.is_dir():
                 self.save_tokenizer(weights)
         (draft / "config.yaml").write_text(self.config_text)
-        torch.save({"state": state, "random": randomness}, draft / "state.pt")
+        write_run_state(draft / "state.pt", state, randomness)
         value = state.logged.get(self.metric) if self.metric else None
-        (draft / "files.json").write_text(json.dumps(_file_sizes(draft, ["state.pt", *learners]), indent=1))
         (draft / "metric.json").write_text(json.dumps({"name": self.metric, "value": value, "step": state.step}))
+        sums = compute_checksums(draft, ["state.pt", *learners, *_RECORDS])
+        run = {RUN: self._find_run(state.step) or secrets.token_hex(8)}
+        (draft / "files.json").write_text(json.dumps(encode_checksums(sums, run), indent=1))
         _fsync_tree(draft)
-        if target.exists():
+
+    def _replace(self, target: Path, draft: Path) -> None:
+        if target.is_dir():
             _remove_atomically(target)
+        elif target.exists():
+            raise StorageError(f"{target} is a file, and the checkpoint would be a folder of that name; move it away")
         draft.rename(target)
         _fsync_directory(self.folder)
-        self._prune(newest=state.step)
-        return target
+
+    def _describe_refusal(self, refusal: str, step: int, draft: Path) -> str:
+        steps = [other for other in self.list_steps() if other != step]
+        written = sum(path.stat().st_size for path in draft.rglob("*") if path.is_file())
+        needed = f"needs about {format_bytes(self._size(steps[-1]))}" if steps else f"needs more than {format_bytes(written)}"
+        kept = f"; the newest whole checkpoint, step_{steps[-1]}, is untouched" if steps else ""
+        return (
+            f"the checkpoint of step {step} was not saved in {shorten_path(self.folder)}: {refusal}. A checkpoint {needed}, and there were "
+            f"{format_bytes(free_bytes(self.folder) + written)} for it{kept}. Make room there, set another checkpointing.checkpoint_dir, "
+            "or save less (checkpointing.keep_top_k, checkpointing.save_optimizer)"
+        )
 
     def finish(self) -> None:
         """Do nothing: this class does not save in the background."""
 
     def find_newest(self) -> Path | None:
         steps = self.list_steps()
-        return self.folder / f"step_{steps[-1]}" if steps else None
+        return shorten_path(self.folder / f"step_{steps[-1]}") if steps else None
 
     def list_steps(self) -> list[int]:
         return list_steps(self.folder)
 
     def load(self, path: Path, learners: Mapping[str, LearnerClient]) -> RunState:
         """Restore learners and random states in place. Raises CheckpointError."""
+        self.verify(path)
         try:
-            _check_sizes(path)
-            saved = torch.load(path / "state.pt", weights_only=False, pickle_module=_STATE_PICKLE)
-            state: RunState = saved["state"]
+            state, randomness = read_run_state(path / "state.pt")
+            self._check_origin(path, state)
             for name, learner in learners.items():
                 learner.load(path / name)
-            _set_random_states(saved["random"])
+            _set_random_states(randomness)
         except Exception as error:  # each file format raises its own errors for broken files
             reason = f"{type(error).__name__}: {error}" if not isinstance(error, FileNotFoundError) else str(error)
-            raise CheckpointError(
-                f"{path} cannot be resumed from: {reason}. Start over with another checkpointing.checkpoint_dir, or remove that folder "
-                "to go back to the previous checkpoint"
-            ) from error
+            raise self._unusable(path, reason) from error
         return state
+
+    def verify(self, path: Path) -> None:
+        """Compare the files of a checkpoint with what was saved. Raises CheckpointError, which names an older one that is whole.
+
+        ``config.yaml`` and ``metric.json`` are for people: if they changed, the checkpoint can be used, and a warning says so.
+        """
+        damage = _find_damage(path)
+        if damage is not None:
+            own = int(path.name.removeprefix("step_")) if path.name.removeprefix("step_").isdigit() else math.inf
+            older = [self.folder / f"step_{step}" for step in reversed(self.list_steps()) if step < own]
+            whole = next((other for other in older if _find_damage(other) is None), None)
+            offer = "" if whole is None else f"; {whole} is whole: checkpointing.resume=previous continues from it"
+            raise self._unusable(path, damage, offer)
+        with suppress(ValueError):
+            for name, checksum in _read_checksums(path).items():
+                if name in _RECORDS and (changed := find_damage(path, {name: checksum})):
+                    log.warning("%s; the checkpoint is used nevertheless", changed.replace("is damaged", "was changed"))
+
+    def _unusable(self, path: Path, reason: str, offer: str = "") -> CheckpointError:
+        return CheckpointError(
+            f"{path} cannot be resumed from: {reason}. Start over with another checkpointing.checkpoint_dir, or remove that folder "
+            f"to go back to the previous checkpoint{offer}"
+        )
+
+    def _check_origin(self, path: Path, state: RunState) -> None:
+        """Raise ValueError if a checkpoint was copied here under another step, or from another run."""
+        if path.name != f"step_{state.step}":
+            raise ValueError(f"it is the checkpoint of step {state.step}: the folder was renamed, or copied from elsewhere")
+        own, others = _read_json(path / "files.json").get(RUN), self._find_run(state.step)
+        if own is not None and others is not None and own != others:
+            raise ValueError(f"it is of another run ({own}) than the checkpoints before it ({others}): it was copied here")
+
+    def _find_run(self, step: int) -> str | None:
+        """Return the id of the run that wrote the newest checkpoint before ``step``; None if none says it."""
+        older = (self.folder / f"step_{other}" / "files.json" for other in reversed(self.list_steps()) if other < step)
+        runs = (_read_json(path).get(RUN) for path in older)
+        return next((str(run) for run in runs if run is not None), None)
+
+    def _size(self, step: int) -> int:
+        return sum(path.stat().st_size for path in (self.folder / f"step_{step}").rglob("*") if path.is_file())
 
     def archive(self) -> Path | None:
         """Move the checkpoints of an earlier run to ``previous_N/`` and return that folder, or None if there are no checkpoints."""
@@ -122,7 +197,7 @@ class FolderCheckpointer:
         target.mkdir()
         for step in reversed(steps):  # newest first, so that after a kill in between none looks like the newest of the new run
             (self.folder / f"step_{step}").rename(target / f"step_{step}")
-        return target
+        return shorten_path(target)
 
     def _prune(self, newest: int) -> None:
         if self.keep_top_k is None:
@@ -134,11 +209,8 @@ class FolderCheckpointer:
 
     def _ranking_key(self, step: int) -> tuple[float, int]:
         """Return the sort key: higher for a better metric, then for newer checkpoints. Those without the metric rank lowest."""
-        try:
-            value = json.loads((self.folder / f"step_{step}" / "metric.json").read_text())["value"]
-        except (OSError, ValueError, KeyError):
-            value = None
-        if value is None or not math.isfinite(value):
+        value = _read_json(self.folder / f"step_{step}" / "metric.json").get("value")
+        if not isinstance(value, int | float) or not math.isfinite(value):
             return -math.inf, step
         return (value if self.higher_is_better else -value), step
 
@@ -146,43 +218,46 @@ class FolderCheckpointer:
         """Remove partly written and partly removed folders of a process that was killed."""
         if self.folder.is_dir():
             for path in self.folder.glob(".tmp_step_*"):
-                shutil.rmtree(path)
+                _remove(path)
 
 
-class _StateUnpickler(pickle.Unpickler):
-    """Finds classes of earlier versions under their new names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return super().find_class(*_MOVED.get((module, name), (module, name)))
+def _read_checksums(folder: Path) -> dict[str, FileChecksum]:
+    """Read files.json. Raises ValueError, which json's errors are too."""
+    return decode_checksums(json.loads((folder / "files.json").read_text()))
 
 
-_STATE_PICKLE = SimpleNamespace(__name__="pickle", Unpickler=_StateUnpickler, load=pickle.load)
+def _find_damage(folder: Path) -> str | None:
+    """Return what is wrong with the files of a checkpoint, apart from those for people; None if it is whole."""
+    try:
+        saved = _read_checksums(folder)
+    except FileNotFoundError:
+        return f"{folder / 'files.json'} is missing"
+    except (OSError, ValueError) as error:
+        return f"{folder / 'files.json'} is damaged: {type(error).__name__}: {error}"
+    return find_damage(folder, {name: checksum for name, checksum in saved.items() if name not in _RECORDS})
 
 
-def _file_sizes(folder: Path, entries: Iterable[str]) -> dict[str, int]:
-    """Return the sizes in bytes of all files in ``entries`` (files or folders), by relative path."""
-    paths = [
-        path for entry in entries for path in ((folder / entry).rglob("*") if (folder / entry).is_dir() else [folder / entry])
-    ]
-    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(paths) if path.is_file()}
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if the file is missing or damaged."""
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
-def _check_sizes(folder: Path) -> None:
-    """Raise FileNotFoundError for a missing file, ValueError for a file whose size differs from the saved one."""
-    expected: dict[str, int] = json.loads((folder / "files.json").read_text())
-    actual = _file_sizes(folder, expected)
-    for name, size in expected.items():
-        if name not in actual:
-            raise FileNotFoundError(f"{folder / name} is missing")
-        if actual[name] != size:
-            raise ValueError(f"{folder / name} has {actual[name]} bytes, and {size} were saved")
+def _remove(path: Path) -> None:
+    """Remove a folder, or a file or link that has the name of one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _remove_atomically(path: Path) -> None:
     """Remove a folder atomically, by renaming it first."""
     trash = path.with_name(f".tmp_{path.name}_removed")
-    if trash.exists():
-        shutil.rmtree(trash)
+    _remove(trash)
     path.rename(trash)
     shutil.rmtree(trash)
 

@@ -11,9 +11,11 @@ from strop import metrics
 from strop.algorithms.base import Outputs
 from strop.checkpointing.base import RunState
 from strop.learner.base import require_token_outputs
+from strop.learner.client import InlineCaller
 from strop.metrics import Metrics
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_records, split_by_rollout
 from strop.rollouts.stream import StreamState
+from strop.storage.storage_error import StorageError
 from strop.trainer.dropped import describe_drops
 from strop.trainer.run import TooFewTasks, TrainingRun
 from strop.trainer.step_metrics import group_metrics, progress_metrics
@@ -50,6 +52,8 @@ async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, re
     check_ending(run, validated)
     with run.timer.span("checkpointing"):
         save_if_due(run, run.stream.state())
+    if run.save_failed:
+        run.last_metrics = {**run.last_metrics, "train/checkpoint_failed": 1.0}
     sampled = len(batch.target) + sum(rollout.sampled_tokens for group, _ in run.dropped for rollout in group.rollouts)
     timing = run.timer.metrics(tokens_read=len(batch.tokens), tokens_sampled=None if recorded else sampled)
     run.tracker.log(run.step, {**run.last_metrics, **timing})
@@ -109,14 +113,28 @@ async def validate_if_due(run: TrainingRun) -> dict[str, float]:
 
 
 def save_if_due(run: TrainingRun, stream: StreamState) -> None:
-    """Save a checkpoint with this state of the stream, if due after this step or because the run ends."""
+    """Save a checkpoint with this state of the stream, if due after this step or because the run ends.
+
+    If the file system refuses it, training goes on, and the next step tries again. Raises StorageError if the run ends, or trains on ranks
+    in other processes.
+    """
     period = run.options.save_period
-    if run.checkpoints is None or not period or not (run.step % period == 0 or run.ending is not None):
+    due = bool(period) and (run.step % period == 0 or run.save_failed or run.ending is not None)
+    if run.checkpoints is None or not due:
         return
     run.tracker.progress("saving a checkpoint")
     state = RunState(step=run.step, stream=stream, logged=run.last_metrics, early_stop=run.early_stop)
-    path = run.checkpoints.save(state, run.learners)
-    run.saved_step = run.step
+    try:
+        path = run.checkpoints.save(state, run.learners)
+    except StorageError as error:
+        run.save_failed = True
+        if not all(isinstance(getattr(learner, "caller", None), InlineCaller | None) for learner in run.learners.values()):
+            raise  # ranks in other processes may wait for one that failed
+        if run.ending is None:
+            run.tracker.note(f"warning: {error}. Training goes on, and the next step is saved instead")
+            return
+        path = run.checkpoints.save(state, run.learners)  # the error may be of an earlier save, in the background
+    run.saved_step, run.save_failed = run.step, False
     run.tracker.note(f"checkpoint: {path}" if path.exists() else f"checkpoint, written in the background: {path}")
 
 

@@ -16,12 +16,12 @@ from strop.environments.base import Environment, EnvironmentConfigError, Grade
 from strop.environments.mixture import TaskSource
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
-from strop.monitoring.atomic_file import atomic_write
 from strop.monitoring.rollout_store.rollout_record import encodable, storable_metrics
 from strop.monitoring.rollout_store.turn_record import make_turn_records
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling, mix_seed
+from strop.storage.deferred_files import DeferredFiles
 from strop.trainer.step_metrics import environment_metrics
 from strop.types import Group, Rollout
 from strop.user_code import contain_exits, shorten
@@ -101,6 +101,7 @@ class Evaluator:
     voters: tuple[int, ...] | None = None  # of cons@k; None: all ``samples``, if that is above 1
     concurrent_tasks: int | None = None  # tasks sampled concurrently; None: all
     samples_to_print: int = 0  # samples to print at each evaluation
+    files: DeferredFiles = field(default_factory=lambda: DeferredFiles("validation samples"))
     last_groups: list[Group] = field(default_factory=list)  # the groups of the last evaluation, for display
     last_tasks: list[dict[str, Any]] = field(default_factory=list)  # the same with their scores, as stored
 
@@ -177,9 +178,8 @@ class Evaluator:
         )
 
     def _write_samples(self, path: Path, step: int, metrics: dict[str, float]) -> None:
-        with atomic_write(path) as draft:
-            text = json.dumps({"step": step, "metrics": metrics, "tasks": self.last_tasks}, ensure_ascii=False, indent=1)
-            draft.write_text(encodable(text), encoding="utf-8")
+        content = {"step": step, "metrics": metrics, "tasks": self.last_tasks}
+        self.files.write(path, encodable(json.dumps(content, ensure_ascii=False, indent=1)).encode())
 
     def _print_samples(
         self,

@@ -83,6 +83,7 @@ class TrainingRun:
     ending: RunEnding | None = None  # None: there is a further step
     stop_noted: bool = False  # the stop request has been logged
     saved_step: int = -1  # the step of the newest checkpoint
+    save_failed: bool = False  # the last save did: the next step is saved
     last_metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
     timer: StepTimer = field(default_factory=StepTimer)  # of the current step
     stream_state: StreamState | None = None  # at the beginning of the current step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from strop.checkpointing.background import BackgroundCheckpointer
 from strop.checkpointing.base import RunState
 from strop.checkpointing.folders import FolderCheckpointer
 from strop.rollouts.stream import StreamState
+from strop.storage.storage_error import StorageError
 
 
 @dataclass
@@ -22,6 +24,7 @@ class Plain:
     value: int = 0
     may_write: threading.Event = field(default_factory=threading.Event)
     fails: bool = False
+    error: OSError = field(default_factory=lambda: OSError("no space left"))
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
         Held(self.value, self).save(folder)
@@ -43,7 +46,7 @@ class Held:
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
         assert self.learner.may_write.wait(10)
         if self.learner.fails:
-            raise OSError("no space left")
+            raise self.learner.error
         folder.mkdir(parents=True)
         (folder / "weights").write_text(str(self.value))
 
@@ -108,3 +111,16 @@ def test_a_learner_that_cannot_put_aside_what_it_holds_is_saved_at_once(tmp_path
     learner.may_write.set()
     path = saving.save(state(1), {"policy": learner})  # type: ignore[dict-item]
     assert (path / "policy" / "weights").read_text() == "5"
+
+
+def test_a_full_disk_is_said_by_the_next_save_which_does_not_start_and_the_one_after_does(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    learner, saving = Learner(fails=True, error=full), checkpoints(tmp_path)
+    learner.may_write.set()
+    saving.save(state(1), {"policy": learner})  # type: ignore[dict-item]
+    with pytest.raises(StorageError, match=r"the checkpoint of step 1 was not saved in .*: the disk is full"):
+        saving.save(state(2), {"policy": learner})  # type: ignore[dict-item]
+    learner.fails = False
+    saving.save(state(3), {"policy": learner})  # type: ignore[dict-item]
+    saving.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3"]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import json
 import os
 import pickle
 import random
+import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy
@@ -14,11 +18,12 @@ import torch
 
 from loop.fakes import FakeLearner
 from loop.tiny import build_tiny, tiny_tokenizer
-from strop.checkpointing import folders
+from strop.checkpointing import folders, state_file
 from strop.checkpointing.base import RunState
 from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.data.recorded.examples import Conversation, UnpairedPreference
 from strop.rollouts.stream import StreamState
+from strop.storage.storage_error import StorageError
 from strop.types import Group, Rollout, Task, assistant, user
 
 TOKENIZER = tiny_tokenizer()
@@ -181,7 +186,7 @@ def test_a_save_that_dies_anywhere_leaves_only_whole_checkpoints(tmp_path, modul
         (lambda path: (path / "state.pt").unlink(), r"state\.pt is missing"),
         (lambda path: (path / "policy" / "weights" / "model.txt").unlink(), r"weights/model\.txt is missing"),
         (lambda path: (path / "policy" / "weights" / "model.txt").write_text(""), r"model\.txt has 0 bytes, and 3 were saved"),
-        (lambda path: (path / "state.pt").write_bytes(os.urandom((path / "state.pt").stat().st_size)), "Error"),
+        (lambda path: (path / "state.pt").write_bytes(os.urandom((path / "state.pt").stat().st_size)), r"state\.pt is damaged"),
         (lambda path: (path / "files.json").unlink(), r"files\.json"),
         (lambda path: (path / "files.json").write_text("{"), "JSONDecodeError"),
     ],
@@ -213,6 +218,126 @@ def test_checkpoints_of_an_earlier_run_are_set_aside(tmp_path):
         target = own.archive()
         assert target == tmp_path / "results" / f"previous_{attempt}" and own.list_steps() == []
         assert sorted(path.name for path in target.iterdir()) == ["step_5", "step_7"]
+
+
+@pytest.mark.parametrize("file", ["state.pt", "policy/weights/model.txt", "policy/optimizer.txt", "policy/weights/tokenizer.txt"])
+def test_a_flipped_bit_is_found_and_the_older_checkpoint_that_is_whole_is_offered(tmp_path, file):
+    own = make(tmp_path, keep_top_k=None)
+    paths = [own.save(state(step), {"policy": FakeLearner(shift=0.5, steps=step)}) for step in (1, 2, 3)]
+    for path in paths[1:]:
+        content = bytearray((path / file).read_bytes())
+        content[len(content) // 2] ^= 1
+        (path / file).write_bytes(content)
+    learner = FakeLearner(shift=4.0)
+    with pytest.raises(CheckpointError, match=rf"step_3 cannot be resumed from: .*{file} is damaged") as caught:
+        own.load(paths[2], {"policy": learner})
+    assert f"{paths[0]} is whole: checkpointing.resume=previous continues from it" in str(caught.value)
+    assert learner.shift == 4.0, "nothing is loaded"
+    own.verify(paths[0])
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "metric.json"])
+def test_a_changed_record_is_said_and_the_checkpoint_is_used(tmp_path, caplog, file):
+    own = make(tmp_path)
+    path = own.save(state(1), {"policy": FakeLearner(shift=0.5)})
+    (path / file).write_text((path / file).read_text().swapcase())
+    assert own.load(path, {"policy": FakeLearner()}).step == 1
+    assert f"{file} was changed" in caplog.text and "is used nevertheless" in caplog.text
+
+
+def test_a_checkpoint_of_an_earlier_version_loads(tmp_path):
+    """It has sizes without checksums, and no id of its run."""
+    own = make(tmp_path)
+    path = own.save(state(1), {"policy": FakeLearner(shift=0.5)})
+    sums = json.loads((path / "files.json").read_text())
+    old = {name: entry["bytes"] for name, entry in sums.items() if name not in ("config.yaml", "metric.json") and name[0] != "/"}
+    (path / "files.json").write_text(json.dumps(old))
+    own.save(state(2), {"policy": FakeLearner()})
+    assert own.load(path, {"policy": FakeLearner()}).step == 1
+
+
+def test_step_05_is_not_step_5(tmp_path):
+    own = make(tmp_path)
+    path = own.save(state(4), {"policy": FakeLearner()})
+    path.rename(tmp_path / "step_05")
+    assert own.list_steps() == [] and own.find_newest() is None
+
+
+def test_a_checkpoint_under_another_name_or_of_another_run_is_refused(tmp_path):
+    own, other = make(tmp_path / "own"), make(tmp_path / "other")
+    path = own.save(state(4), {"policy": FakeLearner()})
+    shutil.copytree(path, tmp_path / "own" / "step_99")
+    with pytest.raises(
+        CheckpointError, match=r"step_99 cannot be resumed from: .*it is the checkpoint of step 4: the folder was renamed"
+    ):
+        own.load(tmp_path / "own" / "step_99", {"policy": FakeLearner()})
+    shutil.rmtree(tmp_path / "own" / "step_99")
+    shutil.copytree(other.save(state(99), {"policy": FakeLearner()}), tmp_path / "own" / "step_99")
+    with pytest.raises(CheckpointError, match=r"step_99 .*it is of another run \(\w+\) than the checkpoints before it"):
+        own.load(tmp_path / "own" / "step_99", {"policy": FakeLearner()})
+    shutil.rmtree(tmp_path / "own" / "step_99")
+    again = make(tmp_path / "own").save(state(6), {"policy": FakeLearner()})  # the same run, continued
+    assert own.load(again, {"policy": FakeLearner()}).step == 6
+
+
+@dataclass
+class Refused(FakeLearner):
+    """A learner whose weights find no room, after a part of them was written."""
+
+    error: Exception = field(
+        default_factory=lambda: RuntimeError("[enforce fail at inline_container.cc:672] unexpected pos 5952 vs 5844")
+    )
+
+    def save(self, folder, *, optimizer=True):
+        super().save(folder, optimizer=optimizer)
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("I/O error: No space left on device (os error 28)"), None],
+)
+def test_a_full_disk_removes_the_draft_and_says_folder_needed_and_free(tmp_path, monkeypatch, error):
+    monkeypatch.setattr("strop.storage.storage_error.free_bytes", lambda _: 0)
+    own = make(tmp_path)
+    with pytest.raises(
+        StorageError, match=r"step 1 was not saved in .*: the disk is full\. A checkpoint needs more than \d+ bytes"
+    ):
+        own.save(state(1), {"policy": Refused(error=error) if error else Refused()})
+    assert list(tmp_path.iterdir()) == []
+    own.save(state(2), {"policy": FakeLearner()})
+    before = {path: path.read_bytes() for path in (tmp_path / "step_2").rglob("*") if path.is_file()}
+    with pytest.raises(
+        StorageError, match=r"needs about .*, and there were .* for it; the newest whole checkpoint, step_2, is untouched"
+    ):
+        own.save(state(3), {"policy": Refused(error=error) if error else Refused()})
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+    assert {path: path.read_bytes() for path in (tmp_path / "step_2").rglob("*") if path.is_file()} == before
+
+
+def test_other_errors_of_a_learner_are_raised_as_they_are(tmp_path):
+    with pytest.raises(ValueError, match="a bug"):
+        make(tmp_path).save(state(1), {"policy": Refused(error=ValueError("a bug"))})
+
+
+def test_a_draft_or_a_target_that_is_a_file_is_no_traceback(tmp_path):
+    own = make(tmp_path)
+    tmp_path.joinpath(".tmp_step_1").write_text("")
+    own.save(state(1), {"policy": FakeLearner()})
+    tmp_path.joinpath("step_2").write_text("mine")
+    with pytest.raises(StorageError, match="step_2 is a file, and the checkpoint would be a folder of that name"):
+        own.save(state(2), {"policy": FakeLearner()})
+    assert (tmp_path / "step_2").read_text() == "mine"
+
+
+def test_a_change_of_the_working_directory_does_not_move_checkpoints(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    own = make(Path("results"))
+    assert own.save(state(1), {"policy": FakeLearner()}) == Path("results/step_1")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert own.save(state(2), {"policy": FakeLearner()}) == tmp_path / "results" / "step_2"
+    assert own.list_steps() == [1, 2]
 
 
 # --- with the torch learner --------------------------------------------------------------------------------------------------------
@@ -310,4 +435,4 @@ def test_a_state_with_classes_of_an_earlier_version_loads(task, old):
     now = f"{type(task).__module__}\n{type(task).__name__}".encode()
     pickled = pickle.dumps(task, protocol=2)  # as torch.save does; names of classes stand in it as text
     assert pickled.count(now) == 1
-    assert folders._StateUnpickler(io.BytesIO(pickled.replace(now, old.encode()))).load() == task
+    assert state_file._StateUnpickler(io.BytesIO(pickled.replace(now, old.encode()))).load() == task

@@ -22,6 +22,7 @@ from strop.monitoring.trackers.jsonl import JsonlTracker
 from strop.monitoring.watchdog.doctor import RunNotFound, diagnose, find_run, format_diagnosis, format_tree
 from strop.monitoring.watchdog.status import LogEntry, Status, process_start_time, read_status, write_status
 from strop.monitoring.watchdog.waits import Wait
+from strop.storage.folder_lock import FolderLock
 from support.rollouts import make_group, make_rollout, sampled_turn
 
 ME = Status(
@@ -219,3 +220,13 @@ def test_a_status_with_a_name_that_no_file_can_hold_is_written(tmp_path: Path) -
     write_status(tmp_path, replace(ME, doing="task \udc80"))
     status = read_status(tmp_path)
     assert status is not None and status.doing == "task ?"
+
+
+def test_a_run_without_a_watchdog_is_known_by_who_holds_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert diagnose(tmp_path).verdict == "unknown"
+    lock = FolderLock.acquire(tmp_path)
+    found = diagnose(tmp_path)
+    assert found.verdict == "running" and f"process {os.getpid()} on " in found.why
+    lock.release()
+    assert diagnose(tmp_path).verdict == "unknown"

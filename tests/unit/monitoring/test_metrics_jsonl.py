@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from strop.monitoring.trackers.base import CompositeTracker
 from strop.monitoring.trackers.jsonl import JsonlTracker, MalformedMetrics, read_metrics
+from support.full_disk import FullDisk
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -139,3 +141,61 @@ def test_a_writer_killed_at_any_moment_leaves_a_readable_record(tmp_path: Path) 
         steps = read_metrics(folder / "metrics.jsonl")
         assert [step for step, _ in steps] == list(range(len(steps))) and len(steps) > said
         assert all(len(values) == 41 for _, values in steps[: said + 1])
+
+
+def test_steps_that_a_full_disk_refuses_are_written_in_order_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = FullDisk(tmp_path, monkeypatch)
+    tracker = CompositeTracker([JsonlTracker(tmp_path)])
+    tracker.log(1, {"a": 1.0})
+    disk.full = True
+    tracker.log(2, {"a": 2.0})
+    tracker.log(3, {"a": 3.0})
+    tracker.log(3, {"b": 3.5})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [(1, {"a": 1.0})], "half of a line is taken back"
+    disk.full = False
+    tracker.log(4, {"a": 4.0})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        (1, {"a": 1.0}),
+        (2, {"a": 2.0}),
+        (3, {"a": 3.0, "b": 3.5}),
+        (4, {"a": 4.0}),
+    ]
+    assert caplog.text.count("cannot be written: the disk is full") == 1 and "3 steps that had to wait" in caplog.text
+
+
+def test_steps_that_never_find_room_are_named_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("strop.monitoring.trackers.jsonl.MOST_WAITING", 2)
+    disk, tracker = FullDisk(tmp_path, monkeypatch), JsonlTracker(tmp_path)
+    disk.full = True
+    for step in (1, 2, 3):
+        tracker.log(step, {"a": 1.0})
+    assert "the metrics of step 1 are lost" in caplog.text
+    with pytest.raises(ValueError, match="step 2 was logged after step 3"):
+        tracker.log(2, {})
+    tracker.close()
+    assert "lacks the steps 2, 3" in caplog.text
+
+
+def test_a_metrics_file_that_was_deleted_beside_a_checkpoint_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracker = JsonlTracker(tmp_path)
+    tracker.log(1, {"a": 1.0})
+    tracker.resume(2)  # killed between saving step 2 and logging it
+    assert not caplog.records
+    tracker.resume(8)
+    assert "has no steps 2 to 7, and the run continues after step 8" in caplog.text
+
+
+def test_a_change_of_the_working_directory_does_not_move_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    tracker = JsonlTracker(Path("logs"))
+    tracker.log(1, {"a": 1.0})
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    tracker.log(2, {"a": 2.0})
+    tracker.log(2, {"b": 2.0})
+    tracker.close()
+    assert [step for step, _ in read_metrics(tmp_path / "logs" / "metrics.jsonl")] == [1, 2]

@@ -14,6 +14,7 @@ from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_re
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.token_ratios import MAX_TOKENS
 from strop.types import Batch, Ending, Group, Message, Rollout, Task, Totals, Turn, observation_turn
+from support.full_disk import FullDisk
 
 
 def policy_turn(*tokens: int, text: str = "4") -> Turn:
@@ -205,3 +206,18 @@ def test_a_column_of_the_batch_is_cut_into_rollouts() -> None:
     assert make_records(1, [a_group()], learner_logprobs=parts)[1].learner_logprobs == (2.0, 0.0, 0.0, 3.0, 4.0, 5.0)
     with pytest.raises(ValueError, match="pass the groups that it was packed from"):
         split_by_rollout(torch.arange(6.0), batch, [a_group(), a_group(8)])
+
+
+def test_rollouts_that_a_full_disk_refuses_are_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk, store = FullDisk(tmp_path, monkeypatch), RolloutStore(tmp_path, "jsonl")
+    disk.full = True
+    for step in (1, 2, 3):
+        store.write(step, [])
+    assert store.steps() == []
+    store.resume(2)
+    disk.full = False
+    store.write(4, [])
+    store.close()
+    assert store.steps() == [1, 2, 4] and caplog.text.count("rollouts cannot be written") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import subprocess
 import sys
@@ -82,3 +83,11 @@ def test_importing_a_tracker_loads_no_heavy_library(module: str) -> None:
 
 def test_importing_the_rollout_store_does_not_load_pyarrow() -> None:
     assert "pyarrow" not in loaded_by("strop.monitoring.rollout_store.rollout_store")
+
+
+def test_a_tracker_on_a_full_disk_is_warned_about_once_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    broken = Broken(OSError(errno.ENOSPC, "No space left on device"))
+    trackers = CompositeTracker([broken])
+    trackers.log(1, {})
+    trackers.log(2, {})
+    assert broken.calls == 2 and caplog.text.count("is tried again at the next step") == 1

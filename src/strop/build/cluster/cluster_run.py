@@ -85,12 +85,13 @@ async def run_with_restarts(config: TrainingRunConfig, tracker: Tracker, run_att
     The count starts over whenever an attempt saves a later step than all earlier ones. Raises the last error when no restart is left.
     """
     remaining = allowed = config.cluster.max_restarts
-    furthest = find_newest_step(config)
+    checkpoints = Path(config.checkpointing.checkpoint_dir).absolute()  # a reward may change the working directory
+    furthest = find_newest_step(config, checkpoints)
     while True:
         try:
             return await run_attempt()
         except RECOVERABLE_ERRORS as error:
-            newest = find_newest_step(config)
+            newest = find_newest_step(config, checkpoints)
             if newest > furthest:
                 remaining, furthest = allowed, newest
             if remaining == 0:
@@ -106,9 +107,9 @@ async def run_with_restarts(config: TrainingRunConfig, tracker: Tracker, run_att
             log.debug("where the error was raised", exc_info=error)
 
 
-def find_newest_step(config: TrainingRunConfig) -> int:
-    """Return the step of the newest checkpoint, from which a restart would continue; -1 if there is none."""
+def find_newest_step(config: TrainingRunConfig, checkpoints: Path) -> int:
+    """Return the step of the newest checkpoint in a folder, from which a restart would continue; -1 if there is none."""
     saving = config.checkpointing
     if not (saving.enabled and saving.resume):
         return -1
-    return max(list_steps(Path(saving.checkpoint_dir)), default=-1)
+    return max(list_steps(checkpoints), default=-1)

@@ -3,11 +3,13 @@
     <log folder>/rollouts/step_000012.parquet          one row per rollout, including dropped groups
     <log folder>/rollouts/step_000012_ratios.jsonl     the tokens with the largest mismatch (see ``token_ratios``)
 
-Files are written atomically. A step that runs again replaces its file.
+Files are written atomically. A step that runs again replaces its file. Files that a full disk refuses wait in memory and are written when
+there is room.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -17,10 +19,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from strop.monitoring.atomic_file import atomic_write
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace_surrogates
-from strop.monitoring.rollout_store.token_ratios import Decode, TokenRatio, find_largest_ratios, read_ratios, write_ratios
+from strop.monitoring.rollout_store.token_ratios import Decode, TokenRatio, encode_ratios, find_largest_ratios, read_ratios
 from strop.monitoring.rollout_store.turn_record import TurnRecord
+from strop.storage.deferred_files import DeferredFiles
 
 if TYPE_CHECKING:
     import pyarrow  # type: ignore[import-untyped,unused-ignore]
@@ -43,9 +45,10 @@ class RolloutStore:
             raise ValueError(f"rollouts cannot be stored as {format!r}; set one of parquet, jsonl, none")
         if format == "parquet":
             _import_pyarrow()  # fail when the run starts, not after its first step
-        self.folder = Path(log_dir) / ROLLOUTS_FOLDER
+        self.folder = Path(log_dir).absolute() / ROLLOUTS_FOLDER
         self.format = format
         self._noted_surrogates = False
+        self._files = DeferredFiles("rollouts")
         self._decode = decode or (lambda tokens: " ".join(map(str, tokens)))
 
     def write(self, step: int, records: Sequence[RolloutRecord]) -> Path | None:
@@ -54,8 +57,7 @@ class RolloutStore:
             return None
         records = self._replace_surrogates(step, records)
         path = self.folder / f"step_{step:06d}.{self.format}"
-        with atomic_write(path) as temporary:
-            (_write_parquet if self.format == "parquet" else _write_jsonl)(temporary, records)
+        self._files.write(path, (_encode_parquet if self.format == "parquet" else _encode_jsonl)(records))
         for other in self._files_by_step().get(step, ()):
             if other != path:  # the format changed between two attempts of the run
                 other.unlink()
@@ -96,8 +98,7 @@ class RolloutStore:
         if not rows:
             path.unlink(missing_ok=True)
             return
-        with atomic_write(path) as temporary:
-            write_ratios(temporary, rows)
+        self._files.write(path, encode_ratios(rows))
 
     def read_all(self) -> Iterator[RolloutRecord]:
         """Iterate over all rollouts in step order, holding one step in memory at a time."""
@@ -109,6 +110,7 @@ class RolloutStore:
 
     def resume(self, step: int) -> None:
         """Remove the rollouts of later steps, which will run again, and temporary files of a killed run."""
+        self._files.discard(lambda path: _step_of(path.name) > step)
         for later, paths in self._files_by_step().items():
             if later > step:
                 for path in paths:
@@ -119,6 +121,10 @@ class RolloutStore:
         for temporary in self.folder.glob(".step_*.tmp"):
             temporary.unlink()
 
+    def close(self) -> None:
+        """Write what waits for room, or warn that it is lost."""
+        self._files.close()
+
     def _files_by_step(self) -> dict[int, list[Path]]:
         files: dict[int, list[Path]] = {}
         for path in sorted(self.folder.glob("step_*")):
@@ -127,12 +133,20 @@ class RolloutStore:
         return files
 
 
-def _write_parquet(path: Path, records: Sequence[RolloutRecord]) -> None:
+def _step_of(name: str) -> int:
+    match = _FILE_PATTERN.fullmatch(name) or _RATIOS_PATTERN.fullmatch(name)
+    assert match is not None
+    return int(match[1])
+
+
+def _encode_parquet(records: Sequence[RolloutRecord]) -> bytes:
     pa, pq = _import_pyarrow()
     rows = [
         {**to_row(record), "rewards": list(record.rewards.items()), "metrics": list(record.metrics.items())} for record in records
     ]
-    pq.write_table(pa.Table.from_pylist(rows, schema=_build_schema(pa)), path, compression="zstd")
+    content = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows, schema=_build_schema(pa)), content, compression="zstd")
+    return content.getvalue()
 
 
 def _read_parquet(path: Path, task_id: str | None) -> list[RolloutRecord]:
@@ -181,10 +195,8 @@ def _import_pyarrow() -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-def _write_jsonl(path: Path, records: Sequence[RolloutRecord]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        for record in records:
-            file.write(encode_json(record) + "\n")
+def _encode_jsonl(records: Sequence[RolloutRecord]) -> bytes:
+    return "".join(encode_json(record) + "\n" for record in records).encode()
 
 
 def _read_jsonl(path: Path, task_id: str | None) -> list[RolloutRecord]:

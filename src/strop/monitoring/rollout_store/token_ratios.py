@@ -82,15 +82,16 @@ def _token_ratio(record: RolloutRecord, index: int, decode: Decode) -> TokenRati
     )
 
 
-def write_ratios(path: Path, rows: Sequence[TokenRatio]) -> None:
-    """Write the rows as JSON lines. NaN and infinities become the strings "nan", "inf" and "-inf", which float() parses."""
-    with path.open("w", encoding="utf-8") as file:
-        for row in rows:
-            values = {
-                name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in asdict(row).items()
-            }
-            file.write(json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n")
+def encode_ratios(rows: Sequence[TokenRatio]) -> bytes:
+    """Return the rows as JSON lines. NaN and infinities become the strings "nan", "inf" and "-inf", which float() parses."""
+    lines = []
+    for row in rows:
+        values = {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(row).items()
+        }
+        lines.append(json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n")
+    return "".join(lines).encode()
 
 
 def read_ratios(path: Path) -> list[TokenRatio]:

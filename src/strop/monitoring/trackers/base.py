@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from strop.storage.storage_error import OUT_OF_SPACE
+
 logger = logging.getLogger(__name__)
 
 
@@ -56,11 +58,15 @@ class NullTracker:
 
 
 class CompositeTracker:
-    """Combines several trackers. A tracker that raises is disabled with one warning, and the run continues."""
+    """Combines several trackers. A tracker that raises is disabled with one warning, and the run continues.
+
+    A full disk is no reason to disable a tracker: it is warned about, and the tracker is called again.
+    """
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._active = tuple(trackers)
         self._failures: list[str] = []
+        self._refused: set[int] = set()  # ids of trackers whose last call the file system refused
 
     @property
     def failures(self) -> list[str]:
@@ -89,7 +95,17 @@ class CompositeTracker:
             try:
                 call(tracker)
             except Exception as error:  # KeyboardInterrupt and SystemExit are not Exceptions and propagate
-                self._disable(tracker, error)
+                if isinstance(error, OSError) and error.errno in OUT_OF_SPACE:
+                    self._warn_of_refusal(tracker, error)
+                else:
+                    self._disable(tracker, error)
+            else:
+                self._refused.discard(id(tracker))
+
+    def _warn_of_refusal(self, tracker: Tracker, error: OSError) -> None:
+        if id(tracker) not in self._refused:
+            self._refused.add(id(tracker))
+            logger.warning("%s could not write and is tried again at the next step: %s", type(tracker).__name__, error)
 
     def _disable(self, tracker: Tracker, error: Exception) -> None:
         self._active = tuple(other for other in self._active if other is not tracker)

@@ -4,22 +4,26 @@
 
 JSON has no NaN or infinity: such a value is written as null, and ``nonfinite`` names it. A line is on disk (fsync) when
 ``log`` returns. Logging a step again merges the keys into one object and rewrites the file atomically. That copies the file,
-so log a step in a single call where possible.
+so log a step in a single call where possible. Steps that a full disk refuses wait in memory and are written, in order, when there is room.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
 
-from strop.monitoring.atomic_file import atomic_write
 from strop.monitoring.trackers.base import NullTracker
+from strop.storage.atomic_file import atomic_write
+from strop.storage.storage_error import find_refusal, format_bytes, free_bytes
+
+log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+MOST_WAITING = 10_000  # steps held in memory while the disk is full
 
 
 class MalformedMetrics(ValueError):
@@ -30,40 +34,101 @@ class JsonlTracker(NullTracker):
     """Writes ``<log_dir>/metrics.jsonl``. Opening it removes a last line that a kill truncated."""
 
     def __init__(self, log_dir: Path) -> None:
-        self.path = Path(log_dir) / METRICS_FILE
+        self.path = Path(log_dir).absolute() / METRICS_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _repair(self.path)
         self._last_step = _find_last_step(self.path)
-        self._file: TextIO | None = None
+        self._waiting: dict[int, Mapping[str, float]] = {}  # steps that are not in the file yet
+        self._refused = False  # the last write was
+        self._file: int | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._last_step is not None and step < self._last_step:
+        newest = max(self._waiting, default=self._last_step)
+        if newest is not None and step < newest:
             raise ValueError(
-                f"step {step} was logged after step {self._last_step}, which is already in {self.path}; a run that continues from "
+                f"step {step} was logged after step {newest}, which is already in {self.path}; a run that continues from "
                 f"an earlier step must call resume({step - 1}) first, and a new run needs a log folder of its own"
             )
+        encode_line(step, metrics)  # raises before anything is kept
+        self._waiting[step] = {**self._waiting.get(step, {}), **metrics}
+        self._write_waiting()
+
+    def resume(self, step: int) -> None:
+        self._waiting = {waiting: metrics for waiting, metrics in self._waiting.items() if waiting <= step}
+        lines = {logged_step: line for logged_step, line in _read_lines(self.path) if logged_step <= step}
+        self._replace(list(lines.values()))
+        self._last_step = max(lines, default=None)
+        self._write_waiting()
+        first = max([*lines, *self._waiting, 0]) + 1
+        if first < step:  # a run that is killed between saving a step and logging it lacks that step only
+            log.warning(
+                "%s has no steps %d to %d, and the run continues after step %d: it was removed or changed, or belongs to another "
+                "checkpointing.checkpoint_dir; these steps stay missing",
+                self.path,
+                first,
+                step - 1,
+                step,
+            )
+
+    def close(self) -> None:
+        self._write_waiting()
+        if self._waiting:
+            log.warning("%s lacks the steps %s: they could not be written", self.path, ", ".join(map(str, self._waiting)))
+            self._waiting.clear()
+        self._close_file()
+
+    def _write_waiting(self) -> None:
+        """Write the steps that wait, in order; keep them if the file system refuses that."""
+        count = len(self._waiting)
+        for step in sorted(self._waiting):
+            try:
+                self._write(step, self._waiting[step])
+            except OSError as error:
+                self._close_file()
+                reason = find_refusal(error, self.path.parent)
+                if reason is None:
+                    raise
+                self._keep_waiting(reason)
+                return
+            del self._waiting[step]
+            self._last_step = step
+        if self._refused and count:
+            self._refused = False
+            log.warning("%s is written again: %d steps that had to wait are in it", self.path, count)
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         if step == self._last_step:
             self._merge(step, metrics)
         else:
             self._append(encode_line(step, metrics))
-            self._last_step = step
 
-    def resume(self, step: int) -> None:
-        lines = {logged_step: line for logged_step, line in _read_lines(self.path) if logged_step <= step}
-        self._replace(list(lines.values()))
-        self._last_step = max(lines, default=None)
+    def _keep_waiting(self, reason: str) -> None:
+        if not self._refused:
+            free = format_bytes(free_bytes(self.path.parent))
+            log.warning("%s cannot be written: %s (%s free). Metrics wait in memory until there is room", self.path, reason, free)
+        self._refused = True
+        while len(self._waiting) > MOST_WAITING:
+            oldest = min(self._waiting)
+            del self._waiting[oldest]
+            log.warning("%s: more than %d steps wait for room; the metrics of step %d are lost", self.path, MOST_WAITING, oldest)
 
-    def close(self) -> None:
+    def _close_file(self) -> None:
         if self._file is not None:
-            self._file.close()
+            os.close(self._file)
             self._file = None
 
     def _append(self, line: str) -> None:
+        """Append a line: all of it, or nothing if this raises."""
         if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(line + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        before, rest = os.fstat(self._file).st_size, memoryview((line + "\n").encode())
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+            os.fsync(self._file)
+        except OSError:
+            os.ftruncate(self._file, before)
+            raise
 
     def _merge(self, step: int, metrics: Mapping[str, float]) -> None:
         lines = list(_read_lines(self.path))
@@ -71,7 +136,7 @@ class JsonlTracker(NullTracker):
         self._replace([line for _, line in lines[:-1]] + [encode_line(step, {**previous, **metrics})])
 
     def _replace(self, lines: list[str]) -> None:
-        self.close()  # after the rename the open file would be the old one
+        self._close_file()  # after the rename the open file would be the old one
         if not lines and not self.path.exists():
             return
         with atomic_write(self.path) as temporary:

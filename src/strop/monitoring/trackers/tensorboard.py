@@ -20,7 +20,7 @@ class TensorBoardTracker(NullTracker):
     """
 
     def __init__(self, folder: Path, *, aliases: bool = False) -> None:
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()  # a reward may change the working directory
         self._aliases = aliases
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None

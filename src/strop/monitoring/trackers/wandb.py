@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.monitoring.atomic_file import atomic_write
 from strop.monitoring.trackers.aliases import add_aliases
 from strop.monitoring.trackers.base import NullTracker
+from strop.storage.atomic_file import atomic_write
 
 if TYPE_CHECKING:
     import wandb
@@ -38,8 +38,8 @@ class WandbTracker(NullTracker):
         aliases: bool = False,  # log metrics under the names of other libraries too
         **options: Any,  # further arguments of wandb.init: entity, group, tags, notes, ...
     ) -> None:
-        self._log_dir = Path(log_dir)
-        self._init = {"project": project, "name": name, "config": dict(config or {}), "dir": str(log_dir), **options}
+        self._log_dir = Path(log_dir).absolute()
+        self._init = {"project": project, "name": name, "config": dict(config or {}), "dir": str(self._log_dir), **options}
         self._aliases = aliases
         self._run: wandb.Run | None = None
         self._check_available()

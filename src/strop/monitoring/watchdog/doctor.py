@@ -15,6 +15,7 @@ from strop.monitoring.console.columns import format_duration
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 from strop.monitoring.watchdog.status import Status, process_start_time, read_status
 from strop.monitoring.watchdog.waits import Wait
+from strop.storage.folder_lock import read_holder
 
 Verdict = Literal["running", "hung", "dead", "finished", "failed", "interrupted", "unknown"]
 HEALTHY: frozenset[Verdict] = frozenset({"running", "finished"})
@@ -77,10 +78,13 @@ def diagnose(run: Path) -> Diagnosis:
     last_step = steps[-1][0] if steps else 0
     dropped, mismatch = describe_dropped_groups(folder, steps), _describe_mismatch(status, steps)
     if status is None:
+        holder = read_holder(folder)
         return Diagnosis(
             folder=str(folder),
-            verdict="unknown",
-            why="there is no status.json: the run was started with watchdog.enabled=false, or by an older version",
+            verdict="unknown" if holder is None else "running",
+            why=f"{holder} holds the folder"
+            if holder is not None
+            else "there is no status.json: the run was started with watchdog.enabled=false, or by an older version",
             step=last_step,
             dropped=dropped,
             mismatch=mismatch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -19,7 +19,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
         _fsync(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a file system that became read-only, while its own error is raised
+            temporary.unlink(missing_ok=True)
 
 
 def _fsync(path: Path) -> None:

@@ -1,0 +1,91 @@
+"""Sizes and checksums of files, to find one that is missing, truncated or changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+_CHUNK = 1 << 22
+_OWN = "/checksum"  # key of the list's own checksum; no file is called that
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class FileChecksum:
+    """The size of a file in bytes and its XXH3 checksum (128 bits, hexadecimal); None in checkpoints of earlier versions."""
+
+    bytes: int
+    xxh3: str | None = None
+
+
+def compute_checksums(folder: Path, entries: Iterable[str]) -> dict[str, FileChecksum]:
+    """Return the checksums of all files in ``entries`` (files or folders), by path relative to ``folder``."""
+    paths = sorted(path for entry in entries for path in _files(folder / entry))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return {str(path.relative_to(folder)): sums for path, sums in zip(paths, threads.map(_compute, paths), strict=True)}
+
+
+def find_damage(folder: Path, saved: Mapping[str, FileChecksum]) -> str | None:
+    """Return what is wrong with the first file that is not as it was saved, or None."""
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = threads.map(lambda item: _compare(folder / item[0], item[1]), sorted(saved.items()))
+        return next((damage for damage in found if damage is not None), None)
+
+
+def encode_checksums(sums: Mapping[str, FileChecksum], facts: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the checksums and other facts, whose names begin with a slash, as JSON values with a checksum of themselves."""
+    values: dict[str, Any] = {name: asdict(checksum) for name, checksum in sums.items()} | dict(facts or {})
+    return {**values, _OWN: _digest_of(values)}
+
+
+def decode_checksums(values: Any) -> dict[str, FileChecksum]:
+    """Return checksums from JSON values; a plain number is a size. Raises ValueError for anything else."""
+    if isinstance(values, dict) and _OWN in values:
+        values, own = {name: value for name, value in values.items() if name != _OWN}, values[_OWN]
+        if _digest_of(values) != own:
+            raise ValueError("the list of files is not the one that was saved")
+    try:
+        return {
+            str(name): FileChecksum(value) if isinstance(value, int) else FileChecksum(int(value["bytes"]), str(value["xxh3"]))
+            for name, value in values.items()
+            if not name.startswith("/")
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"expected sizes and checksums of files by name ({type(error).__name__}: {error})") from None
+
+
+def _digest_of(values: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _files(entry: Path) -> list[Path]:
+    return [path for path in entry.rglob("*") if path.is_file()] if entry.is_dir() else [entry] if entry.is_file() else []
+
+
+def _compute(path: Path) -> FileChecksum:
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(_CHUNK))
+        size = 0
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return FileChecksum(size, digest.hexdigest())
+
+
+def _compare(path: Path, saved: FileChecksum) -> str | None:
+    if not path.is_file():
+        return f"{path} is missing"
+    size = path.stat().st_size
+    if size != saved.bytes:
+        return f"{path} has {size} bytes, and {saved.bytes} were saved"
+    if saved.xxh3 is not None and _compute(path).xxh3 != saved.xxh3:
+        return f"{path} is damaged: its contents are not those that were saved (their checksums differ)"
+    return None

@@ -1,0 +1,180 @@
+"""Full disks, damaged files, and folders that are tried before a run starts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from strop.storage import folder_probe
+from strop.storage.checksums import FileChecksum, compute_checksums, decode_checksums, encode_checksums, find_damage
+from strop.storage.deferred_files import DeferredFiles
+from strop.storage.folder_probe import check_entries, check_space, probe_folder
+from strop.storage.storage_error import StorageError, find_refusal, format_bytes
+from support.full_disk import FullDisk
+
+ARROW = "[Errno 28] Error writing bytes to file. Detail: [errno 28] No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "the quota"),
+        (OSError(errno.EROFS, "Read-only file system"), "read-only"),
+        (OSError(errno.EIO, "Input/output error"), "input/output errors"),
+        (OSError(ARROW), "the disk is full"),
+        (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "the disk is full"),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 5952 vs 5844"), "refused a write: a quota"),
+        (ValueError("something else"), None),
+        (FileNotFoundError(errno.ENOENT, "No such file"), None),
+    ],
+)
+def test_errors_of_a_full_disk_are_recognised_however_they_are_raised(tmp_path: Path, error: Exception, said: str | None) -> None:
+    try:
+        try:
+            raise error
+        except Exception as inner:
+            raise RuntimeError("a rank failed") from inner
+    except RuntimeError as outer:
+        found = find_refusal(outer, tmp_path)
+    assert found is None if said is None else said in str(found)
+
+
+def test_torch_names_no_error_number_so_the_free_space_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strop.storage.storage_error.free_bytes", lambda _: 1000)
+    assert find_refusal(RuntimeError("unexpected pos 5952 vs 5844"), tmp_path) == "the disk is full"
+
+
+def test_sizes_are_read_by_people() -> None:
+    assert [format_bytes(count) for count in (12, 1500, 2.5e6, 1610612736)] == ["12 bytes", "1.5 kB", "2.5 MB", "1.6 GB"]
+
+
+# --- files that wait ---------------------------------------------------------------------------------------------------------
+
+
+def test_files_wait_for_room_and_are_written_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk, files = FullDisk(tmp_path, monkeypatch), DeferredFiles("rollouts")
+    assert files.write(tmp_path / "1", b"one")
+    disk.full = True
+    assert not files.write(tmp_path / "2", b"two") and not files.write(tmp_path / "3", b"three")
+    assert not files.write(tmp_path / "2", b"second") and not files.flush()
+    assert caplog.text.count("rollouts cannot be written") == 1 and "the disk is full" in caplog.text
+    disk.full = False
+    assert files.write(tmp_path / "4", b"four")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        "1": b"one",
+        "2": b"second",
+        "3": b"three",
+        "4": b"four",
+    }
+    assert "3 files that had to wait are on disk" in caplog.text and files.flush()
+
+
+def test_what_waits_is_bounded_and_what_is_given_up_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk, files = FullDisk(tmp_path, monkeypatch), DeferredFiles("rollouts", largest=25)
+    disk.full = True
+    for name in "abcd":
+        files.write(tmp_path / name, bytes(10))
+    assert [path.name for path in files.waiting] == ["c", "d"]
+    assert "given up: a" in caplog.text and "given up: b" in caplog.text
+    files.discard(lambda path: path.name == "c")
+    files.close()
+    assert "rollouts that could not be written are lost: d" in caplog.text
+
+
+def test_other_errors_are_raised(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        DeferredFiles("rollouts").write(tmp_path / "file" / "below", b"")
+
+
+# --- checksums ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: path.write_bytes(b"onf"), "b/one is damaged: its contents are not those that were saved"),
+        (lambda path: path.write_bytes(b"on"), "b/one has 2 bytes, and 3 were saved"),
+        (lambda path: path.unlink(), "b/one is missing"),
+        (lambda path: None, None),
+    ],
+)
+def test_a_file_that_is_not_as_it_was_saved_is_found(tmp_path: Path, damage: Callable[[Path], None], said: str | None) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a").write_bytes(b"")
+    (tmp_path / "b" / "one").write_bytes(b"one")
+    (tmp_path / "c").write_bytes(b"not listed")
+    saved = decode_checksums(encode_checksums(compute_checksums(tmp_path, ["a", "b"])))
+    assert saved.keys() == {"a", "b/one"} and saved["b/one"].bytes == 3
+    damage(tmp_path / "b" / "one")
+    found = find_damage(tmp_path, saved)
+    assert found is None if said is None else said in str(found)
+
+
+def test_checkpoints_of_earlier_versions_have_sizes_only(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"xyz")
+    assert decode_checksums({"a": 3}) == {"a": FileChecksum(3)}
+    assert find_damage(tmp_path, {"a": FileChecksum(3)}) is None
+    assert "has 3 bytes, and 4 were saved" in str(find_damage(tmp_path, {"a": FileChecksum(4)}))
+    listed = encode_checksums({"weights": FileChecksum(3, "ab")})
+    with pytest.raises(ValueError, match="the list of files is not the one that was saved"):
+        decode_checksums({name.replace("weights", "weightr"): value for name, value in listed.items()})
+    for broken in ([], {"a": "3"}, {"a": {"bytes": 3}}):
+        with pytest.raises(ValueError, match="expected sizes and checksums"):
+            decode_checksums(broken)
+
+
+def test_checksums_of_a_hundred_megabytes_take_a_moment(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_bytes(os.urandom(1 << 20) * 50)
+    started = time.perf_counter()
+    compute_checksums(tmp_path, ["a", "b"])
+    assert time.perf_counter() - started < 2
+
+
+# --- probes ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
+    probe_folder("logger.log_dir", tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_folder_without_room_says_so_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folder_probe.os, "fsync", refuse)
+    with pytest.raises(StorageError, match=r"^logger\.log_dir: .*cannot be written: the disk is full \(.* free\); set a folder"):
+        probe_folder("logger.log_dir", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["step_5", ".tmp_step_5", "step_7"])
+def test_a_file_with_the_name_of_a_checkpoint_is_found_at_the_start(tmp_path: Path, name: str) -> None:
+    (tmp_path / "step_4").mkdir()
+    (tmp_path / "steps.txt").write_text("")
+    check_entries("checkpointing.checkpoint_dir", tmp_path)
+    (tmp_path / name).write_text("") if name != "step_7" else (tmp_path / name).symlink_to("nowhere")
+    with pytest.raises(
+        StorageError, match=rf"^checkpointing\.checkpoint_dir: .*{name} is a .*, and a checkpoint would be a folder"
+    ):
+        check_entries("checkpointing.checkpoint_dir", tmp_path)
+
+
+def test_too_little_space_names_key_folder_needed_and_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_space("checkpointing.checkpoint_dir", tmp_path, 1, "one checkpoint")
+    monkeypatch.setattr(folder_probe, "free_bytes", lambda _: 300_000_000)
+    said = rf"^checkpointing\.checkpoint_dir: {tmp_path} has 300\.0 MB free, and one checkpoint needs 1\.6 GB"
+    with pytest.raises(StorageError, match=said):
+        check_space("checkpointing.checkpoint_dir", tmp_path, 1_600_000_000, "one checkpoint")
