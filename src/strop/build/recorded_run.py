@@ -12,8 +12,9 @@ from strop.algorithms.base import Algorithm, Plan
 from strop.build.algorithm.sections import check_algorithm, check_section
 from strop.build.algorithm.settings import collect_settings
 from strop.build.backend import make_backend
-from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver, restore_checkpoint, resume_run
+from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver
 from strop.build.models import TokenizerBundle
+from strop.build.resume.restore import note_bound, restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.config import RecordedRunConfig
 from strop.config.schema.recorded_config import SftConfig
@@ -108,6 +109,7 @@ async def build_recorded_run(
     checkpoints = make_checkpoints(config, backend.bundle.tokenizer.save_pretrained)
     store = RolloutStore(Path(config.logger.log_dir), "none")
     state = restore_checkpoint(config, checkpoints, learners, tracker, store)
+    note_bound(config, options, examples.size, tracker)
     evaluator = None
     if validation_groups:
         evaluator = LossValidator(

@@ -13,7 +13,8 @@ from strop.build.algorithm.settings import collect_settings
 from strop.build.backend import make_backend
 from strop.build.cluster.ray_backend import make_remote_environments
 from strop.build.engines import GeneratorSpec
-from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver, restore_checkpoint, resume_run
+from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver
+from strop.build.resume.restore import note_bound, restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.build.tasks import list_reward_names, make_training_tasks, make_validation_tasks
 from strop.config import RolloutRunConfig
@@ -59,6 +60,7 @@ async def build_rollout_run(
     checkpoints = make_checkpoints(config, bundle.tokenizer.save_pretrained)
     store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=bundle.tokenizer.decode)
     state = restore_checkpoint(config, checkpoints, learners, tracker, store)
+    note_bound(config, options, train_source.size, tracker)
     synced = await backend.build_generator(
         GeneratorSpec(
             sampling=sampling,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
+from itertools import chain, repeat
 
 from strop.algorithms.base import Algorithm
 from strop.build.cluster.cluster_run import open_cluster, run_with_restarts
 from strop.build.exit_codes import run_command
 from strop.build.lifecycle import make_tracker, seed_everything, watch_run
 from strop.build.recorded_run import build_recorded_run, make_recorded_algorithm
+from strop.build.resume.restore import finish_run
+from strop.build.resume.resume_plan import plan_resume
 from strop.build.rollout_run import build_rollout_run, make_rollout_algorithm
 from strop.build.summary import summarize
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
@@ -30,13 +33,22 @@ def run_training(config: TrainingRunConfig) -> int:
 
 async def train_as_configured(config: TrainingRunConfig) -> None:
     """Train, from the newest checkpoint on. Raises RunStopped if a stop signal ends the run."""
+    finished = plan_resume(config).nothing_to_do  # may refuse the run, before anything is written
+    if finished is not None:
+        return print(finished) if config.logger.console != "none" else None
     algorithm = make_run_algorithm(config)  # may refuse the run, before a log folder is made and processes are started
     tracker = make_tracker(config)
     try:
         with handle_stop_signals(config.checkpointing) as signals, watch_run(config, tracker) as watched:
-            await run_with_restarts(config, watched, partial(_run_attempt, config, algorithm, watched, signals))
+            attempts = chain([config], repeat(continue_from_newest(config)))
+            await run_with_restarts(config, watched, lambda: _run_attempt(next(attempts), algorithm, watched, signals))
     finally:
         tracker.close()
+
+
+def continue_from_newest(config: TrainingRunConfig) -> TrainingRunConfig:
+    """Return the configuration of further attempts, which continue what the first one began."""
+    return replace(config, checkpointing=replace(config.checkpointing, resume="auto"))
 
 
 def make_run_algorithm(config: TrainingRunConfig) -> Algorithm:
@@ -66,6 +78,7 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
                 await generator.close()
         if run.ending == "stopped":
             raise RunStopped(f"{signals.stop_request.reason}: the run ended after step {run.step}.")
+        finish_run(config, run)
         run.tracker.note(f"done after step {run.step}; metrics in {config.logger.log_dir}")
 
 

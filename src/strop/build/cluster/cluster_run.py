@@ -83,7 +83,7 @@ async def run_with_restarts(config: TrainingRunConfig, tracker: Tracker, run_att
     The count starts over whenever an attempt saves a later step than all earlier ones. Raises the last error when no restart is left.
     """
     remaining = allowed = config.cluster.max_restarts
-    furthest = find_newest_step(config)
+    furthest = -1 if config.checkpointing.resume == "never" else find_newest_step(config)
     while True:
         try:
             return await run_attempt()
@@ -107,6 +107,4 @@ async def run_with_restarts(config: TrainingRunConfig, tracker: Tracker, run_att
 def find_newest_step(config: TrainingRunConfig) -> int:
     """Return the step of the newest checkpoint, from which a restart would continue; -1 if there is none."""
     saving = config.checkpointing
-    if not (saving.enabled and saving.resume):
-        return -1
-    return max(list_steps(Path(saving.checkpoint_dir)), default=-1)
+    return max(list_steps(Path(saving.checkpoint_dir)), default=-1) if saving.enabled else -1
