@@ -208,3 +208,19 @@ def test_an_asynchronous_run_loses_no_group_and_trains_on_none_twice(tiny, tmp_p
         assert record.step == record.group // 4 + 1
         assert all(0 <= record.step - 1 - version <= 1 for version in record.versions)
     assert buffered > 0, "finished groups were saved and used"
+
+
+def test_a_changed_rate_and_schedule_hold_from_the_next_step_on_in_metrics_and_records(tiny, tmp_path):
+    short = {"grpo.num_generations_per_prompt": 2, "grpo.val_period": 0, "checkpointing.metric_name": None}
+    assert grpo(tiny, tmp_path, **short, **{"grpo.max_num_steps": 2}).code == 0
+    schedule = {"name": "linear", "kwargs": {"total_steps": 8}}
+    changes = {"grpo.max_num_steps": 4, "policy.optimizer.kwargs.lr": 0.008, "policy.scheduler": schedule}
+    outcome = grpo(tiny, tmp_path, **short, **changes, logger__console="plain")
+    assert outcome.code == 0, outcome.err
+    assert "policy.optimizer.kwargs.lr 0.003 -> 0.008" in outcome.out and "(applied from step 3 on)" in outcome.out
+    assert outcome.out.index("continuing after step 2") < outcome.out.index("step 2/4") < outcome.out.index("resumed with: ")
+    assert [line["train/lr"] for line in metrics_of(tmp_path / "logs").values()] == pytest.approx([0.003, 0.003, 0.006, 0.005])
+    for folder in ("logs", "results/step_4"):
+        assert "lr: 0.008" in (tmp_path / folder / "config.yaml").read_text()
+    refused = grpo(tiny, tmp_path, **short, **changes, **{"grpo.seed": 7})
+    assert refused.code == 1 and "grpo.seed: found 7, and the run in there has 42" in refused.err
