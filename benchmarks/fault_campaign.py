@@ -352,7 +352,7 @@ def check_result(stage: CampaignContext, case: Case, result: Result, said: str) 
     if (
         result.lives > 1
         and case.role in BY_COMMAND
-        and not re.search("continuing after step|no checkpoint to continue from|step 1/", said)
+        and not re.search("continuing after step|no checkpoint to continue from|step 1/|finished at step", said)
     ):
         failures.append("the log does not say from which step the run continued")
     if "asynchronous" not in case.mode and case.mode in stage.undisturbed and not failures:

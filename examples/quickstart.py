@@ -2,35 +2,31 @@
 
 Takes the same overrides, such as grpo.seed=2. Each set of overrides has its own log and checkpoint folders: repeating a command
 resumes an interrupted run or shows a finished one, and a different command trains a different model. To train from scratch again,
-set checkpointing.resume=false.
+set checkpointing.resume=never.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import sys
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from strop.cli import main as strop
 from strop.config import ConfigError, GrpoRunConfig, load_config
+from strop.config.load.run_name import format_overrides
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 
 CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
-FOLDERS = ("logger.log_dir", "checkpointing.checkpoint_dir")
-SAME_RUN = ("checkpointing.resume", "logger.console")  # overrides that do not start a different run
 SHOWN = 4  # tasks shown before and after training; the first ones, not selected
-LONGEST = 60  # characters in a folder's name
 ENDS = 5  # steps averaged at the start and at the end of the run
 
 
 def main(arguments: Sequence[str]) -> int:
     config = str(CONFIG.relative_to(Path.cwd()) if CONFIG.is_relative_to(Path.cwd()) else CONFIG)
-    command = ["grpo", "--config", config, *with_own_folders(arguments)]
+    command = ["grpo", "--config", config, *with_own_name(arguments)]
     print("$ strop", *command, flush=True)
     if any(argument.startswith("-") for argument in arguments):  # --dry-run, --help
         return strop(command)
@@ -39,25 +35,19 @@ def main(arguments: Sequence[str]) -> int:
     status = strop(command)
     if status == 0:
         print(summary(Path(found.logger.log_dir)))
-        if found.checkpointing.resume and before == last_step(Path(found.logger.log_dir)):
+        if found.checkpointing.resume != "never" and before == last_step(Path(found.logger.log_dir)):
             print(
                 "\nNothing was trained: this run had already finished. To train it again (its records are moved aside):\n"
-                f'  make quickstart ARGS="{" ".join([*arguments, "checkpointing.resume=false"])}"'
+                f'  make quickstart ARGS="{" ".join([*arguments, "checkpointing.resume=never"])}"'
             )
     return status
 
 
-def with_own_folders(arguments: Sequence[str]) -> list[str]:
-    """Return the overrides plus folders named after them, unless the overrides set the folders."""
-    named = {argument.lstrip("+").partition("=")[0]: argument for argument in arguments if not argument.startswith("-")}
-    own = "-".join(re.sub(r"[^\w.=+-]", "_", argument) for key, argument in named.items() if key not in SAME_RUN)
-    if not own:
+def with_own_name(arguments: Sequence[str]) -> list[str]:
+    """Return the overrides plus a name made of them, unless they name the run or leave it the same."""
+    if any(argument.startswith("run_name=") for argument in arguments) or not format_overrides(arguments):
         return list(arguments)
-    if len(own) > LONGEST:
-        own = f"{own[:LONGEST]}-{zlib.crc32(own.encode()):08x}"
-    usual = load_config(CONFIG, root=GrpoRunConfig, check=False).config
-    folders = dict(zip(FOLDERS, (usual.logger.log_dir, usual.checkpointing.checkpoint_dir), strict=True))
-    return [*arguments, *(f"{key}={folder}-{own}" for key, folder in folders.items() if key not in named)]
+    return [*arguments, "run_name=quickstart-{overrides}"]
 
 
 def last_step(log_dir: Path) -> int | None:

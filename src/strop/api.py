@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from strop.checkpointing.saved_model import find_saved_model
 from strop.results import Evaluation, Run
@@ -43,6 +43,7 @@ def train(
     reward: Reward | None = None,
     environment: str | type[Environment[Any]] | None = None,
     folder: str | Path | None = None,
+    resume: Literal["auto", "must", "never", "previous"] | None = None,
     config: str | Path | None = None,
     **settings: Any,
 ) -> Run:
@@ -61,11 +62,14 @@ def train(
         reward: A function ``(task, rollout) -> float | bool``, or ``(task, rollouts) -> list[float]`` for all completions of a prompt;
             several as a list or by name; or ``file.py:function``.
         environment: An ``Environment`` class, the name of one, or ``file.py:Class``.
-        folder: Where logs and checkpoints go. A folder that holds a run continues it. Default: a new folder in ``results``.
+        folder: Where logs and checkpoints go. A folder that holds this run continues it; one with another run is refused. Default: a new
+            folder in ``results``, or with ``run_name`` the folders of that name.
+        resume: What to do with a run in the folder (``checkpointing.resume``).
         config: A YAML file with further settings, which the other arguments override.
         settings: Any key of the configuration.
 
-    Raises ConfigError for settings that cannot work, and the errors of the run. RunStopped if a stop signal ends it.
+    Raises ConfigError for settings that cannot work, ResumeError if the folder holds another run, and the errors of the run. RunStopped if
+    a stop signal ends it.
     """
     from strop.algorithm_factory import name_options
     from strop.build.algorithm.sections import find_section
@@ -77,6 +81,7 @@ def train(
     own = {} if name in TRAINING_RUNS else {"algorithm": {"name": name}}
     given = [own, {"algorithm": options}, _folder_settings(folder, name, config, settings), *_task_settings(reward, environment)]
     given += [{"policy": {"model_name": str(model)}}] if model is not None else []
+    given += [{"checkpointing": {"resume": resume}}] if resume is not None else []
     scored = reward is not None or environment is not None
     data = {} if data is None and environment is not None else data  # an environment may make its tasks itself
     given += [_data_settings("train", data, scored), _data_settings("validation", validation, scored), _nest(settings)]
@@ -202,7 +207,11 @@ def _merge(trees: Sequence[Settings]) -> dict[str, Any]:
 def _folder_settings(folder: str | Path | None, name: str, config: object, settings: Settings) -> Settings:
     """Without a folder, use a new one: a changed cell of a notebook must not continue the run before it."""
     given = _nest(settings)
-    named = "log_dir" in given.get("logger", {}) or "checkpoint_dir" in given.get("checkpointing", {})
+    named = (
+        given.get("run_name") is not None
+        or "log_dir" in given.get("logger", {})
+        or "checkpoint_dir" in given.get("checkpointing", {})
+    )
     if folder is None and (config is not None or named):
         return {}
     path = Path("results") / f"{name.rpartition(':')[2]}-{time.strftime('%Y%m%d-%H%M%S')}" if folder is None else Path(folder)

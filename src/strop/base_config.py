@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass
@@ -58,6 +58,11 @@ def subsection(model: type[BaseConfig]) -> Any:
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field, follows, sets, subsection))
 class BaseConfig:
     """A section. Subclasses become frozen, keyword-only dataclasses whose values are validated; unknown keys are errors."""
+
+    # What a change means to a run that is continued (``strop.config.identity``): it is refused for the keys that identify the run, and
+    # nothing for unrelated ones; "*" is every key of the section itself. All others hold from the next step on.
+    identity_keys: ClassVar[tuple[str, ...]] = ()
+    unrelated_keys: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         dataclass(cls, frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True, defer_build=True))

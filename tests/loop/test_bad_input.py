@@ -303,7 +303,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_can_be_used(tiny,
         path.unlink()
     else:
         path.write_bytes(content[: len(content) // 2] if damage == "cut" else os.urandom(len(content)))
-    said = message_of(grpo(tiny, tmp_path, **changes), 1)
+    said = message_of(grpo(tiny, tmp_path, **{**changes, "grpo.max_num_steps": 3}), 1)
     assert "step_2 cannot be resumed from: " in said and "remove that folder to go back to the previous checkpoint" in said
     assert metrics_of(tmp_path / "logs") == before, "nothing is lost"
     (tmp_path / "results" / "step_2").rename(tmp_path / "broken")

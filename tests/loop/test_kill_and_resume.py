@@ -37,6 +37,12 @@ def uninterrupted(tiny, tmp_path_factory) -> Path:
     return folder
 
 
+def read_files(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """Every file of a run, without what the test writes itself: when it was written, and its content."""
+    files = [path for part in ("logs", "results") for path in sorted((folder / part).rglob("*")) if path.is_file()]
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
 def assert_same_run(folder: Path, wanted: Path) -> None:
     """Every metric, every rollout, every validation sample, and weights and optimizer bit for bit."""
     assert repeatable(metrics_of(folder / "logs")) == repeatable(metrics_of(wanted / "logs"))
@@ -152,10 +158,10 @@ def test_the_strop_command_itself_resumes_after_a_kill(tiny, tmp_path, uninterru
 
 def test_a_run_that_is_done_stays_as_it_is(tiny, tmp_path, uninterrupted):
     shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
-    before = metrics_of(tmp_path / "logs")
+    before = read_files(tmp_path)
     outcome = grpo(tiny, tmp_path, **CHANGES, logger__console="plain")
-    assert outcome.code == 0 and "continuing after step 6" in outcome.out and "done after step 6" in outcome.out
-    assert metrics_of(tmp_path / "logs") == before, "also what a clock measured"
+    assert outcome.code == 0 and "finished at step 6 of 6 on " in outcome.out and "grpo.max_num_steps=12" in outcome.out
+    assert read_files(tmp_path) == before, "no byte is rewritten"
     assert_same_run(tmp_path, uninterrupted)
 
 
@@ -168,12 +174,14 @@ def test_a_run_that_reached_its_metric_does_not_go_on_when_started_again(tiny, t
 
 def test_a_run_whose_tasks_are_used_up_goes_on_when_it_is_given_more_passes(tiny, tmp_path):
     changes = {"data.train.size": 10, "grpo.max_num_steps": 5, "grpo.max_num_epochs": 1}
-    for _ in range(2):
+    ended = "grpo.max_num_epochs ended the run after step 2 before grpo.max_num_steps=5: all tasks are used; the 2 left over"
+    for said in (ended, "finished at step 2 of 5 on "):
         outcome = grpo(tiny, tmp_path / "parts", **changes, logger__console="plain")
-        assert outcome.code == 0 and "used up after step 2: 2 groups left over" in outcome.out
+        assert outcome.code == 0 and said in outcome.out
+    assert "To train on: grpo.max_num_epochs=2" in outcome.out
     changes["grpo.max_num_epochs"] = 2
     outcome = grpo(tiny, tmp_path / "parts", **changes, logger__console="plain")
-    assert "settings that differ from the checkpoint's: grpo.max_num_epochs: 1 -> 2" in outcome.out
+    assert "resumed with: grpo.max_num_epochs 1 -> 2 (applied from step 3 on)" in outcome.out
     assert grpo(tiny, tmp_path / "whole", **changes).code == 0
     assert repeatable(metrics_of(tmp_path / "parts" / "logs")) == repeatable(metrics_of(tmp_path / "whole" / "logs"))
     assert list(metrics_of(tmp_path / "parts" / "logs")) == [1, 2, 3, 4, 5]
@@ -200,3 +208,19 @@ def test_an_asynchronous_run_loses_no_group_and_trains_on_none_twice(tiny, tmp_p
         assert record.step == record.group // 4 + 1
         assert all(0 <= record.step - 1 - version <= 1 for version in record.versions)
     assert buffered > 0, "finished groups were saved and used"
+
+
+def test_a_changed_rate_and_schedule_hold_from_the_next_step_on_in_metrics_and_records(tiny, tmp_path):
+    short = {"grpo.num_generations_per_prompt": 2, "grpo.val_period": 0, "checkpointing.metric_name": None}
+    assert grpo(tiny, tmp_path, **short, **{"grpo.max_num_steps": 2}).code == 0
+    schedule = {"name": "linear", "kwargs": {"total_steps": 8}}
+    changes = {"grpo.max_num_steps": 4, "policy.optimizer.kwargs.lr": 0.008, "policy.scheduler": schedule}
+    outcome = grpo(tiny, tmp_path, **short, **changes, logger__console="plain")
+    assert outcome.code == 0, outcome.err
+    assert "policy.optimizer.kwargs.lr 0.003 -> 0.008" in outcome.out and "(applied from step 3 on)" in outcome.out
+    assert outcome.out.index("continuing after step 2") < outcome.out.index("step 2/4") < outcome.out.index("resumed with: ")
+    assert [line["train/lr"] for line in metrics_of(tmp_path / "logs").values()] == pytest.approx([0.003, 0.003, 0.006, 0.005])
+    for folder in ("logs", "results/step_4"):
+        assert "lr: 0.008" in (tmp_path / folder / "config.yaml").read_text()
+    refused = grpo(tiny, tmp_path, **short, **changes, **{"grpo.seed": 7})
+    assert refused.code == 1 and "grpo.seed: found 7, and the run in there has 42" in refused.err

@@ -173,7 +173,8 @@ def test_a_reference_computed_once_gives_the_metrics_of_one_that_is_asked_at_eac
 def test_a_reference_computed_of_other_weights_is_refused(tiny: Path, tmp_path: Path, other: Path) -> None:
     changes = {"dpo.precompute_reference": True, "dpo.max_num_steps": 2}
     train_to_end("dpo", tiny, tmp_path, **changes)
-    outcome = train("dpo", other, tmp_path, **changes)
+    assert "policy.model_name: found" in refusal_message(train("dpo", other, tmp_path, **changes), 1)
+    outcome = train("dpo", other, tmp_path, **changes, **{"checkpointing.resume": "never"})
     assert "were computed with other weights" in refusal_message(outcome, 1)
 
 
@@ -203,7 +204,9 @@ def test_epochs_end_a_run_without_a_last_step(tiny: Path, tmp_path: Path) -> Non
     said = train_to_end("sft", tiny, tmp_path, **changes, **{"sft.val_period": 0})
     logged = metrics_of(tmp_path / "logs")
     assert list(logged) == list(range(1, 11))
-    assert "the tasks are used up after step 10: 2 groups left over are not trained on" in said
+    assert (
+        "sft.max_num_epochs ended the run after step 10: all tasks are used; the 2 left over are too few for another step" in said
+    )
     assert [step for step, line in logged.items() if "validation/loss" in line] == [10]
     assert steps(tmp_path)[-1] == 10, "what was trained is saved"
 
@@ -242,7 +245,7 @@ def test_a_run_stops_when_its_loss_no_longer_falls_and_stays_stopped(tiny: Path,
     assert "has not been better than" in said and f"done after step {len(losses)}" in said
     assert steps(tmp_path)[-1] == len(losses), "the last step is saved, whatever the period"
     again = train_to_end("sft", tiny, tmp_path, **changes)
-    assert f"done after step {len(losses)}" in again
+    assert f"finished at step {len(losses)} of 40 on " in again and "sft.stop_at_validation_metric=null" in again
     assert metrics_of(tmp_path / "logs") == logged
 
 

@@ -305,16 +305,18 @@ def quickstart() -> ModuleType:
 
 
 def test_the_quickstart_keeps_runs_with_other_settings_apart(quickstart: ModuleType) -> None:
-    assert quickstart.with_own_folders([]) == []
-    second = quickstart.with_own_folders(["grpo.seed=2"])
-    folders = ["logger.log_dir=logs/quickstart-grpo.seed=2", "checkpointing.checkpoint_dir=results/quickstart-grpo.seed=2"]
-    assert second == ["grpo.seed=2", *folders]
-    assert quickstart.with_own_folders(["grpo.seed=2", "checkpointing.resume=false"])[2:] == folders
-    assert quickstart.with_own_folders(["checkpointing.resume=false"]) == ["checkpointing.resume=false"]
-    named = quickstart.with_own_folders(["grpo.seed=2", "logger.log_dir=logs/mine"])
-    assert named == ["grpo.seed=2", "logger.log_dir=logs/mine", f"{folders[1]}-logger.log_dir=logs_mine"]
+    def folders(*arguments: str) -> tuple[str, str]:
+        loaded = load_config(quickstart.CONFIG, quickstart.with_own_name(arguments), root=GrpoRunConfig, check=False).config
+        return loaded.logger.log_dir, loaded.checkpointing.checkpoint_dir
+
+    assert quickstart.with_own_name([]) == []
+    assert folders("grpo.seed=2") == ("logs/quickstart-grpo.seed=2", "results/quickstart-grpo.seed=2")
+    assert folders("grpo.seed=2", "checkpointing.resume=never") == folders("grpo.seed=2")
+    assert folders("checkpointing.resume=never") == folders() == ("logs/quickstart", "results/quickstart")
+    assert folders("grpo.seed=2", "logger.log_dir=logs/mine") == ("logs/mine", "results/quickstart-grpo.seed=2")
+    assert folders("grpo.seed=2", "run_name=mine") == ("logs/mine", "results/mine")
     many = [f"grpo.{key}=1" for key in ("max_num_steps", "num_prompts_per_step", "num_generations_per_prompt", "seed")]
-    assert quickstart.with_own_folders(many)[4:] != quickstart.with_own_folders([*many[:3], "grpo.seed=2"])[4:]
+    assert folders(*many) != folders(*many[:3], "grpo.seed=2")
 
 
 def test_the_quickstart_says_how_accuracy_and_answers_changed(quickstart: ModuleType, tmp_path: Path) -> None:

@@ -1,31 +1,27 @@
-"""What every training run needs: trackers, checkpoints, seeds, and the state of its newest checkpoint."""
+"""What every training run needs: trackers, checkpoints, seeds and the watchdog."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
 
 from strop.base_config import redact_secrets, to_tree
 from strop.checkpointing.background import BackgroundCheckpointer
-from strop.checkpointing.base import Checkpointer, RunState
+from strop.checkpointing.base import Checkpointer
 from strop.checkpointing.folders import FolderCheckpointer
-from strop.config import ConfigError, TrainingRunConfig, dump_config, load_config
-from strop.learner.client import LearnerClient
+from strop.config import TrainingRunConfig, dump_config
 from strop.monitoring.console.console import open_console
-from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import CompositeTracker, Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE, JsonlTracker, read_metrics
 from strop.monitoring.watchdog.watchdog import Watchdog, WatchdogTimeout, schedule_exit
 from strop.stopping import EarlyStop
 from strop.trainer.health.health_monitor import HealthMonitor
 from strop.trainer.health.health_rules import HealthFinding
-from strop.trainer.run import TrainingRun
 
 # NeMo-RL's names -> Strop's.
 METRIC_ALIASES = {
@@ -72,7 +68,7 @@ def make_tracker(config: TrainingRunConfig) -> CompositeTracker:
     if logger.wandb_enabled:
         from strop.monitoring.trackers.wandb import WandbTracker
 
-        project, name = logger.wandb.project, logger.wandb.name
+        project, name = logger.wandb.project, logger.wandb.name or config.run_name
         settings = redact_secrets(to_tree(config))
         trackers.append(WandbTracker(folder, project=project, name=name, config=settings, aliases=logger.metric_aliases))
     return CompositeTracker(trackers)
@@ -99,83 +95,12 @@ def make_saver(config: TrainingRunConfig, folders: FolderCheckpointer) -> Checkp
     return BackgroundCheckpointer(folders) if config.checkpointing.async_save else folders
 
 
-def restore_checkpoint(
-    config: TrainingRunConfig,
-    checkpoints: FolderCheckpointer,
-    learners: Mapping[str, LearnerClient],
-    tracker: Tracker,
-    store: RolloutStore,
-) -> RunState | None:
-    """Load the newest checkpoint into the learners, in place, and drop later records. Without one, start with an empty log folder."""
-    folder = Path(config.logger.log_dir)
-    newest = checkpoints.find_newest() if config.checkpointing.enabled and config.checkpointing.resume else None
-    if newest is None:
-        if config.checkpointing.enabled and (archived := checkpoints.archive()):
-            tracker.note(f"checkpointing.resume is false: moved the checkpoints of an earlier run to {archived}")
-        _archive_previous_run(folder, tracker)
-        state, last = None, -1
-    else:
-        state = checkpoints.load(newest, learners)
-        last = state.step
-    tracker.resume(last)
-    store.resume(last)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump_config(config))
-    if state is not None:
-        tracker.log(state.step, state.logged)
-        assert newest is not None
-        tracker.note(f"continuing after step {state.step}, from {newest}")
-        if changed := _diff_settings(newest / "config.yaml", config):
-            tracker.note(f"settings that differ from the checkpoint's: {', '.join(changed)}")
-    return state
-
-
 def make_health(config: TrainingRunConfig, at_start: Iterable[HealthFinding]) -> HealthMonitor:
     """Make the monitor of a run that is restored: it knows the steps in the log folder."""
     limit = config.training.max_skipped_steps_in_a_row
     monitor = HealthMonitor(section=config.section, max_skipped_steps=limit, at_start=tuple(at_start))
     monitor.replay(logged for step, logged in read_metrics(Path(config.logger.log_dir) / METRICS_FILE) if step > 0)
     return monitor
-
-
-def resume_run(run: TrainingRun, state: RunState | None) -> TrainingRun:
-    """Set the run to the position that ``state`` records."""
-    if state is not None:
-        run.step, run.saved_step, run.last_metrics = state.step, state.step, state.logged
-        run.early_stop = state.early_stop or run.early_stop
-    return run
-
-
-def _diff_settings(path: Path, config: TrainingRunConfig) -> list[str]:
-    """Return ``key: old -> new`` for every key whose value in a checkpoint's configuration differs from the current one."""
-    try:
-        old = _flatten(redact_secrets(to_tree(load_config(path, root=type(config), check=False).config)))
-    except ConfigError:
-        return [f"{path} cannot be compared"]
-    new = _flatten(redact_secrets(to_tree(config)))
-    keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys]
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a nested mapping by dotted key."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
-
-
-def _archive_previous_run(folder: Path, tracker: Tracker) -> None:
-    """Move the records of an earlier run to ``previous_N``, so that a run from the beginning does not overwrite them."""
-    if not (folder / METRICS_FILE).exists() or not (folder / METRICS_FILE).stat().st_size:
-        return
-    numbers = [int(path.name.removeprefix("previous_")) for path in folder.glob("previous_*") if path.name[9:].isdigit()]
-    target = folder / f"previous_{max(numbers, default=0) + 1}"
-    target.mkdir()
-    for name in (METRICS_FILE, "rollouts", "validation", "config.yaml", "curves.png"):
-        if (folder / name).exists():
-            (folder / name).rename(target / name)
-    tracker.note(f"there is no checkpoint to continue from: moved the records of an earlier run to {target}")
 
 
 def seed_everything(seed: int) -> None:

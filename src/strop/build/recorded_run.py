@@ -12,8 +12,9 @@ from strop.algorithms.base import Algorithm, Plan
 from strop.build.algorithm.sections import check_algorithm, check_section
 from strop.build.algorithm.settings import collect_settings
 from strop.build.backend import make_backend
-from strop.build.lifecycle import make_checkpoints, make_early_stop, make_health, make_saver, restore_checkpoint, resume_run
+from strop.build.lifecycle import make_checkpoints, make_early_stop, make_health, make_saver
 from strop.build.models import TokenizerBundle
+from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.config import RecordedRunConfig
 from strop.config.schema.recorded_config import SftConfig

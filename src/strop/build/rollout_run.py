@@ -14,7 +14,8 @@ from strop.build.algorithm.settings import collect_settings
 from strop.build.backend import make_backend
 from strop.build.cluster.ray_backend import make_remote_environments
 from strop.build.engines import GeneratorSpec
-from strop.build.lifecycle import make_checkpoints, make_early_stop, make_health, make_saver, restore_checkpoint, resume_run
+from strop.build.lifecycle import make_checkpoints, make_early_stop, make_health, make_saver
+from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.build.tasks import list_reward_names, make_training_tasks, make_validation_tasks
 from strop.config import RolloutRunConfig

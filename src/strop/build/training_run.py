@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 
 from strop.algorithms.base import Algorithm
@@ -14,6 +15,8 @@ from strop.build.cluster.cluster_run import open_cluster, run_with_restarts
 from strop.build.exit_codes import run_command
 from strop.build.lifecycle import make_tracker, seed_everything, watch_run
 from strop.build.recorded_run import build_recorded_run, make_recorded_algorithm
+from strop.build.resume.restore import finish_run
+from strop.build.resume.resume_plan import plan_resume
 from strop.build.rollout_run import build_rollout_run, make_rollout_algorithm
 from strop.build.run_folders import check_checkpoint_space, lock_run_folders
 from strop.build.summary import summarize
@@ -48,9 +51,12 @@ async def _train_and_close(config: TrainingRunConfig) -> None:
         discard_output()
 
 
-async def train_as_configured(config: TrainingRunConfig) -> Closing:
-    """Train, from the newest checkpoint on. Raises RunStopped if a stop signal ends the run."""
+async def train_as_configured(config: TrainingRunConfig) -> Closing | str:
+    """Train, from the newest checkpoint on, and return what to say at the end. Raises RunStopped if a stop signal ends the run."""
     started = time.monotonic()
+    finished = plan_resume(config).nothing_to_do  # may refuse the run, before anything is written
+    if finished is not None:
+        return finished
     algorithm = make_run_algorithm(config)  # may refuse the run, before a log folder is made and processes are started
     with lock_run_folders(config):
         return await _train_in_folders(config, algorithm, started)
@@ -61,12 +67,13 @@ async def _train_in_folders(config: TrainingRunConfig, algorithm: Algorithm, sta
     try:
         if config.logger.wandb_enabled and is_wandb_offline():
             tracker.note(describe_offline(config))
+        attempts = chain([config], repeat(continue_from_newest(config)))
         with (
             trust_remote_code(config.policy.trust_remote_code),
             handle_stop_signals(config.checkpointing) as signals,
             watch_run(config, tracker) as watched,
         ):
-            run = await run_with_restarts(config, watched, partial(_run_attempt, config, algorithm, watched, signals))
+            run = await run_with_restarts(config, watched, lambda: _run_attempt(next(attempts), algorithm, watched, signals))
     finally:
         tracker.close()
     return make_closing(config, run, tracker.failures, time.monotonic() - started)
@@ -92,6 +99,11 @@ def make_closing(config: TrainingRunConfig, run: TrainingRun, failures: Sequence
 def describe_offline(config: TrainingRunConfig) -> str:
     folder = Path(config.logger.log_dir) / "wandb" / "offline-run-*"
     return f"Weights & Biases is offline (WANDB_MODE): nothing is sent; to send it later: wandb sync {folder}"
+
+
+def continue_from_newest(config: TrainingRunConfig) -> TrainingRunConfig:
+    """Return the configuration of further attempts, which continue what the first one began."""
+    return replace(config, checkpointing=replace(config.checkpointing, resume="auto"))
 
 
 def make_run_algorithm(config: TrainingRunConfig) -> Algorithm:
@@ -123,6 +135,7 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
                 await generator.close()
         if run.ending == "stopped":
             raise RunStopped(f"{signals.stop_request.reason}: the run ended after step {run.step}.")
+        finish_run(config, run)
         run.tracker.note(f"done after step {run.step}; metrics in {config.logger.log_dir}")
         return run
 

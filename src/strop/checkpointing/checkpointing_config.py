@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from strop.base_config import BaseConfig
 from strop.problems import Problem
@@ -23,8 +23,25 @@ TRAIN_METRICS = (
 )
 
 
+def _read_true_or_false(value: object) -> object:
+    """Read the values that earlier versions had."""
+    return {True: "auto", False: "never"}[value] if isinstance(value, bool) else value
+
+
+Resume = Annotated[Literal["auto", "must", "never", "previous"], BeforeValidator(_read_true_or_false)]
+
+
 class CheckpointingConfig(BaseConfig):
     """What is saved and when, and which checkpoints are kept."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = (
+        "enabled",
+        "checkpoint_dir",
+        "async_save",
+        "save_on_sigterm_within",
+        "checkpoint_must_save_by",
+        "resume",
+    )
 
     validation_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "reward", "avg_length")
 
@@ -55,7 +72,12 @@ class CheckpointingConfig(BaseConfig):
         pattern=r"^\d+:\d+:\d+:\d+$",
         description="Once the run has lasted this long, save after the step in progress and exit; null is never (DD:HH:MM:SS).",
     )
-    resume: bool = Field(True, description="Continue from the newest checkpoint in checkpoint_dir, if there is one.")
+    resume: Resume = Field(
+        "auto",
+        description="auto (or true): continue from the newest checkpoint in checkpoint_dir, if there is one; must: without one, end with "
+        "an error; previous: set damaged checkpoints aside and continue from the newest whole one; never (or false): begin anew, and "
+        "move what is there to previous_N.",
+    )
 
     @property
     def save_deadline_seconds(self) -> float | None:
@@ -73,6 +95,7 @@ class CheckpointingConfig(BaseConfig):
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_metric(key)
         yield from self._check_deadline(key)
+        yield from self._check_resume(key)
 
     def _check_metric(self, key: str) -> Iterator[Problem]:
         if not self.enabled or self.metric_name is None:
@@ -96,6 +119,14 @@ class CheckpointingConfig(BaseConfig):
             f"found {self.checkpoint_must_save_by}, but no checkpoints are saved: checkpointing.{off} is {getattr(self, off)}",
             f"Set it to null, or set checkpointing.{off} so that checkpoints are saved.",
         )
+
+    def _check_resume(self, key: str) -> Iterator[Problem]:
+        if self.resume in ("must", "previous") and not self.enabled:
+            yield Problem(
+                f"{key}.resume",
+                f"found {self.resume}, but {key}.enabled is false, and such a run neither saves nor reads checkpoints",
+                f"Set {key}.enabled=true, or {key}.resume=auto.",
+            )
 
 
 class RecordedCheckpointingConfig(CheckpointingConfig):

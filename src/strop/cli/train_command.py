@@ -54,8 +54,8 @@ def train_run(section: str, arguments: Sequence[str], command_line: str, default
 
 def _format_resume_hint(config: TrainingRunConfig, command_line: str) -> str:
     saving = config.checkpointing
-    if not (saving.saving_enabled and saving.resume):
-        return "Checkpoints or checkpointing.resume are disabled, so the same command starts from the beginning."
+    if not saving.saving_enabled or saving.resume == "never":
+        return "No checkpoints are saved, or checkpointing.resume is never, so the same command starts from the beginning."
     has_checkpoint = any(Path(saving.checkpoint_dir).glob("step_*"))
     where = (
         f"from the newest checkpoint in {saving.checkpoint_dir}"

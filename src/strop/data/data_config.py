@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, field_serializer, model_validator
 
@@ -107,6 +107,8 @@ class DataEntryConfig(BaseConfig):
 class DefaultEntryConfig(DataEntryConfig):
     """Keys for the entries of train and validation that do not set them. The rules are asked of those entries."""
 
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
+
     def errors(self, key: str) -> Iterator[Problem]:
         return iter(())
 
@@ -116,6 +118,8 @@ Entries = Annotated[tuple[DataEntryConfig, ...], Field(strict=False)]
 
 class DataConfig(BaseConfig):
     """Training and validation tasks."""
+
+    identity_keys: ClassVar[tuple[str, ...]] = ("train", "shuffle", "add_eos")
 
     max_input_seq_length: int = follows(
         "..policy.max_total_sequence_length",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from strop.base_config import BaseConfig, follows
@@ -9,6 +11,8 @@ from strop.base_config import BaseConfig, follows
 
 class SequencePackingConfig(BaseConfig):
     """Micro-batches of flat rows without padding, within a token budget."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     enabled: bool = Field(
         True,
@@ -34,6 +38,8 @@ class SequencePackingConfig(BaseConfig):
 
 class DynamicBatchingConfig(BaseConfig):
     """Token budgets of padded micro-batches, where sequence_packing is off."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     enabled: bool = Field(False, description="Padded dynamic batching; true is an error in this version.")
     train_mb_tokens: int = follows(

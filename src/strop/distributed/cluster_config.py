@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,6 +15,8 @@ Strings = Annotated[tuple[str, ...], Field(strict=False)]
 
 class RoleConfig(BaseConfig):
     """The processes of one role."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     num_cpus: float = Field(0.0, ge=0, description="CPUs that Ray reserves for each process; 0 reserves none (CPUs).")
     num_gpus: float | None = Field(
@@ -42,6 +44,8 @@ class RolesConfig(BaseConfig):
 
 class ClusterConfig(BaseConfig):
     """The machines and how a run uses them."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     gpus_per_node: int = Field(
         1, ge=0, description="GPUs of each node that may be used; without GPUs, as many processes take their place (GPUs)."

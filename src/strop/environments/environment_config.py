@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_serializer, model_validator
 from pydantic_core import ArgsKwargs
@@ -13,6 +13,8 @@ from strop.base_config import BaseConfig
 
 class EnvironmentConfig(BaseConfig):
     """An environment. It validates its own options."""
+
+    identity_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     type: str | None = Field(
         None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
@@ -39,12 +39,16 @@ Strings = Annotated[tuple[str, ...], Field(strict=False)]
 class ColocatedResourcesConfig(BaseConfig):
     """Devices of generation when it is not colocated."""
 
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
+
     gpus_per_node: int | None = Field(None, ge=1, description="GPUs of each node that generate (GPUs).")
     num_nodes: int | None = Field(None, ge=1, description="Nodes that only generate (nodes).")
 
 
 class ColocatedConfig(BaseConfig):
     """Whether generation and training share devices."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     enabled: bool = Field(True, description="Generate on the devices that train.")
     resources: ColocatedResourcesConfig = subsection(ColocatedResourcesConfig)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from strop.base_config import BaseConfig
@@ -9,6 +11,8 @@ from strop.base_config import BaseConfig
 
 class MegatronConfig(BaseConfig):
     """The Megatron Core learner, which is not in this version."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     enabled: bool = Field(False, description="Train with Megatron Core; true is an error in this version.")
     activation_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")

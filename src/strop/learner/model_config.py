@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -18,6 +18,15 @@ from strop.problems import Problem
 
 class ModelConfig(BaseConfig):
     """A model and its training."""
+
+    identity_keys: ClassVar[tuple[str, ...]] = ("model_name", "hf_config_overrides", "weights_dtype")
+    unrelated_keys: ClassVar[tuple[str, ...]] = (
+        "device",
+        "num_threads",
+        "train_micro_batch_size",
+        "logprob_batch_size",
+        "logprob_chunk_size",
+    )
 
     model_name: str = Field(..., min_length=1, description="A hub name or a folder with a Hugging Face model.")
     tokenizer: TokenizerConfig = subsection(TokenizerConfig)

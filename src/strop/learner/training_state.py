@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from strop.learner.torch.hyperparameters import Hyperparameters, count_schedule_steps
 from strop.learner.torch.master_weights import MasterWeights
 from strop.learner.torch.optimizer import load_optimizer
 from strop.learner.torch.weight_average import AveragedWeights
@@ -31,6 +32,7 @@ class TrainingState:
     optimizer: Optimizer
     scheduler: LRScheduler | None
     average: AveragedWeights | None
+    configured: Hyperparameters  # of this run, whatever the run had that saved a state
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -44,17 +46,17 @@ class TrainingState:
         """Restore a ``state_dict``, which was read from ``path``. Raises ValueError if it is of other parameters."""
         self.masters.load_state_dict(state.get("masters", {}))
         self.load_optimizer(state["optimizer"])
-        self.load_scheduler(state["scheduler"])
+        self.load_scheduler(state["scheduler"], state["optimizer"])
         self.load_average(state.get("average"), path)
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the optimizer. Raises ValueError if it has other parameters or parameter groups."""
-        load_optimizer(self.optimizer, state)
+        """Restore the state of the optimizer, with this run's hyperparameters. Raises ValueError if it has other parameters or groups."""
+        load_optimizer(self.optimizer, state, self.configured)
 
-    def load_scheduler(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the state of the schedule, if this run and the checkpoint have one."""
-        if self.scheduler is not None and state is not None:
-            self.scheduler.load_state_dict(dict(state))
+    def load_scheduler(self, state: Mapping[str, Any] | None, optimizer: Mapping[str, Any]) -> None:
+        """Set this run's schedule to the step of a saved one, and with it the learning rates."""
+        if self.scheduler is not None:
+            self.configured.advance(self.scheduler, count_schedule_steps(state, optimizer))
 
     def load_average(self, state: Mapping[str, Any] | None, path: Path) -> None:
         """Restore the state of the average, if this run has one; without a saved state restart it, with a warning."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,11 @@ Patterns = Annotated[tuple[str, ...], Field(strict=False)]
 
 class LoraConfig(BaseConfig):
     """Low-rank adapters (LoRA) on the linear layers of a frozen model, saved in PEFT's format."""
+
+    identity_keys: ClassVar[tuple[str, ...]] = (
+        "enabled", "target_modules", "exclude_modules", "match_all_linear", "dim", "alpha", "use_rslora", "lora_A_init",
+    )  # fmt: skip
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("use_triton",)
 
     enabled: bool = Field(False, description="Train only adapters. The reference policy is then the model with its adapters off.")
     target_modules: Patterns = Field(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,18 +15,24 @@ from strop.problems import Problem
 class WandbConfig(BaseConfig):
     """Weights & Biases."""
 
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
+
     project: str = Field("strop", description="Project name.")
-    name: str | None = Field(None, description="Run name; null lets Weights & Biases choose.")
+    name: str | None = Field(None, description="Run name; null is run_name, and without one Weights & Biases chooses.")
 
 
 class TensorboardConfig(BaseConfig):
     """TensorBoard."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     log_dir: str | None = Field(None, description="Folder of the event files; null is tensorboard in the run's log folder.")
 
 
 class LoggerConfig(BaseConfig):
     """Where metrics and rollouts go."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     log_dir: str = Field("logs", min_length=1, description="Folder of the runs' log folders, each with a metrics.jsonl.")
     num_val_samples_to_print: int = Field(0, ge=0, description="Rollouts printed at each validation (rollouts).")

@@ -72,8 +72,11 @@ async def finish_without_tasks(run: TrainingRun, left_over_groups: int) -> None:
             f"{run.options.groups_per_step} ({run.options.batch_key}). Add data, allow more epochs "
             f"({run.options.section}.max_num_epochs; null is unbounded), or lower {run.options.batch_key}{dropped}"
         )
+    section, last = run.options.section, run.options.max_steps
+    before = f" before {section}.max_num_steps={last}" if run.step < last < 1_000_000 else ""
     run.tracker.note(
-        f"the tasks are used up after step {run.step}: {left_over_groups} groups left over are not trained on{dropped}"
+        f"{section}.max_num_epochs ended the run after step {run.step}{before}: all tasks are used; the {left_over_groups} left over are "
+        f"too few for another step ({run.options.batch_key}={run.options.groups_per_step}){dropped}"
     )
     run.ending = "finished"
     already_validated = any(name.startswith("validation/") for name in run.last_metrics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,6 +14,8 @@ from strop.rollouts.reward_scaling_config import RewardScalingConfig
 
 class TrainingConfig(BaseConfig):
     """How long a run trains, when it validates and when it stops."""
+
+    identity_keys: ClassVar[tuple[str, ...]] = ("seed",)
 
     max_num_epochs: int | None = Field(1, ge=1, description="Passes over the training data; null is unlimited (passes).")
     max_num_steps: int = Field(1_000_000, ge=-1, description="Stop after this many steps; -1 never does (steps).")

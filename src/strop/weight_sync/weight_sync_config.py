@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,8 @@ from strop.problems import Problem
 
 class WeightSyncConfig(BaseConfig):
     """How new weights reach engines with their own copy, and how the transfer is verified."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     transport: Literal["auto", "memory", "cuda_ipc", "broadcast", "folder"] = Field(
         "auto",

@@ -15,7 +15,8 @@ from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip, GroupRelative
 from strop.build import rollout_run
 from strop.build.backend import LocalBackend
-from strop.build.lifecycle import _diff_settings, make_checkpoints, make_tracker, resolve_metric, restore_checkpoint
+from strop.build.lifecycle import make_checkpoints, make_tracker, resolve_metric
+from strop.build.resume.restore import restore_checkpoint
 from strop.build.rollout_run import (
     count_slots,
     make_episode_rules,
@@ -25,7 +26,8 @@ from strop.build.rollout_run import (
 )
 from strop.build.tasks import make_training_tasks, make_validation_tasks
 from strop.checkpointing.base import RunState
-from strop.config import GrpoRunConfig, dump_config, load_config
+from strop.config import GrpoRunConfig, load_config
+from strop.config.identity import find_changes
 from strop.environments.base import EnvironmentConfigError
 from strop.learner.client import InlineCaller, ThreadCaller
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
@@ -209,13 +211,10 @@ def test_a_data_sets_own_configuration_reaches_the_data(monkeypatch):
 # --- what a run continues from ----------------------------------------------------------------------------------------------------
 
 
-def test_settings_that_changed_since_a_checkpoint_are_named(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text(dump_config(config("grpo.seed=1", "env.arithmetic.max_operand=9")))
-    now = config("grpo.seed=2", "env.arithmetic={}")
-    assert _diff_settings(path, now) == ["env.arithmetic.max_operand: 9 -> None", "grpo.seed: 1 -> 2"]
-    assert _diff_settings(path, config("grpo.seed=1", "env.arithmetic.max_operand=9")) == []
-    assert _diff_settings(tmp_path / "none.yaml", now) == [f"{tmp_path / 'none.yaml'} cannot be compared"]
+def test_settings_that_changed_since_a_checkpoint_are_named():
+    old, now = config("grpo.seed=1", "env.arithmetic.max_operand=9"), config("grpo.seed=2", "env.arithmetic={}")
+    assert [str(change) for change in find_changes(old, now)] == ["env.arithmetic.max_operand 9 -> None", "grpo.seed 1 -> 2"]
+    assert find_changes(old, config("grpo.seed=1", "env.arithmetic.max_operand=9")) == []
 
 
 def saved(path: Path) -> None:
@@ -251,7 +250,7 @@ def test_records_after_the_checkpoint_go_and_its_own_are_complete(run):
 
 
 def test_a_run_that_does_not_resume_sets_everything_aside(run, tmp_path):
-    fresh = replace(run, checkpointing=replace(run.checkpointing, resume=False))
+    fresh = replace(run, checkpointing=replace(run.checkpointing, resume="never"))
     recorder, learner = Recorder(), FakeLearner()
     assert (
         restore_checkpoint(fresh, make_checkpoints(fresh, saved), {"policy": learner}, recorder, RolloutStore(tmp_path / "logs"))

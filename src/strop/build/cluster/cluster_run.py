@@ -86,7 +86,7 @@ async def run_with_restarts(config: TrainingRunConfig, tracker: Tracker, run_att
     """
     remaining = allowed = config.cluster.max_restarts
     checkpoints = Path(config.checkpointing.checkpoint_dir).absolute()  # a reward may change the working directory
-    furthest = find_newest_step(config, checkpoints)
+    furthest = -1 if config.checkpointing.resume == "never" else find_newest_step(config, checkpoints)
     while True:
         try:
             return await run_attempt()
@@ -110,6 +110,4 @@ async def run_with_restarts(config: TrainingRunConfig, tracker: Tracker, run_att
 def find_newest_step(config: TrainingRunConfig, checkpoints: Path) -> int:
     """Return the step of the newest checkpoint in a folder, from which a restart would continue; -1 if there is none."""
     saving = config.checkpointing
-    if not (saving.enabled and saving.resume):
-        return -1
-    return max(list_steps(checkpoints), default=-1)
+    return max(list_steps(checkpoints), default=-1) if saving.enabled else -1

@@ -25,6 +25,7 @@ from strop.base_config import (
 from strop.config.checks import cluster_checks, run_checks
 from strop.config.load import keys, yaml_text
 from strop.config.load.interpolation import escape_interpolations, referenced_keys, resolve_interpolations
+from strop.config.load.run_name import name_run
 from strop.config.load.yaml_source import ConfigSource, KeyPath, apply_overrides, describe_type, get_at, read_config_file
 from strop.config.nemo_rl import find_unused_keys
 from strop.config.schema.run_config import TRAINING_RUNS, GrpoRunConfig, TrainingRunConfig
@@ -60,10 +61,11 @@ def load_config(
     source = ConfigSource() if path is None else read_config_file(Path(path))
     source = source.overlay(ConfigSource.from_python(values or {}))
     source, problems = apply_overrides(source, overrides, root)
+    source, unnamed = name_run(source, overrides)
     source, contradictions = resolve_synonyms(source, root)
     source, warnings, unsupported = drop_unused_keys(source, root)
     config, invalid = validate_source(source, root)
-    problems += contradictions + unsupported + invalid
+    problems += unnamed + contradictions + unsupported + invalid
     if config is None or problems:
         raise ConfigError(problems)
     if check:
@@ -237,7 +239,8 @@ def suggest_keys(path: KeyPath, root: type[BaseConfig]) -> str:
     nearest = keys.find_nearest_keys(path, root)
     if nearest:
         return f"Did you mean {' or '.join(nearest)}?"
-    return f"The sections are {', '.join(fields_of(root))}. `strop config` lists every key."
+    sections = [name for name in fields_of(root) if name != "run_name"]
+    return f"The sections are {', '.join(sections)}. `strop config` lists every key."
 
 
 def _suggest_target(source: ConfigSource, path: KeyPath, root: type[BaseConfig]) -> str:

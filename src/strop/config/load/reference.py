@@ -79,7 +79,8 @@ def format_runs_table() -> str:
     for name, root in ROOT_CONFIGS.items():
         sections = [key for key in fields_of(root) if name not in TRAINING_RUNS or key not in shared]
         rows.append(f"| `strop {name}` | {root.__doc__} | {_join_code(sections)} |")
-    intro = f"Every training run has the sections {_join_code(shared)}.\n"
+    named = [name for name in shared if name != "run_name"]
+    intro = f"Every training run has the sections {_join_code(named)}, and may have a `run_name`.\n"
     return "\n".join([intro, "| run | what it does | other sections |", "|---|---|---|", *rows]) + "\n"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -61,6 +61,9 @@ class TeacherTokenizerConfig(TokenizerConfig):
 
 class TeacherConfig(BaseConfig):
     """A teacher, which only scores rollouts."""
+
+    identity_keys: ClassVar[tuple[str, ...]] = ("model_name", "demonstration", "self_weights")
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("device", "logprob_mb_tokens", "hosts", "offload")
 
     model_name: str = Field(
         ..., min_length=1, description="A hub name or a folder; self is the policy, prompted with a demonstration."

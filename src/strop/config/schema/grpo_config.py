@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_serializer, model_validator
 
@@ -157,6 +157,8 @@ class LossConfig(BaseConfig):
 
 class AlgorithmConfig(BaseConfig):
     """The algorithm that turns groups into a loss."""
+
+    identity_keys: ClassVar[tuple[str, ...]] = ("name",)
 
     name: str = Field(
         "grpo",

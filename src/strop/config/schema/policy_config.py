@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -15,11 +16,15 @@ from strop.problems import Problem
 class ReferenceConfig(BaseConfig):
     """The frozen copy of the policy in the KL term."""
 
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
+
     offload: bool = Field(False, description="Keep it in CPU memory between uses.")
 
 
 class PolicyConfig(ModelConfig):
     """The policy and its training."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("generation_batch_size",)
 
     generation_batch_size: int | None = Field(
         None,

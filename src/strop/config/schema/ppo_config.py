@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -102,6 +102,8 @@ class ValueTokenizerConfig(TokenizerConfig):
 
 class ValueConfig(ModelConfig):
     """The critic: a separate network, or a head on the policy's."""
+
+    identity_keys: ClassVar[tuple[str, ...]] = ("head_only",)
 
     model_name: str = follows(
         "..policy.model_name", standalone=..., min_length=1, description="A causal LM or a sequence classifier with one label."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -28,6 +28,8 @@ class SftAlgorithmConfig(AlgorithmConfig):
 
 class DpoConfig(RecordedTrainingConfig):
     """Preference optimisation. Options of other algorithms are keys of algorithm."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("precompute_reference",)
 
     reference_policy_kl_penalty: float | None = sets(
         "beta",
@@ -91,6 +93,8 @@ class RmAlgorithmConfig(AlgorithmConfig):
 
 class RewardModelConfig(BaseConfig):
     """The kind of reward model."""
+
+    identity_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     enabled: bool = Field(True, description="Train a sequence classifier with one label.")
     reward_model_type: Literal["bradley_terry", "regression"] = Field(

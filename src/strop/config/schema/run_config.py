@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from strop.base_config import BaseConfig, subsection
 from strop.checkpointing.checkpointing_config import CheckpointingConfig, RecordedCheckpointingConfig
@@ -45,6 +45,13 @@ def _null_to_empty(values: object) -> object:
     return {} if values is None else values
 
 
+def _check_run_name(name: str) -> str:
+    if not name or name.startswith(("/", "~")) or ".." in name.split("/"):
+        raise ValueError("the name becomes a folder in logs/ and in results/; write a relative path without ..")
+    return name
+
+
+RunName = Annotated[str, AfterValidator(_check_run_name)]
 Environments = Annotated[dict[str, EnvironmentConfig], BeforeValidator(_null_to_empty)]
 ENVIRONMENTS_DOC = "Environments by alias; env_name in data selects one."
 
@@ -52,8 +59,15 @@ ENVIRONMENTS_DOC = "Environments by alias; env_name in data selects one."
 class TrainingRunConfig(BaseConfig):
     """Sections of every training run. ``section`` is the name of its training section."""
 
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("run_name",)
+
     section: ClassVar[str]
 
+    run_name: RunName | None = Field(
+        None,
+        description="Name of the run: its folders are logs/NAME and results/NAME, and ${run_name} stands for it in any value. "
+        "{overrides} in it stands for the settings of the command line.",
+    )
     algorithm: AlgorithmConfig = subsection(AlgorithmConfig)
     checkpointing: CheckpointingConfig = subsection(CheckpointingConfig)
     policy: PolicyConfig

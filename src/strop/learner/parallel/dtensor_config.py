@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -13,6 +14,8 @@ from strop.problems import Problem
 
 class DtensorConfig(BaseConfig):
     """The torch learner and its parallelism."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     enabled: bool = Field(True, description="Train with the torch learner.")
     cpu_offload: bool = Field(

@@ -200,7 +200,7 @@ def load(parallelism: Parallelism, folder: Path, state: TrainingState) -> None:
     _load_masters(_masters(parallelism, state), trainable, stored)
     state.masters.write_back()
     state.load_optimizer(_read_optimizer(state, trainable, stored, unsharded))
-    state.load_scheduler(unsharded["scheduler"])
+    state.load_scheduler(unsharded["scheduler"], state.optimizer.state_dict())
     state.load_average(_read_average(state, trainable, stored, unsharded), folder)
 
 

@@ -23,8 +23,10 @@ from strop.learner.parallel.micro_batch import (
 )
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
+from strop.learner.torch.hyperparameters import Hyperparameters
 from strop.learner.torch.master_weights import MasterWeights
 from strop.learner.torch.optimizer import make_optimizer, make_scheduler
+from strop.learner.torch.optimizer_config import SchedulerConfig, ScheduleStageConfig
 from strop.learner.torch.scorer import TrainableNetwork, score_local
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
@@ -33,6 +35,9 @@ from strop.models.malloc import trim_freed_memory
 from strop.sampling import Sampling
 from strop.types import Batch
 
+CONSTANT = SchedulerConfig(
+    stages=(ScheduleStageConfig(name="constant"),)
+)  # also counts the steps, for a schedule that is set later
 STEPS_BETWEEN_TRIMS = 10  # optimizer steps between two returns of unused CPU memory to the system
 
 
@@ -78,7 +83,9 @@ class TorchLearner:
         self.parameters = self.masters.parameters
         self.optimizer = make_optimizer(config.optimizer, self.masters.named_parameters, section=section)
         self.parallelism.check_optimizer(self.optimizer, section)
-        self.scheduler = make_scheduler(config.scheduler, self.optimizer, total_steps=total_steps, section=section)
+        self.scheduler = make_scheduler(
+            config.scheduler or CONSTANT, self.optimizer, total_steps=total_steps if config.scheduler else None, section=section
+        )
         self.average: AveragedWeights | None = None
         if config.ema.enabled:
             self.average = AveragedWeights(
@@ -90,6 +97,7 @@ class TorchLearner:
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             average=self.average,
+            configured=Hyperparameters.of(self.optimizer, self.scheduler),
         )
         self._steps = 0
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
+from strop.learner.torch.hyperparameters import Hyperparameters
 from strop.learner.torch.optimizer_config import OptimizerConfig, OptimizerGroupConfig, SchedulerConfig
 from strop.learner.torch.schedules import make_lr_scheduler, make_schedule
 
@@ -92,8 +93,8 @@ def matches_any(name: str, patterns: Sequence[str]) -> bool:
     )
 
 
-def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Restore a saved state. Raises ValueError if it has other parameters or parameter groups."""
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], configured: Hyperparameters | None = None) -> None:
+    """Restore a saved state, with the hyperparameters of ``configured``. Raises ValueError if it has other parameters or groups."""
     saved, current = state["param_groups"], optimizer.param_groups
     sizes = [[len(group["params"]) for group in groups] for groups in (saved, current)]
     named = all("param_names" in group for group in (*saved, *current))
@@ -103,7 +104,7 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
             + (" with other names" if sizes[0] == sizes[1] else "")
             + "; set optimizer.no_decay and optimizer.groups as they were"
         )
-    optimizer.load_state_dict(dict(state))
+    optimizer.load_state_dict(dict(state) if configured is None else configured.replace_in(state))
 
 
 def make_scheduler(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_serializer, model_validator
 
@@ -13,6 +13,8 @@ from strop.problems import Problem
 
 class OptimizerGroupConfig(BaseConfig):
     """Parameters with their own learning rate or weight decay."""
+
+    identity_keys: ClassVar[tuple[str, ...]] = ("match",)
 
     match: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = Field(
         ..., description="Patterns of parameter names, as in no_decay."
@@ -31,6 +33,8 @@ class OptimizerGroupConfig(BaseConfig):
 
 class OptimizerConfig(BaseConfig):
     """The optimizer."""
+
+    identity_keys: ClassVar[tuple[str, ...]] = ("name", "no_decay", "kwargs.amsgrad", "kwargs.centered")
 
     name: str = Field(
         "torch.optim.AdamW",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field, ValidationInfo, field_validator
 
 from strop.base_config import BaseConfig
@@ -9,6 +11,8 @@ from strop.base_config import BaseConfig
 
 class WatchdogConfig(BaseConfig):
     """How long the parts of a run may wait for each other. A wait over its limit appears in the log and in status.json; 0 is no limit."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     enabled: bool = Field(True, description="Watch the run, and write status.json into its log folder.")
     environment_seconds: float = Field(

@@ -1,0 +1,69 @@
+"""``run_name``: the name of a run, its folders, and ``{overrides}`` in it, which makes a sweep one loop."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+
+from strop.config.load.yaml_source import ConfigSource, KeyPath, get_at, merge_sections
+from strop.problems import Origin, Problem
+
+NAME: KeyPath = ("run_name",)
+FOLDERS: dict[KeyPath, str] = {("logger", "log_dir"): "logs", ("checkpointing", "checkpoint_dir"): "results"}
+OVERRIDES = "{overrides}"
+# Keys that do not make another run: its name and folders, and how it is started and watched.
+UNNAMED = ("run_name", "logger.log_dir", "checkpointing.checkpoint_dir", "checkpointing.resume", "logger.console")
+LONGEST = 100  # characters of the overrides in a name
+
+
+def name_run(source: ConfigSource, overrides: Sequence[str]) -> tuple[ConfigSource, list[Problem]]:
+    """Put the overrides into the name, and name the folders after it, unless the same file or a later one, or the command line, sets them.
+
+    A folder that an earlier file sets with ``${run_name}`` in it stays.
+    """
+    name = get_at(source.values, NAME)
+    if name == {"overrides": None}:  # run_name={overrides}, as YAML reads it
+        name = OVERRIDES
+    if not isinstance(name, str):
+        return source, []
+    if OVERRIDES in name:
+        given = format_overrides(overrides)
+        if not given and name == OVERRIDES:
+            fix = "Put text beside it, such as run_name='sweep_{overrides}', or override a key."
+            problem = Problem("run_name", "nothing is left of {overrides}: no key is overridden", fix, source.find_origin(NAME))
+            return _set(source, NAME, None), [problem]
+        name = name.replace(OVERRIDES, given).strip("_-. ")
+        source = _set(source, NAME, name)
+    for path, parent in FOLDERS.items():
+        if not _holds(source, path):
+            source = _set(source, path, f"{parent}/${{run_name}}")
+    return source, []
+
+
+def _holds(source: ConfigSource, path: KeyPath) -> bool:
+    """Return whether a folder is set by what is read after the name, or beside it, or contains the name."""
+    folder = get_at(source.values, path)
+    if folder is None or path not in source.origins:
+        return False
+    return source.layer_of(path) >= source.layer_of(NAME) or "${run_name}" in str(folder)
+
+
+def _set(source: ConfigSource, path: KeyPath, value: object) -> ConfigSource:
+    tree: object = value
+    for name in reversed(path):
+        tree = {name: tree}
+    assert isinstance(tree, dict)
+    origin = source.find_origin(path) or source.find_origin(NAME) or Origin("")
+    return ConfigSource(merge_sections(source.values, tree), {path: origin, **source.origins}, source.files)
+
+
+def format_overrides(overrides: Sequence[str]) -> str:
+    """Return overrides as a part of a file name: in alphabetical order, without keys that do not make another run, bounded in length."""
+    last = {override.lstrip("+~").partition("=")[0].strip(): override.strip().lstrip("+") for override in overrides}
+    texts = [text for key, text in sorted(last.items()) if key not in UNNAMED]
+    whole = "-".join(texts)
+    short = re.sub(r"[^\w.=+-]", "_", whole)
+    if short != whole or len(short) > LONGEST:  # other overrides may shorten to the same
+        short = f"{short[:LONGEST]}-{zlib.crc32(whole.encode()):08x}"
+    return short

@@ -1,0 +1,77 @@
+"""``run_name`` names the folders of a run, and ``{overrides}`` in it makes a sweep one loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strop.config import ConfigError, GrpoRunConfig, load_config
+from strop.config.load.run_name import LONGEST, format_overrides
+
+
+def folders(*overrides: str, file: Path | None = None) -> tuple[str | None, str, str]:
+    given = [*([] if file else ["policy.model_name=m"]), *overrides]
+    config = load_config(file, given, root=GrpoRunConfig, check=False).config
+    return config.run_name, config.logger.log_dir, config.checkpointing.checkpoint_dir
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my.yaml"
+    path.write_text(
+        "policy: {model_name: m}\nlogger: {log_dir: logs/mine}\ncheckpointing: {checkpoint_dir: '/big/${run_name}/steps'}\n"
+    )
+    return path
+
+
+def test_a_name_names_both_folders_and_without_one_they_are_the_defaults() -> None:
+    assert folders("run_name=first") == ("first", "logs/first", "results/first")
+    assert folders() == (None, "logs", "results/grpo")
+
+
+def test_a_folder_that_is_named_beside_the_name_stays_and_one_of_an_earlier_file_gives_way(file: Path) -> None:
+    assert folders("run_name=a", "logger.log_dir=here/${run_name}") == ("a", "here/a", "results/a")
+    assert folders("run_name=a", file=file) == ("a", "logs/a", "/big/a/steps"), "what contains the name stays too"
+    file.write_text(file.read_text() + "run_name: b\n")
+    assert folders(file=file) == ("b", "logs/mine", "/big/b/steps")
+    assert folders("run_name=c", file=file) == ("c", "logs/c", "/big/c/steps")
+
+
+def test_a_sweep_is_one_loop_and_each_of_its_runs_has_folders_of_its_own(file: Path) -> None:
+    found = [folders(f"policy.optimizer.kwargs.lr={lr}", "run_name=sweep_{overrides}", file=file) for lr in ("1e-6", "3e-6")]
+    assert [log_dir for _, log_dir, _ in found] == [f"logs/sweep_policy.optimizer.kwargs.lr={lr}" for lr in ("1e-6", "3e-6")]
+    assert folders("run_name={overrides}", "grpo.seed=2", file=file)[0] == "grpo.seed=2"
+
+
+def test_overrides_in_a_name_do_not_depend_on_their_order_and_leave_out_what_makes_no_other_run() -> None:
+    given = ["grpo.seed=2", "+policy.precision=float32", "grpo.seed=3"]
+    others = [
+        "run_name=x",
+        "logger.log_dir=y",
+        "checkpointing.checkpoint_dir=z",
+        "checkpointing.resume=never",
+        "logger.console=plain",
+    ]
+    assert format_overrides([*given, *others]) == "grpo.seed=3-policy.precision=float32"
+    assert format_overrides([*others, *given]) == format_overrides([given[1], given[2]])
+
+
+def test_overrides_in_a_name_are_safe_for_files_bounded_and_never_the_same_for_different_ones() -> None:
+    names = [format_overrides([f"data.train.dataset_name={value}"]) for value in ("a/b", "a b", "a_b", "../a", "a;b", "$(a)")]
+    assert len(set(names)) == len(names)
+    long = [format_overrides([f"data.default.system_prompt={'long ' * 60}{end}"]) for end in "ab"]
+    assert long[0] != long[1] and max(map(len, long)) <= LONGEST + 9
+    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_.=-") for name in (*names, *long))
+
+
+def test_a_name_that_is_no_folder_or_nothing_is_refused() -> None:
+    for name, said in (
+        ("../up", "write a relative path without .."),
+        ("/root", "write a relative path"),
+        ("{overrides}", "nothing is left"),
+    ):
+        with pytest.raises(ConfigError, match=f"run_name: (.|\n)*{said}"):
+            folders(f"run_name={name}") if name != "{overrides}" else load_config(
+                None, [f"run_name={name}"], root=GrpoRunConfig, values={"policy": {"model_name": "m"}}, check=False
+            )
