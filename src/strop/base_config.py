@@ -59,7 +59,9 @@ class BaseConfig:
     """A section. Subclasses become frozen, keyword-only dataclasses whose values are validated; unknown keys are errors."""
 
     def __init_subclass__(cls) -> None:
-        dataclass(cls, frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True, defer_build=True))
+        dataclass(
+            cls, frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
+        )
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

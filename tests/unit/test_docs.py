@@ -19,7 +19,7 @@ import torch
 
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.build.rollout_run import make_rollout_algorithm
+from strop.build.algorithm.run_algorithm import make_rollout_algorithm
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
 from strop.config.load.load import load_any_kind
 from strop.data.splitting import split_micro_batches

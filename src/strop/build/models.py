@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from strop.algorithms.base import Algorithm
+from strop.build.local_device import resolve_device_name
 from strop.config import TrainingRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import PpoRunConfig, RmRunConfig, list_trained_models
@@ -54,11 +55,7 @@ class LoadedPolicy(TokenizerBundle):
 
 def resolve_device(device: str) -> torch.device:
     """Return the device that a configuration asks for; "auto" is a GPU if there is one. Raises ValueError if there is none."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"policy.device is {device}, and torch finds no GPU here; set policy.device=cpu or auto")
-    return torch.device(device)
+    return torch.device(resolve_device_name(device))
 
 
 def prepare_device(device: str, threads: int | None) -> torch.device:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.algorithm_factory import make_algorithm
-from strop.algorithms.base import Algorithm, Plan
-from strop.build.algorithm.sections import check_algorithm, check_section
-from strop.build.algorithm.settings import collect_settings
+from strop.algorithms.base import Algorithm
 from strop.build.backend import make_backend
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver, restore_checkpoint, resume_run
 from strop.build.models import TokenizerBundle
@@ -19,7 +16,7 @@ from strop.config import RecordedRunConfig
 from strop.config.schema.recorded_config import SftConfig
 from strop.data.data_config import DataEntryConfig
 from strop.data.interleaving import Interleaving
-from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
+from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
 from strop.distributed.base import Cluster
@@ -34,12 +31,6 @@ from strop.trainer.loss_validation import LossValidator
 from strop.trainer.run import TrainingRun, TrainOptions
 from strop.types import Group, Task
 from strop.weight_sync.in_process import InProcessWeights
-
-EXAMPLE_READERS: Mapping[str, Callable[[Any], Sequence[Any]]] = {
-    "conversations": conversations,
-    "preferences": preferences,
-    "judgements": unpaired_preferences,
-}
 
 
 @dataclass(frozen=True)
@@ -131,14 +122,6 @@ async def build_recorded_run(
         checkpoints=make_saver(config, checkpoints),
     )
     return resume_run(run, state)
-
-
-def make_recorded_algorithm(config: RecordedRunConfig) -> Algorithm:
-    """Make the algorithm of a run. Raises ValueError if it does not belong to this kind of run."""
-    algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, collect_settings(config))
-    check_section(config.algorithm.name, algorithm, config.section)
-    check_algorithm(algorithm, Plan())
-    return algorithm
 
 
 def make_recorded_rules(config: RecordedRunConfig, bundle: TokenizerBundle) -> RecordedRules:

@@ -7,11 +7,12 @@ from contextlib import suppress
 from functools import partial
 
 from strop.algorithms.base import Algorithm
+from strop.build.algorithm.run_algorithm import make_run_algorithm
 from strop.build.cluster.cluster_run import open_cluster, run_with_restarts
 from strop.build.exit_codes import run_command
 from strop.build.lifecycle import make_tracker, seed_everything, watch_run
-from strop.build.recorded_run import build_recorded_run, make_recorded_algorithm
-from strop.build.rollout_run import build_rollout_run, make_rollout_algorithm
+from strop.build.recorded_run import build_recorded_run
+from strop.build.rollout_run import build_rollout_run
 from strop.build.summary import summarize
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.distributed.base import Cluster
@@ -37,14 +38,6 @@ async def train_as_configured(config: TrainingRunConfig) -> None:
             await run_with_restarts(config, watched, partial(_run_attempt, config, algorithm, watched, signals))
     finally:
         tracker.close()
-
-
-def make_run_algorithm(config: TrainingRunConfig) -> Algorithm:
-    """Make the algorithm of a run. Raises ValueError if the algorithm, its parts and the run do not go together."""
-    if isinstance(config, RolloutRunConfig):
-        return make_rollout_algorithm(config)
-    assert isinstance(config, RecordedRunConfig)
-    return make_recorded_algorithm(config)
 
 
 async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker, signals: SignalHandler) -> None:

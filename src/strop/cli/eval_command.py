@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from strop.cli.output import make_run_parser, print_config_error, print_dry_run, print_interrupted, print_warnings
+from strop.cli.output import (
+    make_run_parser,
+    plain_warnings,
+    print_config_error,
+    print_dry_run,
+    print_interrupted,
+    print_warnings,
+)
 
 
 def evaluate(arguments: Sequence[str], command_line: str, default_config: Path | None = None) -> int:
@@ -16,8 +23,12 @@ def evaluate(arguments: Sequence[str], command_line: str, default_config: Path |
     try:
         loaded = load_config(options.config, options.overrides, root=EvalRunConfig)
         print_warnings(loaded)
+        from strop.build.dry_run.examine import examine
+
+        with plain_warnings():
+            examination = examine(loaded.config)
         if options.dry_run:
-            return print_dry_run(loaded.config)
+            return print_dry_run(loaded.config, examination, verbose=options.verbose)
         from strop import build
 
         return build.run_evaluation(loaded.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
@@ -72,11 +73,24 @@ def _resolve_key(record: Record, key: str) -> Any:
 def get_text(record: Record, key: str, option: str, where: str) -> str:
     """Return the text or number under a dotted ``key``, as text. Raises DataError for other values."""
     value = get_value(record, key, option, where)
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not (is_number or isinstance(value, str)):
         raise DataError(
             f"{where}: {key!r} is {value!r:.80}, which is not text. Set {option} to a key that holds text, or fix the record"
         )
-    return str(value)
+    return check_text(str(value), key, where)
+
+
+def check_text(text: str, key: str, where: str) -> str:
+    """Return the text. Raises DataError for a lone surrogate, half of a character, which no tokenizer and no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {key!r} has a lone surrogate, {text[error.start]!r}, at character {error.start}: it is half of a character, and "
+            "no Unicode text. Write the record again from its source, or leave it out"
+        ) from error
+    return text
 
 
 class DataError(ValueError):

@@ -1,0 +1,76 @@
+"""Look at what a configuration names, before anything is loaded: its algorithm, layout, models, data, environments and optimizers.
+
+``--dry-run`` prints what is found, and a run refuses the same configurations. torch is imported last, and only for an optimizer or a
+scheduler whose arguments are not known without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.algorithms.base import Algorithm
+from strop.build.algorithm.run_algorithm import make_run_algorithm
+from strop.build.cluster.device_plan import format_placement
+from strop.build.dry_run.examined_data import examine_data
+from strop.build.dry_run.examined_models import find_model_problems
+from strop.build.dry_run.examined_optimizers import find_optimizer_problems
+from strop.checkpointing.step_folders import list_steps
+from strop.config import EvalRunConfig, TrainingRunConfig
+from strop.config.checks.device_counts import count_devices
+from strop.problems import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What was found of a configuration that can be run."""
+
+    algorithm: Algorithm | None  # None: an evaluation
+    notes: tuple[str, ...]  # what was found, and what was not looked at
+
+
+def examine(config: TrainingRunConfig | EvalRunConfig) -> Examination:
+    """Look at everything that a configuration names. Raises ConfigError with all that is wrong."""
+    problems: list[Problem] = []
+    algorithm = None
+    if not isinstance(config, EvalRunConfig):
+        algorithm = _collect(problems, make_run_algorithm, config)
+        _collect(problems, _place, config)
+    data = examine_data(config)
+    found = [*find_model_problems(config), *data.problems]
+    problems += [problem for problem in found if not any(problem.message in other.message for other in problems)]
+    if not problems and not isinstance(config, EvalRunConfig):
+        problems += find_optimizer_problems(config)
+    if problems:
+        raise ConfigError(problems)
+    checkpoints = () if isinstance(config, EvalRunConfig) else _describe_checkpoints(config)
+    return Examination(algorithm, (*data.notes, *checkpoints))
+
+
+def _collect(problems: list[Problem], check: Callable[[Any], Any], config: TrainingRunConfig) -> Any:
+    try:
+        return check(config)
+    except ValueError as error:
+        problems.append(Problem("", str(error)))
+        return None
+
+
+def _place(config: TrainingRunConfig) -> None:
+    """Raise PlacementError, ValueError for a layout that does not fit, whatever the devices are."""
+    if count_devices(config).uses_ray:
+        format_placement(config, on_cpu=True)
+
+
+def _describe_checkpoints(config: TrainingRunConfig) -> Iterator[str]:
+    saving = config.checkpointing
+    folder, last = Path(saving.checkpoint_dir), config.training.last_step
+    if not saving.enabled or not (steps := list_steps(folder)):
+        return
+    if not saving.resume:
+        yield f"{folder} holds checkpoints up to step {steps[-1]}, and checkpointing.resume is false: the run begins anew"
+    elif steps[-1] >= last:
+        yield f"{folder} holds a checkpoint of step {steps[-1]}, and the run ends after step {last}: nothing is left to train"
+    else:
+        yield f"the run continues from {folder}/step_{steps[-1]}"
