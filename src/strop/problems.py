@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 COMMAND_LINE, PYTHON = "command line", "Python"
-LONGEST_MESSAGE, MOST_LISTED = 900, 30  # characters of a part of a problem; problems of an error
+LONGEST_MESSAGE, LONGEST_FIX, MOST_LISTED = 2_000, 900, 30  # characters, and problems of an error
 
 
 def shorten(text: str, limit: int = LONGEST_MESSAGE) -> str:
@@ -45,7 +45,7 @@ class Problem:
     def __str__(self) -> str:
         where = ": ".join(shorten(str(part), 200) for part in (self.origin, self.key) if part)
         text = f"{where}: {shorten(self.message)}" if where else shorten(self.message)
-        return f"{text}\n    {shorten(self.fix)}" if self.fix else text
+        return f"{text}\n    {shorten(self.fix, LONGEST_FIX)}" if self.fix else text
 
 
 class ConfigError(Exception):

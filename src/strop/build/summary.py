@@ -44,11 +44,13 @@ def summarize(
     algorithm = algorithm or make_run_algorithm(config)
     devices = _find_devices(config, on_cpu)
     formatted = (format_algorithm if verbose else format_changes)(config.algorithm.name, algorithm)
-    middle: Sequence[str] = ()
+    middle: Sequence[str]
     if isinstance(config, RolloutRunConfig):
         middle = list(_summarize_rollouts(config, devices))
     elif isinstance(config, RecordedRunConfig):
         middle = list(_summarize_recorded(config))
+    else:
+        raise TypeError(f"{type(config).__name__} is not the configuration of a run")
     lines = [
         f"policy      {_format_model(config.policy, devices)}",
         f"algorithm   {formatted}",

@@ -202,7 +202,10 @@ def add_defaults(values: Mapping[str, Any], model: type[BaseConfig]) -> dict[str
         elif value is None and followed_keys(field):
             tree[name] = default[name]  # null asks for the value of the key that this one follows
         elif isinstance(value, Mapping) and not keys.is_entry_list(field) and (entry := keys.entry_model(field)):
-            tree[name] = {alias: add_defaults(options or {}, entry) for alias, options in value.items()}
+            tree[name] = {
+                alias: add_defaults(options or {}, entry) if options is None or isinstance(options, Mapping) else options
+                for alias, options in value.items()
+            }
     return tree
 
 

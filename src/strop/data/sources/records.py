@@ -73,7 +73,7 @@ def _resolve_key(record: Record, key: str) -> Any:
 def get_text(record: Record, key: str, option: str, where: str) -> str:
     """Return the text or number under a dotted ``key``, as text. Raises DataError for other values."""
     value = get_value(record, key, option, where)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, float) and math.isfinite(value) or isinstance(value, int) and not isinstance(value, bool)
     if not (is_number or isinstance(value, str)):
         raise DataError(
             f"{where}: {key!r} is {value!r:.80}, which is not text. Set {option} to a key that holds text, or fix the record"
