@@ -47,11 +47,12 @@ def make_algorithm(name: str, kwargs: Mapping[str, Any], settings: Iterable[Algo
     unused = []
     for setting in settings:
         if ":" in name and setting.field.partition(".")[0] not in known:
-            unused.append(setting.key)
+            unused += [setting.key] if setting.value else []  # a key that is off asks for nothing
         else:
             algorithm = _apply_setting(algorithm, setting, name)
     if unused:
-        warnings.warn(f"algorithm.name: {name} does not use {', '.join(unused)}; these keys have no effect", stacklevel=2)
+        effect = "this key has no effect" if len(unused) == 1 else "these keys have no effect"
+        warnings.warn(f"algorithm.name: {name} does not use {', '.join(unused)}; {effect}", stacklevel=2)
     return algorithm
 
 

@@ -84,7 +84,7 @@ env: {arithmetic: {}}
 cluster: {gpus_per_node: 1, num_nodes: 1}
 """
 
-HOSTILE_VALUES = (  
+HOSTILE_VALUES = (
     *(
         "null",
         "~",

@@ -24,7 +24,7 @@ from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, offload, without_adapters
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import load_classifier, set_pad_token
-from strop.models.loading import cast_weights, find_stop_token_ids, load_model, load_tokenizer
+from strop.models.loading import ModelNotFound, cast_weights, find_stop_token_ids, load_model, load_tokenizer
 from strop.models.lora import add_adapters, count_parameters
 from strop.models.malloc import reuse_freed_memory
 from strop.models.network import Network, disable_dropout
@@ -133,7 +133,10 @@ def make_critic(config: PpoRunConfig, policy: LoadedPolicy, loader: ModelLoader 
         return ValueHead(policy.network)
     if config.value.tokenizer.name != config.policy.tokenizer.name:
         _check_same_vocabulary(policy.tokenizer, config.value.tokenizer.name)
-    network = _load_value_network(config.value, config.ppo.seed, loader, init_std=0.0)
+    try:
+        network = _load_value_network(config.value, config.ppo.seed, loader, init_std=0.0)
+    except ModelNotFound as error:
+        raise error.with_key("value.model_name") from error
     _apply_lora(network, config.value, config.ppo.seed)
     return network
 

@@ -505,7 +505,7 @@ def test_an_algorithm_from_outside_is_warned_about_flat_keys_it_has_no_fields_fo
         AlgorithmSetting("loss_fn.beta", "beta", 0.1),
         AlgorithmSetting("loss_fn.aggregation", "aggregation", "sequence_mean"),
     ]
-    with pytest.warns(UserWarning, match=r"SFT does not use loss_fn\.beta; these keys have no effect"):
+    with pytest.warns(UserWarning, match=r"SFT does not use loss_fn\.beta; this key has no effect"):
         assert make_algorithm(name, {}, settings) == SFT(aggregation="sequence_mean")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

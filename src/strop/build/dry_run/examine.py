@@ -6,7 +6,7 @@ scheduler whose arguments are not known without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def examine(config: TrainingRunConfig | EvalRunConfig) -> Examination:
         problems += find_optimizer_problems(config)
     if problems:
         raise ConfigError(problems)
-    checkpoints = () if isinstance(config, EvalRunConfig) else _describe_checkpoints(config)
+    checkpoints = [] if isinstance(config, EvalRunConfig) else _describe_checkpoints(config)
     return Examination(algorithm, (*data.notes, *checkpoints))
 
 
@@ -63,14 +63,19 @@ def _place(config: TrainingRunConfig) -> None:
         format_placement(config, on_cpu=True)
 
 
-def _describe_checkpoints(config: TrainingRunConfig) -> Iterator[str]:
+def _describe_checkpoints(config: TrainingRunConfig) -> list[str]:
+    """Say what the folder of checkpoints holds. Raises ConfigError for a folder that cannot be."""
     saving = config.checkpointing
     folder, last = Path(saving.checkpoint_dir), config.training.last_step
-    if not saving.enabled or not (steps := list_steps(folder)):
-        return
+    try:
+        steps = list_steps(folder) if saving.enabled else []
+    except (OSError, ValueError) as error:
+        message = f"{str(folder)!r:.300} cannot be a folder: {error!s:.300}"
+        raise ConfigError([Problem("checkpointing.checkpoint_dir", message, "Set another.")]) from error
+    if not steps:
+        return []
     if not saving.resume:
-        yield f"{folder} holds checkpoints up to step {steps[-1]}, and checkpointing.resume is false: the run begins anew"
-    elif steps[-1] >= last:
-        yield f"{folder} holds a checkpoint of step {steps[-1]}, and the run ends after step {last}: nothing is left to train"
-    else:
-        yield f"the run continues from {folder}/step_{steps[-1]}"
+        return [f"{folder} holds checkpoints up to step {steps[-1]}, and checkpointing.resume is false: the run begins anew"]
+    if steps[-1] >= last:
+        return [f"{folder} holds a checkpoint of step {steps[-1]}, and the run ends after step {last}: nothing is left to train"]
+    return [f"the run continues from {folder}/step_{steps[-1]}"]

@@ -11,14 +11,13 @@ from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, Tra
 from strop.config.schema.run_config import environment_alias
 from strop.data.data_config import DataEntryConfig
 from strop.data.recorded.examples import EXAMPLE_READERS
+from strop.data.sources.builtin import BUILTIN_DATASETS
 from strop.data.sources.peek import Peek, peek_dataset
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.base import DatasetEnvironment, Environment, EnvironmentConfigError
 from strop.environments.registry import make_environment
 from strop.problems import Problem
-
-NEEDS_TORCH = ("reward_model",)  # environments whose modules import torch; their options are checked when the run is built
 
 
 @dataclass
@@ -34,14 +33,13 @@ def examine_data(config: TrainingRunConfig | EvalRunConfig) -> DataExamination:
     found = DataExamination()
     environments = _make_environments(config, found) if isinstance(config, RolloutRunConfig | EvalRunConfig) else {}
     for key, entry in _list_entries(config):
-        if entry.dataset_name is None or (peek := _peek(key, entry, found)) is None:
+        known = isinstance(config, RecordedRunConfig) and entry.dataset_name in BUILTIN_DATASETS
+        if entry.dataset_name is None or known or (peek := _peek(key, entry, found)) is None:
             continue
         if not len(peek.records):
             found.notes.append(f"{key}: {entry.dataset_name} is too large to be looked at")
             continue
-        source = replace(
-            DataSource.from_entry(entry, seed=0, part="train"), rows=peek.records, part="all", split_validation_size=0
-        )
+        source = _only_first_rows(entry, peek)
         try:
             if isinstance(config, RecordedRunConfig):
                 _read_examples(config, source)
@@ -51,6 +49,15 @@ def examine_data(config: TrainingRunConfig | EvalRunConfig) -> DataExamination:
         except (DataError, EnvironmentConfigError) as error:
             found.problems.append(Problem(key, str(error)))
     return found
+
+
+def _only_first_rows(entry: DataEntryConfig, peek: Peek) -> DataSource:
+    """Return an entry's source with the first rows in place of the whole dataset."""
+    source = DataSource.from_entry(entry, seed=0, part="train")
+    if builtin := BUILTIN_DATASETS.get(str(entry.dataset_name)):
+        keys = source.input_key or builtin.input_key, source.output_key or builtin.output_key
+        source = replace(source, input_key=keys[0], output_key=keys[1])
+    return replace(source, dataset_name=None, rows=peek.records, part="all", split_validation_size=0)
 
 
 def _list_entries(config: TrainingRunConfig | EvalRunConfig) -> Iterator[tuple[str, DataEntryConfig]]:
@@ -80,12 +87,8 @@ def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExam
     """Make the environments of a run, which checks their options and imports their code."""
     environments: dict[str, Environment[Any]] = {}
     for alias, section in config.env.items():
-        name = section.type_of(alias)
-        if name in NEEDS_TORCH:
-            found.notes.append(f"env.{alias}: the options of {name} are checked when the run is built")
-            continue
         try:
-            environments[alias] = make_environment(name, section.options)
+            environments[alias] = make_environment(section.type_of(alias), section.options)
         except EnvironmentConfigError as error:
             found.problems.append(Problem(f"env.{alias}", str(error)))
     return environments
@@ -94,7 +97,7 @@ def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExam
 def _read_tasks(environment: Environment[Any] | None, source: DataSource) -> None:
     """Raise DataError if the first rows are not tasks of an environment that reads rows."""
     if isinstance(environment, DatasetEnvironment):
-        tasks: Sequence[Any] = environment.tasks(source)
+        tasks: Sequence[Any] = DatasetEnvironment.tasks(environment, source)  # what a subclass adds may load models
         for index in range(len(tasks)):
             tasks[index]
 

@@ -281,7 +281,7 @@ def _suggest_target(source: ConfigSource, path: KeyPath, root: type[BaseConfig])
     """Suggest the nearest key for an interpolation of an unknown key."""
     value: Any = source.values
     for name in path:
-        value = value[int(name)] if isinstance(value, list) else value.get(name)
+        value = value[int(name)] if isinstance(value, list) else value.get(name) if isinstance(value, Mapping) else None
     names = referenced_keys(value) if isinstance(value, str) else ()
     missing = [target for target in names if keys.find_field(root, tuple(target.split("."))) is None]
     nearest = [key for target in missing for key in keys.find_nearest_keys(target.split("."), root)[:1]]

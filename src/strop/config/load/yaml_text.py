@@ -11,6 +11,7 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
+from ruamel.yaml.scanner import Scanner
 
 KeyPath = tuple[str, ...]
 
@@ -26,6 +27,15 @@ class YamlError(Exception):
     def __init__(self, message: str, line: int | None = None, column: int | None = None) -> None:
         super().__init__(message)
         self.line, self.column = line, column
+
+
+class _Scanner(Scanner):
+    """Stops at brackets that are nested too deeply, of which it would take minutes to find the ends."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any, to_push: str) -> None:
+        if len(self.flow_context) > DEEPEST:
+            raise YamlError(_TOO_DEEP, self.reader.line + 1, self.reader.column + 1)
+        super().fetch_flow_collection_start(TokenClass, to_push)
 
 
 class _Constructor(SafeConstructor):
@@ -58,7 +68,7 @@ _Representer.add_representer(float, _Representer.represent_number)
 
 def _make_yaml() -> YAML:
     yaml = YAML(typ="safe", pure=True)
-    yaml.Constructor, yaml.Representer = _Constructor, _Representer
+    yaml.Scanner, yaml.Constructor, yaml.Representer = _Scanner, _Constructor, _Representer
     yaml.default_flow_style, yaml.width = False, 120
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # annotated as None, the default
     return yaml

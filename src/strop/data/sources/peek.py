@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -160,8 +160,10 @@ def _find_cached(hub: str, subset: str | None, split: str) -> Path | None:
     """Return the first file of a split of a hub dataset in the cache of the library ``datasets``; None if there is none."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_DATASETS_CACHE", str(home / "datasets"))).expanduser()
-    folder = cache / hub.replace("/", "___").lower()
-    files: Iterator[Path] = (
-        file for found in (folder, cache / hub.replace("/", "___")) for file in found.glob(f"{subset or '*'}/*/*/*.arrow")
-    )
-    return next((file for file in sorted(files) if file.stem.partition("-")[2].startswith(split.partition("[")[0])), None)
+    folders = (cache / hub.replace("/", "___").lower(), cache / hub.replace("/", "___"))
+    try:
+        files = sorted(file for folder in folders for file in folder.glob(f"{subset or '*'}/*/*/*.arrow"))
+    except (OSError, ValueError, NotImplementedError):  # the name is none of a folder
+        return None
+    wanted = split.partition("[")[0]  # train[:10%]
+    return next((file for file in files if file.stem.partition("-")[2].startswith(wanted)), None)

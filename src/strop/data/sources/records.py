@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
+
+from strop.problems import shorten
 
 Record = Mapping[str, Any]
 ReadText = Callable[[Record, str, str, str], str]
@@ -54,7 +57,9 @@ def get_value(record: Record, key: str, option: str, where: str) -> Any:
     """Return the value under a dotted ``key`` (``prompt.0.content``). ``option`` is the setting that names the key. Raises DataError."""
     value = _resolve_key(record, key)
     if value is _MISSING:
-        raise DataError(f"{where} has no key {key!r}; its keys are {sorted(record)}. Set {option} to one of them")
+        close = difflib.get_close_matches(key, [str(name) for name in record], n=1, cutoff=0.6) if len(key) < 200 else []
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise DataError(f"{where} has no key {key!r}; its keys are {sorted(record)}. Set {option} to one of them{hint}")
     return value
 
 
@@ -73,7 +78,7 @@ def _resolve_key(record: Record, key: str) -> Any:
 def get_text(record: Record, key: str, option: str, where: str) -> str:
     """Return the text or number under a dotted ``key``, as text. Raises DataError for other values."""
     value = get_value(record, key, option, where)
-    is_number = isinstance(value, float) and math.isfinite(value) or isinstance(value, int) and not isinstance(value, bool)
+    is_number = (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and math.isfinite(value))
     if not (is_number or isinstance(value, str)):
         raise DataError(
             f"{where}: {key!r} is {value!r:.80}, which is not text. Set {option} to a key that holds text, or fix the record"
@@ -95,3 +100,6 @@ def check_text(text: str, key: str, where: str) -> str:
 
 class DataError(ValueError):
     """Invalid data. The message says what was found, where, and what to set instead."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shorten(message))
