@@ -260,11 +260,8 @@ def _cut(random: Random, text: str) -> str:
 
 def _misspell(random: Random, text: str) -> str:
     place = random.randrange(len(text) + 1)
-    return (
-        text[:place]
-        + random.choice([*"{}[]:,&*!|>'\"%@`#-? \t\n", "\0", "\u2028", "é", "${", "}", ""])
-        + text[place + random.randint(0, 2) :]
-    )
+    written: str = random.choice([*"{}[]:,&*!|>'\"%@`#-? \t\n", "\0", "\u2028", "é", "${", "}", ""])
+    return text[:place] + written + text[place + random.randint(0, 2) :]
 
 
 TEXT_MUTATIONS: tuple[Callable[[Random, str], str], ...] = (

@@ -26,7 +26,7 @@ def evaluate(arguments: Sequence[str], command_line: str, default_config: Path |
         from strop.build.dry_run.examine import examine
 
         with plain_warnings():
-            examination = examine(loaded.config)
+            examination = examine(loaded.config, data=options.dry_run)
         if options.dry_run:
             return print_dry_run(loaded.config, examination, verbose=options.verbose)
         from strop import build

@@ -50,7 +50,7 @@ def train_run(section: str, arguments: Sequence[str], command_line: str, default
         from strop.build.dry_run.examine import examine
 
         with plain_warnings():
-            examination = examine(loaded.config)
+            examination = examine(loaded.config, data=options.dry_run)
         if options.dry_run:
             if assumed is not None:
                 configured = load_config(options.config, options.overrides, root=TRAINING_RUNS[section], check=False)

@@ -14,7 +14,7 @@ from typing import Any
 from strop.algorithms.base import Algorithm
 from strop.build.algorithm.run_algorithm import make_run_algorithm
 from strop.build.cluster.device_plan import format_placement
-from strop.build.dry_run.examined_data import examine_data
+from strop.build.dry_run.examined_data import DataExamination, examine_data
 from strop.build.dry_run.examined_models import find_model_problems
 from strop.build.dry_run.examined_optimizers import find_optimizer_problems
 from strop.checkpointing.step_folders import list_steps
@@ -31,22 +31,24 @@ class Examination:
     notes: tuple[str, ...]  # what was found, and what was not looked at
 
 
-def examine(config: TrainingRunConfig | EvalRunConfig) -> Examination:
-    """Look at everything that a configuration names. Raises ConfigError with all that is wrong."""
+def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> Examination:
+    """Look at everything that a configuration names. Raises ConfigError with all that is wrong.
+
+    ``data``: also at the first rows and the options of environments, which a run reads itself before it loads a model."""
     problems: list[Problem] = []
     algorithm = None
     if not isinstance(config, EvalRunConfig):
         algorithm = _collect(problems, make_run_algorithm, config)
         _collect(problems, _place, config)
-    data = examine_data(config)
-    found = [*find_model_problems(config), *data.problems]
+    rows = examine_data(config) if data else DataExamination()
+    found = [*find_model_problems(config), *rows.problems]
     problems += [problem for problem in found if not any(problem.message in other.message for other in problems)]
     if not problems and not isinstance(config, EvalRunConfig):
         problems += find_optimizer_problems(config)
     if problems:
         raise ConfigError(problems)
     checkpoints = [] if isinstance(config, EvalRunConfig) else _describe_checkpoints(config)
-    return Examination(algorithm, (*data.notes, *checkpoints))
+    return Examination(algorithm, (*rows.notes, *checkpoints))
 
 
 def _collect(problems: list[Problem], check: Callable[[Any], Any], config: TrainingRunConfig) -> Any:
