@@ -7,15 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 
 from strop.build.dry_run.examine import examine
 from strop.build.summary import summarize
-from strop.config import ConfigError, EvalRunConfig, load_config
+from strop.config import ConfigError, EvalRunConfig, LoadedConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.peek import peek_file
@@ -41,7 +43,8 @@ def run_config(case: ConfigCase, folder: Path) -> None:
     """Read, check and summarize a configuration, as a dry run does. Raises ConfigError, or another error for a fault."""
     path = folder / "run.yaml"
     path.write_bytes(case.text)
-    loaded = load_config(path, case.overrides, root=TRAINING_RUNS.get(case.kind, EvalRunConfig))
+    root: Any = TRAINING_RUNS.get(case.kind, EvalRunConfig)
+    loaded: LoadedConfig[Any] = load_config(path, case.overrides, root=root)
     for warning in loaded.warnings:
         assert len(str(warning)) < LONGEST
     summarize(loaded.config, examine(loaded.config).algorithm)
@@ -94,14 +97,14 @@ def config_cases(folder: Path, seed: int, count: int) -> Iterator[tuple[str, Cal
     random, examples = Random(seed), example_texts()
     for number in range(count):
         case = mutate_config(random, examples)
-        yield f"configuration {number} of seed {seed}", lambda case=case: run_config(case, folder)
+        yield f"configuration {number} of seed {seed}", partial(run_config, case, folder)
 
 
 def data_cases(folder: Path, seed: int, count: int) -> Iterator[tuple[str, Callable[[], None]]]:
     random = Random(seed)
     for number in range(count):
         case = mutate_data(random)
-        yield f"data file {number} of seed {seed} ({case.suffix}, {case.kind})", lambda case=case: run_data(case, folder)
+        yield f"data file {number} of seed {seed} ({case.suffix}, {case.kind})", partial(run_data, case, folder)
 
 
 @pytest.fixture
