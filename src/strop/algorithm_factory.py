@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import partial
 from types import UnionType
@@ -47,11 +47,12 @@ def make_algorithm(name: str, kwargs: Mapping[str, Any], settings: Iterable[Algo
     unused = []
     for setting in settings:
         if ":" in name and setting.field.partition(".")[0] not in known:
-            unused.append(setting.key)
+            unused += [setting.key] if setting.value else []  # a key that is off asks for nothing
         else:
             algorithm = _apply_setting(algorithm, setting, name)
     if unused:
-        warnings.warn(f"algorithm.name: {name} does not use {', '.join(unused)}; these keys have no effect", stacklevel=2)
+        effect = "this key has no effect" if len(unused) == 1 else "these keys have no effect"
+        warnings.warn(f"algorithm.name: {name} does not use {', '.join(unused)}; {effect}", stacklevel=2)
     return algorithm
 
 
@@ -84,6 +85,34 @@ def format_algorithm(name: str, algorithm: Algorithm) -> str:
         elif value != item.default or item.name == "aggregation":
             parts.append(f"{item.name} {value}")
     return f"{name}: {'; '.join(parts)}" if parts else name
+
+
+def format_changes(name: str, algorithm: Algorithm) -> str:
+    """Format an algorithm by what differs from its own defaults: ``grpo, with objective.high=0.28, kl.weight=0.1``."""
+    changes = [
+        f"{where}={_format_part(value) if isinstance(value, Part | Kl) else value}"
+        for item in fields(algorithm)
+        for where, value in _iter_changes(item.name, getattr(algorithm, item.name), _default_value(item))
+    ]
+    return f"{name}, with {', '.join(changes)}" if changes else name
+
+
+def _iter_changes(where: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (option, value) of what differs: the options of a part of the default's kind, else the part itself."""
+    if isinstance(value, Kl) and default is None:  # compared with no term at all
+        if value.weight:
+            yield f"{where}.weight", value.weight
+            yield from _iter_changes(where, value, Kl(weight=value.weight))
+        return
+    if value == default:
+        return
+    if isinstance(value, Part | Kl) and type(value) is type(default):
+        for item in fields(value):
+            yield from _iter_changes(f"{where}.{item.name}", getattr(value, item.name), getattr(default, item.name))
+    elif isinstance(value, tuple):
+        yield where, "[" + ", ".join(_format_part(part) if isinstance(part, Part) else str(part) for part in value) + "]"
+    else:
+        yield where, value
 
 
 def _format_part(part: Part | Kl) -> str:

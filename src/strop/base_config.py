@@ -65,7 +65,9 @@ class BaseConfig:
     unrelated_keys: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        dataclass(cls, frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True, defer_build=True))
+        dataclass(
+            cls, frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
+        )
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -11,6 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 COMMAND_LINE, PYTHON = "command line", "Python"
+LONGEST_MESSAGE, LONGEST_FIX, MOST_LISTED = 2_000, 900, 30  # characters, and problems of an error
+
+
+def shorten(text: str, limit: int = LONGEST_MESSAGE) -> str:
+    """Return a text of at most about ``limit`` characters: of a longer one the beginning and the end."""
+    if len(text) <= limit:
+        return text
+    head = 2 * limit // 3
+    return f"{text[:head]} [... {len(text) - limit} characters ...] {text[head - limit :]}"
 
 
 @dataclass(frozen=True)
@@ -34,9 +43,9 @@ class Problem:
     origin: Origin | None = None
 
     def __str__(self) -> str:
-        where = ": ".join(str(part) for part in (self.origin, self.key) if part)
-        text = f"{where}: {self.message}" if where else self.message
-        return f"{text}\n    {self.fix}" if self.fix else text
+        where = ": ".join(shorten(str(part), 200) for part in (self.origin, self.key) if part)
+        text = f"{where}: {shorten(self.message)}" if where else shorten(self.message)
+        return f"{text}\n    {shorten(self.fix, LONGEST_FIX)}" if self.fix else text
 
 
 class ConfigError(Exception):
@@ -49,8 +58,9 @@ class ConfigError(Exception):
     def __str__(self) -> str:
         if len(self.problems) == 1:
             return str(self.problems[0])
-        listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(self.problems, 1))
-        return f"{len(self.problems)} problems in the configuration:\n{listed}"
+        listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(self.problems[:MOST_LISTED], 1))
+        more = f"\nand {len(self.problems) - MOST_LISTED} more" if len(self.problems) > MOST_LISTED else ""
+        return f"{len(self.problems)} problems in the configuration:\n{listed}{more}"
 
 
 def raise_problems(problems: Iterable[Problem]) -> None:

@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+from strop.lazy_torch import Tensor, torch
 
 KEPT_TOKENS = "kept_tokens"  # a batch column, [N, K] int32: the token ids each target was sampled from, padded with NO_TOKEN
 NO_TOKEN = -1
@@ -116,7 +114,7 @@ def kept_logits(logits: Tensor, kept: Tensor, sampling: Sampling) -> Tensor:
 
 def pad_kept_tokens(rows: Sequence[Tensor]) -> Tensor:
     """Pad sets of token ids, one [k] per token, to [L, K] int32, with K the size of the largest set."""
-    return pad_sequence([row.to(torch.int32) for row in rows], batch_first=True, padding_value=NO_TOKEN)
+    return torch.nn.utils.rnn.pad_sequence([row.to(torch.int32) for row in rows], batch_first=True, padding_value=NO_TOKEN)
 
 
 def _apply_temperature(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
+from strop.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True)

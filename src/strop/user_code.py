@@ -185,3 +185,14 @@ def _import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def find_near_paths(path: Path) -> list[Path]:
+    """Return what lies beside the first part of a path that does not exist and is spelled nearly so."""
+    missing = path
+    while missing != missing.parent and not missing.parent.is_dir():
+        missing = missing.parent
+    if not missing.parent.is_dir():
+        return []
+    names = [each.name for each in missing.parent.iterdir()]
+    return [missing.parent / name for name in difflib.get_close_matches(missing.name, names, n=2, cutoff=0.6)]

@@ -131,7 +131,7 @@ def test_a_configuration_that_is_not_there_is_named(tmp_path):
 
 
 def test_a_group_of_one_cannot_be_normalised(refused):
-    said = refused(1, **{"grpo.num_generations_per_prompt": 1})
+    said = refused(2, **{"grpo.num_generations_per_prompt": 1})
     assert "the group size is 1" in said and "raise num_generations_per_prompt to 2 or more" in said
 
 
@@ -142,7 +142,7 @@ def test_a_cache_that_holds_no_sequence_says_what_to_raise(refused):
 
 def test_an_argument_that_the_optimizer_does_not_take_is_named(refused):
     changes = {"policy.optimizer.kwargs.lr": ..., "policy.optimizer.kwargs": {"lr": 0.1, "speed": 3}}
-    assert "policy.optimizer.kwargs.speed: torch.optim.AdamW takes" in refused(1, **changes)
+    assert "policy.optimizer.kwargs.speed: torch.optim.AdamW takes" in refused(2, **changes)
 
 
 def test_a_metric_to_stop_at_that_does_not_exist_is_named_after_the_first_validation(refused):
@@ -248,7 +248,7 @@ def test_whoever_asks_is_shown_where_an_error_was_raised(tiny, tmp_path):
     ],
 )
 def test_an_environment_that_cannot_be_found_is_named(refused, name, text, said):
-    assert said in refused(1, {"mine.py": text}, **{**MINE, "env.mine.type": name})
+    assert said in refused(2, {"mine.py": text}, **{**MINE, "env.mine.type": name})
 
 
 def test_an_option_that_the_environment_does_not_have_is_named(refused):
@@ -259,11 +259,11 @@ def test_an_option_that_the_environment_does_not_have_is_named(refused):
 
 
 def test_a_model_folder_that_is_not_there_is_named(refused):
-    assert "policy.model_name: there is no folder ./no/such/model" in refused(1, **{"policy.model_name": "./no/such/model"})
+    assert "policy.model_name: there is no folder ./no/such/model" in refused(2, **{"policy.model_name": "./no/such/model"})
 
 
 def test_a_folder_that_holds_no_model_is_named(refused, tmp_path):
-    assert str(tmp_path) in refused(1, **{"policy.model_name": str(tmp_path)})
+    assert str(tmp_path) in refused(2, **{"policy.model_name": str(tmp_path)})
 
 
 def test_a_hub_name_without_network_says_what_was_tried(refused):
@@ -347,7 +347,7 @@ def test_starting_over_in_the_same_folders_writes_over_nothing(tiny, tmp_path):
     ],
 )
 def test_an_algorithm_that_cannot_be_made_is_refused(refused, name, kwargs, said):
-    assert said in refused(1, {"mine.py": ALGORITHM}, **{"algorithm.name": name, "algorithm.kwargs": kwargs})
+    assert said in refused(2, {"mine.py": ALGORITHM}, **{"algorithm.name": name, "algorithm.kwargs": kwargs})
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def test_an_algorithm_that_cannot_be_made_is_refused(refused, name, kwargs, said
 @pytest.mark.parametrize(
     ("changes", "code", "said"),
     [
-        ({"generation.model_name": "./nothing"}, 1, "there is no folder ./nothing"),
+        ({"generation.model_name": "./nothing"}, 2, "there is no folder ./nothing"),
         ({"eval.num_tests_per_promt": 3}, 2, "Did you mean eval.num_tests_per_prompt?"),
         ({"data.env_name": "maths"}, 2, "found 'maths'"),
         ({"eval.metric": "cons@k"}, 1, "votes on final answers, and the environment defines no answer_key"),

@@ -84,14 +84,14 @@ def test_a_group_reward_that_sometimes_raises_is_counted_and_the_run_goes_on(tra
 
 
 @pytest.mark.parametrize(
-    ("reward", "said"),
+    ("reward", "code", "said"),
     [
-        ("rewards.py:always", "RewardError: rewards.py:always raised KeyError on task 'rows.jsonl:"),
-        ("rewards.py:alway", "env.mine: 'rewards.py' has no 'alway'; did you mean 'always'?"),
-        ("correct", "env.mine: the reward 'correct' is not a function; write file.py:name or module:name"),
+        ("rewards.py:always", 1, "RewardError: rewards.py:always raised KeyError on task 'rows.jsonl:"),
+        ("rewards.py:alway", 2, "env.mine: 'rewards.py' has no 'alway'; did you mean 'always'?"),
+        ("correct", 2, "env.mine: the reward 'correct' is not a function; write file.py:name or module:name"),
     ],
 )
-def test_a_reward_that_cannot_work_stops_the_run_in_its_own_words(trained, reward, said):
+def test_a_reward_that_cannot_work_stops_the_run_in_its_own_words(trained, reward, code, said):
     outcome = trained(**{"env.mine.reward": reward, "grpo.val_period": 0, "checkpointing.metric_name": None})
-    assert outcome.code == 1 and "error: " in outcome.err and "Traceback" not in outcome.err
+    assert outcome.code == code and "error: " in outcome.err and "Traceback" not in outcome.err
     assert said in outcome.err

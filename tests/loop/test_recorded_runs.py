@@ -87,7 +87,7 @@ def test_a_run_of_every_kind_leaves_metrics_weights_and_its_configuration(name: 
         assert logged[step]["validation/examples"] == 8
     assert len({line["validation/loss"] for line in logged.values()}) == 7, "every step changes what is measured"
     assert "done after step 6; metrics in logs" in said and "Traceback" not in said
-    again = strop(section, "--config", "logs/config.yaml", "--dry-run", folder=tmp_path)
+    again = strop(section, "--config", "logs/config.yaml", "--dry-run", "-v", folder=tmp_path)
     assert again.code == 0 and again.out.startswith((tmp_path / "logs" / "config.yaml").read_text())
     best = min((2, 4, 6), key=lambda step: logged[step]["validation/loss"])
     assert steps(tmp_path) == sorted({best, 6}), "the best by validation/loss, and the newest"
@@ -449,4 +449,4 @@ def test_a_metric_to_stop_at_that_is_not_measured_is_named_with_those_that_are(t
     ],
 )
 def test_an_algorithm_of_another_kind_of_run_is_refused(section: str, name: str, said: str, tiny: Path, tmp_path: Path) -> None:
-    assert said in refusal_message(train(section, tiny, tmp_path, **{"algorithm.name": name}), 1)
+    assert said in refusal_message(train(section, tiny, tmp_path, **{"algorithm.name": name}), 2)

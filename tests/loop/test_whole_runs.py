@@ -101,7 +101,7 @@ def test_the_plain_console_says_what_runs_and_one_line_a_step(run):
 
 
 def test_the_configuration_is_saved_with_the_run_and_loads_again(run):
-    outcome = strop("grpo", "--config", "logs/config.yaml", "--dry-run", folder=run)
+    outcome = strop("grpo", "--config", "logs/config.yaml", "--dry-run", "-v", folder=run)
     assert outcome.code == 0 and outcome.out.startswith((run / "logs" / "config.yaml").read_text())
 
 
@@ -213,9 +213,9 @@ def script(name: str, *arguments: str, folder: Path) -> str:
 
 
 def test_the_training_scripts_are_strop_grpo(tiny, tmp_path):
-    arguments = ["--dry-run", *overrides(tiny_config(tiny))]
+    arguments = ["--dry-run", "-v", *overrides(tiny_config(tiny))]
     config = ROOT / "examples" / "configs" / "grpo_math_1B.yaml"
-    arguments[1:1] = ["data.train.split_validation_size=0", "data.train.dataset_name=null", "data.default.prompt_file=null"]
+    arguments[2:2] = ["data.train.split_validation_size=0", "data.train.dataset_name=null", "data.default.prompt_file=null"]
     command = strop("grpo", "--config", str(config), *arguments, folder=tmp_path)
     assert command.code == 0, command.err
     assert "policy      " in command.out and "grad_norm: 1.0" in command.out

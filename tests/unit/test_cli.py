@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from strop import __version__, cli
+from strop import __version__, build, cli
 from strop.cli.train_command import TRAINING
 from strop.config import GrpoRunConfig
 from strop.config.schema.run_config import TRAINING_RUNS
@@ -38,12 +38,8 @@ def assembly(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             raise calls.raises
         return 0
 
-    module: Any = ModuleType("strop.build")
-    module.run_training = run_training
-    module.run_evaluation = lambda config: calls.evaluation.append(config) or 0
-    module.summarize = lambda config: "what would run where"
-    monkeypatch.setitem(sys.modules, "strop.build", module)
-    monkeypatch.setattr("strop.build", module, raising=False)
+    monkeypatch.setattr(build, "run_training", run_training, raising=False)
+    monkeypatch.setattr(build, "run_evaluation", lambda config: calls.evaluation.append(config) or 0, raising=False)
     yield calls
 
 
@@ -81,8 +77,11 @@ def test_a_dry_run_prints_the_configuration_and_what_would_run(
     assembly: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["grpo", *RUN, "--dry-run"]) == 0
+    summary = capsys.readouterr().out
+    assert summary.startswith("policy      m on ") and "folders     logs in logs" in summary and summary.count("\n") < 12
+    assert cli.main(["grpo", *RUN, "--dry-run", "-v"]) == 0
     output = capsys.readouterr().out
-    assert "model_name: m" in output and output.rstrip().endswith("what would run where")
+    assert "model_name: m" in output and "objective clip(low=0.2, high=0.2)" in output and "folders     logs in logs" in output
     assert assembly.grpo == []
 
 
@@ -196,7 +195,7 @@ def test_every_kind_of_training_is_a_command(assembly: SimpleNamespace, capsys: 
     assert cli.main(words) == 0
     assert type(assembly.grpo[0]) is TRAINING_RUNS[section]
     assert cli.main([*words, "--dry-run"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith("what would run where") and len(assembly.grpo) == 1
+    assert "policy      m on " in capsys.readouterr().out and len(assembly.grpo) == 1
     assert cli.main([*words, f"{section}.max_num_stps=3"]) == 2
     assert f"Did you mean {section}.max_num_steps?" in capsys.readouterr().err
     assembly.raises = KeyboardInterrupt()

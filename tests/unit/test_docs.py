@@ -19,7 +19,7 @@ import torch
 
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.build.rollout_run import make_rollout_algorithm
+from strop.build.algorithm.run_algorithm import make_rollout_algorithm
 from strop.cli import plot_command, rollouts_command
 from strop.cli.eval_command import is_model_name, make_eval_parser
 from strop.cli.export_command import make_export_parser

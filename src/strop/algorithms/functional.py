@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-from torch import Tensor
-
+from strop.lazy_torch import Tensor, torch
 from strop.types import Batch
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_length"]

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.functional import KlEstimator, kl_estimate, sequence_sum
+from strop.lazy_torch import Tensor, torch
 from strop.types import Batch
 
 REFERENCE_LOGPROBS = "reference_logprobs"  # a batch column, [N]: the reference's log-probabilities of the predicted tokens

@@ -1,7 +1,22 @@
-"""Build a running system from a configuration. The only package that knows all others."""
+"""Build a running system from a configuration. The only package that knows all others.
 
-from strop.build.evaluate import run_evaluation
-from strop.build.summary import summarize
-from strop.build.training_run import run_training
+The names below are imported when they are first used: what a dry run says needs neither torch nor transformers.
+"""
 
-__all__ = ["run_evaluation", "run_training", "summarize"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from strop.build.evaluate import run_evaluation as run_evaluation
+    from strop.build.training_run import run_training as run_training
+
+_MODULES = {"run_evaluation": "strop.build.evaluate", "run_training": "strop.build.training_run"}
+__all__ = ["run_evaluation", "run_training"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'strop.build' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

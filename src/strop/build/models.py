@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from strop.algorithms.base import Algorithm
+from strop.build.local_device import resolve_device_name
 from strop.config import TrainingRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import PpoRunConfig, RmRunConfig, list_trained_models
@@ -23,7 +24,7 @@ from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, offload, without_adapters
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import load_classifier, set_pad_token
-from strop.models.loading import cast_weights, find_stop_token_ids, load_model, load_tokenizer
+from strop.models.loading import ModelNotFound, cast_weights, find_stop_token_ids, load_model, load_tokenizer
 from strop.models.lora import add_adapters, count_parameters
 from strop.models.malloc import reuse_freed_memory
 from strop.models.network import Network, disable_dropout
@@ -54,11 +55,7 @@ class LoadedPolicy(TokenizerBundle):
 
 def resolve_device(device: str) -> torch.device:
     """Return the device that a configuration asks for; "auto" is a GPU if there is one. Raises ValueError if there is none."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"policy.device is {device}, and torch finds no GPU here; set policy.device=cpu or auto")
-    return torch.device(device)
+    return torch.device(resolve_device_name(device))
 
 
 def prepare_device(device: str, threads: int | None) -> torch.device:
@@ -136,7 +133,10 @@ def make_critic(config: PpoRunConfig, policy: LoadedPolicy, loader: ModelLoader 
         return ValueHead(policy.network)
     if config.value.tokenizer.name != config.policy.tokenizer.name:
         _check_same_vocabulary(policy.tokenizer, config.value.tokenizer.name)
-    network = _load_value_network(config.value, config.ppo.seed, loader, init_std=0.0)
+    try:
+        network = _load_value_network(config.value, config.ppo.seed, loader, init_std=0.0)
+    except ModelNotFound as error:
+        raise error.with_key("value.model_name") from error
     _apply_lora(network, config.value, config.ppo.seed)
     return network
 

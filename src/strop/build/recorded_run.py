@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.algorithm_factory import make_algorithm
-from strop.algorithms.base import Algorithm, Plan
-from strop.build.algorithm.sections import check_algorithm, check_section
-from strop.build.algorithm.settings import collect_settings
+from strop.algorithms.base import Algorithm
 from strop.build.backend import make_backend
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_health, make_saver
 from strop.build.models import TokenizerBundle
@@ -20,7 +17,7 @@ from strop.config import RecordedRunConfig
 from strop.config.schema.recorded_config import SftConfig
 from strop.data.data_config import DataEntryConfig
 from strop.data.interleaving import Interleaving
-from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
+from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
 from strop.distributed.base import Cluster
@@ -37,12 +34,6 @@ from strop.trainer.loss_validation import LossValidator
 from strop.trainer.run import TrainingRun, TrainOptions
 from strop.types import Group, Task
 from strop.weight_sync.in_process import InProcessWeights
-
-EXAMPLE_READERS: Mapping[str, Callable[[Any], Sequence[Any]]] = {
-    "conversations": conversations,
-    "preferences": preferences,
-    "judgements": unpaired_preferences,
-}
 
 
 @dataclass(frozen=True)
@@ -144,14 +135,6 @@ def find_at_start(config: RecordedRunConfig, options: TrainOptions, examples: in
     """Find what most likely is not as intended, before the first step. ``examples``: those of all epochs."""
     yield from check_validation(options, examples, held_out=bool(config.data.validation_entries))
     yield from check_epochs(options, examples, config.training.max_num_epochs)
-
-
-def make_recorded_algorithm(config: RecordedRunConfig) -> Algorithm:
-    """Make the algorithm of a run. Raises ValueError if it does not belong to this kind of run."""
-    algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, collect_settings(config))
-    check_section(config.algorithm.name, algorithm, config.section)
-    check_algorithm(algorithm, Plan())
-    return algorithm
 
 
 def make_recorded_rules(config: RecordedRunConfig, bundle: TokenizerBundle) -> RecordedRules:

@@ -7,17 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from strop.algorithm_factory import make_algorithm
-from strop.algorithms.base import Algorithm, Plan
-from strop.build.algorithm.sections import check_algorithm, check_section
-from strop.build.algorithm.settings import collect_settings
+from strop.algorithms.base import Algorithm
+from strop.build.algorithm.run_algorithm import count_steps_per_batch
 from strop.build.backend import make_backend
 from strop.build.cluster.ray_backend import make_remote_environments
 from strop.build.engines import GeneratorSpec
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_health, make_saver
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
-from strop.build.tasks import list_reward_names, make_training_tasks, make_validation_tasks
+from strop.build.tasks import make_training_tasks, make_validation_tasks
 from strop.config import RolloutRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.distributed.base import Cluster
@@ -131,21 +129,6 @@ def find_at_start(config: RolloutRunConfig, options: TrainOptions, source: Mixtu
     yield from check_turns(environments, config.rollout_training.max_rollout_turns, config.section)
     yield from check_validation(options, source.size, held_out=bool(config.data.validation_entries))
     yield from check_epochs(options, source.size, config.training.max_num_epochs)
-
-
-def make_rollout_algorithm(config: RolloutRunConfig) -> Algorithm:
-    """Make the algorithm of a run. Raises ValueError if the algorithm, its parts and the run do not go together."""
-    algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, collect_settings(config))
-    check_section(config.algorithm.name, algorithm, config.section)
-    options = make_train_options(config, share_prefixes=True)
-    plan = Plan(
-        group_size=config.rollout_training.num_generations_per_prompt,
-        optimizer_steps=options.steps_per_batch * options.update_epochs,
-        max_staleness=options.max_staleness,
-        environment_rewards=list_reward_names(config),
-    )
-    check_algorithm(algorithm, plan)
-    return algorithm
 
 
 def make_rollout_stream(
@@ -265,13 +248,12 @@ def make_train_options(
     """Make the options of the loop. ``filters``: the algorithm drops groups, so the number generated for a step is bounded.
     ``tasks``: those of an epoch."""
     training = config.rollout_training
-    global_batch = config.policy.train_global_batch_size or training.rollouts_per_step
     return TrainOptions(
         section=config.section,
         batch_key=f"{config.section}.num_prompts_per_step",
         max_steps=training.last_step,
         groups_per_step=training.num_prompts_per_step,
-        steps_per_batch=training.rollouts_per_step // global_batch,
+        steps_per_batch=count_steps_per_batch(config),
         update_epochs=training.epochs_per_batch,
         max_staleness=training.max_staleness,
         drop_stale=training.max_staleness > 0 and training.async_config.order == "drop_too_old",

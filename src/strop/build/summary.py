@@ -1,44 +1,65 @@
-"""Summarize what a configuration runs, and where, in a few lines. Printed at the end of ``--dry-run`` and at the start of every run."""
+"""Summarize what a configuration runs, and where, in about ten lines. Printed by ``--dry-run`` and at the start of every run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from strop.algorithm_factory import format_algorithm
+from strop.algorithm_factory import format_algorithm, format_changes
 from strop.algorithms.base import Algorithm
+from strop.build.algorithm.run_algorithm import count_steps_per_batch, make_run_algorithm
 from strop.build.cluster.device_plan import format_placement
-from strop.build.models import resolve_device
-from strop.build.recorded_run import make_recorded_algorithm
-from strop.build.rollout_run import make_rollout_algorithm
+from strop.build.local_device import count_threads, has_gpu, resolve_device_name
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.checks.run_checks import check_engine_device
 from strop.config.schema.distillation_config import TeacherConfig
-from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig
+from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, environment_alias
 from strop.data.data_config import DataEntryConfig
+from strop.data.sources.peek import format_rows
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
 from strop.problems import raise_problems
-from strop.trainer.training_config import AsyncConfig
+from strop.trainer.training_config import AsyncConfig, RolloutTrainingConfig, TrainingConfig
+
+UNLIMITED_STEPS = 1_000_000  # the default of max_num_steps: the epochs end the run
 
 
 def summarize(
-    config: TrainingRunConfig | EvalRunConfig, algorithm: Algorithm | None = None, *, on_cpu: bool | None = None
+    config: TrainingRunConfig | EvalRunConfig,
+    algorithm: Algorithm | None = None,
+    *,
+    on_cpu: bool | None = None,
+    verbose: bool = False,
 ) -> str:
     """Return the summary of a run.
 
     ``algorithm``: the configuration's, if it has been made.
     ``on_cpu``: whether devices are processes on CPUs, as the cluster reports it; None: decided by the devices of this machine.
+    ``verbose``: with every option of the algorithm, not only those that differ from its own.
 
     Raises ValueError for settings that do not go together, PlacementError for a layout that does not fit the devices."""
     if isinstance(config, EvalRunConfig):
-        return _summarize_evaluation(config)
+        return "\n".join(_summarize_evaluation(config))
+    algorithm = algorithm or make_run_algorithm(config)
     devices = _find_devices(config, on_cpu)
+    formatted = (format_algorithm if verbose else format_changes)(config.algorithm.name, algorithm)
+    middle: Sequence[str]
     if isinstance(config, RolloutRunConfig):
-        return _summarize_rollouts(config, algorithm or make_rollout_algorithm(config), devices)
-    if isinstance(config, RecordedRunConfig):
-        return _summarize_recorded(config, algorithm or make_recorded_algorithm(config), devices)
-    raise TypeError(f"{type(config).__name__} is not the configuration of a run")
+        middle = list(_summarize_rollouts(config, devices))
+    elif isinstance(config, RecordedRunConfig):
+        middle = list(_summarize_recorded(config))
+    else:
+        raise TypeError(f"{type(config).__name__} is not the configuration of a run")
+    lines = [
+        f"policy      {_format_model(config.policy, devices)}",
+        f"algorithm   {formatted}",
+        *middle,
+        f"training    {_format_training(config.training)}",
+        *devices.lines,
+        _format_folders(config),
+    ]
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -46,68 +67,101 @@ class RunDevices:
     """The devices of a run: those of this process, or of the nodes of a cluster."""
 
     lines: tuple[str, ...] = ()  # the layout on the cluster; empty for one process
-    on_cpu: bool = True
+    on_cpu: bool | None = None  # None: this process decides
 
     @property
     def is_distributed(self) -> bool:
         return bool(self.lines)
 
     def format_device(self, model: ModelConfig) -> str:
-        if not self.is_distributed:
-            return _format_device(model.device, model.num_threads)
-        return "the CPUs of the learner's ranks" if self.on_cpu else "the GPUs of the learner's ranks"
+        if self.is_distributed:
+            return "the CPUs of the learner's ranks" if self.on_cpu else "the GPUs of the learner's ranks"
+        return _format_device(model.device, model.num_threads) if self.on_cpu is None else "the CPU" if self.on_cpu else "a GPU"
 
 
 def _find_devices(config: TrainingRunConfig, on_cpu: bool | None) -> RunDevices:
     if not count_devices(config).uses_ray:
-        return RunDevices()
+        return RunDevices(on_cpu=on_cpu)
     if on_cpu is None:
-        import torch
-
         device = config.policy.device
-        on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+        on_cpu = device == "cpu" or (device == "auto" and not has_gpu())
     return RunDevices(tuple(format_placement(config, on_cpu=on_cpu)), on_cpu)
 
 
-def _summarize_recorded(config: RecordedRunConfig, algorithm: Algorithm, devices: RunDevices) -> str:
+def _summarize_recorded(config: RecordedRunConfig) -> Iterator[str]:
     policy = config.policy
     examples = policy.train_global_batch_size or "at most 32"
-    lines = [
-        f"policy      {_format_model(policy, devices)}",
-        f"algorithm   {format_algorithm(config.algorithm.name, algorithm)}",
-        f"step        {examples} examples, micro-batches of at most {policy.batching.train_mb_tokens} tokens",
-        f"data        {', '.join(str(entry.data_name) for entry in config.data.train) or 'none'}",
-        *devices.lines,
-        _format_folders(config),
-    ]
-    return "\n".join(lines)
+    yield f"step        {examples} examples, micro-batches of at most {policy.batching.train_mb_tokens} tokens"
+    yield f"data        {', '.join(_format_data(entry) for entry in config.data.train) or 'none'}"
+    yield from _format_validation_data(config)
+
+
+def _summarize_rollouts(config: RolloutRunConfig, devices: RunDevices) -> Iterator[str]:
+    training, generation = config.rollout_training, config.policy.generation
+    if not devices.is_distributed:
+        name = "cuda" if devices.on_cpu is False else resolve_device_name(config.policy.device)
+        raise_problems(check_engine_device(config, name.partition(":")[0]))
+    steps = count_steps_per_batch(config) * training.epochs_per_batch
+    ahead = _format_staleness(training.async_config) if training.max_staleness else "synchronous"
+    yield from _format_other_models(config, devices)
+    yield f"generation  {_format_engine(generation, devices)}, {ahead}"
+    yield (
+        f"step        {training.num_prompts_per_step} prompts x {training.num_generations_per_prompt} rollouts of at most "
+        f"{generation.max_new_tokens} new tokens, {_count(steps, 'optimizer step')}"
+    )
+    yield f"tasks       {', '.join(_format_tasks(config, entry) for entry in config.data.train) or 'none'}"
+    yield from _format_validation_data(config)
+    if training.max_rollout_turns > 1:
+        yield f"turns       at most {training.max_rollout_turns} of the policy in a rollout (max_rollout_turns)"
+
+
+def _format_tasks(config: RolloutRunConfig, entry: DataEntryConfig) -> str:
+    alias = environment_alias(config, entry)
+    name = entry.data_name
+    return f"{_format_data(entry)} ({alias})" if name and alias else str(name or alias or "the only environment")
+
+
+def _format_data(entry: DataEntryConfig) -> str:
+    rows = format_rows(entry.dataset_name) if entry.rows is None else f"{len(entry.rows):,} rows"
+    return ", ".join(part for part in (str(entry.data_name), rows) if part)
+
+
+def _format_validation_data(config: TrainingRunConfig) -> Iterator[str]:
+    data = config.data
+    if data.validation:
+        yield f"validation  {', '.join(_format_data(entry) if entry.data_name else str(entry.env_name) for entry in data.validation)}"
+    elif data.validation_entries:
+        held = ", ".join(_format_share(entry.split_validation_size) for entry in data.validation_entries)
+        yield f"validation  {held} held out of the training data"
+
+
+def _format_share(size: float) -> str:
+    return f"{size:.0%}" if size < 1 else f"{size:,.0f}"
+
+
+def _format_training(training: TrainingConfig) -> str:
+    """Format how long a run trains, and when it validates."""
+    epochs = "" if training.max_num_epochs is None else _count(training.max_num_epochs, "epoch")
+    steps = "" if training.last_step >= UNLIMITED_STEPS else _count(training.max_num_steps, "step")
+    length = f"{epochs}, at most {steps}" if epochs and steps else epochs or steps or "without end"
+    times = [f"every {_count(training.val_period, 'step')}"] if training.val_period else []
+    times += [when for when, wanted in (("at the start", training.val_at_start), ("at the end", training.val_at_end)) if wanted]
+    turned_on = isinstance(training, RolloutTrainingConfig) and training.val_start_at > 0
+    after = f" from step {training.val_start_at} on" if turned_on and isinstance(training, RolloutTrainingConfig) else ""
+    return f"{length}; validation {' and '.join(times) + after if times else 'off'}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _format_folders(config: TrainingRunConfig) -> str:
     saving = config.checkpointing
-    where = f"in {saving.checkpoint_dir}" if saving.enabled and saving.save_period else "off"
-    return f"folders     logs in {config.logger.log_dir}, checkpoints {where}"
-
-
-def _summarize_rollouts(config: RolloutRunConfig, algorithm: Algorithm, devices: RunDevices) -> str:
-    training, policy = config.rollout_training, config.policy
-    if not devices.is_distributed:
-        raise_problems(check_engine_device(config, resolve_device(policy.device).type))
-    global_batch = policy.train_global_batch_size or training.rollouts_per_step
-    steps_per_batch = training.rollouts_per_step // global_batch * training.epochs_per_batch
-    ahead = _format_staleness(training.async_config) if training.max_staleness else "synchronous"
-    lines = [
-        f"algorithm   {format_algorithm(config.algorithm.name, algorithm)}",
-        f"policy      {_format_model(policy, devices)}",
-        *_format_other_models(config, devices),
-        f"generation  {_format_engine(policy.generation, devices)}, {ahead}",
-        f"step        {training.num_prompts_per_step} prompts x {training.num_generations_per_prompt} rollouts of at most "
-        f"{policy.generation.max_new_tokens} new tokens, {steps_per_batch} optimizer step{'s' if steps_per_batch > 1 else ''}",
-        f"tasks       {', '.join(_format_entry(entry) for entry in config.data.train) or 'none'}",
-        *devices.lines,
-        _format_folders(config),
-    ]
-    return "\n".join(lines)
+    if not saving.saving_enabled:
+        return f"folders     logs in {config.logger.log_dir}, checkpoints off"
+    kept = "all kept" if saving.keep_top_k is None else f"{saving.keep_top_k} kept besides the newest"
+    when = f"every {_count(saving.save_period, 'step')}, {kept}"
+    return f"folders     logs in {config.logger.log_dir}, checkpoints in {saving.checkpoint_dir} ({when})"
 
 
 def _format_staleness(section: AsyncConfig) -> str:
@@ -153,26 +207,26 @@ def _format_teacher(teacher: TeacherConfig) -> str:
     return f"{name}{where}, for {', '.join(teacher.environments)}" if teacher.environments else name + where
 
 
-def _summarize_evaluation(config: EvalRunConfig) -> str:
+def _summarize_evaluation(config: EvalRunConfig) -> list[str]:
     generation = config.generation
-    lines = [
-        (
-            f"model       {generation.model_name} on {_format_device(generation.device, generation.num_threads)}, "
-            f"{_format_precision(generation.precision)}"
-        ),
+    device, precision = _format_device(generation.device, generation.num_threads), _format_precision(generation.precision)
+    alias = environment_alias(config, config.data)
+    return [
+        f"model       {generation.model_name} on {device}, {precision}",
         f"sampling    {config.eval.num_tests_per_prompt} a task, temperature {generation.temperature:g}, "
         f"at most {generation.max_new_tokens} new tokens",
-        f"tasks       {_format_entry(config.data)}",
+        f"tasks       {_format_data(config.data)} ({alias})" if config.data.data_name and alias else f"tasks       {alias}",
+        *_warn_unused_gpus(config),
     ]
-    return "\n".join([*lines, *_warn_unused_gpus(config)])
 
 
 def _format_device(device: str, threads: int | None) -> str:
+    chosen = resolve_device_name(device)
+    if chosen == "cpu":
+        count = count_threads(threads)
+        return "the CPU" if count is None else f"the CPU ({_count(count, 'thread')})"
     import torch
 
-    chosen = resolve_device(device)
-    if chosen.type == "cpu":
-        return f"the CPU ({threads or torch.get_num_threads()} threads)"
     return f"{chosen} ({torch.cuda.get_device_name(chosen)})"
 
 
@@ -180,18 +234,16 @@ def _format_precision(precision: str) -> str:
     return "bfloat16 autocast over float32 weights" if precision == "bfloat16" else precision
 
 
-def _format_entry(entry: DataEntryConfig) -> str:
-    name, environment = entry.data_name, entry.env_name
-    return f"{name} ({environment})" if name and environment else str(name or environment or "the only environment")
-
-
 def _warn_unused_gpus(config: EvalRunConfig) -> list[str]:
-    import torch
+    requested = config.cluster.gpus_per_node
+    if requested <= 1:
+        return []
+    available = 0
+    if has_gpu():
+        import torch
 
-    requested, available = config.cluster.gpus_per_node, torch.cuda.device_count()
-    if requested > 1:
-        return [
-            f"warning     cluster.gpus_per_node is {requested} ({available} GPUs found here), "
-            "but an evaluation runs in one process on one device"
-        ]
-    return []
+        available = torch.cuda.device_count()
+    return [
+        f"warning     cluster.gpus_per_node is {requested} ({available} GPUs found here), "
+        "but an evaluation runs in one process on one device"
+    ]

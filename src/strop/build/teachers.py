@@ -28,6 +28,7 @@ from strop.learner.torch.teacher import (
     shared_vocabulary_size,
 )
 from strop.models.adapters import lora_layers
+from strop.models.loading import ModelNotFound
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Group, Message
@@ -94,7 +95,10 @@ def load_teacher(
     teacher = config.all_teachers[key]
     unfiltered = _unfiltered_sampling(sampling, columns)
     model = {name: getattr(teacher, name) for name in ("model_name", "tokenizer", "device", "precision")}
-    teacher_policy = load_policy(validate_section(ModelConfig, model))
+    try:
+        teacher_policy = load_policy(validate_section(ModelConfig, model))
+    except ModelNotFound as error:
+        raise error.with_key(f"{key}.model_name") from error
     network = teacher_policy.network
     vocab_size = shared_vocabulary_size(
         student.vocab_size, get_student_info(teacher_policy).vocab_size, (student.tokenizer, teacher_policy.tokenizer)

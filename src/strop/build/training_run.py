@@ -11,13 +11,14 @@ from itertools import chain, repeat
 from pathlib import Path
 
 from strop.algorithms.base import Algorithm
+from strop.build.algorithm.run_algorithm import make_run_algorithm
 from strop.build.cluster.cluster_run import open_cluster, run_with_restarts
 from strop.build.exit_codes import run_command
 from strop.build.lifecycle import make_tracker, seed_everything, watch_run
-from strop.build.recorded_run import build_recorded_run, make_recorded_algorithm
+from strop.build.recorded_run import build_recorded_run
 from strop.build.resume.restore import finish_run
 from strop.build.resume.resume_plan import plan_resume
-from strop.build.rollout_run import build_rollout_run, make_rollout_algorithm
+from strop.build.rollout_run import build_rollout_run
 from strop.build.run_folders import check_checkpoint_space, lock_run_folders
 from strop.build.summary import summarize
 from strop.checkpointing.step_folders import list_steps
@@ -104,14 +105,6 @@ def describe_offline(config: TrainingRunConfig) -> str:
 def continue_from_newest(config: TrainingRunConfig) -> TrainingRunConfig:
     """Return the configuration of further attempts, which continue what the first one began."""
     return replace(config, checkpointing=replace(config.checkpointing, resume="auto"))
-
-
-def make_run_algorithm(config: TrainingRunConfig) -> Algorithm:
-    """Make the algorithm of a run. Raises ValueError if the algorithm, its parts and the run do not go together."""
-    if isinstance(config, RolloutRunConfig):
-        return make_rollout_algorithm(config)
-    assert isinstance(config, RecordedRunConfig)
-    return make_recorded_algorithm(config)
 
 
 async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker, signals: SignalHandler) -> TrainingRun:

@@ -12,6 +12,7 @@ from strop.cli.export_command import add_choice_of_weights
 from strop.cli.output import (
     USAGE_ERROR,
     make_run_parser,
+    plain_warnings,
     print_config_error,
     print_dry_run,
     print_interrupted,
@@ -87,6 +88,7 @@ def _gives_environment(model: SavedModel, overrides: Sequence[str]) -> bool:
 
 
 def _evaluate_run(model: SavedModel, options: argparse.Namespace) -> int:
+    from strop.config import dump_config
     from strop.config.load.evaluated_run import load_evaluated_run
 
     assert model.config_file is not None
@@ -97,6 +99,8 @@ def _evaluate_run(model: SavedModel, options: argparse.Namespace) -> int:
     evaluation = CheckpointEvaluation(model, run)
     if options.dry_run:
         try:
+            if options.verbose:
+                print(dump_config(run.config))
             print(summarize_evaluation(evaluation))
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -116,8 +120,12 @@ def _evaluate_model(model: SavedModel | None, options: argparse.Namespace) -> in
     loaded = load_config(options.config, translated.overrides, root=EvalRunConfig, values=values)
     _print_notes(translated.notes)
     print_warnings(loaded)
+    from strop.build.dry_run.examine import examine
+
+    with plain_warnings():
+        examination = examine(loaded.config, data=options.dry_run)
     if options.dry_run:
-        return print_dry_run(loaded.config)
+        return print_dry_run(loaded.config, examination, verbose=options.verbose)
     from strop import build
 
     return build.run_evaluation(loaded.config, **({"as_json": True} if options.json else {}))

@@ -1,13 +1,19 @@
-"""What the commands share: exit codes, the parser of commands that take a configuration, and messages."""
+"""What the commands share: exit codes, the parser of commands that take a configuration, messages, and ``--dry-run``."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from strop.build.dry_run.examine import Examination
     from strop.config import ConfigError, EvalRunConfig, LoadedConfig, TrainingRunConfig
 
 OVERRIDES_HELP = "key=value settings that override the file, such as grpo.num_prompts_per_step=8; ~key removes a key"
@@ -21,24 +27,107 @@ def make_run_parser(command: str, description: str, default_config: Path | None)
         "--config", type=Path, default=default_config, metavar="FILE", help=f"a YAML configuration (default: {default})"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="validate, print the resolved configuration and a summary of the run, and exit"
+        "--dry-run", action="store_true", help="check the configuration and what it names, print a summary of the run, and exit"
+    )
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="with --dry-run, also print the resolved configuration: every key"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
     return parser
 
 
-def print_dry_run(config: TrainingRunConfig | EvalRunConfig) -> int:
-    from strop.config import dump_config
+def add_assumptions(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe GPUs which this machine does not have."""
+    parser.add_argument(
+        "--assume-gpus", type=_positive, metavar="N", help="with --dry-run, show what the run would do on nodes of N GPUs"
+    )
+    parser.add_argument("--assume-nodes", type=_positive, metavar="N", help="with --assume-gpus, on N such nodes (default: 1)")
 
-    print(dump_config(config))
-    from strop import build
 
+def _positive(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 10000")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class AssumedCluster:
+    """The GPUs that a dry run describes, in place of those of this machine."""
+
+    gpus: int
+    nodes: int
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"cluster.gpus_per_node={self.gpus}", f"cluster.num_nodes={self.nodes}"]
+
+
+def read_assumptions(parser: argparse.ArgumentParser, options: argparse.Namespace) -> AssumedCluster | None:
+    """Return what --assume-gpus and --assume-nodes describe; None without them. Exits for a combination without meaning."""
+    if options.assume_gpus is None and options.assume_nodes is None:
+        return None
+    if not options.dry_run:
+        parser.error("--assume-gpus and --assume-nodes describe a run without starting it; add --dry-run")
+    if options.assume_gpus is None:
+        parser.error("--assume-nodes needs --assume-gpus: how many GPUs each node has")
+    return AssumedCluster(options.assume_gpus, options.assume_nodes or 1)
+
+
+def note_assumptions(assumed: AssumedCluster, config: TrainingRunConfig) -> Iterator[str]:
+    """Yield where what is assumed differs from what the configuration without it says."""
+    cluster = config.cluster
+    for option, value, key, configured, default in (
+        ("--assume-gpus", assumed.gpus, "cluster.gpus_per_node", cluster.gpus_per_node, 1),
+        ("--assume-nodes", assumed.nodes, "cluster.num_nodes", cluster.num_nodes, 1),
+    ):
+        if configured not in (value, default):
+            yield f"{option} {value} takes the place of {key}={configured} in this dry run only; a run has {configured}"
+        elif configured != value:
+            yield f"a run on these machines needs {key}={value}, which this dry run assumes"
+    if config.policy.device == "cpu":
+        yield "policy.device is cpu, so the run would not use the assumed GPUs; set policy.device=auto"
+
+
+def print_dry_run(
+    config: TrainingRunConfig | EvalRunConfig, examination: Examination, *, verbose: bool, assumed: AssumedCluster | None = None
+) -> int:
+    from strop.build.summary import summarize
+    from strop.config import EvalRunConfig, dump_config
+
+    if verbose:
+        print(dump_config(config))
     try:
-        print(build.summarize(config))
+        on_cpu = None if assumed is None or isinstance(config, EvalRunConfig) else config.policy.device == "cpu"
+        print(summarize(config, examination.algorithm, on_cpu=on_cpu, verbose=verbose))
+        if assumed is not None and not isinstance(config, EvalRunConfig) and not on_cpu:
+            from strop.build.dry_run.assumed_cluster import describe_assumed
+
+            print(*describe_assumed(config), sep="\n")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
+    for note in examination.notes:
+        print(f"note        {note}")
     return 0
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Print Python's warnings and those of Strop's loggers as lines on stderr, until a run takes over."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("warning: %(message)s"))
+    logger, previous = logging.getLogger("strop"), warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *_: object) -> None:
+        print(f"warning: {message}", file=sys.stderr)
+
+    logger.addHandler(handler)
+    warnings.showwarning = show  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        warnings.showwarning = previous
 
 
 def print_warnings(loaded: LoadedConfig[Any]) -> None:

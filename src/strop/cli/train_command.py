@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strop.cli.output import make_run_parser, print_config_error, print_dry_run, print_interrupted, print_warnings
+from strop.cli.output import (
+    add_assumptions,
+    make_run_parser,
+    note_assumptions,
+    plain_warnings,
+    print_config_error,
+    print_dry_run,
+    print_interrupted,
+    print_warnings,
+    read_assumptions,
+)
 from strop.stopping import STOPPED_EXIT_CODE, RunStopped
 
 if TYPE_CHECKING:
@@ -28,15 +38,25 @@ def train_run(section: str, arguments: Sequence[str], command_line: str, default
     """Run a training command. Return its exit code."""
     from strop.config import TRAINING_RUNS, ConfigError, load_config
 
-    options = make_run_parser(section, f"Train a language model: {TRAINING[section]}.", default_config).parse_intermixed_args(
-        arguments
-    )
+    parser = make_run_parser(section, f"Train a language model: {TRAINING[section]}.", default_config)
+    add_assumptions(parser)
+    options = parser.parse_intermixed_args(arguments)
+    assumed = read_assumptions(parser, options)
     loaded: LoadedConfig[TrainingRunConfig] | None = None
     try:
-        loaded = load_config(options.config, options.overrides, root=TRAINING_RUNS[section])
+        overrides = [*options.overrides, *(assumed.overrides if assumed else ())]
+        loaded = load_config(options.config, overrides, root=TRAINING_RUNS[section])
         print_warnings(loaded)
+        from strop.build.dry_run.examine import examine
+
+        with plain_warnings():
+            examination = examine(loaded.config, data=options.dry_run)
         if options.dry_run:
-            return print_dry_run(loaded.config)
+            if assumed is not None:
+                configured = load_config(options.config, options.overrides, root=TRAINING_RUNS[section], check=False)
+                for note in note_assumptions(assumed, configured.config):
+                    print(f"warning: {note}", file=sys.stderr)
+            return print_dry_run(loaded.config, examination, verbose=options.verbose, assumed=assumed)
         from strop import build
 
         return build.run_training(loaded.config)

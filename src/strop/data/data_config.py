@@ -91,7 +91,7 @@ class DataEntryConfig(BaseConfig):
     def _check_files(self, key: str) -> Iterator[Problem]:
         for name in ("prompt_file", "system_prompt_file", *(("dataset_name",) if self.is_file else ())):
             path = getattr(self, name)
-            if path is not None and not Path(path).is_file():
+            if path is not None and not _is_file(path):
                 where = "" if Path(path).is_absolute() else f" in the working directory {Path.cwd()}"
                 yield Problem(
                     f"{key}.{name}",
@@ -102,6 +102,13 @@ class DataEntryConfig(BaseConfig):
     def _check_system_prompt(self, key: str) -> Iterator[Problem]:
         if self.system_prompt is not None and self.system_prompt_file is not None:
             yield Problem(f"{key}.system_prompt", "both system_prompt and system_prompt_file are set", "Set one of them to null.")
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 class DefaultEntryConfig(DataEntryConfig):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strop.data.prompt_template import PromptTemplate
-from strop.data.sources.records import DataError, Record, get_value
+from strop.data.sources.records import DataError, Record, check_text, get_text, get_value
 from strop.types import Message, Messages, assistant, system
 
 # Role names in datasets -> roles of chat templates.
@@ -35,12 +35,10 @@ UNSUPPORTED_FIELDS = {
 def get_text_or_messages(record: Record, key: str, option: str, where: str) -> str | tuple[Message, ...]:
     """Return the text or the messages of a column. Raises DataError for other values."""
     value = get_value(record, key, option, where)
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
     if isinstance(value, list | tuple):
         return parse_messages(value, f"{where}: {key!r}")
+    if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return get_text(record, key, option, where)
     raise DataError(
         f"{where}: {key!r} is {value!r:.80}, neither text nor a list of messages. Set {option} to a key that holds one of them, "
         "or fix the record"
@@ -86,12 +84,12 @@ def _parse_role(name: Any, where: str) -> str:
 def _parse_content(value: Any, where: str) -> str:
     """Return text, or the concatenated parts of a list of text parts. Raises DataError."""
     if isinstance(value, str):
-        return value
+        return check_text(value, "content", where)
     parts = value if isinstance(value, list | tuple) else [value]
     texts = [part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None for part in parts]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise DataError(f"{where} holds {value!r:.80}, which is not text; only text conversations can be trained on")
-    return "".join(text for text in texts if text is not None)
+    return check_text("".join(text for text in texts if text is not None), "content", where)
 
 
 def _reject_unsupported_fields(item: Mapping[str, Any], where: str) -> None:

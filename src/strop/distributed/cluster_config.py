@@ -48,9 +48,12 @@ class ClusterConfig(BaseConfig):
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     gpus_per_node: int = Field(
-        1, ge=0, description="GPUs of each node that may be used; without GPUs, as many processes take their place (GPUs)."
+        1,
+        ge=0,
+        le=1024,
+        description="GPUs of each node that may be used; without GPUs, as many processes take their place (GPUs).",
     )
-    num_nodes: int = Field(1, ge=1, description="Number of nodes (nodes).")
+    num_nodes: int = Field(1, ge=1, le=10_000, description="Number of nodes (nodes).")
     backend: Literal["auto", "local", "ray"] = Field(
         "auto", description="local is this process; ray is Ray actors; auto is local if one device trains."
     )

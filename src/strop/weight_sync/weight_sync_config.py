@@ -91,3 +91,14 @@ class WeightSyncConfig(BaseConfig):
                 f"found broadcast, but {key}.colocated.enabled is true: NCCL does not connect two processes on one GPU",
                 f"Set it to auto or cuda_ipc, or {key}.colocated.enabled=false.",
             )
+
+
+def choose_auto_transport(device: str, *, engines: int, colocated: bool, same_machine: bool) -> str:
+    """Return the transport that ``auto`` stands for. ``device``: the kind of the learner's, cpu or cuda."""
+    if not same_machine:
+        return "broadcast"
+    if device == "cpu":
+        return "memory"
+    if not colocated:
+        return "broadcast"
+    return "cuda_ipc" if engines == 1 else "memory"  # of several engines only the first can access the learner's GPU

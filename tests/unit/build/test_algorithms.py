@@ -35,10 +35,9 @@ from strop.algorithms.policy_gradient.top_entropy import TopEntropy
 from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
+from strop.build.algorithm.run_algorithm import make_recorded_algorithm, make_rollout_algorithm
 from strop.build.algorithm.sections import check_algorithm, infer_section
 from strop.build.algorithm.settings import collect_settings
-from strop.build.recorded_run import make_recorded_algorithm
-from strop.build.rollout_run import make_rollout_algorithm
 from strop.build.summary import summarize
 from strop.build.training_run import run_training
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
@@ -239,10 +238,10 @@ def described(section: str, *overrides: str) -> dict[str, str]:
 
 def test_a_run_is_described_with_every_model_in_it() -> None:
     plain = described("grpo", "policy.precision=float32")
-    assert plain["policy"] == "m on the CPU (1 threads), float32" and not {"critic", "teacher"} & plain.keys()
+    assert plain["policy"] == "m on the CPU (1 thread), float32" and not {"critic", "teacher"} & plain.keys()
     lora = described("sft", "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4")
     assert lora["policy"].endswith("bfloat16 autocast over float32 weights, adapters of rank 4")
-    assert lora["algorithm"].startswith("sft: ") and lora["data"] == "squad"
+    assert lora["algorithm"] == "sft" and lora["data"] == "squad"
     assert described("rm", "policy.weights_dtype=bfloat16")["policy"].endswith("bfloat16, float32 masters")
     assert described("ppo", "value.model_name=c", "value.device=cpu")["critic"].startswith("c on the CPU")
     assert described("ppo", "value.head_only=true")["critic"] == "a head on the policy"
@@ -506,7 +505,7 @@ def test_an_algorithm_from_outside_is_warned_about_flat_keys_it_has_no_fields_fo
         AlgorithmSetting("loss_fn.beta", "beta", 0.1),
         AlgorithmSetting("loss_fn.aggregation", "aggregation", "sequence_mean"),
     ]
-    with pytest.warns(UserWarning, match=r"SFT does not use loss_fn\.beta; these keys have no effect"):
+    with pytest.warns(UserWarning, match=r"SFT does not use loss_fn\.beta; this key has no effect"):
         assert make_algorithm(name, {}, settings) == SFT(aggregation="sequence_mean")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -14,6 +14,7 @@ from loop.fakes import FakeLearner, Recorder
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip, GroupRelative
 from strop.build import rollout_run
+from strop.build.algorithm.run_algorithm import make_rollout_algorithm
 from strop.build.backend import LocalBackend
 from strop.build.lifecycle import make_checkpoints, make_tracker, resolve_metric
 from strop.build.resume.restore import restore_checkpoint
@@ -21,7 +22,6 @@ from strop.build.rollout_run import (
     count_slots,
     make_episode_rules,
     make_order,
-    make_rollout_algorithm,
     make_train_options,
 )
 from strop.build.tasks import make_training_tasks, make_validation_tasks

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from strop import packages
 from strop.build import summary
@@ -106,7 +105,7 @@ def test_what_vllm_cannot_do_is_refused_with_the_way_out(overrides: list[str], r
 def test_what_the_device_of_this_machine_cannot_do_is_refused_by_a_dry_run(
     overrides: list[str], device: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(summary, "resolve_device", lambda _: torch.device(device))
+    monkeypatch.setattr(summary, "resolve_device_name", lambda _: device)
     config = load_config(None, [*RUN, VLLM, *overrides], root=GrpoRunConfig).config
     assert config.policy.device == "auto"
     with pytest.raises(ValueError, match=reason):

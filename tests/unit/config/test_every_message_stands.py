@@ -141,8 +141,6 @@ REWORDED: dict[str, str] = {
     "policy.generation.weight_sync.proof=always samples the canary after every publish.": (
         "{}.weight_sync.proof=always samples the canary after every publish."
     ),
-    # One reader of Parquet and Arrow:
-    "{} cannot be read as Parquet ({})": "{} cannot be read as {} ({})",
 }
 
 # The old message -> why nothing says it any more.

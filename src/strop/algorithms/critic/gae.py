@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.functional import RELATIVE_ROUNDING, whiten
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards
+from strop.lazy_torch import Tensor, torch
 from strop.types import Batch
 
 VALUES = "values"  # a batch column, [N]: the critic's value before each token, with its weights before the update

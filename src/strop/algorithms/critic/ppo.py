@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from strop import metrics
 from strop.algorithms.base import LossFn, Plan, ValueOutputs
 from strop.algorithms.critic.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae, place_at_last_token
@@ -19,6 +16,7 @@ from strop.algorithms.functional import aggregate, varies
 from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Objective
+from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch
 

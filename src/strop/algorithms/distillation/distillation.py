@@ -10,13 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.base import Plan
 from strop.algorithms.policy_gradient.advantages.grpo import Clip, GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
+from strop.lazy_torch import Tensor, torch
 from strop.types import Batch
 
 TEACHER_LOGPROBS = "teacher_logprobs"  # a batch column, [N]: the teacher's log-probabilities of the sampled tokens

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from strop import metrics
 from strop.algorithms.base import Algorithm, Plan, TokenOutputs
 from strop.algorithms.functional import Aggregation, aggregate
+from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.functional import aggregate, sequence_sum, varies
 from strop.algorithms.policy_gradient.composition import Composition
 from strop.algorithms.policy_gradient.parts import GroupRewards, Mismatch, PolicyTokens
 from strop.algorithms.policy_gradient.rewards import compared_rewards, rewards_by_name, shape_rewards, subtract_kl
+from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group
 

@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch import Tensor
-
 from strop.algorithms.base import Plan
 from strop.algorithms.functional import bounded_exp
+from strop.lazy_torch import Tensor
 from strop.types import Batch
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Shaping
+from strop.lazy_torch import Tensor, torch
 from strop.types import Batch, Group, Rollout
 
 

@@ -14,13 +14,12 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torch import Tensor
-
 from strop import metrics
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.algorithms.functional import sequence_mean, sequence_sum
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.algorithms.preference.pairs import mean_over_pairs, pair_advantages, view_as_pairs
+from strop.lazy_torch import Tensor
 from strop.metrics import Metrics
 from strop.types import Batch, Group
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
 from strop.algorithms.preference.base import NoisyPreference
+from strop.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,5 +16,5 @@ class CDPO(NoisyPreference):
     """
 
     def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        scaled = self.beta * (chosen - rejected)
+        logsigmoid, scaled = torch.nn.functional.logsigmoid, self.beta * (chosen - rejected)
         return -(1 - self.label_smoothing) * logsigmoid(scaled) - self.label_smoothing * logsigmoid(-scaled)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
 from strop.algorithms.preference.base import ReferencedPreference
+from strop.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,4 +17,4 @@ class DPO(ReferencedPreference):
     """
 
     def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return -logsigmoid(self.beta * (chosen - rejected))
+        return -torch.nn.functional.logsigmoid(self.beta * (chosen - rejected))

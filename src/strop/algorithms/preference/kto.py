@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-
 from strop import metrics
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.algorithms.functional import sequence_sum
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.algorithms.preference.base import require_positive
 from strop.algorithms.preference.pairs import pair_advantages, view_as_pairs
+from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
 from strop.algorithms.preference.base import PairwisePreference
+from strop.lazy_torch import Tensor, torch
 
 MAX_LOGPROB = -1e-9  # upper bound of a mean log-probability, because the odds of probability 1 are infinite
 
@@ -28,7 +25,7 @@ class ORPO(PairwisePreference):
     average_log_probs: bool = True
 
     def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return -logsigmoid(log_odds(chosen) - log_odds(rejected))
+        return -torch.nn.functional.logsigmoid(log_odds(chosen) - log_odds(rejected))
 
 
 def log_odds(logprob: Tensor) -> Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
+from strop.lazy_torch import Tensor, torch
 from strop.types import Batch, Group
 
 

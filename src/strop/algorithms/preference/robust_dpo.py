@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
 from strop.algorithms.preference.base import NoisyPreference
+from strop.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,5 +17,5 @@ class RobustDPO(NoisyPreference):
 
     def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         scaled = self.beta * (chosen - rejected)
-        loss, flipped_loss = -logsigmoid(scaled), -logsigmoid(-scaled)
+        loss, flipped_loss = -torch.nn.functional.logsigmoid(scaled), -torch.nn.functional.logsigmoid(-scaled)
         return ((1 - self.label_smoothing) * loss - self.label_smoothing * flipped_loss) / (1 - 2 * self.label_smoothing)

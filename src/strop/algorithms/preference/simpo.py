@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
 from strop.algorithms.preference.base import PairwisePreference, require_positive
+from strop.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,4 +31,4 @@ class SimPO(PairwisePreference):
         return self.beta
 
     def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return -logsigmoid(self.beta * (chosen - rejected) - self.gamma)
+        return -torch.nn.functional.logsigmoid(self.beta * (chosen - rejected) - self.gamma)

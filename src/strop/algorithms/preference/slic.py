@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from strop.algorithms.preference.base import ReferencedPreference
+from strop.lazy_torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
 from strop import metrics
 from strop.algorithms.base import Algorithm, ValueOutputs
 from strop.algorithms.preference.pairs import mean_over_pairs, pair_advantages, view_as_pairs
+from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group
 
@@ -66,7 +63,7 @@ class RewardModel(Algorithm):
         chosen, rejected = view_as_pairs(scores, batch).unbind(1)
         target = view_as_pairs(batch.rewards, batch)
         margin = target[:, 0] - target[:, 1] if self.use_margin else 0.0
-        losses = -logsigmoid(chosen - rejected - margin) + self.centering * (chosen + rejected).square()
+        losses = -torch.nn.functional.logsigmoid(chosen - rejected - margin) + self.centering * (chosen + rejected).square()
         columns = {
             "accuracy": (chosen > rejected).double(),
             "margin": (chosen - rejected).detach(),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from strop.build.algorithm.run_algorithm import make_recorded_algorithm
 from strop.build.backend import LocalBackend
 from strop.build.jobs.evaluation_report import EvaluationReport
 from strop.build.models import load_training_policy
-from strop.build.recorded_run import load_validation_groups, make_recorded_algorithm
+from strop.build.recorded_run import load_validation_groups
 from strop.build.scorers import make_scorers
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import RecordedRunConfig

@@ -36,7 +36,7 @@ def check_global_batch(config: RolloutRunConfig) -> Problems:
     prompts, per_step, group = training.num_prompts_per_step, training.rollouts_per_step, training.num_generations_per_prompt
     if size is None or (per_step % size == 0 and size % group == 0):
         return
-    fitting = [steps for steps in range(1, prompts + 1) if prompts % steps == 0]
+    fitting = [steps for steps in range(1, min(prompts, 10_000) + 1) if prompts % steps == 0]
     sizes = ", ".join(str(per_step // steps) for steps in fitting[:6])
     yield Problem(
         "policy.train_global_batch_size",

@@ -17,9 +17,27 @@ from omegaconf.errors import OmegaConfBaseException
 
 from strop.config.load.yaml_source import KeyPath
 
+LARGEST = 10**30  # of a result; what lies beyond is a mistake, or made to fill the memory
+MOST_COPIES = 10_000  # how often a text may occur in another through interpolations
+LONGEST_INTERPOLATED = 10_000  # characters
+
 
 def _divide(a: Any, b: Any) -> Any:
     return a // b if isinstance(a, int) and isinstance(b, int) and b != 0 and a % b == 0 else a / b
+
+
+def _arithmetic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function for numbers only: the product of a text and a number would be many copies of the text."""
+
+    def compute(*numbers: Any) -> Any:
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise ValueError(f"it computes with numbers, and found {number!r:.80}")
+            if abs(number) > LARGEST:
+                raise ValueError(f"it computes with numbers up to {LARGEST:.0e}")
+        return function(*numbers)
+
+    return compute
 
 
 def _read_environment(name: str, *default: Any) -> Any:
@@ -31,10 +49,10 @@ def _read_environment(name: str, *default: Any) -> Any:
 
 
 RESOLVERS: dict[str, Callable[..., Any]] = {
-    "mul": lambda *numbers: math.prod(numbers),
-    "add": lambda *numbers: sum(numbers),
-    "sub": lambda a, b: a - b,
-    "div": _divide,
+    "mul": _arithmetic(lambda *numbers: math.prod(numbers)),
+    "add": _arithmetic(lambda *numbers: sum(numbers)),
+    "sub": _arithmetic(lambda a, b: a - b),
+    "div": _arithmetic(_divide),
     "env": _read_environment,
 }
 
@@ -50,6 +68,7 @@ def resolve_interpolations(values: Mapping[str, Any]) -> tuple[dict[str, Any], d
     _register()
     errors: dict[KeyPath, str] = {}
     readable = _map_strings(values, lambda path, text: text if _is_parsable(path, text, errors) else None)
+    readable = _drop_bombs(readable, errors)
     tree = OmegaConf.create(readable)
     resolved: dict[str, Any] = _map_strings(readable, lambda path, text: _resolve_value(tree, path, text, errors))
     return resolved, errors
@@ -63,10 +82,29 @@ def _map_strings(value: Any, change: Any, path: KeyPath = ()) -> Any:
     return change(path, value) if isinstance(value, str) and "${" in value else value
 
 
+def _drop_bombs(values: dict[str, Any], errors: dict[KeyPath, str]) -> dict[str, Any]:
+    """Return the values without texts that could grow beyond measure: each repeats others, which repeat others."""
+    texts: dict[KeyPath, str] = {}
+    _map_strings(values, lambda path, text: texts.setdefault(path, text))
+    targets = {name for text in texts.values() for target in re.findall(r"\$\{([\w.]+)\}", text) for name in target.split(".")}
+    repeating = [path for path, text in texts.items() if text.count("${") > 1 and targets & set(path)]
+    if math.prod(texts[path].count("${") for path in repeating) <= MOST_COPIES:
+        return values
+    for path in repeating:
+        errors[path] = f"{texts[path]!r:.200} cannot be resolved: it repeats texts that repeat others; write its value"
+    dropped: dict[str, Any] = _map_strings(values, lambda path, text: None if path in errors else text)
+    return dropped
+
+
 def _is_parsable(path: KeyPath, text: str, errors: dict[KeyPath, str]) -> bool:
+    if len(text) > LONGEST_INTERPOLATED:
+        errors[path] = (
+            f"{text!r:.200} has {len(text)} characters, too many to read ${{...}} in them; write \\${{ for a literal ${{"
+        )
+        return False
     try:
         OmegaConf.create({"value": text})
-    except OmegaConfBaseException:
+    except (OmegaConfBaseException, RecursionError):
         errors[path] = f"{text!r} cannot be read as an interpolation; write ${{section.key}}, or \\${{ for a literal ${{"
         return False
     return True

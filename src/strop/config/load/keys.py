@@ -16,6 +16,7 @@ from strop.base_config import BaseConfig, KeyPath, fields_of, followed_keys, sec
 from strop.learner.torch.optimizer_config import SchedulerConfig
 
 TYPE_NAMES = {int: "int", float: "float", str: "str", bool: "true or false", type(None): "null"}
+LONGEST_KEY = 200
 LIMIT_SIGNS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
 
 
@@ -150,6 +151,8 @@ def find_nearest_keys(path: Sequence[str], model: type[BaseConfig]) -> tuple[str
     """Return dotted keys that may be meant, best first: the same name in another section, or a similar spelling."""
     target = ".".join(part for part in path if not part.isdigit())
     last = path[-1]
+    if len(target) > LONGEST_KEY:  # comparing spellings takes quadratic time
+        return ()
     keys = [key.dotted for key in iter_keys(model, repeated=True)]
     sections = sorted({key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)} - set(keys))
     candidates = [key for key in keys + sections if not f"{target}.".startswith(f"{key}.")]

@@ -5,7 +5,8 @@ files + overrides -> defaults of the schema -> interpolation -> schema -> checks
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -65,7 +66,7 @@ def load_config(
     source, contradictions = resolve_synonyms(source, root)
     source, warnings, unsupported = drop_unused_keys(source, root)
     config, invalid = validate_source(source, root)
-    problems += unnamed + contradictions + unsupported + invalid
+    problems += unnamed + contradictions + unsupported + invalid + ([] if invalid else find_infinite_numbers(source))
     if config is None or problems:
         raise ConfigError(problems)
     if check:
@@ -74,6 +75,32 @@ def load_config(
             raise ConfigError(errors)
         warnings += [_with_origin(problem, source) for problem in run_checks.find_warnings(config)]
     return LoadedConfig(config, tuple(warnings), source.files, tuple(overrides))
+
+
+def find_infinite_numbers(source: ConfigSource) -> list[Problem]:
+    """Return a problem for each infinite number, or NaN, among options that no schema describes, such as an optimizer's."""
+    return [
+        _describe_infinite(path, value, source)
+        for path, value in iter_values(source.values)
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
+
+
+def _describe_infinite(path: KeyPath, value: float, source: ConfigSource) -> Problem:
+    return Problem(".".join(path), f"found {value}, with which nothing can be computed", FINITE_HINT, source.find_origin(path))
+
+
+FINITE_HINT = "Set a finite number; where there is no limit, null or leaving the key out says so."
+
+
+def iter_values(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield (path, value) of everything in nested values that is neither a mapping nor a list."""
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else None
+    if items is None:
+        yield path, tree
+        return
+    for name, inner in items:
+        yield from iter_values(inner, (*path, str(name)))
 
 
 def dump_config(config: BaseConfig) -> str:
@@ -154,7 +181,13 @@ def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT 
         errors = [(_user_path(item["loc"], source), item) for item in error.errors()]
         reported = [pair for pair in errors if pair[0] not in unresolved and _is_written(pair[0], pair[1]["type"], source, root)]
         reported = reported or ([] if problems else errors)
-        return None, problems + list(dict.fromkeys(describe_error(path, item, source, root) for path, item in reported))
+        described = [describe_error(path, item, source, root) for path, item in reported[:MOST_DESCRIBED]]
+        if len(reported) > MOST_DESCRIBED:
+            described.append(Problem("", f"{len(reported) - MOST_DESCRIBED} more keys or values are wrong"))
+        return None, problems + list(dict.fromkeys(described))
+
+
+MOST_DESCRIBED = 50  # the nearest keys of thousands of unknown ones would take minutes to find
 
 
 def add_defaults(values: Mapping[str, Any], model: type[BaseConfig]) -> dict[str, Any]:
@@ -172,7 +205,10 @@ def add_defaults(values: Mapping[str, Any], model: type[BaseConfig]) -> dict[str
         elif value is None and followed_keys(field):
             tree[name] = default[name]  # null asks for the value of the key that this one follows
         elif isinstance(value, Mapping) and not keys.is_entry_list(field) and (entry := keys.entry_model(field)):
-            tree[name] = {alias: add_defaults(options or {}, entry) for alias, options in value.items()}
+            tree[name] = {
+                alias: add_defaults(options or {}, entry) if options is None or isinstance(options, Mapping) else options
+                for alias, options in value.items()
+            }
     return tree
 
 
@@ -224,6 +260,8 @@ def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[Ba
     if item["type"] == "dataclass_type" and field is not None and (inner := section_model(field)):
         names = ", ".join(fields_of(inner))
         return Problem(dotted, f"found {value!r}; this is a section, with keys under it", f"Its keys: {names}.", origin)
+    if isinstance(value, float) and not math.isfinite(value):
+        return _describe_infinite(path, value, source)
     expected = keys.format_type(field) if field is not None and not path[-1].isdigit() else _lower_first(item["msg"])
     quotes = " Put it in quotes." if item["type"] == "string_type" and isinstance(value, bool | int | float) else ""
     return Problem(
@@ -247,7 +285,7 @@ def _suggest_target(source: ConfigSource, path: KeyPath, root: type[BaseConfig])
     """Suggest the nearest key for an interpolation of an unknown key."""
     value: Any = source.values
     for name in path:
-        value = value[int(name)] if isinstance(value, list) else value.get(name)
+        value = value[int(name)] if isinstance(value, list) else value.get(name) if isinstance(value, Mapping) else None
     names = referenced_keys(value) if isinstance(value, str) else ()
     missing = [target for target in names if keys.find_field(root, tuple(target.split("."))) is None]
     nearest = [key for target in missing for key in keys.find_nearest_keys(target.split("."), root)[:1]]

@@ -23,7 +23,8 @@ A configuration is a YAML file, with overrides on the command line:
 
 ```sh
 strop grpo --config examples/configs/grpo_math_1B.yaml grpo.num_prompts_per_step=8 policy.optimizer.kwargs.lr=1e-6
-strop grpo --config ... --dry-run     # validate, print the resolved configuration and what would run where
+strop grpo --config ... --dry-run     # check the configuration and what it names, and say in ten lines what would run where
+strop grpo --config ... --dry-run -v  # with every resolved key
 strop config grpo                     # every key of a kind of run, as annotated YAML
 ```
 

@@ -68,6 +68,7 @@ def merge_sections(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str
 
 def read_config_file(path: Path, inheriting: tuple[Path, ...] = ()) -> ConfigSource:
     """Read a file and, below it, the files of its ``defaults:``, relative to it. Raises ConfigError."""
+    check_path(path, inheriting)
     if path.resolve() in [other.resolve() for other in inheriting]:
         chain = " -> ".join(str(other) for other in (*inheriting, path))
         raise ConfigError(
@@ -84,12 +85,31 @@ def read_config_file(path: Path, inheriting: tuple[Path, ...] = ()) -> ConfigSou
     source = ConfigSource()
     for base in bases:
         source = source.overlay(read_config_file(path.parent / base, (*inheriting, path)))
+        if len(source.files) > MOST_FILES:
+            message = f"the file inherits from more than {MOST_FILES} files, counting each as often as it is named"
+            raise ConfigError([Problem("defaults", message, "Name fewer.", Origin(path))])
     return source.overlay(own)
+
+
+MOST_FILES = 100
+
+
+def check_path(path: Path, inheriting: Sequence[Path]) -> None:
+    """Raise ConfigError for a path that no file can have."""
+    try:
+        path.exists()
+        path.resolve()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        message = f"{str(path)!r:.300} cannot be the path of a file: {reason}"
+        origin = Origin(inheriting[-1]) if inheriting else None
+        raise ConfigError([Problem("defaults" if inheriting else "", message, "Name a YAML file.", origin)]) from error
 
 
 def _read_single_file(path: Path, inheriting: tuple[Path, ...]) -> tuple[ConfigSource, list[str]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(yaml_text.LONGEST_TEXT + 1)
         values, lines = yaml_text.parse(text)
     except OSError as error:
         raise ConfigError([describe_missing_file(path, inheriting, error)]) from error
@@ -113,7 +133,7 @@ def _read_single_file(path: Path, inheriting: tuple[Path, ...]) -> tuple[ConfigS
             [
                 Problem(
                     "defaults",
-                    f"found {defaults!r}; it must be one path or a list of paths, relative to this file",
+                    f"found {defaults!r:.300}; it must be one path or a list of paths, relative to this file",
                     origin=origin,
                 )
             ]
@@ -157,6 +177,10 @@ def apply_override(source: ConfigSource, text: str, root: type[BaseConfig]) -> t
             else "Write section.key=value, or ~section.key to delete."
         )
         return Problem("", f"{text!r} is not an override", hint, Origin(COMMAND_LINE)), source
+    if match["key"].count(".") > yaml_text.DEEPEST:
+        return Problem(
+            match["key"], f"the key has more than {yaml_text.DEEPEST} parts, and none does", origin=Origin(COMMAND_LINE)
+        ), source
     path = normalize_entry_path(tuple(match["key"].split(".")), source, root)
     origin = Origin(COMMAND_LINE)
     if match["mark"] == "~":

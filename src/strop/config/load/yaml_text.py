@@ -11,8 +11,14 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
+from ruamel.yaml.scanner import Scanner
 
 KeyPath = tuple[str, ...]
+
+LONGEST_TEXT, MOST_VALUES, DEEPEST, LONGEST_INTEGER = 500_000, 5_000, 40, 40  # far beyond any configuration that is meant
+_TOO_DEEP = f"it is nested more than {DEEPEST} levels deep, and no key is"
+_CORE = "tag:yaml.org,2002:"
+_TAGS = {f"{_CORE}{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "timestamp", "value")}
 
 
 class YamlError(Exception):
@@ -21,6 +27,15 @@ class YamlError(Exception):
     def __init__(self, message: str, line: int | None = None, column: int | None = None) -> None:
         super().__init__(message)
         self.line, self.column = line, column
+
+
+class _Scanner(Scanner):
+    """Stops at brackets that are nested too deeply, of which it would take minutes to find the ends."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any, to_push: str) -> None:
+        if len(self.flow_context) > DEEPEST:
+            raise YamlError(_TOO_DEEP, self.reader.line + 1, self.reader.column + 1)
+        super().fetch_flow_collection_start(TokenClass, to_push)
 
 
 class _Constructor(SafeConstructor):
@@ -53,7 +68,7 @@ _Representer.add_representer(float, _Representer.represent_number)
 
 def _make_yaml() -> YAML:
     yaml = YAML(typ="safe", pure=True)
-    yaml.Constructor, yaml.Representer = _Constructor, _Representer
+    yaml.Scanner, yaml.Constructor, yaml.Representer = _Scanner, _Constructor, _Representer
     yaml.default_flow_style, yaml.width = False, 120
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # annotated as None, the default
     return yaml
@@ -66,26 +81,41 @@ def parse_value(text: str) -> Any:
 
 def parse(text: str) -> tuple[Any, dict[KeyPath, int]]:
     """Return the document in ``text``, and the line of every key and list item. Raises YamlError."""
+    if len(text) > LONGEST_TEXT:
+        raise YamlError(f"the text has {len(text)} characters; a configuration has at most {LONGEST_TEXT}")
     yaml = _make_yaml()
     try:
         node = yaml.compose(io.StringIO(text))
         if node is None:
             return None, {}
-        lines = dict(_key_lines(node))
+        lines: dict[KeyPath, int] = {}
+        for count, (path, line) in enumerate(_key_lines(node)):
+            if count >= MOST_VALUES:
+                raise YamlError(f"it has more than {MOST_VALUES} values, those that anchors repeat among them; write fewer")
+            lines[path] = line
         return yaml.constructor.construct_document(node), lines
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         detail = ", ".join(part for part in (error.context, error.problem) if part)
         raise YamlError(detail, *((mark.line + 1, mark.column + 1) if mark else ())) from error
+    except RecursionError as error:
+        raise YamlError(_TOO_DEEP) from error
     except (YAMLError, ValueError) as error:
         raise YamlError(str(error)) from error
 
 
-def _key_lines(node: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
+def _key_lines(node: Any, prefix: KeyPath = (), around: tuple[Any, ...] = ()) -> Iterator[tuple[KeyPath, int]]:
+    """Yield the path and line of everything inside a node. ``around``: the nodes that it is in."""
+    where = node.start_mark.line + 1, node.start_mark.column + 1
+    if any(node is other for other in around):
+        raise YamlError(f"{'.'.join(prefix)} is an anchor that contains itself", *where)
+    if len(around) > DEEPEST:
+        raise YamlError(_TOO_DEEP, *where)
+    _check_tag(node, where)
     if isinstance(node, MappingNode):
         seen: dict[str, int] = {}
         for key, value in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
+            name, line = _key_name(key, prefix), key.start_mark.line + 1
             if name in seen and name != "<<":
                 raise YamlError(
                     f"the key {'.'.join((*prefix, name))} occurs twice, first on line {seen[name]}",
@@ -94,11 +124,31 @@ def _key_lines(node: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]
                 )
             seen[name] = line
             yield (*prefix, name), line
-            yield from _key_lines(value, (*prefix, name))
+            yield from _key_lines(value, (*prefix, name), (*around, node))
     elif isinstance(node, SequenceNode):
         for index, value in enumerate(node.value):
             yield (*prefix, str(index)), value.start_mark.line + 1
-            yield from _key_lines(value, (*prefix, str(index)))
+            yield from _key_lines(value, (*prefix, str(index)), (*around, node))
+
+
+def _check_tag(node: Any, where: tuple[int, int]) -> None:
+    tag = str(node.tag)
+    if tag not in _TAGS:
+        raise YamlError(
+            f"the tag {tag:.80} is not one of a configuration; write plain texts, numbers, lists and mappings", *where
+        )
+    if tag == f"{_CORE}int" and len(node.value) > LONGEST_INTEGER:
+        raise YamlError(f"an integer of {len(node.value)} digits; the longest has {LONGEST_INTEGER}", *where)
+
+
+def _key_name(key: Any, prefix: KeyPath) -> str:
+    where = key.start_mark.line + 1, key.start_mark.column + 1
+    if not isinstance(key, ScalarNode) or key.tag == f"{_CORE}null":
+        kind = "null" if isinstance(key, ScalarNode) else "a list or a mapping"
+        inside = f" in {'.'.join(prefix)}" if prefix else ""
+        raise YamlError(f"a key{inside} is {kind}; a key is a text", *where)
+    _check_tag(key, where)
+    return str(key.value)
 
 
 def dump(values: Any) -> str:

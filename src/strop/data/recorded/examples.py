@@ -7,7 +7,7 @@ that a run resumes exactly. ``strop.data.recorded.layouts`` lists the supported 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -182,3 +182,10 @@ class PairsAsUnpaired(Sequence[UnpairedPreference]):
             completion=pair.rejected if side else pair.chosen,
             desirable=not side,
         )
+
+
+EXAMPLE_READERS: Mapping[str, Callable[[DataSource], Sequence[Any]]] = {  # by an algorithm's ``recorded_data``
+    "conversations": conversations,
+    "preferences": preferences,
+    "judgements": unpaired_preferences,
+}

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import csv
 import json
-import mmap
+import os
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from strop.data.sources.in_memory import DatasetRecords, ListRecords
 from strop.data.sources.records import DataError, Record, Records
@@ -20,6 +22,36 @@ FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
 def open_file(path: Path) -> Records:
     """Open a data file. Raises DataError if it is missing, empty or malformed."""
+    try:
+        records = _open_by_suffix(path)
+    except OSError as error:
+        raise DataError(f"the data file {shorten_path(path)} cannot be read: {error.strerror or error}") from error
+    if len(records) == 0:
+        raise DataError(f"the data file {str(path)!r} has no rows; a dataset needs at least one")
+    return records
+
+
+def shorten_path(path: Path) -> str:
+    return f"{str(path)!r:.300}"
+
+
+def _open_by_suffix(path: Path) -> Records:
+    is_saved_dataset = check_file(path)
+    match ".arrow" if is_saved_dataset else path.suffix:
+        case ".jsonl":
+            return JsonLinesRecords(path)
+        case ".json":
+            return _read_json(path)
+        case ".csv":
+            return _read_csv(path)
+        case ".parquet" | ".arrow":
+            return _open_arrow(path)
+        case suffix:
+            raise DataError(f"{str(path)!r} ends with {suffix!r}; supported data files end with {', '.join(FILE_SUFFIXES)}")
+
+
+def check_file(path: Path) -> bool:
+    """Return whether a path is a folder that ``Dataset.save_to_disk`` wrote. Raises DataError if it is not that, nor a file with bytes."""
     is_saved_dataset = (path / "state.json").is_file()
     if path.is_dir() and not is_saved_dataset:
         raise DataError(
@@ -30,36 +62,25 @@ def open_file(path: Path) -> Records:
         raise DataError(f"there is no data file {str(path)!r} (looked for {path.absolute()}); check dataset_name")
     if path.is_file() and path.stat().st_size == 0:
         raise DataError(f"the data file {str(path)!r} is empty; a dataset needs at least one row")
-    match ".arrow" if is_saved_dataset else path.suffix:
-        case ".jsonl":
-            records: Records = JsonLinesRecords(path)
-        case ".json":
-            records = _read_json(path)
-        case ".csv":
-            records = _read_csv(path)
-        case ".parquet" | ".arrow":
-            records = _open_arrow(path)
-        case suffix:
-            raise DataError(f"{str(path)!r} ends with {suffix!r}; supported data files end with {', '.join(FILE_SUFFIXES)}")
-    if len(records) == 0:
-        raise DataError(f"the data file {str(path)!r} has no rows; a dataset needs at least one")
-    return records
+    return is_saved_dataset
 
 
 class JsonLinesRecords(Records):
-    """One JSON object per line. Blank lines are skipped."""
+    """One JSON object per line. Blank lines are skipped. The file stays open, and is read by position: a file that is cut short during
+    the run raises DataError, where a mapping of it into memory would end the process."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
-        with path.open("rb") as file:
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._starts, self._lines = array("Q"), array("Q")
-        start = 3 if self._bytes[:3] == b"\xef\xbb\xbf" else 0  # a byte order mark is not JSON
-        self._bytes.seek(start)
-        for number, line in enumerate(iter(self._bytes.readline, b""), start=1):
+        self._file = path.open("rb")
+        self._starts, self._lengths, self._lines = array("Q"), array("Q"), array("Q")
+        refuse_utf16(path, self._file.read(2))
+        start = 3 if os.pread(self._file.fileno(), 3, 0) == b"\xef\xbb\xbf" else 0  # a byte order mark is not JSON
+        self._file.seek(start)
+        for number, line in enumerate(self._file, start=1):
             if line.strip():
-                _parse_object(line, f"{path}:{number}")
+                parse_object(line, f"{path}:{number}")
                 self._starts.append(start)
+                self._lengths.append(len(line))
                 self._lines.append(number)
             start += len(line)
 
@@ -67,64 +88,83 @@ class JsonLinesRecords(Records):
         return len(self._starts)
 
     def read_record(self, index: int) -> Record:
-        self._bytes.seek(self._starts[index])
-        return _parse_object(self._bytes.readline(), self.location(index))
+        line = os.pread(self._file.fileno(), self._lengths[index], self._starts[index])
+        if len(line) < self._lengths[index]:
+            raise DataError(
+                f"{self.location(index)} was removed while the run was reading it; a run needs its data until the end"
+            )
+        return parse_object(line, self.location(index))
 
     def location(self, index: int) -> str:
         return f"{self.name}:{self._lines[index]}"
 
 
-def _parse_object(line: bytes, where: str) -> Record:
+def refuse_utf16(path: Path, start: bytes) -> None:
+    """Raise DataError for a file that starts with the byte order mark of UTF-16."""
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(f"{path} is UTF-16 text; save it as UTF-8")
+
+
+def parse_object(line: bytes, where: str) -> Record:
     try:
         value = json.loads(line)
-    except ValueError as error:
-        text = line.decode(errors="replace").strip()
-        raise DataError(f"{where} is not JSON ({error}): {text:.200}. Each line must be one JSON object") from error
+    except (ValueError, RecursionError) as error:
+        text = line[:800].decode(errors="replace").strip()
+        raise DataError(f"{where} is not JSON ({_explain(error)}): {text:.200}. Each line must be one JSON object") from error
     if not isinstance(value, dict):
-        raise DataError(f"{where} is a JSON {type(value).__name__}, not an object: {line.decode(errors='replace').strip():.200}")
+        text = line[:800].decode(errors="replace").strip()
+        raise DataError(f"{where} is a JSON {type(value).__name__}, not an object: {text:.200}")
     return value
+
+
+def _explain(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else f"{error!s:.200}"
 
 
 def _read_json(path: Path) -> Records:
     try:
         value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON ({error}). If it has one object per line, name it .jsonl") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({_explain(error)}). If it has one object per line, name it .jsonl") from error
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise DataError(f"{path} must hold a JSON list of objects. If it has one object per line, name it .jsonl")
     return ListRecords(str(path), value, "item")
 
 
 def _read_csv(path: Path) -> Records:
+    with path.open("rb") as binary:
+        refuse_utf16(path, binary.read(2))
     with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, strict=True)
-        records: list[Record] = []
-        try:
-            for record in reader:
-                if None in record or None in record.values():
-                    expected = len(reader.fieldnames or ())
-                    raise DataError(f"{path}:{reader.line_num} does not have the {expected} fields of the header")
-                records.append(record)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}:{reader.line_num} is not CSV ({error})") from error
-    return ListRecords(str(path), records, uniform=True)
+        return ListRecords(str(path), list(iter_csv(path, file)), uniform=True)
+
+
+def iter_csv(path: Path, file: TextIO) -> Iterator[Record]:
+    """Yield the rows of a CSV file. Raises DataError with the line of one that is malformed."""
+    reader = csv.DictReader(file, strict=True)
+    try:
+        for record in reader:
+            if None in record or None in record.values():
+                expected = len(reader.fieldnames or ())
+                raise DataError(f"{path}:{reader.line_num} does not have the {expected} fields of the header")
+            yield record
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}:{reader.line_num} is not CSV ({error})") from error
 
 
 def _open_arrow(path: Path) -> Records:
-    """Open a Parquet or Arrow file, or a folder that ``Dataset.save_to_disk`` wrote, with ``datasets``. Nothing is copied."""
+    """Open a Parquet or Arrow file, or a folder that ``Dataset.save_to_disk`` wrote, with ``datasets``. Arrow data is not copied."""
     import datasets  # type: ignore[import-untyped,unused-ignore]
-    import pyarrow  # type: ignore[import-untyped,unused-ignore]
     import pyarrow.parquet  # type: ignore[import-untyped,unused-ignore]
 
     try:
         if path.is_dir():
             dataset = datasets.load_from_disk(str(path))
-        elif path.suffix == ".arrow":
-            dataset = datasets.Dataset.from_file(str(path))
-        else:  # without the schema's metadata, which may ask to decode images and audio
-            table = pyarrow.parquet.read_table(path, memory_map=True)
-            dataset = datasets.Dataset(table.replace_schema_metadata(None))
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+            return DatasetRecords(str(path), dataset, sorted(path.glob("*.arrow")))
+        if path.suffix == ".arrow":
+            return DatasetRecords(str(path), datasets.Dataset.from_file(str(path)), [path])
+        # without the schema's metadata, which may ask to decode images and audio
+        table = pyarrow.parquet.read_table(path).replace_schema_metadata(None)
+        return DatasetRecords(str(path), datasets.Dataset(table))
+    except Exception as error:  # pyarrow and datasets raise many classes for damaged files
         kind = "a saved dataset" if path.is_dir() else "Arrow" if path.suffix == ".arrow" else "Parquet"
-        raise DataError(f"{path} cannot be read as {kind} ({error})") from error
-    return DatasetRecords(str(path), dataset)
+        raise DataError(f"{path} cannot be read as {kind} ({error!s:.300})") from error

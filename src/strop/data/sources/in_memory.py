@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from strop.data.sources.records import DataError, Record, Records
@@ -28,19 +29,29 @@ class ListRecords(Records):
 
 
 class DatasetRecords(Records):
-    """A ``datasets.Dataset``."""
+    """A ``datasets.Dataset``. ``files``: those it maps into memory, where a read past the end of one would kill the process."""
 
     uniform = True
 
-    def __init__(self, name: str, dataset: Any) -> None:
+    def __init__(self, name: str, dataset: Any, files: Iterable[Path] = ()) -> None:
         self.name, self._dataset = name, dataset
+        self._sizes = {file: file.stat().st_size for file in files}
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def read_record(self, index: int) -> Record:
-        record: Record = self._dataset[index]
+        self._check_files()
+        try:
+            record: Record = self._dataset[index]
+        except Exception as error:  # pyarrow and datasets raise many classes for damaged or unusual values
+            raise DataError(f"{self.location(index)} cannot be read ({type(error).__name__}: {error!s:.300})") from error
         return record
+
+    def _check_files(self) -> None:
+        for file, size in self._sizes.items():
+            if not file.exists() or file.stat().st_size < size:
+                raise DataError(f"{file} was removed or cut short while it was read; a run needs its data until the end")
 
     def location(self, index: int) -> str:
         return f"{self.name}, row {index + 1}"
@@ -49,8 +60,9 @@ class DatasetRecords(Records):
         top, names = key.split(".")[0], self._dataset.column_names
         if key in names or top not in names:
             top = key
-        narrow: Iterable[Record] = self._dataset.select_columns([top]) if top in names else self
-        return narrow  # decoding one column instead of all
+        if top not in names:
+            return self
+        return DatasetRecords(self.name, self._dataset.select_columns([top]), self._sizes)  # decoding one column instead of all
 
 
 def open_rows(rows: Any) -> Records:
@@ -59,6 +71,8 @@ def open_rows(rows: Any) -> Records:
     The name, and with it the ids of tasks, follows from the number of rows and from the first and the last of them: it is the same
     whenever a run is started with the same data.
     """
+    if isinstance(rows, Records):
+        return rows
     if not (_is_dataset(rows) or (isinstance(rows, Sequence) and not isinstance(rows, str | bytes))):
         raise DataError(
             f"rows is of the type {type(rows).__name__}; pass a list of dicts or a datasets.Dataset{_suggest_rows(rows)}"

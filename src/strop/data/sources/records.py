@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
+
+from strop.problems import shorten
 
 Record = Mapping[str, Any]
 ReadText = Callable[[Record, str, str, str], str]
@@ -53,7 +57,9 @@ def get_value(record: Record, key: str, option: str, where: str) -> Any:
     """Return the value under a dotted ``key`` (``prompt.0.content``). ``option`` is the setting that names the key. Raises DataError."""
     value = _resolve_key(record, key)
     if value is _MISSING:
-        raise DataError(f"{where} has no key {key!r}; its keys are {sorted(record)}. Set {option} to one of them")
+        close = difflib.get_close_matches(key, [str(name) for name in record], n=1, cutoff=0.6) if len(key) < 200 else []
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise DataError(f"{where} has no key {key!r}; its keys are {sorted(record)}. Set {option} to one of them{hint}")
     return value
 
 
@@ -72,12 +78,28 @@ def _resolve_key(record: Record, key: str) -> Any:
 def get_text(record: Record, key: str, option: str, where: str) -> str:
     """Return the text or number under a dotted ``key``, as text. Raises DataError for other values."""
     value = get_value(record, key, option, where)
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    is_number = (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and math.isfinite(value))
+    if not (is_number or isinstance(value, str)):
         raise DataError(
             f"{where}: {key!r} is {value!r:.80}, which is not text. Set {option} to a key that holds text, or fix the record"
         )
-    return str(value)
+    return check_text(str(value), key, where)
+
+
+def check_text(text: str, key: str, where: str) -> str:
+    """Return the text. Raises DataError for a lone surrogate, half of a character, which no tokenizer and no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {key!r} has a lone surrogate, {text[error.start]!r}, at character {error.start}: it is half of a character, and "
+            "no Unicode text. Write the record again from its source, or leave it out"
+        ) from error
+    return text
 
 
 class DataError(ValueError):
     """Invalid data. The message says what was found, where, and what to set instead."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shorten(message))

@@ -7,14 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-
+from strop.lazy_torch import Tensor, torch
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.problems import raise_problems
-
-dist: Any = torch.distributed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +92,7 @@ class DeviceMeshes:
     """The device meshes of a learner's ranks. All ranks create it at the same time, after the default process group."""
 
     def __init__(self, dims: ParallelDims, device_type: str) -> None:
+        dist: Any = torch.distributed
         if dist.get_world_size() != dims.world_size:
             raise ValueError(f"{dims!r} needs {dims.world_size} ranks, and there are {dist.get_world_size()}")
         self.dims = dims
@@ -153,14 +149,18 @@ class DeviceMeshes:
         return not any(coordinate[2:])
 
 
-def shard_parameter(parameter: nn.Parameter, mesh: Any, dimension: int) -> nn.Parameter:
+def shard_parameter(parameter: torch.nn.Parameter, mesh: Any, dimension: int) -> torch.nn.Parameter:
     """Shard a parameter evenly along one dimension over a mesh. Every rank has it in full, so there is no communication."""
+    from torch.distributed.tensor import DTensor, Shard
+
     shard = parameter.detach().chunk(mesh.size(), dimension)[mesh.get_local_rank()]
     sharded = DTensor.from_local(shard.contiguous().clone(), mesh, [Shard(dimension)], run_check=False)
-    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+    return torch.nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
 def to_local(tensor: Any) -> Tensor:
     """Return this rank's shard of a DTensor, differentiably; return any other tensor unchanged."""
+    from torch.distributed.tensor import DTensor
+
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local

@@ -10,6 +10,18 @@ from pydantic import Field, model_serializer, model_validator
 from strop.base_config import BaseConfig
 from strop.problems import Problem
 
+KNOWN_OPTIMIZERS = {  # the arguments of optimizers that can be checked without importing them
+    "torch.optim.AdamW": frozenset(
+        {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "fused"}
+    )
+}
+KNOWN_SCHEDULERS = {  # the arguments of torch's schedulers, each with its range, that can be checked without importing them
+    "torch.optim.lr_scheduler.LinearLR": {"start_factor": (1e-12, 1.0), "end_factor": (0.0, 1.0), "total_iters": (1, 10**12)},
+    "torch.optim.lr_scheduler.ConstantLR": {"factor": (0.0, 1.0), "total_iters": (1, 10**12)},
+    "torch.optim.lr_scheduler.CosineAnnealingLR": {"T_max": (1, 10**12), "eta_min": (0.0, 1.0)},
+}
+LARGEST_RATE = 1000.0  # of any optimizer; weights have long overflowed there
+
 
 class OptimizerGroupConfig(BaseConfig):
     """Parameters with their own learning rate or weight decay."""
@@ -64,6 +76,29 @@ class OptimizerConfig(BaseConfig):
                 "it has no lr, and the optimizer's default is far too large or missing",
                 f"Set {key}.kwargs.lr, for instance to 5e-6.",
             )
+        yield from self._check_numbers(f"{key}.kwargs")
+
+    def _check_numbers(self, key: str) -> Iterator[Problem]:
+        for name, highest in (("lr", LARGEST_RATE), ("weight_decay", LARGEST_RATE), ("eps", 1.0)):
+            value = self.kwargs.get(name, 0.0)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= highest:
+                yield Problem(f"{key}.{name}", f"found {value!r:.80}; it must be a number from 0 to {highest:g}", _hint(value))
+        betas = self.kwargs.get("betas", [0.9, 0.999])
+        if not isinstance(betas, list | tuple) or not all(_is_fraction(beta) for beta in betas):
+            yield Problem(
+                f"{key}.betas",
+                f"found {betas!r:.80}; it must be a list of numbers from 0 to below 1",
+                "For instance [0.9, 0.999].",
+            )
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+
+
+def _hint(value: Any) -> str:
+    """Return what to write for a number that YAML 1.2 reads as a text, such as 5e-6 in quotes."""
+    return "Write it without quotes." if isinstance(value, str) else "Set a number, such as 5e-6."
 
 
 class ScheduleStageConfig(BaseConfig):

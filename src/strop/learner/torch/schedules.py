@@ -15,9 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-
+from strop.lazy_torch import torch
 from strop.user_code import suggest_names
 
 # The arguments of each schedule besides those of the warm-up and total_steps.
@@ -164,12 +162,12 @@ def make_schedule(name: str, kwargs: Mapping[str, Any], *, total_steps: int | No
         raise ValueError(f"{section}.scheduler.kwargs.{error}") from error
 
 
-def make_lr_scheduler(schedule: Schedule, optimizer: Optimizer) -> LambdaLR:
+def make_lr_scheduler(schedule: Schedule, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
     """Apply a schedule to an optimizer's parameter groups.
 
     The saved state has the step but not the arguments: a resumed run follows its own configuration, such as another ``total_steps``.
     """
-    return LambdaLR(optimizer, lambda step: schedule.ratio(step))
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule.ratio(step))
 
 
 def _check_option(name: str, value: Any, limits: Mapping[str, Any], *, null: bool) -> None:

@@ -15,7 +15,7 @@ from strop.weight_sync.transports.broadcast import BroadcastSender
 from strop.weight_sync.transports.cuda_ipc import CudaIpcSender
 from strop.weight_sync.transports.host_memory import MemorySender
 from strop.weight_sync.transports.shared_folder import FolderSender
-from strop.weight_sync.weight_sync_config import WeightSyncConfig
+from strop.weight_sync.weight_sync_config import WeightSyncConfig, choose_auto_transport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +62,6 @@ def make_sender_factory(
 
 def choose_transport(device: torch.device, engines: EngineLocations) -> str:
     """Return the transport that ``auto`` stands for."""
-    if not engines.same_machine:
-        return "broadcast"
-    if device.type == "cpu":
-        return "memory"
-    if not engines.colocated:
-        return "broadcast"
-    return "cuda_ipc" if engines.count == 1 else "memory"  # of several engines only the first can access the learner's GPU
+    return choose_auto_transport(
+        device.type, engines=engines.count, colocated=engines.colocated, same_machine=engines.same_machine
+    )

@@ -9,14 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.base import Plan
 from strop.algorithms.functional import EPS, group_advantages
 from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
+from strop.lazy_torch import Tensor, torch
 from strop.types import Batch
 
 

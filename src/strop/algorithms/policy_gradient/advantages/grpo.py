@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from strop.algorithms.base import Plan
 from strop.algorithms.functional import clipped_surrogate, group_advantages
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective, PolicyTokens
+from strop.lazy_torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

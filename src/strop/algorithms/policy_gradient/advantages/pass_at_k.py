@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import comb
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.base import Plan
 from strop.algorithms.functional import EPS, varies
 from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
+from strop.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from strop.algorithms.functional import Aggregation
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective, PolicyTokens
+from strop.lazy_torch import Tensor
 from strop.types import Batch
 
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from strop.algorithms.base import Plan
 from strop.algorithms.functional import group_advantages, whiten
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
+from strop.lazy_torch import Tensor
 from strop.types import Batch
 
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from strop.algorithms.functional import Aggregation, group_advantages
 from strop.algorithms.policy_gradient.advantages.reinforce import Reinforce
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
+from strop.lazy_torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

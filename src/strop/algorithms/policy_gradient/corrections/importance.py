@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.functional import bounded_exp, sequence_mean, sequence_sum
 from strop.algorithms.policy_gradient.parts import Correction, Mismatch
+from strop.lazy_torch import Tensor, torch
 
 Level = Literal["token", "sequence"]
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.policy_gradient.corrections.importance import MAX_LOG_RATIO, log_ratios
 from strop.algorithms.policy_gradient.parts import Correction, Mismatch
+from strop.lazy_torch import Tensor, torch
 
 MIN_REST = 2.0**-24  # a probability closer to 1 than this is 1 in float32, so the remaining probability is at least this
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.functional import bounded_exp
 from strop.algorithms.policy_gradient.corrections.importance import Level, check_ratio_range, log_weights
 from strop.algorithms.policy_gradient.parts import Correction, Mismatch
+from strop.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import Tensor
-
 from strop.algorithms.functional import sequence_mean, sequence_sum
 from strop.algorithms.policy_gradient.corrections.importance import log_ratios
 from strop.algorithms.policy_gradient.corrections.rejection import Rejection
 from strop.algorithms.policy_gradient.parts import Mismatch
+from strop.lazy_torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,10 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.functional import MAX_EXPONENT, sequence_mean
 from strop.algorithms.policy_gradient.corrections.importance import check_ratio_range, geometric_mean_weights, log_ratios
 from strop.algorithms.policy_gradient.parts import Correction, Mismatch
+from strop.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.functional import bounded_exp
 from strop.algorithms.policy_gradient.corrections.importance import check_ratio_range, geometric_mean_weights, log_ratios
 from strop.algorithms.policy_gradient.parts import Correction, Mismatch
+from strop.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)

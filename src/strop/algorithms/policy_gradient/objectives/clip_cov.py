@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.policy_gradient.advantages.grpo import Clip, GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, Objective, PolicyTokens
+from strop.lazy_torch import Tensor, torch
 from strop.types import Batch
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from strop.algorithms.functional import Aggregation, geometric_mean
 from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, Objective, PolicyTokens
+from strop.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from strop.algorithms.functional import Aggregation, geometric_mean
 from strop.algorithms.policy_gradient.advantages.grpo import Clip, GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, Objective, PolicyTokens
+from strop.lazy_torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,47 @@
+"""Make the algorithm of a run. Imports no torch: what an algorithm has against a run is known before anything is loaded."""
+
+from __future__ import annotations
+
+from strop.algorithm_factory import make_algorithm
+from strop.algorithms.base import Algorithm, Plan
+from strop.build.algorithm.sections import check_algorithm, check_section
+from strop.build.algorithm.settings import collect_settings
+from strop.build.tasks import list_reward_names
+from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+
+
+def make_run_algorithm(config: TrainingRunConfig) -> Algorithm:
+    """Make the algorithm of a run. Raises ValueError if the algorithm, its parts and the run do not go together."""
+    if isinstance(config, RolloutRunConfig):
+        return make_rollout_algorithm(config)
+    assert isinstance(config, RecordedRunConfig)
+    return make_recorded_algorithm(config)
+
+
+def make_rollout_algorithm(config: RolloutRunConfig) -> Algorithm:
+    """Make the algorithm of a run on rollouts. Raises ValueError if the algorithm, its parts and the run do not go together."""
+    algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, collect_settings(config))
+    check_section(config.algorithm.name, algorithm, config.section)
+    training = config.rollout_training
+    plan = Plan(
+        group_size=training.num_generations_per_prompt,
+        optimizer_steps=count_steps_per_batch(config) * training.epochs_per_batch,
+        max_staleness=training.max_staleness,
+        environment_rewards=list_reward_names(config),
+    )
+    check_algorithm(algorithm, plan)
+    return algorithm
+
+
+def make_recorded_algorithm(config: RecordedRunConfig) -> Algorithm:
+    """Make the algorithm of a run on recorded data. Raises ValueError if it does not belong to this kind of run."""
+    algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, collect_settings(config))
+    check_section(config.algorithm.name, algorithm, config.section)
+    check_algorithm(algorithm, Plan())
+    return algorithm
+
+
+def count_steps_per_batch(config: RolloutRunConfig) -> int:
+    """Return how many optimizer steps one pass over the rollouts of a step is divided into."""
+    per_step = config.rollout_training.rollouts_per_step
+    return per_step // (config.policy.train_global_batch_size or per_step)

@@ -1,0 +1,90 @@
+"""Look at what a configuration names, before anything is loaded: its algorithm, layout, models, data, environments and optimizers.
+
+``--dry-run`` prints what is found, and a run refuses the same configurations. torch is imported last, and only for an optimizer or a
+scheduler whose arguments are not known without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.algorithms.base import Algorithm
+from strop.build.algorithm.run_algorithm import make_run_algorithm
+from strop.build.cluster.device_plan import format_placement
+from strop.build.dry_run.examined_data import DataExamination, examine_data
+from strop.build.dry_run.examined_models import find_model_problems
+from strop.build.dry_run.examined_optimizers import find_optimizer_problems
+from strop.checkpointing.step_folders import list_steps
+from strop.config import EvalRunConfig, TrainingRunConfig
+from strop.config.checks.device_counts import count_devices
+from strop.problems import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What was found of a configuration that can be run."""
+
+    algorithm: Algorithm | None  # None: an evaluation
+    notes: tuple[str, ...]  # what was found, and what was not looked at
+
+
+def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> Examination:
+    """Look at everything that a configuration names. Raises ConfigError with all that is wrong.
+
+    ``data``: also at the first rows, the options of environments and the checkpoints, which a run reads itself before it loads a model."""
+    problems: list[Problem] = []
+    algorithm = None
+    if not isinstance(config, EvalRunConfig):
+        algorithm = _collect(problems, make_run_algorithm, config)
+        _collect(problems, _place, config)
+    rows = examine_data(config) if data else DataExamination()
+    found = [*find_model_problems(config), *rows.problems]
+    problems += [problem for problem in found if not any(problem.message in other.message for other in problems)]
+    if not problems and not isinstance(config, EvalRunConfig):
+        problems += find_optimizer_problems(config)
+    if problems:
+        raise ConfigError(problems)
+    checkpoints = [] if isinstance(config, EvalRunConfig) or not data else _describe_checkpoints(config)
+    return Examination(algorithm, (*rows.notes, *checkpoints))
+
+
+def _collect(problems: list[Problem], check: Callable[[Any], Any], config: TrainingRunConfig) -> Any:
+    try:
+        return check(config)
+    except ValueError as error:
+        problems.append(Problem("", str(error)))
+        return None
+
+
+def _place(config: TrainingRunConfig) -> None:
+    """Raise PlacementError, ValueError for a layout that does not fit, whatever the devices are."""
+    if count_devices(config).uses_ray:
+        format_placement(config, on_cpu=True)
+
+
+def _describe_checkpoints(config: TrainingRunConfig) -> list[str]:
+    """Say what a run would do with what its folder of checkpoints holds. Raises ConfigError for a run that it cannot continue."""
+    saving = config.checkpointing
+    folder = Path(saving.checkpoint_dir)
+    try:
+        steps = list_steps(folder) if saving.enabled else []
+    except (OSError, ValueError) as error:
+        message = f"{str(folder)!r:.300} cannot be a folder: {error!s:.300}"
+        raise ConfigError([Problem("checkpointing.checkpoint_dir", message, "Set another.")]) from error
+    if not steps and saving.resume != "must":
+        return []
+    if saving.resume == "never":
+        return [f"{folder} holds checkpoints up to step {steps[-1]}, and checkpointing.resume is never: they move to previous_N"]
+    from strop.build.resume.resume_plan import plan_resume  # checkpoints need torch
+
+    try:
+        plan = plan_resume(config)
+    except ValueError as error:
+        raise ConfigError([Problem("", str(error))]) from error
+    if plan.nothing_to_do is not None:
+        return [plan.nothing_to_do]
+    changed = f", with {', '.join(map(str, plan.changes))}" if plan.changes else ""
+    return [f"the run continues from {plan.checkpoint}{changed}"]

@@ -1,0 +1,111 @@
+"""Are there the columns, rewards and options that a configuration names? Looks at the first rows of each dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from strop.algorithm_factory import find_algorithm
+from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.config.schema.run_config import environment_alias
+from strop.data.data_config import DataEntryConfig
+from strop.data.recorded.examples import EXAMPLE_READERS
+from strop.data.sources.builtin import BUILTIN_DATASETS
+from strop.data.sources.peek import Peek, peek_dataset
+from strop.data.sources.records import DataError
+from strop.data.sources.source import DataSource
+from strop.environments.base import DatasetEnvironment, Environment, EnvironmentConfigError
+from strop.environments.registry import make_environment
+from strop.problems import Problem
+
+
+@dataclass
+class DataExamination:
+    """What was found of the data and the environments of a run."""
+
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def examine_data(config: TrainingRunConfig | EvalRunConfig) -> DataExamination:
+    """Look at the data and the environments of a run."""
+    found = DataExamination()
+    environments = _make_environments(config, found) if isinstance(config, RolloutRunConfig | EvalRunConfig) else {}
+    for key, entry in _list_entries(config):
+        known = isinstance(config, RecordedRunConfig) and entry.dataset_name in BUILTIN_DATASETS
+        if entry.dataset_name is None or known or (peek := _peek(key, entry, found)) is None:
+            continue
+        if not len(peek.records):
+            found.notes.append(f"{key}: {entry.dataset_name} is too large to be looked at")
+            continue
+        source = _only_first_rows(entry, peek)
+        try:
+            if isinstance(config, RecordedRunConfig):
+                _read_examples(config, source)
+            elif isinstance(config, RolloutRunConfig | EvalRunConfig):
+                environment = environments.get(str(environment_alias(config, entry)))
+                _read_tasks(environment, source)
+        except (DataError, EnvironmentConfigError) as error:
+            found.problems.append(Problem(key, str(error)))
+    return found
+
+
+def _only_first_rows(entry: DataEntryConfig, peek: Peek) -> DataSource:
+    """Return an entry's source with the first rows in place of the whole dataset."""
+    source = DataSource.from_entry(entry, seed=0, part="train")
+    if builtin := BUILTIN_DATASETS.get(str(entry.dataset_name)):
+        keys = source.input_key or builtin.input_key, source.output_key or builtin.output_key
+        source = replace(source, input_key=keys[0], output_key=keys[1])
+    return replace(source, dataset_name=None, rows=peek.records, part="all", split_validation_size=0)
+
+
+def _list_entries(config: TrainingRunConfig | EvalRunConfig) -> Iterator[tuple[str, DataEntryConfig]]:
+    if isinstance(config, EvalRunConfig):
+        yield "data", config.data
+        return
+    for part, entries in (("train", config.data.train), ("validation", config.data.validation or ())):
+        for index, entry in enumerate(entries):
+            yield f"data.{part}" if len(entries) == 1 else f"data.{part}.{index}", entry
+
+
+def _peek(key: str, entry: DataEntryConfig, found: DataExamination) -> Peek | None:
+    assert entry.dataset_name is not None
+    try:
+        peek = peek_dataset(entry.dataset_name, entry.subset, entry.split)
+    except DataError as error:
+        found.problems.append(Problem(key, str(error)))
+        return None
+    if peek is None:
+        found.notes.append(
+            f"{key}: {entry.dataset_name} is of the hub and not in the local cache: its columns were not looked at"
+        )
+    return peek
+
+
+def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExamination) -> dict[str, Environment[Any]]:
+    """Make the environments of a run, which checks their options and imports their code."""
+    environments: dict[str, Environment[Any]] = {}
+    for alias, section in config.env.items():
+        try:
+            environments[alias] = make_environment(section.type_of(alias), section.options)
+        except EnvironmentConfigError as error:
+            found.problems.append(Problem(f"env.{alias}", str(error)))
+    return environments
+
+
+def _read_tasks(environment: Environment[Any] | None, source: DataSource) -> None:
+    """Raise DataError if the first rows are not tasks of an environment that reads rows."""
+    if isinstance(environment, DatasetEnvironment):
+        tasks: Sequence[Any] = DatasetEnvironment.tasks(environment, source)  # what a subclass adds may load models
+        for index in range(len(tasks)):
+            tasks[index]
+
+
+def _read_examples(config: RecordedRunConfig, source: DataSource) -> None:
+    """Raise DataError if the first rows are not examples that the algorithm learns from."""
+    kind = find_algorithm(config.algorithm.name).recorded_data
+    if kind in EXAMPLE_READERS:
+        examples = EXAMPLE_READERS[kind](source)
+        for index in range(len(examples)):
+            examples[index]

@@ -1,0 +1,76 @@
+"""Do the folders that a configuration names as models hold one? Names of the hub are not looked up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from strop.base_config import BaseConfig, iter_sections
+from strop.config.schema.run_config import EvalRunConfig, RolloutRunConfig
+from strop.environments.environment_config import EnvironmentConfig
+from strop.problems import Problem
+from strop.user_code import find_near_paths
+
+ADAPTERS_FILE = "adapter_config.json"
+
+
+def find_model_problems(config: BaseConfig) -> Iterator[Problem]:
+    """Yield a problem for each key that names a folder without a model."""
+    reported: set[str] = set()
+    for key, name in _iter_model_names(config):
+        if name not in reported and (reason := explain_missing_model(name)):
+            reported.add(name)
+            yield Problem(key, reason, "Set it to a folder with a model, or to OWNER/NAME of the hub.")
+
+
+def _iter_model_names(config: BaseConfig) -> Iterator[tuple[str, str]]:
+    for key, section in iter_sections(config):
+        name = getattr(section, "model_name", None)
+        if isinstance(name, str) and name != "self":
+            yield f"{key}.model_name", name
+    if isinstance(config, RolloutRunConfig | EvalRunConfig):
+        for alias, environment in config.env.items():
+            name = _name_reward_model(alias, environment)
+            if name is not None:
+                yield f"env.{alias}.model_name", name
+
+
+def _name_reward_model(alias: str, environment: EnvironmentConfig) -> str | None:
+    name: Any = environment.options.get("model_name")
+    return name if environment.type_of(alias) == "reward_model" and isinstance(name, str) else None
+
+
+def explain_missing_model(name: str) -> str | None:
+    """Return why a name is not that of a model; None if it may be one."""
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return _explain_folder(path)
+        if path.is_file():
+            return f"{name:.300} is a file, and a model is a folder"
+    except (OSError, ValueError, RuntimeError) as error:
+        return f"{name!r:.300} cannot be the path of a model: {error!s:.300}"
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        where = "" if path.is_absolute() else f" in the working directory {Path.cwd()}"
+        near = find_near_paths(path)
+        return f"there is no folder {name:.300}{where}" + (f"; did you mean {near[0]}?" if near else "")
+    return None
+
+
+def _explain_folder(path: Path) -> str | None:
+    if any(path.glob("*.gguf")) or (path / ADAPTERS_FILE).exists() or (path / ".metadata").exists():
+        return None  # the shards of a distributed checkpoint are explained where they are loaded
+    file = path / "config.json"
+    if not file.exists():
+        steps = sorted(path.glob("step_*/policy/weights"))
+        inside = f"; the weights of a run are in {steps[-1]}" if steps else ""
+        return f"the folder {path} has no model (no config.json, no .gguf file){inside}"
+    try:
+        values = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{file} cannot be read: {error!s:.300}"
+    if not isinstance(values, dict) or not (values.get("model_type") or values.get("architectures")):
+        return f"{file} names no model_type, so the folder is not a model's"
+    return None

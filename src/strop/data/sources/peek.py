@@ -1,0 +1,169 @@
+"""The first rows of a dataset, and how many there are, without reading all of it or asking the hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from strop.data.sources.builtin import BUILTIN_DATASETS, BuiltinDataset
+from strop.data.sources.files import FILE_SUFFIXES, check_file, iter_csv, open_file, parse_object, refuse_utf16, shorten_path
+from strop.data.sources.in_memory import ListRecords
+from strop.data.sources.records import DataError, Record, Records
+
+FIRST_ROWS = 8
+LARGEST_READ = 64 * 2**20  # bytes; the rows of a larger file are estimated
+LARGEST_LINE = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Peek:
+    """The beginning of a dataset."""
+
+    records: Records
+    rows: int | None  # None: unknown
+    exact: bool = True
+
+
+class FirstRecords(ListRecords):
+    """The first records of a file, each with its line or row."""
+
+    def __init__(self, name: str, records: Sequence[Record], locations: Sequence[str]) -> None:
+        super().__init__(name, records)
+        self._locations = locations
+
+    def location(self, index: int) -> str:
+        return self._locations[index]
+
+
+def peek_dataset(name: str, subset: str | None = None, split: str | None = None) -> Peek | None:
+    """Return the beginning of a dataset; None for one of the hub that is not in the local cache. Raises DataError."""
+    if name not in BUILTIN_DATASETS and (Path(name).suffix in FILE_SUFFIXES or _exists(name)):
+        return peek_file(Path(name))
+    builtin = BUILTIN_DATASETS.get(name) or BuiltinDataset(name)
+    file = _find_cached(builtin.hub, subset or builtin.subset, split or builtin.split)
+    return None if file is None else _peek_arrow_files(name, [file])
+
+
+def format_rows(name: str | None) -> str:
+    """Format the number of rows of a local file; empty for other data and for a file that cannot be read."""
+    if name is None or name in BUILTIN_DATASETS or not (Path(name).suffix in FILE_SUFFIXES or _exists(name)):
+        return ""
+    try:
+        found = peek_file(Path(name))
+    except DataError:
+        return ""
+    if found.rows is None:
+        return ""
+    return f"{found.rows:,} row{'' if found.rows == 1 else 's'}" if found.exact else f"about {found.rows:,} rows"
+
+
+def _exists(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def peek_file(path: Path) -> Peek:
+    """Return the beginning of a data file. Raises DataError if it is missing, empty or malformed there."""
+    try:
+        is_saved_dataset = check_file(path)
+        match ".arrow" if is_saved_dataset else path.suffix:
+            case ".jsonl":
+                return _peek_lines(path)
+            case ".csv":
+                return _peek_csv(path)
+            case ".parquet":
+                return _peek_parquet(path)
+            case ".arrow":
+                return _peek_arrow_files(str(path), sorted(path.glob("*.arrow")) if is_saved_dataset else [path])
+            case ".json" if path.stat().st_size > LARGEST_READ:
+                return Peek(ListRecords(str(path), []), None)
+    except OSError as error:
+        raise DataError(f"the data file {shorten_path(path)} cannot be read: {error.strerror or error}") from error
+    records = open_file(path)
+    return Peek(records, len(records))
+
+
+def _peek_lines(path: Path) -> Peek:
+    first: list[tuple[Record, str]] = []
+    size = read = 0
+    with path.open("rb") as file:
+        refuse_utf16(path, file.read(2))
+        file.seek(3 if os.pread(file.fileno(), 3, 0) == b"\xef\xbb\xbf" else 0)
+        for number in range(1, 1_000):
+            line = file.readline(LARGEST_LINE)
+            read += len(line)
+            if line.strip() and len(line) < LARGEST_LINE:
+                first.append((parse_object(line, f"{path}:{number}"), f"{path}:{number}"))
+            if len(first) == FIRST_ROWS or not line:
+                break
+        size = os.fstat(file.fileno()).st_size
+        if not first:
+            raise DataError(f"the data file {str(path)!r} has no rows; a dataset needs at least one")
+        exact = size <= LARGEST_READ
+        rows = len(first) + (sum(1 for line in file if line.strip()) if exact else (size - read) * len(first) // read)
+    return Peek(FirstRecords(str(path), *zip(*first, strict=True)), rows, exact)
+
+
+def _peek_csv(path: Path) -> Peek:
+    if (size := path.stat().st_size) <= LARGEST_READ:
+        records = open_file(path)
+        return Peek(records, len(records))
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        first = list(islice(iter_csv(path, file), FIRST_ROWS))
+    length = sum(len(value) + 1 for record in first for value in record.values())
+    return Peek(ListRecords(str(path), first, uniform=True), size * len(first) // max(1, length), exact=False)
+
+
+def _peek_parquet(path: Path) -> Peek:
+    import pyarrow.parquet  # type: ignore[import-untyped,unused-ignore]
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            first = [row for batch in file.iter_batches(batch_size=FIRST_ROWS) for row in batch.to_pylist()][:FIRST_ROWS]
+            rows = file.metadata.num_rows
+    except Exception as error:  # pyarrow raises many classes for damaged files
+        raise DataError(f"{path} cannot be read as Parquet ({error!s:.300})") from error
+    if not rows:
+        raise DataError(f"the data file {str(path)!r} has no rows; a dataset needs at least one")
+    return Peek(ListRecords(str(path), first), rows)
+
+
+def _peek_arrow_files(name: str, files: Sequence[Path]) -> Peek:
+    try:
+        tables = [_read_arrow(file) for file in files]
+    except Exception as error:  # pyarrow raises many classes for damaged files
+        raise DataError(f"{name} cannot be read as Arrow ({error!s:.300})") from error
+    first = [row for table in tables[:1] for row in table.slice(0, FIRST_ROWS).to_pylist()]
+    if not first:
+        raise DataError(f"the data file {name!r} has no rows; a dataset needs at least one")
+    return Peek(ListRecords(name, first), sum(table.num_rows for table in tables))
+
+
+def _read_arrow(file: Path) -> Any:
+    import pyarrow.ipc  # type: ignore[import-untyped,unused-ignore]
+
+    with pyarrow.OSFile(str(file)) as source:
+        try:
+            return pyarrow.ipc.open_stream(source).read_all()
+        except pyarrow.ArrowInvalid:
+            source.seek(0)
+            return pyarrow.ipc.open_file(source).read_all()
+
+
+def _find_cached(hub: str, subset: str | None, split: str) -> Path | None:
+    """Return the first file of a split of a hub dataset in the cache of the library ``datasets``; None if there is none."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_DATASETS_CACHE", str(home / "datasets"))).expanduser()
+    folders = (cache / hub.replace("/", "___").lower(), cache / hub.replace("/", "___"))
+    try:
+        files = sorted(file for folder in folders for file in folder.glob(f"{subset or '*'}/*/*/*.arrow"))
+    except (OSError, ValueError, NotImplementedError):  # the name is none of a folder
+        return None
+    wanted = split.partition("[")[0]  # train[:10%]
+    return next((file for file in files if file.stem.partition("-")[2].startswith(wanted)), None)

@@ -1,0 +1,250 @@
+"""``--dry-run``: fast, without torch, and telling of everything that a configuration names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strop import cli
+from strop.config.schema.run_config import TRAINING_RUNS
+
+ROOT = Path(__file__).parents[3]
+ARITHMETIC = ["policy.model_name=m", "policy.device=cpu", "env.arithmetic={}", "data.train.env_name=arithmetic"]
+RUN = [*ARITHMETIC, "grpo.val_period=0", "checkpointing.metric_name=null"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    """What a dry run prints: on stdout if it succeeds, else on stderr."""
+    assert cli.main([*words, "--dry-run"]) == code
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return captured.err if code else captured.out
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["grpo", "--config", "examples/configs/grpo_math_1B.yaml"], 0),
+        (["grpo", "--config", "examples/configs/grpo_math_1B.yaml", "grpo.num_generations_per_prompt=1"], 2),
+        (["sft", "--config", "examples/configs/sft.yaml", "--assume-gpus", "8", "--assume-nodes", "2"], 0),
+    ],
+    ids=["accepted", "refused by the algorithm", "on assumed GPUs"],
+)
+def test_a_dry_run_takes_less_than_three_seconds_and_no_torch(words: list[str], code: int) -> None:
+    """Processor time, so that a busy machine does not matter. Without a driver of a GPU, whose presence only torch can tell."""
+    program = (
+        "import sys, time\nfrom strop.cli import main\n"
+        "code = main([*sys.argv[1:], '--dry-run'])\n"
+        "print(code, 'torch' in sys.modules, time.process_time())"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    ended, with_torch, seconds = done.stdout.splitlines()[-1].split()
+    assert int(ended) == code and float(seconds) < 3.0
+    assert with_torch == "False" or Path("/dev/nvidiactl").exists()
+
+
+def test_the_summary_has_about_ten_lines_and_the_algorithm_is_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    said = dry_run(
+        capsys, "grpo", *RUN, "loss_fn.ratio_clip_max=0.28", "loss_fn.reference_policy_kl_penalty=0.02", "grpo.max_num_steps=7"
+    )
+    lines = dict(line.split(maxsplit=1) for line in said.splitlines())
+    assert lines["algorithm"] == "grpo, with objective.high=0.28, kl.weight=0.02"
+    assert lines["training"] == "1 epoch, at most 7 steps; validation off"
+    assert lines["tasks"] == "arithmetic" and "every 10 steps" in lines["folders"] and len(lines) <= 10
+
+
+def test_verbose_prints_every_key_and_every_option_of_the_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["grpo", *RUN, "--dry-run", "--verbose"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("algorithm:\n  name: grpo") and said.count("\n") > 250
+    assert "advantage group_relative(baseline=True" in said
+
+
+@pytest.mark.parametrize("flags", [["--dry-run"], []], ids=["dry run", "run"])
+def test_what_an_algorithm_refuses_ends_with_2_in_a_dry_run_and_in_a_run(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["grpo", *RUN, "grpo.num_generations_per_prompt=1", *flags]) == 2
+    assert "there is nothing to learn" in capsys.readouterr().err
+
+
+# --- what is looked at -----------------------------------------------------------------------------------------------------
+
+
+def write_rows(path: Path, *rows: object) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+QUESTION = {"question": "1 + 1?", "answer": "2"}
+MATH = ["policy.model_name=m", "policy.device=cpu", "env.math={}", "grpo.val_period=0", "checkpointing.metric_name=null"]
+
+
+def test_the_columns_of_local_data_are_looked_at(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"data.train.dataset_name={write_rows(folder / 'tasks.jsonl', QUESTION, QUESTION, QUESTION)}"
+    said = dry_run(capsys, "grpo", *MATH, name, "data.train.input_key=questoin", code=2)
+    assert "tasks.jsonl:1 has no key 'questoin'" in said and "did you mean 'question'?" in said and "data.train" in said
+    assert "tasks.jsonl, 3 rows (math)" in dry_run(capsys, "grpo", *MATH, name, "data.train.input_key=question")
+
+
+def test_the_columns_of_recorded_data_are_looked_at(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"data.train.dataset_name={write_rows(folder / 'pairs.jsonl', {'prompt': '1', 'chosen': '2'})}"
+    base = ["policy.model_name=m", "policy.device=cpu", "dpo.val_period=0", "checkpointing.metric_name=null"]
+    assert "rejected" in dry_run(capsys, "dpo", *base, name, code=2)
+
+
+def test_a_dataset_of_the_hub_that_is_not_cached_is_named_as_not_looked_at(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+    said = dry_run(capsys, "grpo", *MATH, "data.train.dataset_name=gsm8k")
+    assert "data.train: gsm8k is of the hub and not in the local cache: its columns were not looked at" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["env={mine: {type: 'mine.py:Min'}}", "data.train.env_name=mine"], "did you mean 'Mine'?"),
+        (["env={mine: {type: 'mine.py:Mine', size: big}}", "data.train.env_name=mine"], "the option size"),
+        (["env={mine: {type: 'mine.py:Mine', sized: 3}}", "data.train.env_name=mine"], "has no option 'sized'"),
+        (["env={mine: {type: 'broken.py:Mine'}}", "data.train.env_name=mine"], "importing 'broken.py' failed"),
+        (
+            ["env={mine: {reward: 'mine.py:correct'}}", "data.train.dataset_name=tasks.jsonl", "data.train.input_key=question"],
+            "takes (prompts",
+        ),
+        (
+            ["policy.optimizer.kwargs={lr: 1e-5, learning_rate: 1}"],
+            "policy.optimizer.kwargs.learning_rate: torch.optim.AdamW takes",
+        ),
+        (["policy.optimizer.name=torch.optim.SGD", "policy.optimizer.kwargs={lr: 0.1, nesterov: true}"], "momentum"),
+        (["policy.optimizer.kwargs.lr='1e-5'"], "policy.optimizer.kwargs.lr: found '1e-5'; it must be a number"),
+        (["policy.optimizer.kwargs.lr=-1"], "policy.optimizer.kwargs.lr: found -1; it must be a number"),
+        (["policy.optimizer.kwargs.lr=1e30"], "policy.optimizer.kwargs.lr: found 1e+30"),
+        (["policy.scheduler={name: cosin}"], "did you mean 'cosine'?"),
+        (["policy.scheduler={name: cosine, kwargs: {warmup: 3}}"], "cosine has no such argument"),
+        (["policy.scheduler={name: torch.optim.lr_scheduler.LinearLR, kwargs: {start: 0.1}}"], "policy.scheduler.kwargs.start"),
+        (["policy.model_name=models/mine/weights"], "policy.model_name: there is no folder models/mine/weights"),
+        (["policy.model_name=modle/step_1/weights"], "did you mean model?"),
+        (["policy.model_name=model"], "policy.model_name: the folder model has no model (no config.json, no .gguf file)"),
+        (["policy.model_name=typeless"], "names no model_type"),
+        (["env.arithmetic={max_operand: 3, no_such: 1}"], "has no option 'no_such'"),
+    ],
+)
+def test_what_a_configuration_names_is_looked_at(
+    words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(folder / "tasks.jsonl", QUESTION)
+    (folder / "mine.py").write_text(
+        "from dataclasses import dataclass\nfrom strop.environments.base import DatasetEnvironment, reward\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Mine(DatasetEnvironment):\n    size: int = 3\n"
+        "    @reward()\n    def good(self, task, rollout):\n        return 1.0\n"
+        "def correct(prompts, completions):\n    return 1.0\n"
+    )
+    (folder / "broken.py").write_text("import no_such_module\n")
+    (folder / "model").mkdir()
+    (folder / "typeless").mkdir()
+    (folder / "typeless" / "config.json").write_text("{}")
+    assert said in dry_run(capsys, "grpo", *RUN, *words, code=2)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "more"),
+    [
+        ("grpo", "policy.model_name", []),
+        ("ppo", "value.model_name", []),
+        ("distillation", "teacher.model_name", []),
+        (
+            "grpo",
+            "env.judge.model_name",
+            ["env={judge: {type: reward_model}}", "data.train={env_name: judge, dataset_name: gsm8k}"],
+        ),
+    ],
+)
+def test_a_folder_without_a_model_is_named_by_its_own_key(
+    section: str, key: str, more: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        *ARITHMETIC,
+        f"{section}.val_period=0",
+        "checkpointing.metric_name=null",
+        *more,
+        f"{key}=results/rm/step_9/policy/weights",
+    ]
+    words += ["teacher.model_name=results/rm/step_9/policy/weights"] if section == "distillation" else []
+    assert f"{key}: there is no folder results/rm/step_9/policy/weights" in dry_run(capsys, section, *words, code=2)
+
+
+def test_checkpoints_in_the_folder_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "results" / "grpo" / "step_20").mkdir(parents=True)
+    assert "the run continues from results/grpo/step_20" in dry_run(capsys, "grpo", *RUN)
+    assert "nothing is left to train" in dry_run(capsys, "grpo", *RUN, "grpo.max_num_steps=20")
+    assert "begins anew" in dry_run(capsys, "grpo", *RUN, "checkpointing.resume=false")
+
+
+@pytest.mark.parametrize("section", TRAINING_RUNS)
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf"])
+def test_numbers_that_are_not_finite_are_refused_everywhere(section: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    teacher = ["teacher.model_name=t"] if section == "distillation" else []
+    keys = ["policy.max_grad_norm", "policy.optimizer.kwargs.eps", "algorithm.kwargs.x", "logger.no_such"][:3]
+    for key in keys:
+        said = dry_run(
+            capsys, section, "policy.model_name=m", *teacher, "data.train.dataset_name=squad", f"{key}={value}", code=2
+        )
+        assert f"{key}: found " in said and "with which nothing can be computed" in said
+
+
+def test_infinity_is_refused_for_every_number_of_a_rollout_run(capsys: pytest.CaptureFixture[str]) -> None:
+    for key in ("grpo.reward_scaling.target_max", "ppo.advantage_clip_low", "policy.generation.temperature", "data.train.weight"):
+        section = key.split(".")[0] if key.split(".")[0] in TRAINING_RUNS else "grpo"
+        for value in (".nan", ".inf"):
+            assert f"{key}: found {value[1:]}, with which" in dry_run(capsys, section, *ARITHMETIC, f"{key}={value}", code=2)
+
+
+# --- GPUs that are not here ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_gpu_cluster_would_do_is_shown_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    vllm = ["policy.device=auto", "policy.generation.backend=vllm", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
+    said = dry_run(capsys, "grpo", *RUN, *vllm, "--assume-gpus", "8", "--assume-nodes", "2")
+    assert "learner     16 ranks on 2 nodes" in said and "engines     8 engines of 2 devices on nodes 0 to 1, colocated" in said
+    assert "node 1      trains on GPU 0-7; generates on engine 4: 0-1" in said
+    assert "batch       512 rollouts an optimizer step over 16 data ranks: 32 each" in said
+    assert "weights     broadcast" in said and "vllm        bfloat16" in said
+
+
+def test_one_assumed_gpu_is_one_process_on_it(capsys: pytest.CaptureFixture[str]) -> None:
+    said = dry_run(capsys, "grpo", *RUN, "policy.device=auto", "--assume-gpus", "1")
+    assert "policy      m on a GPU" in said and "none: the engine runs the learner's own module" in said
+
+
+def test_an_assumption_that_contradicts_the_configuration_says_which_wins(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["grpo", *RUN, "policy.device=auto", "cluster.gpus_per_node=4", "--assume-gpus", "8", "--dry-run"]
+    assert cli.main(words) == 0
+    assert "--assume-gpus 8 takes the place of cluster.gpus_per_node=4 in this dry run only" in capsys.readouterr().err
+    assert cli.main(["grpo", *RUN, "--assume-gpus", "8", "--dry-run"]) == 0
+    assert "policy.device is cpu, so the run would not use the assumed GPUs" in capsys.readouterr().err
+
+
+def test_a_layout_that_does_not_divide_is_refused_on_assumed_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["grpo", *RUN, "policy.dtensor_cfg.tensor_parallel_size=3", "--assume-gpus", "8"]
+    assert "do not divide" in dry_run(capsys, *words, code=2)
+
+
+@pytest.mark.parametrize(
+    "words", [["--assume-gpus", "8"], ["--assume-nodes", "2", "--dry-run"], ["--assume-gpus", "0", "--dry-run"]]
+)
+def test_assumptions_without_meaning_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["grpo", *RUN, *words])
+    assert "--assume" in capsys.readouterr().err
