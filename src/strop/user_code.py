@@ -167,9 +167,20 @@ def _import_module(name: str) -> ModuleType:
         sys.path.remove(folder)
 
 
+_found_files: dict[Path, Path] = {}
+
+
+def _find_file(path: Path) -> Path:
+    """Return the full path. A reward may change the working directory: then it is where it was found before."""
+    full = path.resolve()
+    if full.is_file():
+        _found_files[path] = full
+    return _found_files.get(path, full)
+
+
 def _import_file(path: Path) -> ModuleType:
     """Import a file once, under a name derived from its full path."""
-    full = path.resolve()
+    full = _find_file(path)
     name = f"strop_plugin_{full.stem}_{hashlib.blake2b(str(full).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]

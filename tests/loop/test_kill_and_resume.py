@@ -218,7 +218,8 @@ def test_a_changed_rate_and_schedule_hold_from_the_next_step_on_in_metrics_and_r
     outcome = grpo(tiny, tmp_path, **short, **changes, logger__console="plain")
     assert outcome.code == 0, outcome.err
     assert "policy.optimizer.kwargs.lr 0.003 -> 0.008" in outcome.out and "(applied from step 3 on)" in outcome.out
-    assert outcome.out.index("continuing after step 2") < outcome.out.index("step 2/4") < outcome.out.index("resumed with: ")
+    assert outcome.out.index("continuing after step 2") < outcome.out.index("resumed with: ") < outcome.out.index("step 3/4")
+    assert "step 2/4" not in outcome.out
     assert [line["train/lr"] for line in metrics_of(tmp_path / "logs").values()] == pytest.approx([0.003, 0.003, 0.006, 0.005])
     for folder in ("logs", "results/step_4"):
         assert "lr: 0.008" in (tmp_path / folder / "config.yaml").read_text()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +45,14 @@ def test_of_two_runs_in_one_folder_one_goes_on_and_the_other_says_who_is_there(t
     first = start(["grpo", *overrides(tiny_config(tiny, **CHANGES))], tmp_path)
     while moment == "in the middle" and not (tmp_path / "results" / "step_2").exists():
         time.sleep(0.01)
+    if moment == "in the middle":
+        os.kill(first.process.pid, signal.SIGSTOP)  # so that it is still there when the second one looks
     (tmp_path / "second").mkdir()
     places = {"logger.log_dir": str(tmp_path / "logs"), "checkpointing.checkpoint_dir": str(tmp_path / "results")}
     second = start(["grpo", *overrides(tiny_config(tiny, **CHANGES, **places))], tmp_path / "second")
-    outcomes = sorted((first.finish(), second.finish()), key=lambda outcome: outcome.code)
+    refused = second.finish() if moment == "in the middle" else None
+    os.kill(first.process.pid, signal.SIGCONT)
+    outcomes = sorted((first.finish(), refused or second.finish()), key=lambda outcome: outcome.code)
     assert [outcome.code for outcome in outcomes] == [0, 1]
     said = outcomes[1].err
     assert (
@@ -134,7 +140,9 @@ def test_a_full_disk_of_logs_loses_nothing(tiny, tmp_path, undisturbed):
 def test_what_is_in_the_way_is_found_before_models_load(tiny, tmp_path, key, name, said):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
-    outcome = grpo(tiny, tmp_path, **CHANGES, policy__model_name=str(tmp_path / "no-model"))
+    shutil.copytree(tiny, tmp_path / "damaged")
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"no weights")
+    outcome = grpo(tiny, tmp_path, **CHANGES, policy__model_name=str(tmp_path / "damaged"))
     assert outcome.code == 1 and f"error: {key}: {name} {said}" in outcome.err, outcome.err
     assert (tmp_path / name).read_text() == "mine"
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from strop import cli
+from strop.cli.output import INTERRUPTED
 from strop.distributed.ray import is_process_alive
 
 
@@ -118,5 +119,5 @@ def test_interrupting_a_check_leaves_no_process(room: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(survey, "_probe_nodes", interrupted)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert cli.main(["cluster", "check", "cluster.address=local", "policy.device=cpu"]) == cli.INTERRUPTED
+    assert cli.main(["cluster", "check", "cluster.address=local", "policy.device=cpu"]) == INTERRUPTED
     assert processes and not any(is_process_alive(process) for process in processes) and list(room.iterdir()) == []

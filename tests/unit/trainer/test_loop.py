@@ -178,7 +178,8 @@ def test_the_run_ends_with_its_tasks_and_does_then_what_is_due_at_the_end(tmp_pa
         checkpoints=checkpoints,
     )
     trained(run)
-    assert run.step == 3 and "1 groups left over are not trained on" in tracker.notes[-2]
+    assert run.step == 3 and "max_num_epochs ended the run after step 3" in tracker.notes[-2]
+    assert "the 1 left over are too few" in tracker.notes[-2]
     assert [state.step for state in checkpoints.saved] == [2, 3]
     assert "validation/accuracy" in tracker.steps[3] and "validation/accuracy" in checkpoints.saved[-1].logged
     assert checkpoints.saved[-1].stream.next_index == 9, "a run with more epochs goes on with the task that was left over"

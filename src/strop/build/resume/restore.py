@@ -65,7 +65,7 @@ def restore_checkpoint(
 
 def _say_continued(plan: ResumePlan, state: RunState, tracker: Tracker) -> None:
     """Say what is continued and with what, and log the step of the checkpoint, which a kill may have kept from being logged."""
-    tracker.note(f"continuing after step {state.step}, from {plan.checkpoint}; its record:")
+    tracker.note(f"continuing after step {state.step}, from {plan.checkpoint}")
     tracker.log(state.step, state.logged)
     if plan.not_compared is not None:
         tracker.note(f"{plan.not_compared} cannot be read by this version: its settings are not compared with those of this run")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from loop.fakes import FakeLearner, Recorder
 from strop.base_config import to_tree
 from strop.build.lifecycle import make_checkpoints
-from strop.build.resume.restore import note_bound, restore_checkpoint, resume_run
+from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.resume.resume_plan import ResumeError, plan_resume, refuse_other_run
 from strop.build.training_run import train_as_configured
 from strop.checkpointing.base import RunState
@@ -30,7 +30,6 @@ from strop.monitoring.config_history import HISTORY_FILE, read_finish, record_fi
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.stream import StreamState
 from strop.stopping import EarlyStop
-from strop.trainer.run import TrainOptions
 
 BASE: dict[str, list[str]] = {
     "grpo": ["env.arithmetic={}"],
@@ -348,21 +347,6 @@ def test_early_stopping_follows_the_configured_rule_and_keeps_what_was_measured(
     assert longer is not None and (longer.patience, longer.without_improvement, longer.reason) == (5, 2, None)
     other = EarlyStop(metric="validation/reward", patience=2)
     assert resumed(other) == other and resumed(None) is None
-
-
-def test_epochs_that_end_a_run_before_its_last_step_are_said_at_the_start_with_both_keys(tmp_path: Path) -> None:
-    def notes(*overrides: str, size: int | None) -> list[str]:
-        recorder = Recorder()
-        options = TrainOptions(max_steps=20, groups_per_step=4, batch_key="grpo.num_prompts_per_step")
-        note_bound(configure(tmp_path, *overrides), options, size, recorder)
-        return recorder.notes
-
-    said = notes("grpo.max_num_steps=20", size=18)
-    assert said == [
-        "grpo.max_num_epochs=1 ends this run before grpo.max_num_steps=20: 18 tasks, 4 in a step (grpo.num_prompts_per_step), are at most "
-        "4 steps"
-    ]
-    assert notes("grpo.max_num_steps=20", size=80) == notes(size=18) == notes("grpo.max_num_steps=20", size=None) == []
 
 
 # --- a run that is finished ----------------------------------------------------------------------------------------------------------
