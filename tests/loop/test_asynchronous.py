@@ -247,7 +247,7 @@ def test_dynamic_sampling_shaping_validation_and_checkpoints_work(tmp_path, kind
 def test_the_tasks_end_once_every_group_was_used(tmp_path):
     for kind in ORDERS:
         run, _, tracker = play(tmp_path / kind, clock=1, kind=kind, tasks=13, changes={"max_steps": 100, **IN_FLIGHT})
-        assert run.step >= 4 and "used up" in tracker.notes[-1]
+        assert run.step >= 4 and "all tasks are used" in tracker.notes[-1]
         groups = [record.group for record in make_records(run)]
         assert len(groups) == 3 * len(set(groups)), "none came twice"
 

@@ -219,16 +219,17 @@ def test_commands_name_configurations_that_load(
         place = rest.index("--config")
         config = rest[place + 1]
         del rest[place : place + 2]
-    load_config(config, without_options(rest), root=ROOTS[kind])
+    load_config(config, only_overrides(rest), root=ROOTS[kind])
 
 
-def without_options(words: list[str]) -> list[str]:
-    """Without --dry-run, -v, and --assume-... with their numbers."""
-    return [
-        word
-        for before, word in zip(["", *words], words, strict=False)
-        if word not in ("--dry-run", "-v") and not word.startswith("--assume-") and not before.startswith("--assume-")
-    ]
+ASSUMED = {"--assume-gpus": "cluster.gpus_per_node", "--assume-nodes": "cluster.num_nodes"}
+
+
+def only_overrides(words: list[str]) -> list[str]:
+    """Without --dry-run and -v; what is assumed as the keys that it stands for, and a variable of the shell as a number."""
+    pairs = zip(["", *words], words, strict=False)
+    found = [f"{ASSUMED[before]}={word}" if before in ASSUMED else word for before, word in pairs]
+    return [re.sub(r"\$\w+", "1e-6", word) for word in found if word not in ("--dry-run", "-v", *ASSUMED)]
 
 
 JOBS = {"export": make_export_parser, "serve": make_serve_parser}

@@ -31,13 +31,13 @@ ALLOWED: dict[str, dict[str, str]] = {
         "generation/vllm/vllm_engine.py": "from the engine's workers, over vLLM's channel",
         "environments/sandbox/scoring_worker.py": "from the process that started it, over a pipe",
     },
-    "pickle.load": {"checkpointing/folders.py": "state.pt of this run's own checkpoint"},
+    "pickle.load": {"checkpointing/state_file.py": "state.pt, with a list of classes"},
     "pickle.Unpickler": {
-        "checkpointing/folders.py": "state.pt of this run's own checkpoint",
+        "checkpointing/state_file.py": "state.pt, with a list of classes",
         "learner/parallel/shard_files.py": "with a list of classes",
     },
     "torch.load": {
-        "checkpointing/folders.py": "state.pt of this run's own checkpoint",
+        "checkpointing/state_file.py": "state.pt, with a list of classes",
         "learner/parallel/single_device.py": "weights_only",
         "learner/parallel/sharded_checkpoint.py": "weights_only",
     },
@@ -82,7 +82,7 @@ def test_no_call_allows_pickled_objects_or_a_shell() -> None:
         options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
         assert options.get("shell", "False") == "False", (file, name)
         assert options.get("allow_pickle", "False") == "False", (file, name)
-        if name == "torch.load" and file != "checkpointing/folders.py":
+        if name == "torch.load" and file != "checkpointing/state_file.py":
             assert options.get("weights_only") == "True", file
         if name.endswith(".from_pretrained") and file.startswith("models/") and "PeftModel" not in name:
             assert "trust_remote_code" in options or "peft" in name.lower(), (file, name)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +56,24 @@ def convert_model(
     Raises ConversionError.
     """
     check_target(target)
-    _check_space(source, target, form, merge=merge)
+    with _conversion_errors(source):
+        _check_space(source, target, form, merge=merge)
     with new_folder(target) as draft:
-        try:
+        with _conversion_errors(source):
             _write_weights(source, draft, form, merge=merge, model_name=model_name)
-        except ConversionError:
-            raise
-        except ValueError as error:
-            raise ConversionError(f"{source.weights}: {error}") from error
         _add_tokenizer(Path(source.weights), draft, model_name)
         finish(draft)
+
+
+@contextmanager
+def _conversion_errors(source: SavedModel) -> Iterator[None]:
+    """Raise a ValueError of the code inside as a ConversionError that names the folder."""
+    try:
+        yield
+    except ConversionError:
+        raise
+    except ValueError as error:
+        raise ConversionError(f"{source.weights}: {error}") from error
 
 
 def convert_shards(source: Path, target: Path, *, model_name: str | None = None) -> None:

@@ -43,7 +43,8 @@ class _Steps(Awaitable[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         _in_user_code.set(True)
-        process, step = os.getpid(), partial(self._work.send, None)
+        work = self._work  # a local, for the watchdog's stacks
+        process, step = os.getpid(), partial(work.send, None)
         while True:
             try:
                 future = step()
@@ -57,9 +58,9 @@ class _Steps(Awaitable[T]):
             try:
                 yield future
             except BaseException as error:  # the task is cancelled, or closed
-                step = partial(self._work.throw, error)
+                step = partial(work.throw, error)
             else:
-                step = partial(self._work.send, None)
+                step = partial(work.send, None)
 
 
 def reap_forks() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop import cli
+from strop.config import dump_config, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 
 ROOT = Path(__file__).parents[3]
@@ -67,7 +68,7 @@ def test_the_summary_has_about_ten_lines_and_the_algorithm_is_what_differs(capsy
 def test_verbose_prints_every_key_and_every_option_of_the_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["grpo", *RUN, "--dry-run", "--verbose"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("algorithm:\n  name: grpo") and said.count("\n") > 250
+    assert said.startswith("run_name: null\nalgorithm:\n  name: grpo") and said.count("\n") > 250
     assert "advantage group_relative(baseline=True" in said
 
 
@@ -186,10 +187,16 @@ def test_a_folder_without_a_model_is_named_by_its_own_key(
 
 
 def test_checkpoints_in_the_folder_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "results" / "grpo" / "step_20").mkdir(parents=True)
+    checkpoint = folder / "results" / "grpo" / "step_20"
+    checkpoint.mkdir(parents=True)
+    config = load_config(None, RUN, root=TRAINING_RUNS["grpo"]).config
+    (checkpoint / "config.yaml").write_text(dump_config(config))
+    (checkpoint / "files.json").write_text("{}")
     assert "the run continues from results/grpo/step_20" in dry_run(capsys, "grpo", *RUN)
-    assert "nothing is left to train" in dry_run(capsys, "grpo", *RUN, "grpo.max_num_steps=20")
-    assert "begins anew" in dry_run(capsys, "grpo", *RUN, "checkpointing.resume=false")
+    assert "with grpo.max_num_steps" in dry_run(capsys, "grpo", *RUN, "grpo.max_num_steps=25")
+    assert "grpo.seed: found 7, and the run in there has 42" in dry_run(capsys, "grpo", *RUN, "grpo.seed=7", code=2)
+    assert "finished at step 20" in dry_run(capsys, "grpo", *RUN, "grpo.max_num_steps=10", code=2)
+    assert "they move to previous_N" in dry_run(capsys, "grpo", *RUN, "checkpointing.resume=never")
 
 
 @pytest.mark.parametrize("section", TRAINING_RUNS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import inspect
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,6 @@ def _await_chain(coroutine: Any) -> Iterator[str]:
             yield repr(coroutine)
             return
         yield f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        coroutine = next(
-            (value for name in ("cr_await", "gi_yieldfrom", "ag_await") if (value := getattr(coroutine, name, None))), None
-        )
+        awaited = (value for name in ("cr_await", "gi_yieldfrom", "ag_await") if (value := getattr(coroutine, name, None)))
+        stepped = frame.f_locals.get("work")  # a generator that steps a coroutine itself (strop.environments.forks)
+        coroutine = stepped if inspect.iscoroutine(stepped) else next(awaited, None)
