@@ -137,6 +137,7 @@ def test_recorded_data_trains_two_ranks_as_one_process(section: str, tiny: Path,
     curves_agree(tmp_path / "one", tmp_path / "two", steps=3)
 
 
+@pytest.mark.exhaustive
 def test_ranks_train_while_engines_sample(tiny: Path, tmp_path: Path) -> None:
     asked = {
         "grpo.async_grpo.enabled": True,

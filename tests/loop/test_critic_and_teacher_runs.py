@@ -109,6 +109,7 @@ def test_a_critic_of_its_own_is_saved_as_a_sequence_classifier_and_goes_on_from_
     assert first["train/values_mean"] == 0.0 != last["train/values_mean"]
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_with_a_critic_ends_as_if_nothing_had_happened(tiny: Path, tmp_path: Path) -> None:
     changes = {**PPO, "ppo.val_at_start": True, "checkpointing.keep_top_k": None}
     train_to_end("ppo", tiny, tmp_path / "whole", **changes)

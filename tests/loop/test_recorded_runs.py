@@ -311,7 +311,7 @@ KILLED: Mapping[str, tuple[str, Mapping[str, Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(KILLED, "sft", "dpo with a reference computed once"))
+@pytest.mark.parametrize("name", sweep(KILLED, "dpo with a reference computed once"))
 def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, tiny: Path, tmp_path: Path) -> None:
     section, changes, kills = KILLED[name]
     changes = {**changes, f"{section}.val_at_start": True, "checkpointing.keep_top_k": None}

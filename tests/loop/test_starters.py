@@ -14,6 +14,7 @@ from strop.cli.init_command import FOLDER
 from strop.data.sources.source import DataSource
 from strop.environments.registry import make_environment
 from strop.types import Rollout, Turn
+from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", sweep(RUNS, "grpo", "multi-turn", "dpo"))
 def test_a_starter_trains_as_it_is_written(kind: str, tiny: Path, tmp_path: Path) -> None:
     command, name, changes = RUNS[kind]
     assert strop("init", kind, "--model", str(tiny), folder=tmp_path).code == 0

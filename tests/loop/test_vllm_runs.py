@@ -139,6 +139,7 @@ def test_an_engine_that_is_killed_half_way_is_started_anew_and_nothing_is_lost(s
     assert_each_rollout_once(tmp_path, 6)
 
 
+@pytest.mark.exhaustive
 def test_a_learner_that_is_killed_in_the_middle_of_a_publish_leaves_no_engine_and_its_run_goes_on(
     served: Path, tmp_path: Path
 ) -> None:

@@ -107,6 +107,7 @@ def test_an_engine_killed_while_it_generates_is_started_anew_and_every_request_i
     publish(room, pair)
 
 
+@pytest.mark.exhaustive
 def test_an_engine_killed_during_a_publish_is_started_anew_and_the_publish_tried_again(
     room: BackgroundLoop, pair: ServedModel
 ) -> None:
