@@ -19,8 +19,8 @@ PACKAGE = ROOT / "strop"
 
 # Who may import whom: a room imports from earlier lines only. (docs/architecture.md draws the same picture.)
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("lazy_torch",),
-    ("types", "metrics", "sampling", "stopping", "problems", "packages", "printable", "user_code"),
+    ("lazy_torch", "printable"),
+    ("types", "metrics", "sampling", "stopping", "problems", "packages", "user_code"),
     ("base_config", "storage"),
     ("algorithms",),
     ("algorithm_factory",),

@@ -10,16 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from strop.printable import shorten
+
 COMMAND_LINE, PYTHON = "command line", "Python"
 LONGEST_MESSAGE, LONGEST_FIX, MOST_LISTED = 2_000, 900, 30  # characters, and problems of an error
-
-
-def shorten(text: str, limit: int = LONGEST_MESSAGE) -> str:
-    """Return a text of at most about ``limit`` characters: of a longer one the beginning and the end."""
-    if len(text) <= limit:
-        return text
-    head = 2 * limit // 3
-    return f"{text[:head]} [... {len(text) - limit} characters ...] {text[head - limit :]}"
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class Problem:
 
     def __str__(self) -> str:
         where = ": ".join(shorten(str(part), 200) for part in (self.origin, self.key) if part)
-        text = f"{where}: {shorten(self.message)}" if where else shorten(self.message)
+        text = f"{where}: {shorten(self.message, LONGEST_MESSAGE)}" if where else shorten(self.message, LONGEST_MESSAGE)
         return f"{text}\n    {shorten(self.fix, LONGEST_FIX)}" if self.fix else text
 
 

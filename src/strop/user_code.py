@@ -19,6 +19,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
+from strop.printable import shorten
+
 T = TypeVar("T")
 
 
@@ -122,15 +124,7 @@ def describe_error(error: BaseException) -> str:
         text = str(error)
     except Exception as failed:  # its own __str__ raises
         text = f"(its text cannot be read: {type(failed).__name__})"
-    return f"{type(error).__name__}: {shorten(text)}"
-
-
-def shorten(text: str, limit: int = MAX_ERROR_TEXT) -> str:
-    """Return the beginning and the end of a text that is longer than ``limit``, and how much is left out between them."""
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
+    return f"{type(error).__name__}: {shorten(text, MAX_ERROR_TEXT)}"
 
 
 def describe_value(value: Any) -> str:
@@ -149,7 +143,9 @@ def import_attribute(path: str) -> Any:
     except BaseException as error:  # user code may raise anything, and end with sys.exit()
         if is_interrupt(error):
             raise
-        raise UserCodeError(f"{path}: importing {module_name!r} failed: {type(error).__name__}: {shorten(str(error))}") from error
+        raise UserCodeError(
+            f"{path}: importing {module_name!r} failed: {type(error).__name__}: {shorten(str(error), MAX_ERROR_TEXT)}"
+        ) from error
     if not hasattr(module, attribute):
         public = [name for name, value in vars(module).items() if isinstance(value, type | FunctionType)]
         raise UserCodeError(f"{module_name!r} has no {attribute!r}{suggest_names(attribute, public)}")

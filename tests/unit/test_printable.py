@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.monitoring.console.console import PlainConsole
-from strop.printable import make_printable
+from strop.printable import make_printable, shorten
 
 
 def test_escape_sequences_are_shown_and_do_nothing() -> None:
     assert make_printable("\x1b]0;title\x07 \x1b[2J\r\u202eabc\ud800") == r"\x1b]0;title\x07 \x1b[2J\r\u202eabc\ud800"
     assert make_printable("one\n\ttwo äé漢 🙂") == "one\n\ttwo äé漢 🙂"
-    assert make_printable("a" * 1000, 5) == "aaaaa... (1,000 characters)"
+    assert shorten("a" * 500 + "b" * 500, 6) == "aaa [... 994 characters ...] bbb" and shorten("abc", 6) == "abc"
 
 
 @given(st.text())

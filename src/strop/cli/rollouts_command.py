@@ -112,12 +112,12 @@ def _format_json(selected: SelectedRollouts) -> Iterator[str]:
 def _format_text(selected: SelectedRollouts, options: argparse.Namespace) -> Iterator[str]:
     from strop.monitoring.rollout_view.rollout_text import format_rollout
     from strop.monitoring.rollout_view.shown_rollout import show_rollout
-    from strop.monitoring.rollout_view.visible_text import make_visible
+    from strop.printable import make_printable
 
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size((PIPE_WIDTH, 24)).columns if terminal or "COLUMNS" in os.environ else PIPE_WIDTH
     colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
-    yield f"{make_visible(selected.summary)}\n"
+    yield f"{make_printable(selected.summary)}\n"
     for record in selected.records:
         shown = show_rollout(record, None if options.full else TEXT_LIMIT)
         yield format_rollout(shown, width=width, colour=colour)

@@ -29,8 +29,9 @@ from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError, Grade, RewardError, RewardResult
 from strop.environments.forks import run_in_one_process
 from strop.environments.registry import make_environment
+from strop.printable import shorten
 from strop.types import Message, Messages, Rollout, Task
-from strop.user_code import MAX_ERROR_TEXT, contain_exits, describe_error, shorten
+from strop.user_code import MAX_ERROR_TEXT, contain_exits, describe_error
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +232,9 @@ class EnvironmentServer:
                 raise
             except Exception as error:  # user code may raise anything
                 where = f"env.{self.description.alias}: {self.environment.title}.tasks"
-                raise EnvironmentConfigError(f"{where} raised {type(error).__name__}: {shorten(str(error))}") from error
+                raise EnvironmentConfigError(
+                    f"{where} raised {type(error).__name__}: {shorten(str(error), MAX_ERROR_TEXT)}"
+                ) from error
         return self._tasks_by_part[part]
 
     def _describe_task(self, part: int, index: int) -> CallResult:
@@ -467,7 +470,7 @@ class _RemoteSession(AbstractAsyncContextManager["None"]):
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         _current_session.reset(self._token)
-        failed = "" if error is None else f"{type(error).__name__}: {shorten(str(error))}"
+        failed = "" if error is None else f"{type(error).__name__}: {shorten(str(error), MAX_ERROR_TEXT)}"
         try:
             result = await self.transport.call("close", (self._name, failed))
         except EnvironmentServerDied as died:

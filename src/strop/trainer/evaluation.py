@@ -19,12 +19,13 @@ from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_record import encodable, storable_metrics
 from strop.monitoring.rollout_store.turn_record import make_turn_records
 from strop.monitoring.trackers.base import Tracker
+from strop.printable import shorten
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling, mix_seed
 from strop.storage.deferred_files import DeferredFiles
 from strop.trainer.step_metrics import environment_metrics
 from strop.types import Group, Rollout
-from strop.user_code import contain_exits, shorten
+from strop.user_code import MAX_ERROR_TEXT, contain_exits
 
 _VALIDATION_SEED = 0x76616C  # separates the seeds of validation from those of training
 
@@ -162,7 +163,9 @@ class Evaluator:
             with contain_exits():
                 name, environment, task = self.source.at(index)
         except Exception as error:
-            message = f"validation task {index} could not be created: {type(error).__name__}: {shorten(str(error))}"
+            message = (
+                f"validation task {index} could not be created: {type(error).__name__}: {shorten(str(error), MAX_ERROR_TEXT)}"
+            )
             raise EnvironmentConfigError(message) from error
         return await run_group(
             index,

@@ -24,7 +24,7 @@ from strop.monitoring.rollout_view.rollout_page import make_page, split_text
 from strop.monitoring.rollout_view.rollout_selection import RolloutSelection, select_rollouts
 from strop.monitoring.rollout_view.rollout_text import format_rollout
 from strop.monitoring.rollout_view.shown_rollout import show_rollout
-from strop.monitoring.rollout_view.visible_text import make_visible
+from strop.printable import make_printable
 from strop.types import Ending, Group, Message, Rollout, Task, Turn, observation_turn
 
 HOSTILE = (
@@ -158,8 +158,8 @@ def test_what_a_model_wrote_cannot_command_the_terminal(tmp_path: Path, capsys: 
 
 def test_letters_of_any_language_are_shown_as_they_are() -> None:
     text = "früh 素数 सत्य حق 👩‍🔬 \n\ttab"
-    assert make_visible(text) == text
-    assert make_visible("a\u2028b\u200e\ufeff\r") == r"a\u2028b\u200e\ufeff\r"
+    assert make_printable(text) == text
+    assert make_printable("a\u2028b\u200e\ufeff\r") == r"a\u2028b\u200e\ufeff\r"
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
@@ -271,7 +271,7 @@ def test_a_page_holds_the_conversations_and_loads_and_runs_nothing_else(tmp_path
     assert policy is not None and policy.startswith("default-src 'none'; ") and "unsafe" not in policy
     for kind, body in (("script", page.texts["script"][-1]), ("style", page.texts["style"][0])):
         assert f"{kind}-src 'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'" in policy
-    assert make_visible(HOSTILE.replace("\ud800", "\N{REPLACEMENT CHARACTER}")) in page.texts["pre"] and not set(
+    assert make_printable(HOSTILE.replace("\ud800", "\N{REPLACEMENT CHARACTER}")) in page.texts["pre"] and not set(
         "\x1b\x07\u202e\x9b\ud800"
     ) & set(text)
     tokens = json.loads(page.texts["script"][0])

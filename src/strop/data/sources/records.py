@@ -8,7 +8,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
-from strop.problems import shorten
+from strop.printable import shorten
+from strop.problems import LONGEST_MESSAGE
 
 Record = Mapping[str, Any]
 ReadText = Callable[[Record, str, str, str], str]
@@ -102,4 +103,4 @@ class DataError(ValueError):
     """Invalid data. The message says what was found, where, and what to set instead."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(shorten(message))
+        super().__init__(shorten(message, LONGEST_MESSAGE))

@@ -18,7 +18,7 @@ from importlib.resources import files
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_view.rollout_selection import SelectedRollouts
 from strop.monitoring.rollout_view.shown_rollout import ShownMessage, show_rollout
-from strop.monitoring.rollout_view.visible_text import make_visible
+from strop.printable import make_printable
 
 Decode = Callable[[list[int]], str]
 _PLACEHOLDER = re.compile(r"\{(policy|title|summary|rollouts|tokens)\}")
@@ -30,8 +30,8 @@ def make_page(selected: SelectedRollouts, *, title: str, limit: int | None, deco
     tokens = {str(index): _list_tokens(record, decode) for index, record in enumerate(selected.records) if record.tokens}
     parts = {
         "policy": _make_policy(template),
-        "title": html.escape(make_visible(f"rollouts of {title}")),
-        "summary": html.escape(make_visible(f"{selected.summary}. {note}".strip())),
+        "title": html.escape(make_printable(f"rollouts of {title}")),
+        "summary": html.escape(make_printable(f"{selected.summary}. {note}".strip())),
         "rollouts": "\n".join(_format_article(index, record, limit) for index, record in enumerate(selected.records)),
         "tokens": json.dumps(tokens, allow_nan=False).replace("<", "\\u003c"),  # nothing can close the element
     }
@@ -57,7 +57,7 @@ def _format_article(index: int, record: RolloutRecord, limit: int | None) -> str
         "index": index, "step": record.step, "environment": record.environment, "ending": record.ending,
         "reward": record.reward if math.isfinite(record.reward) else 0,
     }  # fmt: skip
-    attributes = " ".join(f'data-{name}="{html.escape(make_visible(str(value)))}"' for name, value in data.items())
+    attributes = " ".join(f'data-{name}="{html.escape(make_printable(str(value)))}"' for name, value in data.items())
     facts = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in shown.facts)
     button = (
         f'<button type="button" class="show" hidden>tokens</button><pre class="tokens" data-index="{index}" hidden></pre>\n'
@@ -85,7 +85,7 @@ def _list_tokens(record: RolloutRecord, decode: Decode | None) -> dict[str, obje
     learner = record.learner_logprobs
     return {
         "ids": record.tokens,
-        "texts": None if decode is None else [make_visible(piece) for piece in split_text(record.tokens, decode)],
+        "texts": None if decode is None else [make_printable(piece) for piece in split_text(record.tokens, decode)],
         "sampler": _round(record.sampler_logprobs, record.sampled),
         "learner": None if learner is None else _round(learner, record.sampled),
         "advantage": None if record.advantage is None else round(record.advantage, 4),

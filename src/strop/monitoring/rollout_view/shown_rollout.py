@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
-from strop.monitoring.rollout_view.visible_text import make_visible, shorten_message
+from strop.printable import make_printable, shorten
 
 _ENDINGS = {
     "stop": "stop: the model stopped, and the environment had nothing to add",
@@ -36,13 +36,11 @@ def show_rollout(record: RolloutRecord, limit: int | None) -> ShownRollout:
     """Prepare a rollout for showing. A message longer than ``limit`` characters is shortened in the middle."""
     title = f"step {record.step}, task {record.task_id}, sample {record.sample}, {record.environment}"
     messages = tuple(
-        ShownMessage(
-            make_visible(message.role), make_visible(shorten_message(message.text, limit)), message.sampled, message.note
-        )
+        ShownMessage(make_printable(message.role), make_printable(_shorten(message.text, limit)), message.sampled, message.note)
         for message in _list_messages(record)
     )
-    facts = tuple((make_visible(name), make_visible(shorten_message(value, limit))) for name, value in _list_facts(record))
-    return ShownRollout(make_visible(title).replace("\n", " "), facts, messages)
+    facts = tuple((make_printable(name), make_printable(_shorten(value, limit))) for name, value in _list_facts(record))
+    return ShownRollout(make_printable(title).replace("\n", " "), facts, messages)
 
 
 def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
@@ -88,3 +86,7 @@ def _numbers(values: Mapping[str, float]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.4g}"
+
+
+def _shorten(text: str, limit: int | None) -> str:
+    return text if limit is None else shorten(text, limit, around="\n")
