@@ -167,3 +167,4 @@ def test_a_reward_that_changes_the_working_directory_changes_nothing(tiny, tmp_p
     assert list(metrics_of(tmp_path / "logs")) == [1, 2] and (tmp_path / "results" / "step_2").exists()
     assert len(RolloutStore(tmp_path / "logs").steps()) == 2 and len(list((tmp_path / "logs" / "validation").iterdir())) == 2
     assert '"state": "finished"' in (tmp_path / "logs" / "status.json").read_text()
+    assert '"finished": 2' in (tmp_path / "logs" / "config_history.jsonl").read_text()

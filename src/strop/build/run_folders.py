@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from strop.build.resume.resume_plan import ResumePlan, plan_resume
 from strop.config import TrainingRunConfig
 from strop.learner.client import InlineCaller, LearnerClient
 from strop.learner.torch.learner import TorchLearner
@@ -21,18 +22,27 @@ WRITTEN_IN_LOGS = ("rollouts", "validation", "engines", "workers", "wandb", "ten
 ADAM_STATES = 2  # float32 numbers for each trained parameter
 
 
-def lock_run_folders(config: TrainingRunConfig) -> AbstractContextManager[None]:
-    """Lock the log and checkpoint folders of a run for the time of the context, after trying every folder that the run will write.
+@contextmanager
+def lock_run_folders(config: TrainingRunConfig) -> Iterator[ResumePlan]:
+    """Lock the log and checkpoint folders of a run for the time of the context, after trying every folder that the run will write. Yield
+    what the run will do with what they hold.
 
-    Raises FolderLocked if another run uses one of them, and StorageError if one cannot be written or a checkpoint has no room.
+    Raises FolderLocked if another run uses one of them, ResumeError if they hold a run that this one cannot continue, and StorageError if
+    one cannot be written or a checkpoint has no room.
     """
     logs = Path(config.logger.log_dir).absolute()
     folders = {LOG_DIR: logs}
     if config.checkpointing.saving_enabled:
         folders[CHECKPOINT_DIR] = Path(config.checkpointing.checkpoint_dir).absolute()
-    return lock_folders(
-        folders, log_dir=logs, hint=" (run_name sets both folders of a run)", check=lambda: _check_folders(config, folders)
-    )
+    plans: list[ResumePlan] = []
+
+    def check() -> None:
+        plans.append(plan_resume(config))
+        if plans[0].nothing_to_do is None:
+            _check_folders(config, folders)
+
+    with lock_folders(folders, log_dir=logs, hint=" (run_name sets both folders of a run)", check=check):
+        yield plans[0]
 
 
 def lock_evaluation_folder(folder: Path | None) -> AbstractContextManager[None]:

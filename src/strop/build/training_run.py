@@ -17,7 +17,6 @@ from strop.build.exit_codes import run_command
 from strop.build.lifecycle import make_tracker, seed_everything, watch_run
 from strop.build.recorded_run import build_recorded_run
 from strop.build.resume.restore import finish_run
-from strop.build.resume.resume_plan import plan_resume
 from strop.build.rollout_run import build_rollout_run
 from strop.build.run_folders import check_checkpoint_space, lock_run_folders
 from strop.build.summary import summarize
@@ -55,11 +54,10 @@ async def _train_and_close(config: TrainingRunConfig) -> None:
 async def train_as_configured(config: TrainingRunConfig) -> Closing | str:
     """Train, from the newest checkpoint on, and return what to say at the end. Raises RunStopped if a stop signal ends the run."""
     started = time.monotonic()
-    finished = plan_resume(config).nothing_to_do  # may refuse the run, before anything is written
-    if finished is not None:
-        return finished
     algorithm = make_run_algorithm(config)  # may refuse the run, before a log folder is made and processes are started
-    with lock_run_folders(config):
+    with lock_run_folders(config) as plan:
+        if plan.nothing_to_do is not None:
+            return plan.nothing_to_do
         return await _train_in_folders(config, algorithm, started)
 
 
@@ -109,6 +107,7 @@ def continue_from_newest(config: TrainingRunConfig) -> TrainingRunConfig:
 
 async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker, signals: SignalHandler) -> TrainingRun:
     """Run one attempt: from the newest checkpoint to the end of the run. Return the run. Raises RunStopped if a stop signal ends it."""
+    log_dir = Path(config.logger.log_dir).absolute()  # a reward may change the working directory
     async with open_cluster(config, tracker) as cluster:
         signals.install()
         run, generator = await build_run(config, tracker, cluster, algorithm)
@@ -128,7 +127,7 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
                 await generator.close()
         if run.ending == "stopped":
             raise RunStopped(f"{signals.stop_request.reason}: the run ended after step {run.step}.")
-        finish_run(config, run)
+        finish_run(log_dir, run)
         run.tracker.note(f"done after step {run.step}; metrics in {config.logger.log_dir}")
         return run
 

@@ -237,6 +237,14 @@ def _find_damage(folder: Path) -> str | None:
     return find_damage(folder, {name: checksum for name, checksum in saved.items() if name not in _RECORDS})
 
 
+def was_changed(checkpoint: Path, name: str) -> bool:
+    """Return whether a file of a checkpoint is not what was saved."""
+    with suppress(OSError, ValueError):
+        checksum = _read_checksums(checkpoint).get(name)
+        return checksum is not None and find_damage(checkpoint, {name: checksum}) is not None
+    return False
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; empty if the file is missing or damaged."""
     try:

@@ -19,6 +19,7 @@ from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE
 from strop.rollouts.stream import StreamState
 from strop.stopping import EarlyStop
+from strop.storage.storage_error import find_refusal
 from strop.trainer.run import TrainingRun
 
 LIMITS_OF_ROLLOUTS = ("policy.generation.", "policy.max_total_sequence_length", "data.max_input_seq_length")
@@ -68,7 +69,7 @@ def _say_continued(plan: ResumePlan, state: RunState, tracker: Tracker) -> None:
     tracker.note(f"continuing after step {state.step}, from {plan.checkpoint}")
     tracker.log(state.step, state.logged)
     if plan.not_compared is not None:
-        tracker.note(f"{plan.not_compared} cannot be read by this version: its settings are not compared with those of this run")
+        tracker.note(f"{plan.not_compared} cannot be read, or was changed: its settings are not compared with those of this run")
     if plan.changes:
         tracker.note(f"resumed with: {', '.join(map(str, plan.changes))} (applied from step {state.step + 1} on)")
 
@@ -133,11 +134,16 @@ def set_damaged_aside(checkpoints: FolderCheckpointer, tracker: Tracker) -> None
         tracker.note(f"warning: {reason}. Set this checkpoint aside as {target}; nothing of it was deleted")
 
 
-def finish_run(config: TrainingRunConfig, run: TrainingRun) -> None:
+def finish_run(log_dir: Path, run: TrainingRun) -> None:
     """Record that a run is finished, so that the same command does not start it again."""
     stopped = run.early_stop is not None and run.early_stop.reason is not None
     end: End = "early_stop" if stopped else "steps" if run.step >= run.options.max_steps else "tasks"
-    record_finish(Path(config.logger.log_dir), step=run.step, end=end)
+    try:
+        record_finish(log_dir, step=run.step, end=end)
+    except OSError as error:
+        if (reason := find_refusal(error, log_dir)) is None:
+            raise
+        run.tracker.note(f"warning: {log_dir / HISTORY_FILE} cannot record that this run is finished: {reason}")
 
 
 def _archive_previous_run(folder: Path, tracker: Tracker) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
+from strop.checkpointing.folders import CheckpointError, FolderCheckpointer, was_changed
 from strop.checkpointing.step_folders import list_steps
 from strop.config import TRAINING_RUNS, ConfigError, TrainingRunConfig, load_config
 from strop.config.identity import Change, find_changes
@@ -34,7 +34,7 @@ class ResumePlan:
     checkpoint: Path | None = None  # to continue from; None: a new run
     changes: Sequence[Change] = ()  # settings that are applied from the next step on
     nothing_to_do: str | None = None  # what to say of a run that is finished
-    not_compared: Path | None = None  # a configuration that cannot be read
+    not_compared: Path | None = None  # a configuration that cannot be read, or was changed since it was saved
 
 
 def plan_resume(config: TrainingRunConfig) -> ResumePlan:
@@ -52,7 +52,7 @@ def plan_resume(config: TrainingRunConfig) -> ResumePlan:
             )
         return ResumePlan()
     checkpoint = folder / f"step_{steps[-1]}"
-    saved = read_saved_config(checkpoint / CONFIG_FILE, config)
+    saved = None if was_changed(checkpoint, CONFIG_FILE) else read_saved_config(checkpoint / CONFIG_FILE, config)
     if saved is None:
         return ResumePlan(checkpoint=checkpoint, not_compared=checkpoint / CONFIG_FILE)
     changes = find_changes(saved, config)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from loop.fakes import FakeLearner, Recorder
 from strop.base_config import to_tree
 from strop.build.lifecycle import make_checkpoints
-from strop.build.resume.restore import restore_checkpoint, resume_run
+from strop.build.resume.restore import finish_run, restore_checkpoint, resume_run
 from strop.build.resume.resume_plan import ResumeError, plan_resume, refuse_other_run
 from strop.build.training_run import train_as_configured
 from strop.checkpointing.base import RunState
@@ -226,7 +228,7 @@ def test_a_checkpoint_of_a_version_that_cannot_be_read_is_continued_and_that_is_
     path = save(configure(tmp_path))
     (path / "config.yaml").write_text("grpo: {no_such_key: 1}\n")
     state, recorder = restore(configure(tmp_path))
-    assert state is not None and any("config.yaml cannot be read by this version" in note for note in recorder.notes)
+    assert state is not None and any("config.yaml cannot be read, or was changed" in note for note in recorder.notes)
 
 
 # --- resume: auto, must, never, previous ------------------------------------------------------------------------------------------
@@ -291,7 +293,7 @@ def test_a_continued_run_says_so_first_and_then_shows_the_step_it_continues_from
     changed = configure(tmp_path, "policy.optimizer.kwargs.lr=2e-5", "logger.num_val_samples_to_print=1")
     restore_checkpoint(changed, checkpoints, {"policy": FakeLearner()}, Ordered(), RolloutStore(tmp_path / "logs"))
     resumed = "resumed with: policy.optimizer.kwargs.lr 1e-05 -> 2e-05 (applied from step 5 on)"
-    assert events == [f"continuing after step 4, from {path}; its record:", "step 4", resumed]
+    assert events == [f"continuing after step 4, from {path}", "step 4", resumed]
 
 
 def test_the_history_says_from_which_step_which_settings_held(tmp_path: Path) -> None:
@@ -364,11 +366,10 @@ def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_a_finished_run_says_so_and_rewrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_says_so_and_rewrites_nothing(tmp_path: Path) -> None:
     again = finished_run(tmp_path)
     before = contents(tmp_path)
-    asyncio.run(train_as_configured(again("logger.console=plain")))  # there is no model m: it is not looked for
-    said = capsys.readouterr().out
+    said = str(asyncio.run(train_as_configured(again())))  # there is no model m: it is not looked for
     assert "finished at step 30 of 30 on 20" in said and "; nothing to do. To train on: grpo.max_num_steps=60." in said
     assert "run_name=NAME" in said and contents(tmp_path) == before
 
@@ -421,3 +422,14 @@ def test_a_run_that_goes_on_is_not_recorded_as_finished(tmp_path: Path) -> None:
     again = finished_run(tmp_path)
     restore(again("grpo.max_num_steps=40"))
     assert read_finish(tmp_path / "logs") is None
+
+
+def test_a_full_disk_of_logs_does_not_fail_a_run_that_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("strop.build.resume.restore.record_finish", refuse)
+    recorder = Recorder()
+    run: Any = SimpleNamespace(early_stop=None, step=3, options=SimpleNamespace(max_steps=3), tracker=recorder)
+    finish_run(tmp_path, run)
+    assert "cannot record that this run is finished: the disk is full" in recorder.notes[0]
