@@ -103,7 +103,7 @@ def load_saved_model(folder: str) -> Any:
         return load_model(folder)
     kind = _find_model_class(load_model_config(folder))
     with quiet_transformers():
-        return kind.from_pretrained(folder, dtype="auto")
+        return from_pretrained(kind, folder, dtype="auto")
 
 
 def load_merged_model(adapters: Path) -> Any:
