@@ -1,6 +1,6 @@
-"""The first hour of a new user: every finding and defect that was met, beside the tests that hold what became of it.
+"""The first hour of a new user: every finding and defect that was met, and what was to be built, beside the tests that hold it.
 
-A finding without a test says why. The tests are looked up in the tree: none can be renamed or removed without an entry here.
+What is not held says why. The tests are looked up in the tree: none of them can be renamed or removed without a change here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests"
 
 
 @dataclass(frozen=True)
@@ -434,6 +435,191 @@ DEFECTS: dict[str, Entry] = {
 }
 
 
+@dataclass(frozen=True)
+class Promise:
+    """What was to be built, the module or page that has it, and tests that hold it."""
+
+    what: str
+    places: tuple[str, ...]  # under src/strop or docs
+    tests: tuple[str, ...]
+    half: str = ""  # what of it is missing
+
+
+PROMISES = (
+    Promise(
+        "a run locks its folders; stale locks across hosts; file systems without locks; a second run is told who holds them",
+        ("storage/folder_lock.py", "build/run_folders.py", "reliability.md"),
+        (
+            "unit/storage/test_folder_lock::test_a_folder_that_another_process_holds_is_refused_with_who_holds_it",
+            "unit/storage/test_folder_lock::test_a_dead_holder_on_another_machine_is_waited_for_and_then_replaced",
+            "unit/storage/test_folder_lock::test_a_file_system_without_locks_is_said_and_its_files_are_the_lock",
+            "unit/monitoring/test_doctor::test_a_run_that_holds_the_folder_is_told_before_the_status_of_an_earlier_one",
+        ),
+        "machines that share a folder are simulated",
+    ),
+    Promise(
+        "what identifies a run is compared with the folder; resume: auto, must, never, previous",
+        ("config/identity.py", "build/resume/resume_plan.py", "checkpoints.md"),
+        (
+            "unit/build/resume/test_resume_plan::test_every_identity_key_is_refused_by_name_with_both_values_and_the_ways_out",
+            "unit/build/resume/test_resume_plan::test_must_without_a_checkpoint_names_the_folder",
+        ),
+    ),
+    Promise(
+        "any other difference is applied for real, said so and true in the metrics",
+        ("learner/torch/hyperparameters.py", "monitoring/config_history.py", "checkpoints.md"),
+        (
+            "loop/test_kill_and_resume::test_a_changed_rate_and_schedule_hold_from_the_next_step_on_in_metrics_and_records",
+            "unit/build/resume/test_resume_plan::test_the_history_says_from_which_step_which_settings_held",
+        ),
+    ),
+    Promise(
+        "records of a finished run are never rewritten",
+        ("build/resume/restore.py", "checkpoints.md"),
+        ("unit/build/resume/test_resume_plan::test_a_finished_run_says_so_and_rewrites_nothing",),
+    ),
+    Promise(
+        "run_name, and folders that contain overrides",
+        ("config/load/run_name.py", "checkpoints.md"),
+        ("unit/config/test_run_name::test_a_sweep_is_one_loop_and_each_of_its_runs_has_folders_of_its_own",),
+    ),
+    Promise(
+        "space and write access are probed for every folder, with what a checkpoint needs",
+        ("storage/folder_probe.py", "build/run_folders.py", "reliability.md"),
+        ("unit/build/test_run_folders::test_with_the_models_the_size_of_a_checkpoint_is_known",),
+        "over Ray the estimate knows the weights and not the optimizer",
+    ),
+    Promise(
+        "a full disk in mid-save removes the draft, says folder, needed and free, and keeps the run alive",
+        ("storage/storage_error.py", "storage/deferred_files.py", "reliability.md"),
+        (
+            "loop/test_safe_folders::test_a_full_disk_costs_a_checkpoint_and_not_the_run",
+            "unit/monitoring/test_rollout_store::test_rollouts_that_a_full_disk_refuses_are_written_when_there_is_room",
+            "unit/trainer/test_endings::test_ranks_in_other_processes_do_not_go_on_after_a_refused_save",
+        ),
+        "over Ray the run ends, and the same command continues it",
+    ),
+    Promise(
+        "checkpoints carry checksums; the one before a damaged one is offered",
+        ("storage/checksums.py", "checkpointing/folders.py", "checkpoints.md"),
+        ("unit/checkpointing/test_folders::test_a_flipped_bit_is_found_and_the_older_checkpoint_that_is_whole_is_offered",),
+    ),
+    Promise(
+        "nothing is silent: each note once, on the console and in the metrics",
+        ("trainer/health/health_rules.py", "trainer/health/start_checks.py", "troubleshooting.md"),
+        (
+            "unit/trainer/health/test_health_rules::test_what_is_wrong_for_some_steps_is_said_once_and_logged_while_it_is_wrong",
+            "unit/trainer/health/test_health_rules::test_every_rule_has_a_section_in_the_troubleshooting_page_and_a_test",
+            "unit/build/test_training_run::test_a_run_whose_tracker_sends_nothing_says_how_to_send_it_later",
+        ),
+        "Weights & Biases tries again by itself when the network is gone, and Strop does not see it",
+    ),
+    Promise(
+        "a console for people: columns, formats, the first minute, one style, last lines, terminals",
+        ("monitoring/console/columns.py", "monitoring/console/closing.py", "monitoring/console/message_style.py"),
+        (
+            "unit/monitoring/test_consoles::test_each_kind_of_run_has_columns_of_its_own",
+            "unit/monitoring/test_consoles::test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines",
+            "unit/monitoring/test_closing::test_the_last_lines_say_what_the_run_did_and_what_was_wrong",
+        ),
+    ),
+    Promise(
+        "--dry-run in ten lines, under 3 seconds, with assumed GPUs, of data, environments and optimizers",
+        ("build/dry_run/examine.py", "build/dry_run/assumed_cluster.py", "troubleshooting.md"),
+        (
+            "unit/cli/test_dry_run::test_a_dry_run_takes_less_than_three_seconds_and_no_torch",
+            "unit/cli/test_dry_run::test_what_a_configuration_names_is_looked_at",
+            "unit/cli/test_eval_command::test_a_dry_run_looks_at_the_tasks_of_a_run",
+        ),
+        "that of `strop eval RUN` imports torch",
+    ),
+    Promise(
+        "strop eval RUN_OR_CHECKPOINT",
+        ("cli/eval_command.py", "build/jobs/evaluation_job.py", "evaluation.md"),
+        ("unit/cli/test_eval_command::test_a_run_is_evaluated_on_what_it_validates_on_without_any_key",),
+    ),
+    Promise(
+        "strop export CHECKPOINT OUT",
+        ("cli/export_command.py", "build/jobs/model_card.py", "checkpoints.md"),
+        (
+            "unit/cli/test_export_command::test_every_layout_loads_in_transformers_with_its_tokenizer",
+            "unit/cli/test_export_command::test_the_data_type_and_the_size_of_the_files_are_chosen",
+            "unit/cli/test_export_command::test_the_card_tells_the_facts_of_the_run",
+            "unit/cli/test_export_command::test_the_folder_is_uploaded_to_the_hub",
+        ),
+    ),
+    Promise(
+        "strop serve CHECKPOINT",
+        ("cli/serve_command.py", "build/jobs/chat_server.py", "guides/evaluate_export_serve.md"),
+        (
+            "unit/cli/test_serve_command::test_a_served_run_answers_a_client_and_ends_cleanly_at_ctrl_c",
+            "unit/cli/test_serve_command::test_vllm_serves_the_folder_of_a_checkpoint_itself",
+        ),
+        "vLLM's own server is not started: its command is checked",
+    ),
+    Promise(
+        "strop rollouts RUN",
+        ("cli/rollouts_command.py", "monitoring/rollout_view/rollout_page.py", "tracking.md"),
+        (
+            "unit/cli/test_rollouts_command::test_the_newest_step_is_shown_turn_by_turn",
+            "unit/cli/test_rollouts_command::test_a_page_holds_the_conversations_and_loads_and_runs_nothing_else",
+        ),
+    ),
+    Promise(
+        "strop plot A B, with seeds as bands",
+        ("cli/plot_command.py", "monitoring/run_lines.py", "tracking.md"),
+        ("unit/monitoring/test_run_lines::test_runs_that_differ_in_seed_and_folders_are_one_line_with_mean_and_range",),
+    ),
+    Promise(
+        "strop init, with starters that are tested",
+        ("cli/init_command.py", "cli/starters/grpo.yaml", "guides/own_data.md"),
+        (
+            "loop/test_starters::test_a_starter_trains_as_it_is_written",
+            "loop/test_starters::test_the_evaluation_starter_scores_every_task_and_keeps_the_samples",
+        ),
+    ),
+    Promise(
+        "functions as rewards, rewards of a group, metrics of an environment, rollouts stored by turn",
+        ("environments/function_environment.py", "monitoring/rollout_store/turn_record.py", "environments.md"),
+        (
+            "unit/environments/test_function_environment::test_a_function_of_rollouts_sees_all_completions_of_the_prompt",
+            "unit/environments/test_environment_metrics::test_a_function_that_is_a_reward_sets_metrics",
+            "unit/monitoring/test_rollout_turns::test_turns_and_metrics_come_back_as_they_were",
+        ),
+    ),
+    Promise(
+        "guides, each run by a test; names of other trainers side by side, and as aliases",
+        ("monitoring/trackers/aliases.py", "guides/coming_from.md", "guides/flat_reward.md", "tracking.md"),
+        (
+            "loop/test_guides::test_a_guide_runs_as_it_is_written",
+            "loop/test_guides::test_every_key_beside_another_trainers_is_one_of_strop",
+            "unit/monitoring/test_aliases::test_the_page_lists_the_same_names",
+        ),
+        "NeMo-RL's keys are Strop's; its small table of what differs is not looked up",
+    ),
+    Promise(
+        "nothing that is loaded runs code, and nothing that listens answers strangers",
+        ("checkpointing/state_file.py", "weight_sync/transports/secret_store.py", "models/loading.py", "security.md"),
+        (
+            "unit/test_security::test_calls_that_run_data_or_listen_are_where_they_are_known",
+            "unit/test_security::test_the_page_names_every_place_that_listens",
+            "unit/models/test_remote_code::test_code_of_a_model_is_refused_with_the_key_to_set",
+            "unit/weight_sync/test_shared_folder::test_others_cannot_read_or_change_the_weights",
+        ),
+        "torch's TCPStore and gloo, between the ranks of a learner, have no secret",
+    ),
+    Promise(
+        "kills, two runs, full disks, mutated files: campaigns, with a sample in `make test`",
+        ("reliability.md", "log.md"),
+        (
+            "loop/test_kill_and_resume::test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened",
+            "loop/test_kill_and_resume::test_an_asynchronous_run_loses_no_group_and_trains_on_none_twice",
+            "unit/test_mutations::test_ten_thousand_mutated_configurations_end_in_one_message",
+        ),
+    ),
+)
+
+
 @cache
 def names_in(module: str) -> frozenset[str]:
     """The names of the tests of a module."""
@@ -450,6 +636,18 @@ def test_every_finding_and_defect_has_an_entry() -> None:
 def test_what_was_met_is_held_by_tests_that_are_there(name: int | str) -> None:
     entry = FINDINGS[name] if name in FINDINGS else DEFECTS[str(name)]
     assert entry.what and (entry.tests or entry.why_not)
-    for test in entry.tests:
+    check_tests(entry.tests)
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.what[:40])
+def test_what_was_to_be_built_is_there_and_held_by_tests(promise: Promise) -> None:
+    for place in promise.places:
+        assert (ROOT / ("docs" if place.endswith(".md") else "src/strop") / place).is_file(), place
+    assert promise.tests
+    check_tests(promise.tests)
+
+
+def check_tests(tests: tuple[str, ...]) -> None:
+    for test in tests:
         module, _, function = test.partition("::")
         assert function in names_in(module), f"{module}.py has no {function}"
