@@ -109,6 +109,7 @@ def continue_from_newest(config: TrainingRunConfig) -> TrainingRunConfig:
 
 async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker, signals: SignalHandler) -> TrainingRun:
     """Run one attempt: from the newest checkpoint to the end of the run. Return the run. Raises RunStopped if a stop signal ends it."""
+    log_dir = Path(config.logger.log_dir).absolute()  # a reward may change the working directory
     async with open_cluster(config, tracker) as cluster:
         signals.install()
         run, generator = await build_run(config, tracker, cluster, algorithm)
@@ -128,7 +129,7 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
                 await generator.close()
         if run.ending == "stopped":
             raise RunStopped(f"{signals.stop_request.reason}: the run ended after step {run.step}.")
-        finish_run(config, run)
+        finish_run(log_dir, run)
         run.tracker.note(f"done after step {run.step}; metrics in {config.logger.log_dir}")
         return run
 

@@ -138,18 +138,16 @@ def set_damaged_aside(checkpoints: FolderCheckpointer, tracker: Tracker) -> None
         tracker.note(f"warning: {reason}. Set this checkpoint aside as {target}; nothing of it was deleted")
 
 
-def finish_run(config: TrainingRunConfig, run: TrainingRun) -> None:
-    """Record that a run is finished, so that the same command does not start it again. Without room for that, say so."""
-    folder = Path(config.logger.log_dir)
+def finish_run(log_dir: Path, run: TrainingRun) -> None:
+    """Record that a run is finished, so that the same command does not start it again."""
     stopped = run.early_stop is not None and run.early_stop.reason is not None
     end: End = "early_stop" if stopped else "steps" if run.step >= run.options.max_steps else "tasks"
     try:
-        record_finish(folder, step=run.step, end=end)
+        record_finish(log_dir, step=run.step, end=end)
     except OSError as error:
-        run.tracker.note(
-            f"warning: {folder / HISTORY_FILE} does not say that this run is finished: {find_refusal(error, folder) or error}. Start the "
-            "same command again when there is room"
-        )
+        if (reason := find_refusal(error, log_dir)) is None:
+            raise
+        run.tracker.note(f"warning: {log_dir / HISTORY_FILE} cannot record that this run is finished: {reason}")
 
 
 def _archive_previous_run(folder: Path, tracker: Tracker) -> None:
