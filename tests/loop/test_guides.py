@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 
 from loop.runs import Running, heed_interrupts, start, strop
-from strop.cli.commands import COMMANDS
-from strop.cli.output import make_run_parser
 from strop.config import TRAINING_RUNS, EvalRunConfig
 from strop.config.load.keys import find_field, iter_keys
 from support.sweep import sweep
@@ -42,8 +40,6 @@ APPENDED = {  # to the commands of a guide, so that they take a second
     "grpo": [*TINY, *(f"{key}={value}" for key, value in SHORT.items())],
     "eval": ["generation.max_new_tokens=4", "generation.vllm_cfg.max_model_len=480"],
 }
-HAS_JOBS = "export" in COMMANDS
-HAS_ASSUMED_GPUS = "--assume-gpus" in make_run_parser("grpo", "", None).format_help()
 
 
 @pytest.fixture
@@ -85,7 +81,7 @@ def run_python(text: str, home: Path, number: int) -> None:
 
 def run_line(line: str, home: Path, servers: list[Running]) -> None:
     words = shlex.split(line, comments=True)
-    if not words or not is_there(words):
+    if not words:
         return
     if words[0] == "curl":
         answer = subprocess.run(line, shell=True, cwd=home, capture_output=True, text=True, timeout=60)
@@ -93,7 +89,7 @@ def run_line(line: str, home: Path, servers: list[Running]) -> None:
         return
     assert words[0] == "strop", f"the guide has a command that no test runs: {line}"
     appended = APPENDED.get(words[1], [])
-    if words[1] == "eval" and HAS_JOBS and "--config" not in words:
+    if words[1] == "eval" and "--config" not in words:
         appended = ["generation.max_new_tokens=4"]
     if words[-1] == "&":
         servers.append(start(words[1:-1], home, before=heed_interrupts))
@@ -101,15 +97,6 @@ def run_line(line: str, home: Path, servers: list[Running]) -> None:
         return
     outcome = strop(*words[1:], *appended, folder=home)
     assert outcome.code == 0, f"{line}\n{outcome.out}\n{outcome.err}"
-
-
-def is_there(words: list[str]) -> bool:
-    """Whether this tree has the command and the option: those of other parts come with them."""
-    if words[0] == "curl":
-        return "serve" in COMMANDS
-    if words[:2] == ["strop", "eval"] and "--config" not in words:
-        return HAS_JOBS
-    return words[0] != "strop" or (words[1] in COMMANDS and ("--assume-gpus" not in words or HAS_ASSUMED_GPUS))
 
 
 def wait_for_port(port: int, server: Running) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import strop
 from loop.tiny import build_tiny
+from strop.storage.folder_lock import FolderLocked
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +78,24 @@ def test_a_trained_run_is_evaluated(home: Path) -> None:
     )
     assert set(scores.metrics) >= {"accuracy", "avg@2", "pass@2"} and len(scores.samples) == 4
     assert scores.accuracy == scores.samples["accuracy"].mean()
+
+
+def test_a_second_run_in_the_folder_of_one_that_is_training_is_refused(home: Path) -> None:
+    rows = [{"problem": "1+1", "answer": "2"}, {"problem": "1+2", "answer": "3"}]
+    small = {"grpo.num_prompts_per_step": 2, "grpo.num_generations_per_prompt": 2, "policy.max_total_sequence_length": 48}
+    model = home / "Qwen" / "Qwen2.5-0.5B-Instruct"
+    refused: list[FolderLocked] = []
+
+    def reward(task: strop.Task, rollout: strop.Rollout) -> float:
+        if not refused:  # while the first run waits for its rewards
+            with pytest.raises(FolderLocked, match=r"^logger\.log_dir: run is in use by another run of this process") as caught:
+                strop.train("grpo", model=model, data=rows, reward=correct, folder="run", **small)  # type: ignore[arg-type]
+            refused.append(caught.value)
+        return correct(task, rollout)
+
+    run = strop.train("grpo", model=model, data=rows, reward=reward, folder="run", **small)  # type: ignore[arg-type]
+    assert refused and run.step == 1 and len(run.rollouts) == 4
+    assert sorted(path.name for path in (home / "run").glob("previous_*")) == []
 
 
 def test_the_environment_and_the_algorithm_of_the_readme_train_by_its_command(home: Path) -> None:

@@ -128,6 +128,17 @@ def test_a_full_disk_of_logs_loses_nothing(tiny, tmp_path, undisturbed):
     assert_same_records(tmp_path, undisturbed)
 
 
+def test_a_disk_of_logs_that_stays_full_costs_records_and_not_the_model(tiny, tmp_path, undisturbed):
+    """The run says what its records lack, and the same command, with room, records that it is finished."""
+    outcome = grpo(tiny, tmp_path, before=FullAfter("logs", 8, 1_000_000), **CHANGES)
+    assert outcome.code == 0 and "Traceback" not in outcome.err and "Errno" not in outcome.err, outcome.err
+    assert "lacks the steps" in outcome.err and "cannot record that this run is finished: the disk is full" in outcome.out
+    newest = "results/step_6/policy/weights/model.safetensors"
+    assert (tmp_path / newest).read_bytes() == (undisturbed / newest).read_bytes()
+    assert grpo(tiny, tmp_path, **CHANGES).code == 0
+    assert "finished at step 6 of 6" in grpo(tiny, tmp_path, **CHANGES).out
+
+
 @pytest.mark.parametrize(
     ("key", "name", "said"),
     [

@@ -20,7 +20,9 @@ from strop.cli.output import (
 )
 
 if TYPE_CHECKING:
+    from strop.build.dry_run.examined_data import DataExamination
     from strop.checkpointing.saved_model import SavedModel
+    from strop.config import TrainingRunConfig
 
 DESCRIPTION = (
     "Evaluate a run, a checkpoint or a model. RUN_OR_CHECKPOINT is a log folder, a folder of checkpoints, a step_N folder, a Hugging Face "
@@ -99,14 +101,27 @@ def _evaluate_run(model: SavedModel, options: argparse.Namespace) -> int:
     evaluation = CheckpointEvaluation(model, run)
     if options.dry_run:
         try:
+            summary = summarize_evaluation(evaluation)
+            examination = _examine_tasks(run.config)
             if options.verbose:
                 print(dump_config(run.config))
-            print(summarize_evaluation(evaluation))
+            print("\n".join([summary, *examination.notes]))
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return USAGE_ERROR
         return 0
     return run_evaluation(evaluation, as_json=options.json)
+
+
+def _examine_tasks(config: TrainingRunConfig) -> DataExamination:
+    """Look at what a checkpoint would be evaluated on. Raises ConfigError."""
+    from strop.build.dry_run.examined_data import examine_data
+    from strop.config import ConfigError
+
+    found = examine_data(config, [("data.validation", entry) for entry in config.data.validation_entries])
+    if found.problems:
+        raise ConfigError(found.problems)
+    return found
 
 
 def _evaluate_model(model: SavedModel | None, options: argparse.Namespace) -> int:

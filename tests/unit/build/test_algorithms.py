@@ -512,6 +512,16 @@ def test_an_algorithm_from_outside_is_warned_about_flat_keys_it_has_no_fields_fo
         make_algorithm(name, {}, settings[1:])
 
 
+def test_an_algorithm_from_outside_is_not_warned_about_a_key_that_is_off() -> None:
+    """As the penalty of the README's own REINFORCE, which no one asked for."""
+    off = AlgorithmSetting("loss_fn.reference_policy_kl_penalty", "kl.weight", 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_algorithm("strop.algorithms.supervised.sft:SFT", {}, [off])
+    with pytest.warns(UserWarning, match="loss_fn.reference_policy_kl_penalty; this key has no effect"):
+        make_algorithm("strop.algorithms.supervised.sft:SFT", {}, [replace(off, value=0.1)])
+
+
 # --- what does not fit a run ---------------------------------------------------------------------------------------------------------
 
 

@@ -111,6 +111,18 @@ def test_keys_of_training_and_of_an_evaluation_mean_the_same(logs: Path, capsys:
     assert "temperature 0.5" in captured.out
 
 
+def test_a_dry_run_looks_at_the_tasks_of_a_run(logs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    entry = {"env_name": "math", "dataset_name": "rows.jsonl", "output_key": "answer"}
+    rows = ["env.math={}", *(f"data.validation.{name}={value}" for name, value in entry.items())]
+    assert cli.main(["eval", str(logs), "--dry-run", *rows, "data.validation.input_key=questoin"]) == 2
+    said = capsys.readouterr()
+    assert "data.validation: " in said.err and "questoin" in said.err and not said.out
+    assert cli.main(["eval", str(logs), "--dry-run", *rows, "data.validation.input_key=question"]) == 0
+    assert "rows.jsonl" in capsys.readouterr().out
+    assert not (logs / "evaluations").exists()
+
+
 def test_training_keys_are_read_as_those_of_an_evaluation_for_a_model_without_a_run(
     tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -237,6 +237,32 @@ def test_a_redirected_output_gets_plain_lines_and_none_gets_nothing(monkeypatch:
     assert isinstance(open_console("live"), LiveConsole)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("xterm-256color", LiveConsole), ("dumb", PlainConsole), (None, PlainConsole)])
+def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(
+    name: str | None, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdout", Terminal(io.BytesIO(), encoding="utf-8"))
+    monkeypatch.setenv("TERM", name) if name else monkeypatch.delenv("TERM", raising=False)
+    console = open_console()
+    assert type(console) is kind
+    console.close()
+
+
+def test_no_color_in_the_environment_leaves_no_colour_in_the_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+    coloured = re.compile(r"\x1b\[[0-9;]*3[0-9]")
+    for value, found in ((None, True), ("1", False)):
+        monkeypatch.setenv("NO_COLOR", value) if value else monkeypatch.delenv("NO_COLOR", raising=False)
+        screen = terminal()
+        console = LiveConsole(5, console=screen)
+        console.log(1, METRICS)
+        console.close()
+        assert bool(coloured.search(drawn(screen))) == found
+
+
 def test_an_unknown_console_is_an_error_that_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="auto, live, plain, none"):
         open_console("fancy")  # type: ignore[arg-type]

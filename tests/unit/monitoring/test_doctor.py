@@ -230,3 +230,17 @@ def test_a_run_without_a_watchdog_is_known_by_who_holds_its_folder(tmp_path: Pat
     assert found.verdict == "running" and f"process {os.getpid()} on " in found.why
     lock.release()
     assert diagnose(tmp_path).verdict == "unknown"
+
+
+def test_a_run_that_holds_the_folder_is_told_before_the_status_of_an_earlier_one(tmp_path: Path) -> None:
+    lock = FolderLock.acquire(a_run(tmp_path, pid=os.getppid(), state="finished"))
+    found = diagnose(tmp_path)
+    assert found.verdict == "running" and found.step == 3 and f"process {os.getpid()} on " in found.why
+    lock.release()
+    assert diagnose(tmp_path).verdict == "finished"
+
+
+def test_the_own_lock_of_a_run_that_is_stuck_hides_nothing(tmp_path: Path) -> None:
+    lock = FolderLock.acquire(a_run(tmp_path, troubles=("step 4 waits longer than ...",)))
+    assert diagnose(tmp_path).verdict == "hung"
+    lock.release()

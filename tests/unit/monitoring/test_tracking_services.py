@@ -32,6 +32,17 @@ def test_tensorboard_gets_every_metric_under_its_tag(tmp_path: Path) -> None:
     assert scalars(tmp_path, "train/reward") == [(1, 0.5), (2, 0.75)]
 
 
+def test_tensorboard_gets_the_names_of_other_libraries_too_if_they_are_asked_for(tmp_path: Path) -> None:
+    for aliases in (False, True):
+        tracker = TensorBoardTracker(tmp_path / str(aliases), aliases=aliases)
+        tracker.log(1, {"train/groups_without_signal": 0.25})
+        tracker.close()
+    assert scalars(tmp_path / "True", "train/frac_reward_zero_std") == [(1, 0.25)]
+    assert scalars(tmp_path / "True", "train/groups_without_signal") == [(1, 0.25)]
+    with pytest.raises(KeyError):
+        scalars(tmp_path / "False", "train/frac_reward_zero_std")
+
+
 def test_tensorboard_forgets_the_steps_that_run_again_also_after_a_cut_file(tmp_path: Path) -> None:
     first = TensorBoardTracker(tmp_path)
     for step in range(1, 6):

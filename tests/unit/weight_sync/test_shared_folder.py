@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -53,6 +55,17 @@ def test_several_receivers_get_every_publish_bit_for_bit(dtype: torch.dtype | No
         assert [path.name for path in sender.channel.iterdir()] == ["owner.json"]
     sender.close()
     assert list((tmp_path / "sync").iterdir()) == []
+
+
+def test_others_cannot_read_or_change_the_weights(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    before = os.umask(0)
+    try:
+        sender = FolderSender(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(sender.channel.stat().st_mode) == 0o700
+    sender.close()
 
 
 def test_a_sender_that_was_killed_is_noticed_and_the_next_one_cleans_up(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,11 +28,13 @@ class DataExamination:
     notes: list[str] = field(default_factory=list)
 
 
-def examine_data(config: TrainingRunConfig | EvalRunConfig) -> DataExamination:
-    """Look at the data and the environments of a run."""
+def examine_data(
+    config: TrainingRunConfig | EvalRunConfig, entries: Iterable[tuple[str, DataEntryConfig]] | None = None
+) -> DataExamination:
+    """Look at the environments of a run and its data: all of them, or ``entries`` with their keys."""
     found = DataExamination()
     environments = _make_environments(config, found) if isinstance(config, RolloutRunConfig | EvalRunConfig) else {}
-    for key, entry in _list_entries(config):
+    for key, entry in _list_entries(config) if entries is None else entries:
         known = isinstance(config, RecordedRunConfig) and entry.dataset_name in BUILTIN_DATASETS
         if entry.dataset_name is None or known or (peek := _peek(key, entry, found)) is None:
             continue

@@ -19,7 +19,8 @@ from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE
 from strop.rollouts.stream import StreamState
 from strop.stopping import EarlyStop
-from strop.storage.storage_error import find_refusal
+from strop.storage.folder_probe import explain_folder
+from strop.storage.storage_error import StorageError, find_refusal
 from strop.trainer.run import TrainingRun
 
 LIMITS_OF_ROLLOUTS = ("policy.generation.", "policy.max_total_sequence_length", "data.max_input_seq_length")
@@ -35,7 +36,7 @@ def restore_checkpoint(
 ) -> RunState | None:
     """Load the newest checkpoint into the learners, in place, and drop later records. Without one, start with an empty log folder.
 
-    Raises ResumeError, CheckpointError."""
+    Raises ResumeError, CheckpointError, StorageError."""
     folder = Path(config.logger.log_dir)
     if config.checkpointing.resume == "previous":
         set_damaged_aside(checkpoints, tracker)
@@ -50,14 +51,17 @@ def restore_checkpoint(
         last = state.step
     tracker.resume(last)
     store.resume(last)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG_FILE).write_text(dump_config(config))
-    record_start(
-        folder,
-        step=last,
-        config=redact_secrets(to_tree(config)),
-        changed={change.key: (change.old, change.new) for change in plan.changes},
-    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_FILE).write_text(dump_config(config))
+        record_start(
+            folder,
+            step=last,
+            config=redact_secrets(to_tree(config)),
+            changed={change.key: (change.old, change.new) for change in plan.changes},
+        )
+    except OSError as error:
+        raise StorageError(f"logger.log_dir: {explain_folder(folder, error)}") from error
     if state is None:
         return None
     _say_continued(plan, state, tracker)

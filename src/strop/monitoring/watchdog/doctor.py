@@ -77,8 +77,8 @@ def diagnose(run: Path) -> Diagnosis:
     steps = read_metrics(folder / METRICS_FILE)
     last_step = steps[-1][0] if steps else 0
     dropped, mismatch = describe_dropped_groups(folder, steps), _describe_mismatch(status, steps)
-    if status is None:
-        holder = read_holder(folder)
+    holder = read_holder(folder)
+    if status is None or (holder is not None and (holder.pid, holder.host) != (status.pid, status.host)):
         return Diagnosis(
             folder=str(folder),
             verdict="unknown" if holder is None else "running",

@@ -70,7 +70,7 @@ class FolderSender:
         self.receivers, self.file_size, self.timeout = receivers, file_size, timeout
         _remove_orphans(folder)
         self.channel = folder.absolute() / f"channel_{secrets.token_hex(8)}"
-        self.channel.mkdir(parents=True)
+        self.channel.mkdir(mode=0o700, parents=True)  # the weights are for this user's processes alone
         _write_atomically(self.channel / "owner.json", json.dumps({"machine": machine_id(), "process": os.getpid()}))
         self.number = 0
         self._closed = threading.Event()

@@ -32,6 +32,8 @@ from strop.monitoring.config_history import HISTORY_FILE, read_finish, record_fi
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.stream import StreamState
 from strop.stopping import EarlyStop
+from strop.storage.storage_error import StorageError
+from support.full_disk import FullDisk
 
 BASE: dict[str, list[str]] = {
     "grpo": ["env.arithmetic={}"],
@@ -316,6 +318,16 @@ def test_the_history_says_from_which_step_which_settings_held(tmp_path: Path) ->
     assert [line["from_step"] for line in lines()] == [1, 5]
     restore(third)
     assert [line["from_step"] for line in lines()] == [1, 5, 7]
+
+
+def test_records_without_room_at_the_start_are_an_error_that_names_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(tmp_path)
+    (tmp_path / "logs").mkdir()
+    FullDisk(tmp_path / "logs", monkeypatch).full = True
+    with pytest.raises(StorageError, match=rf"^logger\.log_dir: {tmp_path / 'logs'} cannot be written: the disk is full"):
+        restore(config)
 
 
 def test_groups_made_with_other_sampling_options_are_begun_again(tmp_path: Path) -> None:
