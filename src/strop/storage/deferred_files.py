@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from strop.storage.atomic_file import atomic_write
+from strop.storage.rescue import rescue_files
 from strop.storage.storage_error import find_refusal, format_bytes, free_bytes
 
 log = logging.getLogger(__name__)
@@ -45,9 +46,11 @@ class DeferredFiles:
         self._waiting = {path: content for path, content in self._waiting.items() if not condition(path)}
 
     def close(self) -> None:
-        """Try a last time, and warn of what is lost."""
+        """Try a last time, and warn of what is lost, or is among the temporary files."""
         if not self.flush():
-            log.warning("%s that could not be written are lost: %s", self.what, self._names(self.waiting))
+            rescued = rescue_files({path.name: content for path, content in self._waiting.items()})
+            where = "are lost" if rescued is None else f"are in {rescued}"
+            log.warning("%s that could not be written %s: %s", self.what, where, self._names(self.waiting))
             self._waiting.clear()
 
     def _write_waiting(self, outage: bool) -> bool:

@@ -77,9 +77,11 @@ def test_files_wait_for_room_and_are_written_in_order(
     assert "3 files that had to wait are on disk" in caplog.text and files.flush()
 
 
-def test_what_waits_is_bounded_and_what_is_given_up_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_what_waits_is_bounded_and_what_is_given_up_is_named_or_rescued(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.setattr("tempfile.tempdir", str(elsewhere))
     disk, files = FullDisk(tmp_path, monkeypatch), DeferredFiles("rollouts", largest=25)
     disk.full = True
     for name in "abcd":
@@ -88,7 +90,14 @@ def test_what_waits_is_bounded_and_what_is_given_up_is_named(
     assert "given up: a" in caplog.text and "given up: b" in caplog.text
     files.discard(lambda path: path.name == "c")
     files.close()
-    assert "rollouts that could not be written are lost: d" in caplog.text
+    (rescued,) = elsewhere.glob("strop-rescued-*/d")
+    assert rescued.read_bytes() == bytes(10) and f"could not be written are in {rescued.parent}: d" in caplog.text
+    assert rescued.parent.stat().st_mode & 0o077 == 0
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    files.write(tmp_path / "e", b"")
+    files.close()
+    assert "rollouts that could not be written are lost: e" in caplog.text
 
 
 def test_other_errors_are_raised(tmp_path: Path) -> None:
