@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from strop import __version__, build, cli
+from strop.cli.commands import GROUPS
 from strop.cli.train_command import TRAINING
 from strop.config import GrpoRunConfig
 from strop.config.schema.run_config import TRAINING_RUNS
@@ -60,7 +61,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["grop"])
-    assert "grop" in capsys.readouterr().err
+    assert "there is no command 'grop'; did you mean 'grpo'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -201,6 +202,15 @@ def test_every_kind_of_training_is_a_command(assembly: SimpleNamespace, capsys: 
     assembly.raises = KeyboardInterrupt()
     assert cli.main(words) == 130
     assert f"strop {section} policy.model_name=m" in capsys.readouterr().err
+
+
+def test_help_gives_each_command_one_line_of_80_columns_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for title, group in GROUPS.items():
+        found = lines[lines.index(f"{title}:") + 1 :][: len(group)]
+        assert [line.split()[0] for line in found] == list(group) and all(len(line) <= 80 for line in found)
 
 
 def test_help_names_every_kind_of_training(capsys: pytest.CaptureFixture[str]) -> None:
