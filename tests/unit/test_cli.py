@@ -64,6 +64,28 @@ def test_an_unknown_command_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> 
     assert "there is no command 'grop'; did you mean 'grpo'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--dryrun"], "unrecognized arguments: --dryrun; did you mean --dry-run?"),
+        (["--max_num_steps", "5"], "--max_num_steps; settings are written key=value, such as grpo.max_num_steps=20"),
+        (["--learning-rate=1e-5"], "settings are written key=value"),
+    ],
+)
+def test_an_option_that_is_none_is_answered_with_what_was_meant(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["grpo", *words])
+    assert said in capsys.readouterr().err
+
+
+def test_the_cluster_command_asks_only_for_its_action(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["cluster"])
+    assert capsys.readouterr().err.rstrip().endswith("required: check")
+
+
 @pytest.mark.parametrize("place", range(4))
 def test_options_and_overrides_stand_in_any_order(assembly: SimpleNamespace, tmp_path: Path, place: int) -> None:
     path = tmp_path / "run.yaml"

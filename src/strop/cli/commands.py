@@ -42,7 +42,7 @@ class Command:
 
 GROUPS: dict[str, dict[str, Command]] = {
     "start": {
-        "init": Command(init, "write a starter: a configuration, sample data, a reward or a tool"),
+        "init": Command(init, "write a starter: configuration, sample data, a reward or a tool"),
         "config": Command(config, "list every key with its default and what it does"),
     },
     "train": {section: Command(partial(train_run, section), meaning) for section, meaning in TRAINING.items()},
