@@ -7,8 +7,7 @@ the parent section.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
@@ -18,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, CoreSchema
 
 from strop.problems import Problem
+from strop.redaction import REDACTED, SECRET
 
 KeyPath = tuple[str, ...]
 
@@ -167,29 +167,16 @@ def to_tree(section: BaseConfig, *, mode: Literal["python", "json"] = "json") ->
     return tree
 
 
-REDACTED = "<redacted>"
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
-
-
 def redact_secrets(value: Any, parent: str = "") -> Any:
     """Return nested dicts without the values of environment variables (``env_vars``) whose names say that they are secret."""
     if isinstance(value, Mapping):
         return {
-            key: REDACTED if parent == "env_vars" and _SECRET.search(str(key)) else redact_secrets(inner, str(key))
+            key: REDACTED if parent == "env_vars" and SECRET.search(str(key)) else redact_secrets(inner, str(key))
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
         return [redact_secrets(inner) for inner in value]
     return value
-
-
-def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the words of a command without the values of such variables."""
-    split = [argument.partition("=") for argument in arguments]
-    return [
-        f"{key}={REDACTED}" if "env_vars" in key and (_SECRET.search(key) or _SECRET.search(value)) else f"{key}{equals}{value}"
-        for key, equals, value in split
-    ]
 
 
 def to_json(section: BaseConfig) -> str:

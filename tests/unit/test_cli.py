@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from strop import __version__, build, cli
+from strop.cli.commands import GROUPS
 from strop.cli.train_command import TRAINING
 from strop.config import GrpoRunConfig
 from strop.config.schema.run_config import TRAINING_RUNS
@@ -60,7 +61,29 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["grop"])
-    assert "grop" in capsys.readouterr().err
+    assert "there is no command 'grop'; did you mean 'grpo'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--dryrun"], "unrecognized arguments: --dryrun; did you mean --dry-run?"),
+        (["--max_num_steps", "5"], "--max_num_steps; settings are written key=value, such as grpo.max_num_steps=20"),
+        (["--learning-rate=1e-5"], "settings are written key=value"),
+    ],
+)
+def test_an_option_that_is_none_is_answered_with_what_was_meant(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["grpo", *words])
+    assert said in capsys.readouterr().err
+
+
+def test_the_cluster_command_asks_only_for_its_action(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["cluster"])
+    assert capsys.readouterr().err.rstrip().endswith("required: check")
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -201,6 +224,15 @@ def test_every_kind_of_training_is_a_command(assembly: SimpleNamespace, capsys: 
     assembly.raises = KeyboardInterrupt()
     assert cli.main(words) == 130
     assert f"strop {section} policy.model_name=m" in capsys.readouterr().err
+
+
+def test_help_gives_each_command_one_line_of_80_columns_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for title, group in GROUPS.items():
+        found = lines[lines.index(f"{title}:") + 1 :][: len(group)]
+        assert [line.split()[0] for line in found] == list(group) and all(len(line) <= 80 for line in found)
 
 
 def test_help_names_every_kind_of_training(capsys: pytest.CaptureFixture[str]) -> None:

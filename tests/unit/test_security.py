@@ -14,11 +14,12 @@ import pytest
 from jinja2.exceptions import SecurityError
 
 from loop.tiny import tiny_tokenizer
-from strop.base_config import REDACTED, redact_arguments
 from strop.config import GrpoRunConfig, dump_config, load_config
 from strop.config.load.interpolation import RESOLVERS
 from strop.data.prompt_template import parse_prompt_template
 from strop.models.chat_template import ChatTemplate
+from strop.redaction import REDACTED, describe_command, redact_arguments
+from strop.storage.folder_lock import make_holder
 from strop.types import user
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +109,13 @@ def test_secrets_in_env_vars_are_not_written_down(monkeypatch: pytest.MonkeyPatc
         f"cluster.roles.learner.env_vars.AWS_SECRET_ACCESS_KEY={REDACTED}",
         overrides[-1],
     ]
+
+
+def test_the_lock_of_a_folder_names_the_command_without_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["grpo", "cluster.roles.learner.env_vars.HF_TOKEN=hidden", "run_name=a b"]
+    monkeypatch.setattr("sys.argv", ["/somewhere/src/strop/__main__.py", *words])
+    said = f"python -m strop grpo 'cluster.roles.learner.env_vars.HF_TOKEN={REDACTED}' 'run_name=a b'"
+    assert make_holder().command == describe_command() == said
 
 
 def test_a_chat_template_runs_in_a_sandbox() -> None:

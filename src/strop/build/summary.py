@@ -55,7 +55,7 @@ def summarize(
         f"policy      {_format_model(config.policy, devices)}",
         f"algorithm   {formatted}",
         *middle,
-        f"training    {_format_training(config.training)}",
+        f"training    {_format_training(config.training, validates=bool(config.data.validation or config.data.validation_entries))}",
         *devices.lines,
         _format_folders(config),
     ]
@@ -139,7 +139,7 @@ def _format_share(size: float) -> str:
     return f"{size:.0%}" if size < 1 else f"{size:,.0f}"
 
 
-def _format_training(training: TrainingConfig) -> str:
+def _format_training(training: TrainingConfig, *, validates: bool) -> str:
     """Format how long a run trains, and when it validates."""
     epochs = "" if training.max_num_epochs is None else _count(training.max_num_epochs, "epoch")
     steps = "" if training.last_step >= UNLIMITED_STEPS else _count(training.max_num_steps, "step")
@@ -148,7 +148,7 @@ def _format_training(training: TrainingConfig) -> str:
     times += [when for when, wanted in (("at the start", training.val_at_start), ("at the end", training.val_at_end)) if wanted]
     turned_on = isinstance(training, RolloutTrainingConfig) and training.val_start_at > 0
     after = f" from step {training.val_start_at} on" if turned_on and isinstance(training, RolloutTrainingConfig) else ""
-    return f"{length}; validation {' and '.join(times) + after if times else 'off'}"
+    return f"{length}; validation {' and '.join(times) + after if times and validates else 'off'}"
 
 
 def _count(number: int, noun: str) -> str:

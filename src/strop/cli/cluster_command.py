@@ -28,7 +28,7 @@ def cluster(arguments: Sequence[str], command_line: str) -> int:
         metavar="FILE",
         help="the YAML configuration of the run (default: none; key=value settings describe the cluster)",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES_HELP)
     options = parser.parse_intermixed_args(arguments)
     from strop.config import ConfigError
     from strop.config.load.load import load_any_kind

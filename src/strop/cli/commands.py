@@ -11,6 +11,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,21 +27,40 @@ from strop.cli.rollouts_command import rollouts
 from strop.cli.serve_command import serve
 from strop.cli.train_command import TRAINING, train_run
 from strop.monitoring.console.message_style import discard_output
+from strop.user_code import suggest_names
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
-COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
-    "init": init,
-    **{section: partial(train_run, section) for section in TRAINING},
-    "eval": evaluate,
-    "rollouts": rollouts,
-    "export": export,
-    "serve": serve,
-    "plot": plot,
-    "doctor": doctor,
-    "cluster": cluster,
-    "config": config,
+
+@dataclass(frozen=True)
+class Command:
+    """What ``strop NAME`` calls, with its arguments and the whole command line, and its line in ``strop --help``."""
+
+    run: Callable[[Sequence[str], str], int]
+    meaning: str
+
+
+GROUPS: dict[str, dict[str, Command]] = {
+    "start": {
+        "init": Command(init, "write a starter: configuration, sample data, a reward or a tool"),
+        "config": Command(config, "list every key with its default and what it does"),
+    },
+    "train": {section: Command(partial(train_run, section), meaning) for section, meaning in TRAINING.items()},
+    "look": {
+        "rollouts": Command(rollouts, "read what a run sampled, turn by turn, with rewards"),
+        "plot": Command(plot, "draw the metrics of one run or several"),
+    },
+    "use": {
+        "eval": Command(evaluate, "evaluate a run, a checkpoint or a model"),
+        "export": Command(export, "write a checkpoint as a Hugging Face folder"),
+        "serve": Command(serve, "answer OpenAI's HTTP API with a checkpoint"),
+    },
+    "check": {
+        "doctor": Command(doctor, "say whether a run is alive, and what went wrong"),
+        "cluster": Command(cluster, "check the nodes before a run: strop cluster check"),
+    },
 }
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     options = parser.parse_args(arguments)
-    return _heed_broken_pipe(lambda: COMMANDS[options.command](options.arguments, f"strop {shlex.join(arguments)}"))
+    if options.command not in COMMANDS:
+        parser.error(f"there is no command {options.command!r}{suggest_names(options.command, COMMANDS)}")
+    return _heed_broken_pipe(lambda: COMMANDS[options.command].run(options.arguments, f"strop {shlex.join(arguments)}"))
 
 
 def _heed_broken_pipe(command: Callable[[], int]) -> int:
@@ -77,24 +99,24 @@ def run_script(command: str, default_config: Path) -> int:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="strop",
-        description="Strop post-trains language models.",
+        usage="strop COMMAND [--help] ...",
+        description=f"Strop post-trains language models.\n\n{_list_commands()}",
         epilog="`strop COMMAND --help` shows the options of a command.\n\n"
         "  strop init grpo\n"
-        "  strop grpo --config examples/configs/quickstart.yaml\n"
-        "  strop grpo --config examples/configs/grpo_math_1B.yaml --dry-run policy.model_name=Qwen/Qwen2.5-0.5B",
+        "  strop grpo --config grpo.yaml --dry-run\n"
+        "  strop grpo --config grpo.yaml policy.model_name=Qwen/Qwen2.5-0.5B-Instruct",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"strop {__version__}")
-    parser.add_argument(
-        "command",
-        choices=COMMANDS,
-        metavar="COMMAND",
-        help="init (write a starter), train: "
-        + ", ".join(f"{name} ({meaning})" for name, meaning in TRAINING.items())
-        + "; eval (evaluate a model), export (write a checkpoint as a Hugging Face folder), serve (OpenAI's HTTP API for a "
-        "checkpoint), rollouts (read what a run sampled), plot (plot the metrics of runs), doctor (diagnose a run), "
-        "cluster check (check nodes before a run), config (list all keys)",
-    )
+    parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
     return parser
+
+
+def _list_commands() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    return "\n".join(
+        "\n".join([f"{title}:", *(f"  {name:<{width}}{command.meaning}" for name, command in group.items())])
+        for title, group in GROUPS.items()
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import sys
 import warnings
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from strop.build.dry_run.examine import Examination
@@ -20,8 +21,22 @@ OVERRIDES_HELP = "key=value settings that override the file, such as grpo.num_pr
 USAGE_ERROR, INTERRUPTED = 2, 130
 
 
+class RunParser(argparse.ArgumentParser):
+    """A parser that says, of an option that it lacks, which one was meant, or that settings are key=value."""
+
+    def error(self, message: str) -> NoReturn:
+        _, found, rest = message.partition("unrecognized arguments: ")
+        if found:
+            option = rest.split()[0].partition("=")[0]
+            close = difflib.get_close_matches(option, self._option_string_actions, n=1, cutoff=0.7)
+            message += (
+                f"; did you mean {close[0]}?" if close else "; settings are written key=value, such as grpo.max_num_steps=20"
+            )
+        super().error(message)
+
+
 def make_run_parser(command: str, description: str, default_config: Path | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"strop {command}", description=description, allow_abbrev=False)
+    parser = RunParser(prog=f"strop {command}", description=description, allow_abbrev=False)
     default = "the default of every key" if default_config is None else str(default_config)
     parser.add_argument(
         "--config", type=Path, default=default_config, metavar="FILE", help=f"a YAML configuration (default: {default})"
@@ -32,7 +47,7 @@ def make_run_parser(command: str, description: str, default_config: Path | None)
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="with --dry-run, also print the resolved configuration: every key"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES_HELP)
     return parser
 
 

@@ -54,10 +54,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of rollouts; give 1 or more")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of rollouts; give 1 or more")
+    return int(text)
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -121,15 +120,15 @@ def _format_text(selected: SelectedRollouts, options: argparse.Namespace) -> Ite
     for record in selected.records:
         shown = show_rollout(record, None if options.full else TEXT_LIMIT)
         yield format_rollout(shown, width=width, colour=colour)
-    if note := _describe_rest(selected):
+    if note := _describe_rest(selected, "--step, --best or --worst, and on a page with --html FILE"):
         yield note
 
 
-def _describe_rest(selected: SelectedRollouts) -> str:
+def _describe_rest(selected: SelectedRollouts, others: str) -> str:
     shown = len(selected.records)
     if shown == selected.matching:
         return ""
-    return f"shown: {shown} of {selected.matching} rollouts; others with --limit, --step, --best or --worst, all with --html FILE"
+    return f"shown: {shown} of {selected.matching} rollouts; others with --limit, {others}"
 
 
 def _write_page(selected: SelectedRollouts, folder: Path, options: argparse.Namespace) -> int:
@@ -137,7 +136,7 @@ def _write_page(selected: SelectedRollouts, folder: Path, options: argparse.Name
 
     limit = None if options.full else PAGE_TEXT_LIMIT
     decode = _load_decoder(folder) if any(record.tokens for record in selected.records) else None
-    note = _describe_rest(selected)
+    note = _describe_rest(selected, "--step, --best or --worst")
     page = make_page(selected, title=str(folder), limit=limit, decode=decode, note=note)
     try:
         options.html.parent.mkdir(parents=True, exist_ok=True)

@@ -20,13 +20,13 @@ import logging
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 import weakref
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from strop.redaction import describe_command
 from strop.storage.storage_error import StorageError
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ def make_holder(log_dir: Path | None = None) -> LockHolder:
         namespace=_namespace(),
         started=_process_start(os.getpid()),
         since=time.strftime("%Y-%m-%d %H:%M:%S"),
-        command=" ".join(sys.argv)[:500],
+        command=describe_command()[:500],
         log_dir="" if log_dir is None else str(log_dir),
         token=secrets.token_hex(8),
     )

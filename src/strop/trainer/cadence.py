@@ -74,9 +74,10 @@ async def finish_without_tasks(run: TrainingRun, left_over_groups: int) -> None:
         )
     section, last = run.options.section, run.options.max_steps
     before = f" before {section}.max_num_steps={last}" if run.step < last < 1_000_000 else ""
+    step_needs = f"{run.options.batch_key}={run.options.groups_per_step}"
+    left_over = f"; the {left_over_groups} left over are too few for another step ({step_needs})" if left_over_groups else ""
     run.tracker.note(
-        f"{section}.max_num_epochs ended the run after step {run.step}{before}: all tasks are used; the {left_over_groups} left over are "
-        f"too few for another step ({run.options.batch_key}={run.options.groups_per_step}){dropped}"
+        f"{section}.max_num_epochs ended the run after step {run.step}{before}: all tasks are used{left_over}{dropped}"
     )
     run.ending = "finished"
     already_validated = any(name.startswith("validation/") for name in run.last_metrics)

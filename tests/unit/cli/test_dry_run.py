@@ -65,6 +65,11 @@ def test_the_summary_has_about_ten_lines_and_the_algorithm_is_what_differs(capsy
     assert lines["tasks"] == "arithmetic" and "every 10 steps" in lines["folders"] and len(lines) <= 10
 
 
+def test_validation_without_data_is_said_to_be_off(capsys: pytest.CaptureFixture[str]) -> None:
+    said = dry_run(capsys, "grpo", *ARITHMETIC, "grpo.val_period=10", "checkpointing.metric_name=null")
+    assert "validation off" in said and "validation every" not in said
+
+
 def test_verbose_prints_every_key_and_every_option_of_the_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["grpo", *RUN, "--dry-run", "--verbose"]) == 0
     said = capsys.readouterr().out

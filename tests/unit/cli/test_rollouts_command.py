@@ -172,6 +172,17 @@ def test_lines_fit_the_terminal_and_wide_characters_count_twice(tmp_path: Path, 
     assert text.count("x") >= 500 and text.count("素") == 90 and "\x1b" not in text
 
 
+def test_lines_have_no_spaces_at_their_end_and_the_page_does_not_offer_itself(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shown(capsys, str(run))
+    assert all(line == line.rstrip() for line in out.splitlines()) and "on a page with --html FILE" in out
+    assert "--html" not in shown(capsys, str(run), "--html", str(tmp_path / "page.html"), "--limit", "3")
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["rollouts", str(run), "--best", "x"])
+    assert "x is not a number of rollouts" in capsys.readouterr().err
+
+
 def test_colours_are_for_terminals(run: Path) -> None:
     record = RolloutStore(run, "jsonl").read(1)[0]
     coloured = format_rollout(show_rollout(record, None), width=80, colour=True)

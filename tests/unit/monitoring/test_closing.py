@@ -38,15 +38,14 @@ def test_the_last_lines_say_what_the_run_did_and_what_was_wrong(tmp_path: Path) 
     closing = replace(
         GRPO,
         checkpoint=tmp_path / "step_30",
-        warnings=["warning: all rewards are equal"],
+        warnings=["warning: all rewards are equal. Read some. Change the data (docs/troubleshooting.md#constant_rewards)"],
         failed_trackers=["WandbTracker failed"],
         hints=["wandb sync"],
     )
     assert str(closing).splitlines() == [
         "took        12:34, 1,234,567 tokens trained on",
-        "metrics and rollouts in logs/x",
         f"checkpoint  {tmp_path}/step_30 (1.6 MB)",
-        "warning: all rewards are equal",
+        "warning: all rewards are equal (docs/troubleshooting.md#constant_rewards)",
         "warning: WandbTracker failed",
         "wandb sync",
         "next:",

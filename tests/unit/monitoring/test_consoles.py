@@ -188,6 +188,12 @@ def test_recorded_data_is_read_and_not_generated() -> None:
     assert [part.name for part in parts] == ["reading data", "training"]
 
 
+def test_rows_are_aligned_where_the_last_step_is_not_known() -> None:
+    table = StepTable(COLUMNS_BY_SECTION["sft"], None)
+    rows = [row for step in (1, 9, 10, 999) for row in table.format_rows(step, {"train/loss": 1.0})]
+    assert len({len(row) for row in rows}) == 1 and len(rows) == 5
+
+
 def test_a_plain_console_keeps_the_place_of_a_metric_that_is_missing() -> None:
     out = io.StringIO()
     console = PlainConsole(None, out=out)

@@ -197,6 +197,7 @@ def test_nothing_is_saved_or_validated_twice_at_the_end_of_the_tasks(tmp_path):
     )
     trained(run)
     assert run.step == 3 and [state.step for state in checkpoints.saved] == [3]
+    assert not any("left over" in note for note in tracker.notes)
     assert len(generator.requests) == 9 * 4 + 2 * 2 and tracker.order == [1, 2, 3]
 
 

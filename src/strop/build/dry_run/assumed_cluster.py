@@ -20,7 +20,7 @@ def describe_assumed(config: TrainingRunConfig) -> Iterator[str]:
     plan = plan_devices(counts, on_cpu=False)
     if counts.uses_ray:
         for node, trains, generates in format_device_rows(plan, counts.nodes):
-            yield f"node {node:<6} trains on GPU {trains}; generates on {generates}"
+            yield f"node {node:<6} trains on GPU {trains}" + (f"; generates on {generates}" if plan.generation else "")
     yield f"batch       {_format_shares(config, plan)}"
     if isinstance(config, RolloutRunConfig):
         yield f"weights     {_format_transport(config, plan)}"

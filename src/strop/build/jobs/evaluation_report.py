@@ -41,11 +41,13 @@ class EvaluationReport:
 
     def format(self) -> str:
         """Return the report for people: metrics with standard errors, some samples, and where the others are."""
-        lines = [f"{name:20} {self._format_value(name)}" for name in self.metrics if name != "seconds"]
+        names = [name for name in self.metrics if name != "seconds"]
+        width = max(map(len, names), default=0) + 2
+        lines = [f"{name:{width}}{self._format_value(name)}" for name in names]
         if self.tasks:
             count = len(self.tasks[0]["samples"])
             lines.append(
-                f"{'n':20} {_count(len(self.tasks), 'task')}, {_count(count, 'sample')} each; ± is one standard error over tasks"
+                f"{'n':{width}}{_count(len(self.tasks), 'task')}, {_count(count, 'sample')} each; ± is one standard error over tasks"
             )
         lines += ["", *(_format_sample(task) for task in self.tasks[:SAMPLES_SHOWN])] if self.tasks else []
         if self.headline is not None:

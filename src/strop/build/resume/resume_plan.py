@@ -101,12 +101,18 @@ def refuse_other_run(folder: Path, changes: Iterable[Change]) -> None:
     """Raise ResumeError if keys that identify a run differ."""
     other = [change for change in changes if change.role == "identity"]
     if other:
-        lines = "".join(f"\n    {change.key}: found {change.new}, and the run in there has {change.old}" for change in other)
-        old = " ".join(f"{change.key}={'null' if change.old is None else change.old}" for change in other)
+        lines = "".join(
+            f"\n    {each.key}: found {_write(each.new)}, and the run in there has {_write(each.old)}" for each in other
+        )
+        old = " ".join(f"{each.key}={_write(each.old)}" for each in other)
         raise ResumeError(
             f"{folder} holds another run, which this one cannot continue:{lines}\n"
             f"To continue that run, set {old}. {ANOTHER_RUN.format(folder)}"
         )
+
+
+def _write(value: object) -> str:
+    return "null" if value is None else str(value)
 
 
 def describe_finished(

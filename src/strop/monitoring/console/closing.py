@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,11 +31,10 @@ class Closing:
 
     def __str__(self) -> str:
         took = f"{format_duration(self.seconds)}, {self.tokens:,.0f} tokens trained on"
-        rollouts = " and rollouts" if self.stores_rollouts else ""
-        lines = [f"took        {took}", f"metrics{rollouts} in {self.log_dir}"]
+        lines = [f"took        {took}"]
         if self.checkpoint is not None:
             lines.append(f"checkpoint  {self.checkpoint} ({format_size(folder_size(self.checkpoint))})")
-        lines += [*self.warnings, *(f"warning: {failed}" for failed in self.failed_trackers), *self.hints]
+        lines += [*map(_shorten_warning, self.warnings), *(f"warning: {failed}" for failed in self.failed_trackers), *self.hints]
         return "\n".join([*lines, "next:", *(f"    {command}" for command in self.commands())])
 
     def commands(self) -> list[str]:
@@ -49,6 +49,13 @@ class Closing:
             found.append(f"strop export {model} OUT")
             found += [f"strop serve {model}"] if self.section in GENERATING else []
         return found
+
+
+def _shorten_warning(text: str) -> str:
+    """Return the first sentence of a warning, all of which was printed when it was found, and where to read on."""
+    sentence, _, rest = text.partition(". ")
+    read_on = re.search(r" \(docs/\S+\)$", rest)
+    return sentence + (read_on[0] if read_on else "")
 
 
 def folder_size(folder: Path) -> int:

@@ -8,6 +8,7 @@ from strop.monitoring.console.columns import TOTAL_TIME, Column, choose_columns,
 
 HEADER_PERIOD = 20  # rows between two headers
 SMALLEST_WIDTH = 7  # of a column
+OPEN_WIDTH = 4  # digits of a step where the last one is not known
 
 
 class StepTable:
@@ -28,7 +29,7 @@ class StepTable:
         """Return the row of a step, and before it a header where one is due. ``width``: leave out the columns that do not fit."""
         self.see(metrics)
         steps = self._max_steps
-        row = header = f"step {step}" if steps is None else f"step {step:>{len(str(steps))}}/{steps}"
+        row = header = f"step {step:>{OPEN_WIDTH}}" if steps is None else f"step {step:>{len(str(steps))}}/{steps}"
         header = " " * len(row)
         for column in choose_columns(self._columns, self._seen):
             value = column.format(metrics[column.tag]) if column.tag in metrics else "-"

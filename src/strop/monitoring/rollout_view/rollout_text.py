@@ -37,7 +37,7 @@ def format_rollout(shown: ShownRollout, *, width: int, colour: bool) -> str:
         console.print(_make_table(message, role_width))
         if message.note and message.sampled:
             console.print(Text(f"({message.note})", style="dim"), justify="right")
-    return out.getvalue()
+    return "\n".join(line.rstrip(" ") for line in out.getvalue().split("\n"))
 
 
 def _make_table(message: ShownMessage, role_width: int) -> Table:

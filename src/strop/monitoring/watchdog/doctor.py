@@ -119,7 +119,8 @@ def diagnose(run: Path) -> Diagnosis:
 def find_verdict(status: Status) -> tuple[Verdict, str]:
     """Derive the verdict and its reason from the status, its age and the process table."""
     if status.state != "running":
-        return status.state, status.error or {"interrupted": "it was interrupted", "finished": "it finished"}[status.state]
+        reasons = {"interrupted": "by Ctrl-C or a signal", "finished": "it reached its end"}
+        return status.state, status.error or reasons[status.state]
     silence = time.time() - status.written
     fresh = silence < 4 * status.interval + 2
     if status.host == socket.gethostname():

@@ -10,9 +10,7 @@ import importlib.metadata
 import logging
 import os
 import platform
-import shlex
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -23,13 +21,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from strop.base_config import redact_arguments, validate_section
+from strop.base_config import validate_section
 from strop.monitoring.watchdog.stacks import dump_stacks
 from strop.monitoring.watchdog.stalls import Stall, find_stalls, format_report, select_longest_waits
 from strop.monitoring.watchdog.status import LogEntry, Status, StatusState, process_start_time, write_status
 from strop.monitoring.watchdog.status_tracker import MAX_ENTRIES, StatusTracker
 from strop.monitoring.watchdog.waits import Wait, snapshot_waits
 from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
+from strop.redaction import describe_command
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +224,7 @@ class Watchdog:
                 loop_silent=silent,
                 waits=select_longest_waits(waits, MAX_WAITS_STORED),
                 versions=_versions(),
-                command=shlex.join(redact_arguments(sys.argv)),
+                command=describe_command(),
                 checkpoints=self._checkpoints,
                 troubles=troubles,
                 error=error,
