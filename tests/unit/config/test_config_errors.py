@@ -1,10 +1,11 @@
 """A mistake is named with its place, its key, what was found, and what to write instead."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from strop.config import ConfigError, GrpoRunConfig, load_config
+from strop.config import TRAINING_RUNS, ConfigError, EvalRunConfig, GrpoRunConfig, load_config
 
 SMALL = """
 policy: {model_name: tiny}
@@ -122,3 +123,13 @@ def test_a_misspelled_section_in_an_override_is_reported_as_of_the_command_line_
     assert "command line: policy.optimzer: there is no such key" in str(caught.value)
     assert "Did you mean policy.optimizer" in str(caught.value)
     assert "grpo.num_prompts_per_step: found 'abc'" in str(caught.value)
+
+
+@pytest.mark.parametrize("root", [TRAINING_RUNS["sft"], EvalRunConfig])
+def test_a_file_of_another_command_is_refused_in_one_line_that_names_it(root: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("policy: {model_name: m}\ngrpo: {num_prompts_per_step: 4}\nloss_fn: {}\n")
+    with pytest.raises(ConfigError) as refusal:
+        load_config(path, root=root)
+    assert "is a configuration of `strop grpo`" in str(refusal.value) and len(refusal.value.problems) == 1
+    assert "strop grpo --config" in str(refusal.value)

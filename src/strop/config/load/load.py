@@ -60,6 +60,7 @@ def load_config(
     Raises ConfigError, which lists every problem found.
     """
     source = ConfigSource() if path is None else read_config_file(Path(path))
+    refuse_other_kind(source, path, root)
     source = source.overlay(ConfigSource.from_python(values or {}))
     source, problems = apply_overrides(source, overrides, root)
     source, unnamed = name_run(source, overrides)
@@ -75,6 +76,15 @@ def load_config(
             raise ConfigError(errors)
         warnings += [_with_origin(problem, source) for problem in run_checks.find_warnings(config)]
     return LoadedConfig(config, tuple(warnings), source.files, tuple(overrides))
+
+
+def refuse_other_kind(source: ConfigSource, path: Path | str | None, root: type[BaseConfig]) -> None:
+    """Raise ConfigError for a file of another command: it has the section of that one, and none of this one."""
+    own = getattr(root, "section", "eval")
+    kinds = [kind for kind in (*TRAINING_RUNS, "eval") if kind in source.values]
+    if len(kinds) == 1 and own != kinds[0]:
+        message = f"{path} is a configuration of `strop {kinds[0]}`: it has a section {kinds[0]}, and none of `strop {own}`"
+        raise ConfigError([Problem("", message, f"Start strop {kinds[0]} --config {path}, or name a file with a section {own}.")])
 
 
 def find_infinite_numbers(source: ConfigSource) -> list[Problem]:
