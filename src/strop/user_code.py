@@ -1,114 +1,25 @@
-"""Code and names that users write: import ``module:name`` or ``path/to/file.py:name``, suggest the nearest known name, describe errors,
-and keep the run apart from what the code raises and forks."""
+"""Code and names that users write: import ``module:name`` or ``path/to/file.py:name``, suggest the nearest known name, describe errors."""
 
 from __future__ import annotations
 
-import asyncio
 import difflib
-import functools
 import hashlib
 import importlib
 import importlib.util
-import os
-import signal
 import sys
-import threading
-from collections.abc import Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
+from strop.exits import is_interrupt
 from strop.printable import shorten
-
-T = TypeVar("T")
-
-
-TRUST_VARIABLE = "STROP_TRUST_REMOTE_CODE"  # environment variable
 
 MAX_ERROR_TEXT = 2000  # characters of an exception's text that are stored or shown
 
 
 class UserCodeError(ValueError):
     """A name that cannot be imported. The message says why."""
-
-
-class RunExited(RuntimeError):
-    """SystemExit was raised where no rollout could record it, such as a task of asyncio or a library's callback."""
-
-
-class NotAnException(Exception):
-    """Stands for what user code raised that is no Exception, such as SystemExit. The name of its type is the original's."""
-
-
-@contextmanager
-def contain_exits() -> Iterator[None]:
-    """Raise a ``NotAnException`` for SystemExit, KeyboardInterrupt, CancelledError or GeneratorExit that the code inside raises itself.
-
-    They would end the run, or the task that awaits the code, without a word. A Ctrl-C of the terminal and a cancellation from outside
-    pass, and so does the closing of a coroutine that nobody awaits any more.
-    """
-    task = _current_task()
-    try:
-        yield
-    except Exception:
-        raise
-    except BaseException as error:
-        cancelled = isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling() > 0)
-        closed = isinstance(error, GeneratorExit) and task is not None and _current_task() is not task
-        if cancelled or closed or is_interrupt(error):
-            raise
-        raise type(type(error).__name__, (NotAnException,), {})(str(error)) from error
-
-
-def is_interrupt(error: BaseException) -> bool:
-    """Whether this is a KeyboardInterrupt by a signal, which comes in the main thread and whose last frame is the signal's handler."""
-    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
-        return False
-    handler: Any = signal.getsignal(signal.SIGINT)
-    while isinstance(handler, functools.partial):
-        handler = handler.func
-    code = getattr(handler, "__code__", None)  # of asyncio's handler; Python's own is no function of Python
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return code is None or trace is None or trace.tb_frame.f_code is code
-
-
-def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run``, which never ends with the exit code of user code. Raises RunExited if code that nobody awaits calls sys.exit()."""
-    try:
-        return asyncio.run(work)
-    except SystemExit as error:
-        raise RunExited(
-            f"a reward, an environment or a library ended the run with SystemExit({error.code!r}); raise an exception there instead, which "
-            "costs one rollout"
-        ) from error
-
-
-def _current_task() -> asyncio.Task[Any] | None:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # there is no event loop
-        return None
-
-
-def trusts_remote_code() -> bool:
-    """Whether the Python code that models bring may run."""
-    return os.environ.get(TRUST_VARIABLE) == "1"
-
-
-@contextmanager
-def trust_remote_code(trusted: bool) -> Iterator[None]:
-    """Let models' own code run inside the context if ``trusted``, also in the processes that are started there."""
-    before = os.environ.get(TRUST_VARIABLE)
-    if trusted:
-        os.environ[TRUST_VARIABLE] = "1"
-    try:
-        yield
-    finally:
-        if trusted and before is None:
-            del os.environ[TRUST_VARIABLE]
 
 
 def suggest_names(name: str, known: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from strop.data.sources.records import DataError
 from strop.distributed.actor_group import ActorGroupDied
 from strop.distributed.base import ActorDied
 from strop.environments.base import EnvironmentConfigError
+from strop.exits import RunExited, run_coroutine
 from strop.models.loading import ModelNotFound
 from strop.monitoring.console.message_style import configure_messages, reader_is_gone
 from strop.printable import make_printable
@@ -19,7 +20,6 @@ from strop.storage.storage_error import StorageError
 from strop.trainer.health.health_monitor import TooManySkipped
 from strop.trainer.mismatch import MismatchTooLarge
 from strop.trainer.run import TooFewTasks, TooManyDropped
-from strop.user_code import RunExited, run_coroutine
 from strop.weight_sync.base import EngineDied, TransportError
 from strop.weight_sync.verification import VerificationFailed
 

@@ -20,6 +20,7 @@ from strop.config import RolloutRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.distributed.base import Cluster
 from strop.environments.mixture import Mixture
+from strop.exits import contain_exits
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
@@ -35,7 +36,6 @@ from strop.trainer.health.start_checks import check_epochs, check_turns, check_v
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.run import DrainBefore, TrainingRun, TrainOptions
 from strop.types import Group
-from strop.user_code import contain_exits
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from strop.environments.base import Environment, EnvironmentConfigError, Grade
 from strop.environments.mixture import TaskSource
+from strop.exits import contain_exits
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_record import encodable, storable_metrics
@@ -25,7 +26,7 @@ from strop.sampling import Sampling, mix_seed
 from strop.storage.deferred_files import DeferredFiles
 from strop.trainer.step_metrics import environment_metrics
 from strop.types import Group, Rollout
-from strop.user_code import MAX_ERROR_TEXT, contain_exits
+from strop.user_code import MAX_ERROR_TEXT
 
 _VALIDATION_SEED = 0x76616C  # separates the seeds of validation from those of training
 
