@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from strop.checkpointing.saved_model import find_saved_model
-from strop.exits import run_coroutine
 from strop.results import Evaluation, Run
+from strop.safety.exits import run_coroutine
 
 if TYPE_CHECKING:
     import datasets

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, CoreSchema
 
 from strop.problems import Problem
-from strop.redaction import REDACTED, SECRET
+from strop.safety.redaction import REDACTED, SECRET
 
 KeyPath = tuple[str, ...]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.printable import shorten
+from strop.safety.printable import shorten
 
 COMMAND_LINE, PYTHON = "command line", "Python"
 LONGEST_MESSAGE, LONGEST_FIX, MOST_LISTED = 2_000, 900, 30  # characters, and problems of an error

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from strop.exits import is_interrupt
-from strop.printable import shorten
+from strop.safety.exits import is_interrupt
+from strop.safety.printable import shorten
 
 MAX_ERROR_TEXT = 2000  # characters of an exception's text that are stored or shown
 

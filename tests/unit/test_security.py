@@ -18,7 +18,7 @@ from strop.config import GrpoRunConfig, dump_config, load_config
 from strop.config.load.interpolation import RESOLVERS
 from strop.data.prompt_template import parse_prompt_template
 from strop.models.chat_template import ChatTemplate
-from strop.redaction import REDACTED, describe_command, redact_arguments
+from strop.safety.redaction import REDACTED, describe_command, redact_arguments
 from strop.storage.folder_lock import make_holder
 from strop.types import user
 

@@ -18,9 +18,9 @@ from strop.build.exit_codes import run_command
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, reward
 from strop.environments.remote import EnvironmentDescription, EnvironmentServer
-from strop.exits import RunExited, contain_exits, run_coroutine
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
+from strop.safety.exits import RunExited, contain_exits, run_coroutine
 from strop.sampling import Sampling
 from strop.types import Ending, Group, Messages, Rollout, Task, user
 from strop.user_code import UserCodeError, import_attribute

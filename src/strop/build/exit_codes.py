@@ -12,10 +12,10 @@ from strop.data.sources.records import DataError
 from strop.distributed.actor_group import ActorGroupDied
 from strop.distributed.base import ActorDied
 from strop.environments.base import EnvironmentConfigError
-from strop.exits import RunExited, run_coroutine
 from strop.models.loading import ModelNotFound
 from strop.monitoring.console.message_style import configure_messages, reader_is_gone
-from strop.printable import make_printable
+from strop.safety.exits import RunExited, run_coroutine
+from strop.safety.printable import make_printable
 from strop.storage.storage_error import StorageError
 from strop.trainer.health.health_monitor import TooManySkipped
 from strop.trainer.mismatch import MismatchTooLarge

@@ -20,7 +20,6 @@ from strop.config import RolloutRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.distributed.base import Cluster
 from strop.environments.mixture import Mixture
-from strop.exits import contain_exits
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
@@ -28,6 +27,7 @@ from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import EpisodeRules, make_failed_group, run_group
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
+from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator

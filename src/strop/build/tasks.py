@@ -15,7 +15,7 @@ from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.mixture import Component, Mixture
 from strop.environments.registry import list_rewards, make_environment
 from strop.environments.remote import EnvironmentDescription
-from strop.exits import contain_exits
+from strop.safety.exits import contain_exits
 
 T = TypeVar("T")
 EnvironmentConfigs = Mapping[str, EnvironmentConfig]

@@ -28,7 +28,7 @@ from strop.monitoring.console.closing import Closing
 from strop.monitoring.console.message_style import discard_output
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.wandb import is_wandb_offline
-from strop.remote_code import trust_remote_code
+from strop.safety.remote_code import trust_remote_code
 from strop.stopping import RunStopped
 from strop.trainer.run import TrainingRun
 from strop.trainer.stop_signal import SignalHandler, handle_stop_signals

@@ -111,7 +111,7 @@ def _format_json(selected: SelectedRollouts) -> Iterator[str]:
 def _format_text(selected: SelectedRollouts, options: argparse.Namespace) -> Iterator[str]:
     from strop.monitoring.rollout_view.rollout_text import format_rollout
     from strop.monitoring.rollout_view.shown_rollout import show_rollout
-    from strop.printable import make_printable
+    from strop.safety.printable import make_printable
 
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size((PIPE_WIDTH, 24)).columns if terminal or "COLUMNS" in os.environ else PIPE_WIDTH

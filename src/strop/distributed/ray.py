@@ -34,7 +34,7 @@ from strop.distributed.base import ActorDied, ActorOptions, NodeLost, RemoteActo
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.guardian import Guardian
 from strop.distributed.placement import Node, PlacementError, choose_nodes, find_domain
-from strop.remote_code import TRUST_VARIABLE, trusts_remote_code
+from strop.safety.remote_code import TRUST_VARIABLE, trusts_remote_code
 
 log = logging.getLogger(__name__)
 ray: Any = ray_package  # Ray's decorators are not typed

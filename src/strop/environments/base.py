@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 
 from strop.data.messages import make_prompt
 from strop.data.sources.source import DataSource
-from strop.exits import contain_exits
+from strop.safety.exits import contain_exits
 from strop.types import Message, Messages, Rollout, Task, user
 from strop.user_code import UserCodeError, describe_error, describe_value, import_attribute, suggest_names
 

@@ -29,8 +29,8 @@ from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError, Grade, RewardError, RewardResult
 from strop.environments.forks import run_in_one_process
 from strop.environments.registry import make_environment
-from strop.exits import contain_exits
-from strop.printable import shorten
+from strop.safety.exits import contain_exits
+from strop.safety.printable import shorten
 from strop.types import Message, Messages, Rollout, Task
 from strop.user_code import MAX_ERROR_TEXT, describe_error
 

@@ -19,7 +19,7 @@ from strop.models.loading import (
     quiet_transformers,
 )
 from strop.models.value_network import get_score_layer
-from strop.remote_code import trusts_remote_code
+from strop.safety.remote_code import trusts_remote_code
 
 log = logging.getLogger(__name__)
 

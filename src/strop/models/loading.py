@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
-from strop.remote_code import TRUST_VARIABLE, trusts_remote_code
+from strop.safety.remote_code import TRUST_VARIABLE, trusts_remote_code
 
 log = logging.getLogger(__name__)
 

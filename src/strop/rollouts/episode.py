@@ -12,11 +12,11 @@ import torch
 
 from strop.environments.base import Environment, RewardResult
 from strop.environments.forks import run_in_one_process
-from strop.exits import contain_exits
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.watchdog.waits import waiting
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
+from strop.safety.exits import contain_exits
 from strop.sampling import Sampling, mix_seed
 from strop.types import Ending, Group, Messages, Rollout, Task, Turn, assistant, observation_turn
 from strop.user_code import describe_error

@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 from strop.environments.base import Environment, EnvironmentConfigError, Grade
 from strop.environments.mixture import TaskSource
-from strop.exits import contain_exits
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_record import encodable, storable_metrics
 from strop.monitoring.rollout_store.turn_record import make_turn_records
 from strop.monitoring.trackers.base import Tracker
-from strop.printable import shorten
 from strop.rollouts.episode import EpisodeRules, run_group
+from strop.safety.exits import contain_exits
+from strop.safety.printable import shorten
 from strop.sampling import Sampling, mix_seed
 from strop.storage.deferred_files import DeferredFiles
 from strop.trainer.step_metrics import environment_metrics

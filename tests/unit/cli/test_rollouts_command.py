@@ -24,7 +24,7 @@ from strop.monitoring.rollout_view.rollout_page import make_page, split_text
 from strop.monitoring.rollout_view.rollout_selection import RolloutSelection, select_rollouts
 from strop.monitoring.rollout_view.rollout_text import format_rollout
 from strop.monitoring.rollout_view.shown_rollout import show_rollout
-from strop.printable import make_printable
+from strop.safety.printable import make_printable
 from strop.types import Ending, Group, Message, Rollout, Task, Turn, observation_turn
 
 HOSTILE = (

@@ -12,7 +12,7 @@ import pytest
 from strop.models.classifiers import load_classifier
 from strop.models.export import load_model_config
 from strop.models.loading import RemoteCodeRefused, load_model, load_tokenizer, model_from_config
-from strop.remote_code import trust_remote_code, trusts_remote_code
+from strop.safety.remote_code import trust_remote_code, trusts_remote_code
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
-from strop.printable import shorten
 from strop.problems import LONGEST_MESSAGE
+from strop.safety.printable import shorten
 
 Record = Mapping[str, Any]
 ReadText = Callable[[Record, str, str, str], str]

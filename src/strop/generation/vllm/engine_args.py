@@ -11,7 +11,7 @@ from typing import Any
 
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.vllm.vllm_config import VllmConfig
-from strop.remote_code import trusts_remote_code
+from strop.safety.remote_code import trusts_remote_code
 
 RESERVED_ARGS = {  # vLLM arguments that Strop sets itself -> what to set instead
     "model": "policy.model_name",

@@ -16,7 +16,7 @@ from strop.monitoring.console.message_style import discard_output
 from strop.monitoring.console.progress import Progress
 from strop.monitoring.console.step_table import StepTable
 from strop.monitoring.trackers.base import NullTracker, Tracker
-from strop.printable import make_printable
+from strop.safety.printable import make_printable
 
 logger = logging.getLogger(__name__)
 

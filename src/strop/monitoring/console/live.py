@@ -35,7 +35,7 @@ from strop.monitoring.console.columns import COLUMNS, Column, Phase, choose_colu
 from strop.monitoring.console.progress import Progress
 from strop.monitoring.console.step_table import StepTable
 from strop.monitoring.trackers.base import NullTracker
-from strop.printable import make_printable
+from strop.safety.printable import make_printable
 
 MAX_WIDTH = 110  # for readability
 MARGIN = 3  # space for the ^C that a terminal echoes: in a full line it would wrap and break the drawing

@@ -18,7 +18,7 @@ from importlib.resources import files
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_view.rollout_selection import SelectedRollouts
 from strop.monitoring.rollout_view.shown_rollout import ShownMessage, show_rollout
-from strop.printable import make_printable
+from strop.safety.printable import make_printable
 
 Decode = Callable[[list[int]], str]
 _PLACEHOLDER = re.compile(r"\{(policy|title|summary|rollouts|tokens)\}")

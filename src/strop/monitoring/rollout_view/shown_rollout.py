@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
-from strop.printable import make_printable, shorten
+from strop.safety.printable import make_printable, shorten
 
 _ENDINGS = {
     "stop": "stop: the model stopped, and the environment had nothing to add",

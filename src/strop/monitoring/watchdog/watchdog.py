@@ -28,7 +28,7 @@ from strop.monitoring.watchdog.status import LogEntry, Status, StatusState, proc
 from strop.monitoring.watchdog.status_tracker import MAX_ENTRIES, StatusTracker
 from strop.monitoring.watchdog.waits import Wait, snapshot_waits
 from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
-from strop.redaction import describe_command
+from strop.safety.redaction import describe_command
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.monitoring.console.console import PlainConsole
-from strop.printable import make_printable, shorten
+from strop.safety.printable import make_printable, shorten
 
 
 def test_escape_sequences_are_shown_and_do_nothing() -> None:
