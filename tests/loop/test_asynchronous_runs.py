@@ -39,6 +39,7 @@ def test_a_drained_run_is_repeated_bit_for_bit(tiny, tmp_path, drained):
     assert_same_run(tmp_path, drained)
 
 
+@pytest.mark.exhaustive
 def test_a_drained_run_that_was_killed_samples_the_same_tokens_and_ends_with_the_same_weights(tiny, tmp_path, drained):
     """The sampler's log-probabilities are the same to rounding: after a kill other requests share the engine's forward passes."""
     buffered = 0

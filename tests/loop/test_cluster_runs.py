@@ -126,7 +126,7 @@ def test_a_critic_on_two_ranks_gives_the_curve_of_one_process(head_only: bool, t
     curves_agree(tmp_path / "one", tmp_path / "two", steps=3)
 
 
-@pytest.mark.parametrize("section", sweep(["sft", "dpo", "rm"], "rm"))
+@pytest.mark.parametrize("section", sweep(["sft", "dpo", "rm"]))
 def test_recorded_data_trains_two_ranks_as_one_process(section: str, tiny: Path, tmp_path: Path) -> None:
     settings = {**recorded_config(section, tiny), f"{section}.max_num_steps": 3, "checkpointing.enabled": False}
     for name, more in (("one", {}), ("two", TWO)):

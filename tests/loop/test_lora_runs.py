@@ -46,6 +46,7 @@ def test_the_policy_leaves_its_reference_and_sampler_and_learner_agree(run: Path
         assert line["train/grad_norm"] > 0
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_ends_as_if_nothing_had_happened(run: Path, tiny: Path, tmp_path: Path) -> None:
     for kill in (Kill("while generating", 9), Kill("at a save", 2), Kill("at the optimizer step", 2)):
         outcome = grpo(tiny, tmp_path, before=kill, **LORA)

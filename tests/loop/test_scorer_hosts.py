@@ -118,6 +118,7 @@ def reward_model(folder: Path, tiny: Path) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_a_teacher_s_process_that_is_killed_is_replaced_at_the_next_call(tiny_model_folder: Path, tmp_path: Path) -> None:
     settings = {
         **sampling_config("distillation", tiny_model_folder),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -178,9 +179,10 @@ def test_an_evaluation_with_vllm_says_what_one_with_the_embedded_engine_says(ser
             "env.arithmetic.wording": "{expression}=",
             "eval.save_path": backend,
         }
-        outcome = start(["eval", *overrides(settings)], tmp_path / backend).finish(200)
+        outcome = start(["eval", "--json", *overrides(settings)], tmp_path / backend).finish(200)
         assert outcome.code == 0, outcome.out + outcome.err
-        said[backend] = [line for line in outcome.out.splitlines() if "seconds" not in line and line.startswith("validation/")]
+        metrics = json.loads(outcome.out)["metrics"]
+        said[backend] = {name: round(value, 4) for name, value in metrics.items() if "seconds" not in name}
     assert said["torch"] == said["vllm"] and said["torch"]
 
 
