@@ -116,7 +116,7 @@ class Runs:
         Runs(os.system, "touch hacked"),
         Runs(eval, "open('hacked', 'w')"),
         Runs(getattr, Task, "__init__"),
-        Runs(print, "hacked"),
+        Runs(sorted, "hacked"),
         Runs(state_file.write_run_state, "hacked", None, {}),
         Runs(torch.load, "hacked"),
         Runs(Handle),
