@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import random
 import secrets
 import shutil
@@ -34,6 +33,7 @@ from strop.checkpointing.base import RunState, Saveable
 from strop.checkpointing.state_file import read_run_state, write_run_state
 from strop.checkpointing.step_folders import list_steps
 from strop.learner.client import LearnerClient
+from strop.storage.atomic_file import fsync_path
 from strop.storage.checksums import FileChecksum, compute_checksums, decode_checksums, encode_checksums, find_damage
 from strop.storage.short_path import shorten_path
 from strop.storage.storage_error import StorageError, find_refusal, format_bytes, free_bytes
@@ -110,7 +110,7 @@ class FolderCheckpointer:
         elif target.exists():
             raise StorageError(f"{target} is a file, and the checkpoint would be a folder of that name; move it away")
         draft.rename(target)
-        _fsync_directory(self.folder)
+        fsync_path(self.folder)
 
     def _describe_refusal(self, refusal: str, step: int, draft: Path) -> str:
         steps = [other for other in self.list_steps() if other != step]
@@ -237,6 +237,11 @@ def _find_damage(folder: Path) -> str | None:
     return find_damage(folder, {name: checksum for name, checksum in saved.items() if name not in _RECORDS})
 
 
+def is_damaged(checkpoint: Path) -> bool:
+    """Return whether a checkpoint lacks files or has damaged ones, apart from those for people."""
+    return _find_damage(checkpoint) is not None
+
+
 def was_changed(checkpoint: Path, name: str) -> bool:
     """Return whether a file of a checkpoint is not what was saved."""
     with suppress(OSError, ValueError):
@@ -272,20 +277,8 @@ def _remove_atomically(path: Path) -> None:
 
 def _fsync_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        else:
-            _fsync_directory(path)
-    _fsync_directory(folder)
-
-
-def _fsync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        fsync_path(path)
+    fsync_path(folder)
 
 
 def get_random_states() -> dict[str, Any]:

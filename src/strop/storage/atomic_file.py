@@ -15,15 +15,16 @@ def atomic_write(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         yield temporary
-        _fsync(temporary)
+        fsync_path(temporary)
         os.replace(temporary, path)
-        _fsync(path.parent)
+        fsync_path(path.parent)
     finally:
         with suppress(OSError):  # a file system that became read-only, while its own error is raised
             temporary.unlink(missing_ok=True)
 
 
-def _fsync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
+    """Flush a file or a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.checkpointing.folders import CheckpointError, FolderCheckpointer, was_changed
+from strop.checkpointing.folders import is_damaged, was_changed
 from strop.checkpointing.step_folders import list_steps
 from strop.config import TRAINING_RUNS, ConfigError, TrainingRunConfig, load_config
 from strop.config.identity import Change, find_changes
@@ -69,15 +69,6 @@ def plan_resume(config: TrainingRunConfig) -> ResumePlan:
         changes=applied,
         nothing_to_do=describe_finished(config, steps[-1], applied, finished),
     )
-
-
-def is_damaged(checkpoint: Path) -> bool:
-    """Return whether a checkpoint lacks files or has damaged ones."""
-    try:
-        FolderCheckpointer(folder=checkpoint.parent, config_text="", save_tokenizer=Path.exists).verify(checkpoint)
-    except (CheckpointError, OSError, ValueError):
-        return True
-    return False
 
 
 def read_saved_config(path: Path, config: TrainingRunConfig) -> TrainingRunConfig | None:
