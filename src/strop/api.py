@@ -196,7 +196,7 @@ def _nest(settings: Settings) -> dict[str, Any]:
 
 
 def _merge(trees: Sequence[Settings]) -> dict[str, Any]:
-    from strop.config.load.yaml_source import merge_sections
+    from strop.config.source.yaml_source import merge_sections
 
     merged: dict[str, Any] = {}
     for tree in trees:

@@ -35,7 +35,7 @@ class Run:
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The configuration of the run, as nested dicts."""
-        from strop.config.load import yaml_text
+        from strop.config.source import yaml_text
 
         values: Mapping[str, Any] = yaml_text.parse_value((self.folder / "config.yaml").read_text(encoding="utf-8"))
         return values

@@ -17,7 +17,7 @@ import pytest
 
 from loop.runs import Running, heed_interrupts, start, strop
 from strop.config import TRAINING_RUNS, EvalRunConfig
-from strop.config.load.keys import find_field, iter_keys
+from strop.config.source.keys import find_field, iter_keys
 from support.sweep import sweep
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from jinja2.exceptions import SecurityError
 
 from loop.tiny import tiny_tokenizer
 from strop.config import GrpoRunConfig, dump_config, load_config
-from strop.config.load.interpolation import RESOLVERS
+from strop.config.source.interpolation import RESOLVERS
 from strop.data.prompt_template import parse_prompt_template
 from strop.models.chat_template import ChatTemplate
 from strop.safety.redaction import REDACTED, describe_command, redact_arguments

@@ -10,7 +10,7 @@ def find_log_folder(run: Path) -> Path:
 
     Raises ValueError if the configuration is not YAML.
     """
-    from strop.config.load import yaml_text
+    from strop.config.source import yaml_text
 
     checkpoints = sorted(run.glob("step_*/config.yaml"), key=lambda path: path.stat().st_mtime) if run.is_dir() else []
     for file in (run, run / "config.yaml", *checkpoints[-1:]):

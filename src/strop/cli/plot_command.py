@@ -75,7 +75,7 @@ def _draw(options: argparse.Namespace) -> Path:
 
 def _read_settings(folder: Path) -> Mapping[str, Any]:
     """Return the settings of a run by dotted keys; none if it has no configuration that can be read."""
-    from strop.config.load import yaml_text
+    from strop.config.source import yaml_text
     from strop.monitoring.run_lines import flatten_settings
 
     try:

@@ -150,7 +150,7 @@ def _write_page(selected: SelectedRollouts, folder: Path, options: argparse.Name
 
 def _load_decoder(folder: Path) -> Callable[[list[int]], str] | None:
     """Return the decode of the run's tokenizer, for the texts of tokens; None, with a warning, if it cannot be read."""
-    from strop.config.load import yaml_text
+    from strop.config.source import yaml_text
 
     name: Any = None
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from strop.base_config import BaseConfig, fields_of, redact_secrets, section_model, to_tree
-from strop.config.load.keys import entry_model, is_entry_list
+from strop.config.source.keys import entry_model, is_entry_list
 
 Role = Literal["identity", "applied", "unrelated"]
 ROLES: tuple[Role, ...] = ("identity", "unrelated")  # those that sections declare

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from strop.config import EvalRunConfig, GrpoRunConfig, dump_config, load_config
 from strop.config.load.load import escape_values, validate_source
-from strop.config.load.yaml_source import ConfigSource
+from strop.config.source.yaml_source import ConfigSource
 from support.sweep import sweep
 
 texts = st.text(max_size=12) | st.sampled_from(

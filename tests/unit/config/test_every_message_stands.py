@@ -145,6 +145,8 @@ REWORDED: dict[str, str] = {
 
 # The old message -> why nothing says it any more.
 DROPPED: dict[str, str] = {
+    "Strop does not have this key of NeMo-RL": "the rules of strop.config.recipes say of each key why",
+    "{}{}. Remove the key.": "the rules of strop.config.recipes say of each key what to do",
     "{}.scheduler: {} stages need {} milestones between them; found {}": "the section says it, and no scheduler is built without one",
     "a batch that is only scored has no loss": "a batch that is only scored is packed without an algorithm",
     "a coroutine of a rank suspended; local learners must not await anything": "learners are no coroutines",

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from strop.config import ConfigError, EvalRunConfig, load_config
-from strop.config.load.yaml_source import read_config_file
 from strop.config.schema.run_config import TRAINING_RUNS
+from strop.config.source.yaml_source import read_config_file
 from strop.data.data_config import DataEntryConfig
 
 ROOT = Path(__file__).parents[3]

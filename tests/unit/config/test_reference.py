@@ -8,9 +8,9 @@ import pytest
 
 from strop.base_config import BaseConfig, fields_of
 from strop.config import EvalRunConfig, GrpoRunConfig
-from strop.config.load import yaml_text
-from strop.config.load.keys import SchemaKey, iter_keys
 from strop.config.load.reference import ROOT_CONFIGS, collect_blocks, render_annotated_yaml, render_page
+from strop.config.source import yaml_text
+from strop.config.source.keys import SchemaKey, iter_keys
 from support.each import each
 
 ROOT = Path(__file__).parents[3]

@@ -8,7 +8,7 @@ from typing import Any
 from strop import __version__
 from strop.checkpointing.saved_model import ATTACHED_CONFIG, SavedModel, is_hub_name
 from strop.config import TRAINING_RUNS
-from strop.config.load import yaml_text
+from strop.config.source import yaml_text
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 
 METRICS_SHOWN = ("validation/", "train/reward", "train/loss", "train/entropy", "train/accuracy", "train/margin")

@@ -13,7 +13,7 @@ from strop.checkpointing.folders import is_damaged, was_changed
 from strop.checkpointing.step_folders import list_steps
 from strop.config import TRAINING_RUNS, ConfigError, TrainingRunConfig, load_config
 from strop.config.identity import Change, find_changes
-from strop.config.load import yaml_text
+from strop.config.source import yaml_text
 from strop.monitoring.config_history import FinishedRun, read_finish
 
 CONFIG_FILE = "config.yaml"

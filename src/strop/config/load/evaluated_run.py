@@ -10,8 +10,8 @@ from typing import Any
 from strop.base_config import iter_sections
 from strop.config.load.evaluation_keys import nest, translate_overrides, translate_values
 from strop.config.load.load import load_config
-from strop.config.load.yaml_source import OVERRIDE, get_at, merge_sections, read_config_file
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.config.source.yaml_source import OVERRIDE, get_at, merge_sections, read_config_file
 from strop.problems import ConfigError, Problem
 
 ONE_PROCESS: Mapping[str, Any] = {

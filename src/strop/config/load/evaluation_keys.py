@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.base_config import fields_of
-from strop.config.load.yaml_source import OVERRIDE, merge_sections
 from strop.config.schema.run_config import TRAINING_RUNS
+from strop.config.source.yaml_source import OVERRIDE, merge_sections
 from strop.data.data_config import DataConfig
 from strop.problems import COMMAND_LINE, ConfigError, Origin, Problem
 

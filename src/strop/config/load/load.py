@@ -1,6 +1,6 @@
 """Load a configuration from YAML files and overrides, or raise one error that lists every problem.
 
-files + overrides -> defaults of the schema -> interpolation -> schema -> checks across keys
+files + overrides -> keys of NeMo-RL translated -> defaults of the schema -> interpolation -> schema -> checks across keys
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from strop.base_config import (
     validate_section,
 )
 from strop.config.checks import cluster_checks, run_checks
-from strop.config.load import keys, yaml_text
-from strop.config.load.interpolation import escape_interpolations, referenced_keys, resolve_interpolations
 from strop.config.load.run_name import name_run
-from strop.config.load.yaml_source import ConfigSource, KeyPath, apply_overrides, describe_type, get_at, read_config_file
-from strop.config.nemo_rl import find_unused_keys
+from strop.config.recipes.difference import Difference
+from strop.config.recipes.translation import translate_source
 from strop.config.schema.run_config import TRAINING_RUNS, GrpoRunConfig, TrainingRunConfig
+from strop.config.source import keys, yaml_text
+from strop.config.source.defaults import add_defaults
+from strop.config.source.interpolation import escape_interpolations, referenced_keys, resolve_interpolations
+from strop.config.source.yaml_source import ConfigSource, KeyPath, apply_overrides, describe_type, get_at, read_config_file
 from strop.problems import ConfigError, Origin, Problem
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
@@ -43,6 +45,7 @@ class LoadedConfig(Generic[ConfigT]):
     warnings: tuple[Problem, ...]
     files: tuple[Path, ...]  # the file and all files it inherits from, base first
     overrides: tuple[str, ...]
+    differences: tuple[Difference, ...] = ()  # of keys of other libraries from what they are here
 
 
 def load_config(
@@ -65,9 +68,10 @@ def load_config(
     source, problems = apply_overrides(source, overrides, root)
     source, unnamed = name_run(source, overrides)
     source, contradictions = resolve_synonyms(source, root)
-    source, warnings, unsupported = drop_unused_keys(source, root)
+    translation = translate_source(source, root)
+    source, warnings = translation.source, translation.warnings
     config, invalid = validate_source(source, root)
-    problems += unnamed + contradictions + unsupported + invalid + ([] if invalid else find_infinite_numbers(source))
+    problems += unnamed + contradictions + translation.problems + invalid + ([] if invalid else find_infinite_numbers(source))
     if config is None or problems:
         raise ConfigError(problems)
     if check:
@@ -75,7 +79,7 @@ def load_config(
         if errors:
             raise ConfigError(errors)
         warnings += [_with_origin(problem, source) for problem in run_checks.find_warnings(config)]
-    return LoadedConfig(config, tuple(warnings), source.files, tuple(overrides))
+    return LoadedConfig(config, tuple(warnings), source.files, tuple(overrides), translation.differences)
 
 
 def refuse_other_kind(source: ConfigSource, path: Path | str | None, root: type[BaseConfig]) -> None:
@@ -124,28 +128,6 @@ def escape_values(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [escape_values(inner) for inner in value]
     return escape_interpolations(value) if isinstance(value, str) else value
-
-
-def drop_unused_keys(source: ConfigSource, root: type[BaseConfig]) -> tuple[ConfigSource, list[Problem], list[Problem]]:
-    """Return the source without unsupported keys of NeMo-RL, one warning for those that can be dropped, and an error for each other."""
-    ignored: list[str] = []
-    errors: list[Problem] = []
-    for path, entry, can_drop in list(find_unused_keys(source.values, root)):
-        dotted = ".".join(path)
-        if can_drop:
-            ignored.append(dotted)
-        else:
-            errors.append(
-                Problem(
-                    dotted,
-                    "Strop does not have this key of NeMo-RL",
-                    f"{entry.advice[0].upper()}{entry.advice[1:]}. Remove the key.",
-                    source.find_origin(path),
-                )
-            )
-        source = ConfigSource(_without_key(source.values, path), source.origins, source.files)
-    message = f"ignored keys of NeMo-RL that have no effect here: {', '.join(ignored)}"
-    return source, [Problem("", message)] if ignored else [], errors
 
 
 def resolve_synonyms(source: ConfigSource, root: type[BaseConfig]) -> tuple[ConfigSource, list[Problem]]:
@@ -198,28 +180,6 @@ def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT 
 
 
 MOST_DESCRIBED = 50  # the nearest keys of thousands of unknown ones would take minutes to find
-
-
-def add_defaults(values: Mapping[str, Any], model: type[BaseConfig]) -> dict[str, Any]:
-    """Return values with the schema's defaults for missing keys, so that ``${...}`` can refer to any key."""
-    default = keys.default_values(model)
-    tree = dict(default)
-    for name, value in values.items():
-        tree[name] = value
-        field = fields_of(model).get(name)
-        if field is None:
-            continue
-        if (inner := section_model(field)) is not None:
-            if value is None or isinstance(value, Mapping):
-                tree[name] = add_defaults(value or {}, inner)
-        elif value is None and followed_keys(field):
-            tree[name] = default[name]  # null asks for the value of the key that this one follows
-        elif isinstance(value, Mapping) and not keys.is_entry_list(field) and (entry := keys.entry_model(field)):
-            tree[name] = {
-                alias: add_defaults(options or {}, entry) if options is None or isinstance(options, Mapping) else options
-                for alias, options in value.items()
-            }
-    return tree
 
 
 def _remove(tree: Any, path: KeyPath) -> None:

@@ -11,9 +11,9 @@ from inspect import get_annotations
 from typing import Any
 
 from strop.base_config import BaseConfig, KeyPath, fields_of, option_set_by, section_model
-from strop.config.load import yaml_text
-from strop.config.load.keys import SchemaKey, entry_model, is_entry_list
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig
+from strop.config.source import yaml_text
+from strop.config.source.keys import SchemaKey, entry_model, is_entry_list
 
 HEAD = """# Configuration
 

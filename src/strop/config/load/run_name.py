@@ -6,7 +6,7 @@ import re
 import zlib
 from collections.abc import Sequence
 
-from strop.config.load.yaml_source import ConfigSource, KeyPath, get_at, merge_sections
+from strop.config.source.yaml_source import ConfigSource, KeyPath, get_at, merge_sections
 from strop.problems import Origin, Problem
 
 NAME: KeyPath = ("run_name",)

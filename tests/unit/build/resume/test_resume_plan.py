@@ -26,8 +26,8 @@ from strop.checkpointing.base import RunState
 from strop.checkpointing.folders import CheckpointError
 from strop.config import TRAINING_RUNS, ConfigError, TrainingRunConfig, load_config
 from strop.config.identity import Change, role_of
-from strop.config.load.keys import entry_model, find_field, iter_keys
 from strop.config.load.reference import iter_sections
+from strop.config.source.keys import entry_model, find_field, iter_keys
 from strop.monitoring.config_history import HISTORY_FILE, read_finish, record_finish
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.stream import StreamState

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from strop.base_config import BaseConfig
-from strop.config.load import keys, yaml_text
+from strop.config.source import keys, yaml_text
 from strop.problems import COMMAND_LINE, PYTHON, ConfigError, Origin, Problem
 
 KeyPath: TypeAlias = tuple[str, ...]

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from strop.config.load.yaml_source import KeyPath
+from strop.config.source.yaml_source import KeyPath
 
 LARGEST = 10**30  # of a result; what lies beyond is a mistake, or made to fill the memory
 MOST_COPIES = 10_000  # how often a text may occur in another through interpolations

@@ -1,0 +1,7 @@
+"""Section ``env``."""
+
+from __future__ import annotations
+
+from strop.config.recipes.rules import Rule
+
+ENVIRONMENT_RULES: tuple[Rule, ...] = ()

@@ -1,0 +1,24 @@
+"""What each key of NeMo-RL's recipes that Strop does not have becomes here."""
+
+from __future__ import annotations
+
+from strop.config.recipes.nemo_rl.data_rules import DATA_RULES
+from strop.config.recipes.nemo_rl.environment_rules import ENVIRONMENT_RULES
+from strop.config.recipes.nemo_rl.generation_rules import GENERATION_RULES
+from strop.config.recipes.nemo_rl.megatron_rules import MEGATRON_RULES
+from strop.config.recipes.nemo_rl.model_rules import MODEL_RULES
+from strop.config.recipes.nemo_rl.run_rules import RUN_RULES
+from strop.config.recipes.nemo_rl.teacher_rules import TEACHER_RULES
+from strop.config.recipes.nemo_rl.training_rules import TRAINING_RULES
+from strop.config.recipes.rules import Rule
+
+NEMO_RL_RULES: tuple[Rule, ...] = (
+    *RUN_RULES,
+    *ENVIRONMENT_RULES,
+    *TRAINING_RULES,
+    *TEACHER_RULES,
+    *MEGATRON_RULES,
+    *MODEL_RULES,
+    *GENERATION_RULES,
+    *DATA_RULES,
+)

@@ -1,0 +1,137 @@
+"""A recipe while it is translated: what it says, what was changed of it, and every difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+from strop.base_config import BaseConfig, KeyPath
+from strop.config.recipes.difference import Difference, Effect
+from strop.config.source.defaults import add_defaults
+from strop.config.source.interpolation import resolve_interpolations
+from strop.config.source.keys import find_field
+from strop.config.source.yaml_source import ConfigSource, delete_key, get_at, set_key
+from strop.problems import COMMAND_LINE, Origin
+
+
+class Recipe:
+    """The values of a recipe, changed in place by rules. Keys are dotted; ``value`` reads them with ``${...}`` resolved.
+
+    A key that no rule changes keeps the value that the recipe gives it, whatever becomes of the keys that it refers to.
+    """
+
+    def __init__(self, source: ConfigSource, root: type[BaseConfig]) -> None:
+        self.root = root
+        self.source = source
+        self.differences: list[Difference] = []
+        self._written = source  # as the recipe was read
+        self._changed: set[KeyPath] = set()
+
+    @cached_property
+    def resolved(self) -> Mapping[str, Any]:
+        """Everything that the recipe sets, on top of the schema's defaults, as it was read; unresolvable values are None."""
+        return resolve_interpolations(add_defaults(self._written.values, self.root))[0]
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return what the recipe sets a key to, or the schema's default; ``default`` for a key that has neither, or is null."""
+        found = _get(self.resolved, key)
+        return default if found is None else found
+
+    def is_set(self, key: str) -> bool:
+        """Return whether the recipe, as translated so far, writes a key or a section (null counts)."""
+        path = tuple(key.split("."))
+        parent = get_at(self.source.values, path[:-1]) if len(path) > 1 else self.source.values
+        return isinstance(parent, Mapping) and path[-1] in parent
+
+    def is_on_command_line(self, key: str) -> bool:
+        origin = self.source.find_origin(tuple(key.split(".")))
+        return origin is not None and origin.source == COMMAND_LINE
+
+    def is_own_key(self, key: str) -> bool:
+        """Return whether Strop's schema has this key or section."""
+        return find_field(self.root, tuple(key.split("."))) is not None
+
+    def find(self, pattern: str) -> Iterator[str]:
+        """Yield the keys and sections that the recipe writes and ``pattern`` (as in ``fnmatch``) matches, outermost first."""
+        yield from _find(self.source.values, pattern, ())
+
+    def set(self, key: str, value: Any, *, because: str) -> None:
+        """Set a key, which counts as written where the key ``because`` of the recipe is."""
+        origin = self.source.find_origin(tuple(because.split("."))) or Origin("the recipe")
+        path = tuple(key.split("."))
+        self.drop(key)
+        _, self.source = set_key(self.source, path, value, origin)
+        self._changed.add(path)
+
+    def drop(self, key: str) -> None:
+        """Remove a key or a section, if it is set."""
+        if self.is_set(key):
+            path = tuple(key.split("."))
+            origin = self.source.find_origin(path) or Origin("the recipe")
+            _, self.source = delete_key(self.source, path, origin)
+
+    def note(self, key: str, effect: Effect, text: str, fix: str = "") -> None:
+        """Record a difference of a key of the recipe."""
+        origin = self._written.find_origin(tuple(key.split(".")))
+        self.differences.append(Difference(key, effect, text, fix, origin))
+
+    def unused(self, key: str, text: str) -> None:
+        """Drop a key that changes nothing of what is trained."""
+        self.note(key, Effect.UNUSED, text)
+        self.drop(key)
+
+    def refuse(self, key: str, text: str, fix: str) -> None:
+        """Drop a key that asks for something that Strop would not do; the recipe is refused."""
+        self.note(key, Effect.REFUSED, text, fix)
+        self.drop(key)
+
+    def rename(self, key: str, to: str, value: Any = None, *, effect: Effect = Effect.RENAMED, text: str = "") -> None:
+        """Move a key's value, or ``value``, to another key. A value that the recipe gives to that one too stays."""
+        value = self.value(key) if value is None else value
+        if not self.is_set(to):
+            self.set(to, value, because=key)
+        self.note(key, effect, text or f"{to}={value} here")
+        self.drop(key)
+
+    def finish(self) -> ConfigSource:
+        """Return the translated source. A key whose ``${...}`` would now say something else gets the value that it had."""
+        if self.source is self._written:
+            return self.source
+        now, _ = resolve_interpolations(add_defaults(self.source.values, self.root))
+        for path in list(_interpolated(self.source.values, ())):
+            before, after = (_get(tree, ".".join(path)) for tree in (self.resolved, now))
+            if before != after and before is not None and not any(path[: len(own)] == own for own in self._changed):
+                origin = self.source.find_origin(path) or Origin("the recipe")
+                _, self.source = set_key(self.source, path, before, origin)
+        return self.source
+
+
+def _get(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        if isinstance(tree, list) and name.isdigit() and int(name) < len(tree):
+            tree = tree[int(name)]
+        else:
+            tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _find(values: Mapping[str, Any], pattern: str, prefix: KeyPath) -> Iterator[str]:
+    for name, value in values.items():
+        path = (*prefix, str(name))
+        if fnmatchcase(key := ".".join(path), pattern):
+            yield key
+        elif isinstance(value, Mapping):
+            yield from _find(value, pattern, path)
+
+
+def _interpolated(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _interpolated(inner, (*path, str(name)))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _interpolated(inner, (*path, str(index)))
+    elif isinstance(value, str) and "${" in value:
+        yield path

@@ -1,0 +1,99 @@
+"""Rules of a translation: most say what becomes of a key in one line, the others are functions of the recipe.
+
+A rule is only about keys that Strop does not have, except the functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from strop.config.recipes.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Unused:
+    """A key that changes nothing of what is trained here, whatever its value. ``why`` completes "KEY: ..."."""
+
+    pattern: str
+    why: str
+
+    def __call__(self, recipe: Recipe) -> None:
+        for key in foreign_keys(recipe, self.pattern):
+            recipe.unused(key, self.why)
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A key that another one stands for. ``*`` in both is the same text."""
+
+    pattern: str
+    to: str
+
+    def __call__(self, recipe: Recipe) -> None:
+        for key in foreign_keys(recipe, self.pattern):
+            recipe.rename(key, _fill(self.to, self.pattern, key))
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Keys that ask for one thing that Strop would not do. One refusal is made for all: at the first of them that is switched on.
+
+    Keys that are switched off (null, false, 0, empty, ``enabled: false``, a value in ``off``) are unused.
+    """
+
+    patterns: Sequence[str]
+    why: str  # "NeMo-Gym's environments are not in this version"
+    fix: str
+    off: Sequence[Any] = ()
+
+    def __call__(self, recipe: Recipe) -> None:
+        refused = False
+        for key in [key for pattern in self.patterns for key in foreign_keys(recipe, pattern)]:
+            value = recipe.value(key)
+            if is_switched_off(value) or value in self.off:
+                recipe.unused(key, "it is switched off")
+            elif refused:
+                recipe.drop(key)
+            else:
+                recipe.refuse(key, f"found {describe(value)}, but {self.why}", self.fix)
+                refused = True
+
+
+Rule: TypeAlias = Callable[[Recipe], None]
+
+
+def apply_rules(recipe: Recipe, rules: Iterable[Rule]) -> None:
+    for rule in rules:
+        rule(recipe)
+
+
+def foreign_keys(recipe: Recipe, pattern: str) -> Iterator[str]:
+    """Yield the keys that a pattern matches and Strop does not have."""
+    yield from [key for key in recipe.find(pattern) if key.startswith("env.") or not recipe.is_own_key(key)]
+
+
+def is_switched_off(value: Any) -> bool:
+    """Return whether a value of a recipe asks for nothing."""
+    if isinstance(value, Mapping):
+        return value.get("enabled") is False or all(is_switched_off(inner) for inner in value.values())
+    return value is None or value is False or value in (0, "", "none", "None") or value == []
+
+
+def describe(value: Any) -> str:
+    """Return a value as a message shows it: a section by its first keys."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        names = [str(name) for name in value]
+        return "a section with " + ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{value!r:.80}"
+
+
+def _fill(to: str, pattern: str, key: str) -> str:
+    """``*.a.old`` -> ``*.a.new``: put what ``*`` matched into the new name."""
+    if "*" not in to:
+        return to
+    before, _, after = pattern.partition("*")
+    return to.replace("*", key[len(before) : len(key) - len(after)] if after else key[len(before) :])
