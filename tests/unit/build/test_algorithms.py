@@ -396,6 +396,7 @@ FLAT: list[tuple[str, str, Algorithm]] = [
         "dpo.sft_loss_weight=0.5",
         DPO(beta=0.1, average_log_probs=True, preference_weight=2.0, sft_weight=0.5),
     ),
+    ("dpo", "dpo.preference_loss_weight=0 dpo.sft_loss_weight=1", DPO(preference_weight=0.0, sft_weight=1.0)),
     ("dpo", "dpo.sft_average_log_probs=true", DPO(sft_aggregation="sequence_mean")),
     ("dpo", "dpo.sft_average_log_probs=false", DPO(sft_aggregation="sequence_sum")),
     ("rm", "", RewardModel()),
