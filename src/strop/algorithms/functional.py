@@ -15,6 +15,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 RELATIVE_ROUNDING = 1e-6
 EPS = 1e-6  # added to a standard deviation before dividing by it
 MAX_EXPONENT = 60.0  # nats: float32 overflows at 88, and ratios are still multiplied by advantages and summed
+MAX_LOG_RATIO = 1e4  # nats: stands for infinity, if one side gives a sampled token probability 0
 
 
 def varies(rewards: Tensor) -> bool:
@@ -63,6 +64,11 @@ def bounded_exp(logs: Tensor) -> Tensor:
     return logs.clamp(max=MAX_EXPONENT).exp()
 
 
+def bounded_difference(logprobs: Tensor, others: Tensor) -> Tensor:
+    """Return logprobs - others within +-MAX_LOG_RATIO, with gradient 0 outside: sums and means stay finite if one side is -inf."""
+    return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
 def kl_estimate(
     logprobs: Tensor,
     reference: Tensor,
@@ -101,9 +107,14 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, low: float, high: fl
     return objective
 
 
+def _counted(values: Tensor, batch: Batch) -> Tensor:
+    """Return the values of counted tokens, [N]; exactly 0 for the others, also if they are infinite."""
+    return torch.where(batch.mask > 0, values, 0.0) * batch.mask.to(values.dtype)
+
+
 def sequence_sum(values: Tensor, batch: Batch) -> Tensor:
     """Sum over each rollout's counted tokens, [N] -> [S]."""
-    return values.new_zeros(batch.num_sequences).index_add(0, batch.sequence, values * batch.mask.to(values.dtype))
+    return values.new_zeros(batch.num_sequences).index_add(0, batch.sequence, _counted(values, batch))
 
 
 def sequence_mean(values: Tensor, batch: Batch) -> Tensor:
@@ -126,7 +137,7 @@ def aggregate(values: Tensor, batch: Batch, how: Aggregation = "token_mean", con
     token_mean: mean over all counted tokens. sequence_mean: mean over rollouts of each rollout's mean. sequence_sum: mean over rollouts of
     each rollout's sum. constant_length: sum over tokens, divided by rollouts x ``constant_length`` (Dr.GRPO).
     """
-    counted = values * batch.mask
+    counted = _counted(values, batch)
     match how:
         case "token_mean":
             return counted.sum() / max(batch.totals.tokens, 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.functional import aggregate, sequence_sum, varies
+from strop.algorithms.functional import aggregate, bounded_difference, sequence_sum, varies
 from strop.algorithms.policy_gradient.composition import Composition
 from strop.algorithms.policy_gradient.parts import GroupRewards, Mismatch, PolicyTokens
 from strop.algorithms.policy_gradient.rewards import compared_rewards, rewards_by_name, shape_rewards, subtract_kl
@@ -80,7 +80,7 @@ class PolicyGradient(Composition):
         current = logprobs.detach()
         learner = batch.columns.get("policy_logprobs", current)
         if self.ratio_to == "between":
-            learner = batch.rollout_logprobs + self.proximal_weight * (current - batch.rollout_logprobs)
+            learner = batch.rollout_logprobs + self.proximal_weight * bounded_difference(current, batch.rollout_logprobs)
         if self.on_policy_ratio:
             return current, learner
         return (batch.rollout_logprobs if self.ratio_to == "sampler" else learner), learner
