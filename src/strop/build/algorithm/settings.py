@@ -137,7 +137,9 @@ def _correction_settings(loss: LossConfig) -> Iterator[AlgorithmSetting]:
         loss.truncated_importance_sampling_ratio,
         loss.truncated_importance_sampling_ratio_min,
     )
-    bounds = [f"truncated_importance_sampling_{name}" for name, bound in (("ratio", high), ("ratio_min", low)) if bound is not None]
+    bounds = [
+        f"truncated_importance_sampling_{name}" for name, bound in (("ratio", high), ("ratio_min", low)) if bound is not None
+    ]
     if kind is None and bounds:
         raise ValueError(
             f"loss_fn.{bounds[0]}: found {getattr(loss, bounds[0])}, but truncated_importance_sampling_type is null, so the weight would "
