@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
@@ -26,33 +26,70 @@ class AlgorithmSetting:
     value: Any
 
 
+@dataclass
+class Draft:
+    """An algorithm or a part before it is made: keys are applied to it one after the other, and it is validated once, with all of them."""
+
+    name: str  # as messages call it
+    kind: type
+    where: str  # the key that chose it
+    options: dict[str, Any] = field(default_factory=dict)  # parts among them are drafts, or made already
+    keys: dict[str, str] = field(default_factory=dict)  # option -> the key that set it
+
+    @property
+    def fields(self) -> dict[str, Field[Any]]:
+        return {item.name: item for item in fields(self.kind) if item.init}
+
+    def current(self, option: str) -> Any:
+        """Return the value of an option as it is so far; None if it has none yet."""
+        return self.options.get(option, _default_value(self.fields[option]))
+
+    def set(self, option: str, value: Any, key: str) -> None:
+        self.options[option], self.keys[option] = value, key
+
+    def parse(self, option: str, value: Any, where: str, key: str) -> None:
+        """Set an option to a YAML value, which is at ``where`` in what ``key`` holds. Raises ValueError."""
+        hint = get_type_hints(self.kind)[option]
+        self.set(option, _parse_option(hint, value, where, self.current(option) or _default_kl(option)), key)
+
+    def make(self) -> Any:
+        """Make it, and the parts in it. Raises ValueError at the keys of the options that the reason names."""
+        if missing := [name for name, item in self.fields.items() if name not in self.options and _is_required(item)]:
+            raise ValueError(f"{self.where}: {self.name} needs {', '.join(missing)}")
+        try:
+            return self.kind(**{name: _make(value) for name, value in self.options.items()})
+        except _RefusedPart:
+            raise
+        except ValueError as error:
+            blamed = [key for option, key in self.keys.items() if re.search(rf"\b{option}\b", str(error))]
+            keys = dict.fromkeys(blamed or self.keys.values() or [self.where])
+            raise _RefusedPart(f"{', '.join(keys)}: {error}") from error
+
+
+class _RefusedPart(ValueError):
+    """A part that refuses its options. The message begins with their keys."""
+
+
 def make_algorithm(name: str, kwargs: Mapping[str, Any], settings: Iterable[AlgorithmSetting] = ()) -> Algorithm:
     """Make the algorithm called ``name``: its own defaults, overridden by ``kwargs``, then by ``settings``.
 
     Raises ValueError for an unknown name, for an option that neither the algorithm nor its part has, and for a value of the wrong type.
     """
-    kind = find_algorithm(name)
-    known = {item.name: item for item in fields(kind) if item.init}
-    for key in kwargs:
-        if key not in known:
-            raise ValueError(f"algorithm.kwargs.{key}: {name} has no such field{suggest_names(key, known)}")
-    options = {
-        key: parse_option(get_type_hints(kind)[key], value, f"algorithm.kwargs.{key}", _default_value(known[key]))
-        for key, value in kwargs.items()
-    }
-    missing = [key for key, item in known.items() if key not in options and _is_required(item)]
-    if missing:
-        raise ValueError(f"algorithm.kwargs: {name} needs {', '.join(missing)}")
-    algorithm: Algorithm = _construct(kind, options, "algorithm.kwargs")
+    draft = Draft(name, find_algorithm(name), "algorithm.kwargs")
+    for key, value in kwargs.items():
+        if key not in draft.fields:
+            raise ValueError(f"algorithm.kwargs.{key}: {name} has no such field{suggest_names(key, draft.fields)}")
+        draft.parse(key, value, f"algorithm.kwargs.{key}", "algorithm.kwargs")
     unused = []
     for setting in settings:
-        if ":" in name and setting.field.partition(".")[0] not in known:
+        if ":" in name and setting.field.partition(".")[0] not in draft.fields:
             unused += [setting.key] if setting.value else []  # a key that is off asks for nothing
         else:
-            algorithm = _apply_setting(algorithm, setting, name)
+            _apply_setting(draft, setting)
     if unused:
         effect = "this key has no effect" if len(unused) == 1 else "these keys have no effect"
         warnings.warn(f"algorithm.name: {name} does not use {', '.join(unused)}; {effect}", stacklevel=2)
+    algorithm: Algorithm = draft.make()
     return algorithm
 
 
@@ -146,10 +183,10 @@ def _dotted(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def parse_option(annotation: Any, value: Any, where: str, default: Any = None) -> Any:
-    """Convert a YAML value to the type of its field. A part is ``name`` or ``{name: .., option: ..}``; several parts are a list.
+def _parse_option(annotation: Any, value: Any, where: str, current: Any = None) -> Any:
+    """Convert a YAML value to the type of its field. A part, ``name`` or ``{name: .., option: ..}``, becomes a draft; several are a list.
 
-    ``default``: the part whose options change where a value names no part.
+    ``current``: the part whose options change where a value names no part.
 
     Raises ValueError."""
     base, is_list = _find_part_type(annotation)
@@ -158,40 +195,43 @@ def parse_option(annotation: Any, value: Any, where: str, default: Any = None) -
     if is_list:
         if not isinstance(value, list | tuple):
             raise ValueError(f"{where}: found {value!r}; give a list of parts, such as [{{name: tis}}]")
-        return tuple(_parse_part(base, item, f"{where}.{index}") for index, item in enumerate(value))
-    return None if value is None else _parse_part(base, value, where, default)
+        return tuple(_draft_part(base, item, f"{where}.{index}") for index, item in enumerate(value))
+    return None if value is None else _draft_part(base, value, where, current)
 
 
-def _parse_part(base: type, value: Any, where: str, default: Any = None) -> Any:
-    """Make a part. Without a name, make the field's default part with other options."""
+def _draft_part(base: type, value: Any, where: str, current: Any = None) -> Draft:
+    """Draft a part. Without a name, it is the current part with other options."""
     options = {"name": value} if isinstance(value, str) else value
     if not isinstance(options, Mapping):
         raise ValueError(f"{where}: found {value!r}; give the part's name, or {{name: .., option: ..}}")
     options = dict(options)
     if "name" in options and base is not Kl:
         kind = find_part(base, str(options.pop("name")), where)
-        return _construct(kind, _parse_options(kind, options, where), where)
-    start = Kl() if default is None and base is Kl else default
-    if start is None:
+        draft = Draft(kind.__name__, kind, where)
+    elif current is None and base is not Kl:
         raise ValueError(f"{where}: name the part{suggest_names('', _parts_of_type(base))}")
-    return _replace_fields(start, _parse_options(type(start), options, where, complete=False), where)
+    else:
+        draft = _draft_of(Kl() if current is None else current, where)
+    for key, option in options.items():
+        if key not in draft.fields:
+            raise ValueError(f"{where}.{key}: {draft.name} has no such option{suggest_names(key, draft.fields)}")
+        draft.parse(key, option, f"{where}.{key}", where)
+    return draft
 
 
-def _parse_options(kind: type, options: Mapping[str, Any], where: str, *, complete: bool = True) -> dict[str, Any]:
-    """Convert the options of a part to the types of its fields. ``complete``: all options without a default are required.
+def _draft_of(part: Any, where: str) -> Draft:
+    """Return the draft that a part is, or would be made from."""
+    if isinstance(part, Draft):
+        return part
+    draft = Draft(type(part).__name__, type(part), where)
+    draft.options.update({name: getattr(part, name) for name in draft.fields})
+    return draft
 
-    Raises ValueError."""
-    known = {item.name: item for item in fields(kind)}
-    for key in options:
-        if key not in known:
-            raise ValueError(f"{where}.{key}: {kind.__name__} has no such option{suggest_names(key, known)}")
-    missing = [key for key, item in known.items() if complete and key not in options and _is_required(item)]
-    if missing:
-        raise ValueError(f"{where}: {kind.__name__} needs {', '.join(missing)}")
-    hints = get_type_hints(kind)
-    return {
-        key: parse_option(hints[key], option, f"{where}.{key}", _default_value(known[key])) for key, option in options.items()
-    }
+
+def _make(value: Any) -> Any:
+    if isinstance(value, Draft):
+        return value.make()
+    return tuple(_make(item) for item in value) if isinstance(value, tuple) else value
 
 
 def find_part(base: type, name: str, where: str) -> type[Part]:
@@ -206,43 +246,32 @@ def _parts_of_type(base: type) -> dict[str, type[Part]]:
     return {name: kind for name, kind in all_parts().items() if issubclass(kind, base)}
 
 
-def _apply_setting(algorithm: Any, setting: AlgorithmSetting, name: str) -> Any:
-    """Return the algorithm with one flat key applied. Raises ValueError if the algorithm, or its part, has no such field."""
-    head, _, rest = setting.field.partition(".")
-    known = {item.name for item in fields(algorithm)}
-    if head not in known:
+def _apply_setting(draft: Draft, setting: AlgorithmSetting) -> None:
+    """Apply one flat key. Raises ValueError if the algorithm, or its part, has no such field."""
+    (head, _, rest), name = setting.field.partition("."), draft.name
+    if head not in draft.fields:
         if setting.key == f"algorithm.{head}":
-            raise ValueError(f"{setting.key}: {name} has no such field{suggest_names(head, [*known, 'name', 'kwargs'])}")
+            raise ValueError(f"{setting.key}: {name} has no such field{suggest_names(head, [*draft.fields, 'name', 'kwargs'])}")
         raise ValueError(
             f"{setting.key}: found {setting.value!r}, but {name} has no {head}. Remove the key, or choose another algorithm.name"
         )
     if not rest:
-        hint, current = get_type_hints(type(algorithm))[head], getattr(algorithm, head) or _default_kl(head)
-        return _replace_fields(algorithm, {head: parse_option(hint, setting.value, setting.key, current)}, setting.key)
-    part = getattr(algorithm, head) or _default_kl(head)
-    if part is None or rest not in {item.name for item in fields(part)}:
-        kind = "none" if part is None else part_name(type(part)) if isinstance(part, Part) else type(part).__name__
+        return draft.parse(head, setting.value, setting.key, setting.key)
+    current = draft.current(head) or _default_kl(head)
+    part = None if current is None else _draft_of(current, setting.key)
+    if part is None or rest not in part.fields:
+        kind = "none" if part is None else part_name(part.kind) if issubclass(part.kind, Part) else part.name
         raise ValueError(
             f"{setting.key}: found {setting.value!r}, but the {head} of {name} is {kind}, which has no option {rest}. Remove the key, or "
             f"choose another {head} (algorithm.kwargs.{head})"
         )
-    return _replace_fields(algorithm, {head: _replace_fields(part, {rest: setting.value}, setting.key)}, setting.key)
+    part.set(rest, setting.value, setting.key)
+    draft.set(head, part, setting.key)
 
 
 def _default_kl(field: str) -> Kl | None:
     """Return the KL term of an algorithm without one: a key that only shapes it does not enable it."""
     return Kl(weight=0.0) if field == "kl" else None
-
-
-def _replace_fields(target: Any, values: Mapping[str, Any], where: str) -> Any:
-    return _construct(partial(replace, target), values, where)
-
-
-def _construct(factory: Callable[..., Any], values: Mapping[str, Any], where: str) -> Any:
-    try:
-        return factory(**values)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
 
 
 def _find_part_type(annotation: Any) -> tuple[type | None, bool]:

@@ -40,18 +40,16 @@ def in_loss(row: Row, estimator: str, *, inside: float | None = None, outside: f
 
 
 def unbiased(row: Row, estimator: str) -> list[Scalar]:
-    """(pi / pi_old) x k: its expectation and its gradient are those of the KL, although pi_old sampled (2512.02556)."""
-    return [exp(row.now[t] - row.before[t]) * ESTIMATORS[estimator](row.now[t], row.reference[t]) for t in row.tokens]
+    """(pi / mu) x k: its expectation and its gradient are those of the KL, although mu sampled (2512.02556)."""
+    return [exp(row.now[t] - row.sampler[t]) * ESTIMATORS[estimator](row.now[t], row.reference[t]) for t in row.tokens]
 
 
 def rewards_less_kl(rows: Sequence[Row], estimator: str, weight: float) -> list[float]:
-    """R - beta sum over t of KL_t, by the policy that sampled (2009.01325)."""
-    return [
-        row.reward - weight * sum(ESTIMATORS[estimator](row.sampler[t], row.reference[t]) for t in row.tokens) for row in rows
-    ]
+    """R - beta sum over t of KL_t, by the policy before the update (2009.01325)."""
+    return [row.reward - weight * sum(ESTIMATORS[estimator](row.before[t], row.reference[t]) for t in row.tokens) for row in rows]
 
 
 def to_come(row: Row, estimator: str, *, inside: float | None = None, outside: float | None = None) -> list[float]:
     """For token t: sum over s >= t of KL_s, what a return-to-go sees of a penalty in each token's reward."""
-    each = [float(clamped(estimator, row.sampler[t], row.reference[t], inside, outside)) for t in row.tokens]
+    each = [float(clamped(estimator, row.before[t], row.reference[t], inside, outside)) for t in row.tokens]
     return [sum(each[t:]) for t in row.tokens]

@@ -93,7 +93,7 @@ def test_a_kl_penalty_is_taken_from_rewards_before_gae(place: str, step: Step) -
     rows = rows_of(step)
     wanted = []
     for row in rows:
-        each = [0.1 * formulas_kl.k1(now, before) for now, before in zip(row.sampler, row.reference, strict=True)]
+        each = [0.1 * formulas_kl.k1(now, before) for now, before in zip(row.before, row.reference, strict=True)]
         penalties = each if place == "token_reward" else [0.0] * (row.length - 1) + [sum(each)] * bool(row.length)
         wanted.append(estimated(row, penalties=[float(number) for number in penalties]))
     compare(batch.advantages, [advantages for advantages, _ in wanted], rows)

@@ -40,7 +40,7 @@ def test_the_teachers_advantage_is_its_formula(weight: float, step: Step) -> Non
         credit = formulas_advantages.grpo([sample.reward for sample in group])
         for sample, advantage in zip(group, credit, strict=True):
             wanted += [
-                teacher - sampler + weight * advantage for teacher, sampler in zip(sample.teacher, sample.sampler, strict=True)
+                teacher - before + weight * advantage for teacher, before in zip(sample.teacher, sample.before, strict=True)
             ]
     torch.testing.assert_close(found, torch.tensor(wanted), rtol=SINGLE, atol=SINGLE)
 
@@ -53,7 +53,7 @@ def test_its_loss_is_the_clipped_objective_of_that_advantage(step: Step) -> None
     leaves = Leaves(step)
 
     def credited(row: Row) -> Row:
-        return replace(row, advantage=[teacher - sampler for teacher, sampler in zip(row.teacher, row.sampler, strict=True)])
+        return replace(row, advantage=[teacher - before for teacher, before in zip(row.teacher, row.before, strict=True)])
 
     value = -AGGREGATIONS["token_mean"]([credited(row) for row in leaves.rows()], formulas_policy.ppo_clip)
     assert_same(found, Outcome(constant(value), leaves.gradients(value)), rtol=1e-5, atol=1e-7)

@@ -81,7 +81,7 @@ def gdpo(rows: list[Row], step: Step) -> list[list[float]]:
 
 
 def distillation(rows: list[Row], step: Step) -> list[list[float]]:
-    return [[teacher - sampler for teacher, sampler in zip(row.teacher, row.sampler, strict=True)] for row in rows]
+    return [[teacher - before for teacher, before in zip(row.teacher, row.before, strict=True)] for row in rows]
 
 
 def minus(aggregate: Callable[[Sequence[Row], Terms], Scalar], objective: Callable[..., Any], /, **options: Any) -> Loss:

@@ -8,13 +8,15 @@ from strop.lazy_torch import Tensor, torch
 from strop.types import Batch
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_length"]
-KlEstimator = Literal["k1", "k2", "k3"]
+
+POLICY_LOGPROBS = "policy_logprobs"  # a batch column, [N]: log-probabilities by the policy before the update
 
 # Rewards that differ by less than this share of their magnitude count as equal: sums of float32 rewards have rounding errors of that size,
 # and dividing by their standard deviation would turn them into full-size advantages.
 RELATIVE_ROUNDING = 1e-6
 EPS = 1e-6  # added to a standard deviation before dividing by it
 MAX_EXPONENT = 60.0  # nats: float32 overflows at 88, and ratios are still multiplied by advantages and summed
+MAX_LOG_RATIO = 1e4  # nats: stands for infinity, if one side gives a sampled token probability 0
 
 
 def varies(rewards: Tensor) -> bool:
@@ -63,30 +65,9 @@ def bounded_exp(logs: Tensor) -> Tensor:
     return logs.clamp(max=MAX_EXPONENT).exp()
 
 
-def kl_estimate(
-    logprobs: Tensor,
-    reference: Tensor,
-    estimator: KlEstimator,
-    *,
-    input_clamp: float | None = None,
-    output_clamp: float | None = None,
-) -> Tensor:
-    """Estimate KL(policy || reference) per token from tokens that the policy sampled (Schulman, 2020), [N].
-
-    With d = log reference - log policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. ``input_clamp`` bounds d and ``output_clamp`` the
-    estimate, and with them the gradient of outliers.
-    """
-    difference = reference - logprobs
-    if input_clamp is not None:
-        difference = difference.clamp(-input_clamp, input_clamp)
-    match estimator:
-        case "k1":
-            estimate = -difference
-        case "k2":
-            estimate = difference.square() / 2
-        case "k3":
-            estimate = torch.expm1(difference) - difference
-    return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
+def bounded_difference(logprobs: Tensor, others: Tensor) -> Tensor:
+    """Return logprobs - others within +-MAX_LOG_RATIO, with gradient 0 outside: sums and means stay finite if one side is -inf."""
+    return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual: float | None = None) -> Tensor:
@@ -101,9 +82,22 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, low: float, high: fl
     return objective
 
 
+def _counted(values: Tensor, batch: Batch) -> Tensor:
+    """Return the values of counted tokens, [N]; exactly 0 for the others, also if they are infinite."""
+    return torch.where(batch.mask > 0, values, 0.0) * batch.mask.to(values.dtype)
+
+
+def logprobs_before_update(batch: Batch) -> Tensor:
+    """Return the policy's log-probabilities before the update, [N]: the column POLICY_LOGPROBS.
+
+    A run leaves the column out if every batch comes from the policy itself and makes one optimizer step; the sampler's are the same then.
+    """
+    return batch.columns.get(POLICY_LOGPROBS, batch.rollout_logprobs)
+
+
 def sequence_sum(values: Tensor, batch: Batch) -> Tensor:
     """Sum over each rollout's counted tokens, [N] -> [S]."""
-    return values.new_zeros(batch.num_sequences).index_add(0, batch.sequence, values * batch.mask.to(values.dtype))
+    return values.new_zeros(batch.num_sequences).index_add(0, batch.sequence, _counted(values, batch))
 
 
 def sequence_mean(values: Tensor, batch: Batch) -> Tensor:
@@ -126,7 +120,7 @@ def aggregate(values: Tensor, batch: Batch, how: Aggregation = "token_mean", con
     token_mean: mean over all counted tokens. sequence_mean: mean over rollouts of each rollout's mean. sequence_sum: mean over rollouts of
     each rollout's sum. constant_length: sum over tokens, divided by rollouts x ``constant_length`` (Dr.GRPO).
     """
-    counted = values * batch.mask
+    counted = _counted(values, batch)
     match how:
         case "token_mean":
             return counted.sum() / max(batch.totals.tokens, 1)

@@ -8,10 +8,12 @@ from typing import Protocol
 
 from strop.algorithms.base import Algorithm
 from strop.algorithms.critic.gae import VALUES
+from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.base_config import to_json
+from strop.build.algorithm.run_algorithm import count_steps_per_batch
 from strop.build.teachers import combine_teachers, find_teacher_columns
-from strop.config import TrainingRunConfig
+from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig
 from strop.learner.client import (
     AsyncColumnSource,
@@ -19,6 +21,8 @@ from strop.learner.client import (
     InlineCaller,
     LearnerClient,
     LogprobColumn,
+    NoColumns,
+    PolicyColumns,
     ScorerClient,
     ValueColumn,
 )
@@ -76,6 +80,8 @@ async def make_scorers(
             if isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
             else LogprobColumn(REFERENCE_LOGPROBS, models.make_reference())
         )
+    if POLICY_LOGPROBS in algorithm.requires:
+        scorers[POLICY_LOGPROBS] = PolicyColumns(learners["policy"]) if moves_away_from_sampler(config) else NoColumns()
     if VALUES in algorithm.requires and "value" in learners:
         scorers[VALUES] = ValueColumn(VALUES, learners["value"])
     if isinstance(config, DistillationRunConfig):
@@ -88,6 +94,14 @@ async def make_scorers(
         name = config.algorithm.name
         raise ValueError(f"algorithm.name: {name} requires the columns {unknown}, which strop {config.section} does not provide")
     return scorers
+
+
+def moves_away_from_sampler(config: TrainingRunConfig) -> bool:
+    """Return whether a batch may come from an older policy than the one that is updated, or makes several optimizer steps."""
+    if not isinstance(config, RolloutRunConfig):
+        return False
+    training = config.rollout_training
+    return training.max_staleness > 0 or count_steps_per_batch(config) * training.epochs_per_batch > 1
 
 
 async def make_stored_reference(

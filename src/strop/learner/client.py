@@ -14,11 +14,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from strop.algorithms.base import LossFn, Outputs, ValueOutputs
+from strop.algorithms.base import LossFn, Outputs, TokenOutputs, ValueOutputs
+from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.learner.base import BackwardResult, WeightSource, require_token_outputs
 from strop.learner.learner_thread import LearnerThread
 from strop.metrics import Metrics
 from strop.types import Batch, Group
+
+POLICY_ENTROPY = "policy_entropy"  # a batch column, [N]: of the policy before the update
 
 
 class Caller(Protocol):
@@ -120,6 +123,31 @@ class LogprobColumn:
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         return {self.name: require_token_outputs(await self.scorer.score(batch)).logprobs}
+
+
+@dataclass(frozen=True)
+class PolicyColumns:
+    """What the policy says of the sampled tokens before the update, as the columns POLICY_LOGPROBS and POLICY_ENTROPY."""
+
+    policy: ScorerClient
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        outputs = require_token_outputs(await self.policy.score(batch))
+        return {POLICY_LOGPROBS: outputs.logprobs, POLICY_ENTROPY: outputs.entropy}
+
+    async def outputs(self, batch: Batch) -> Outputs:
+        """Return the policy's outputs for a batch, which its columns are if they have been filled."""
+        if POLICY_ENTROPY in batch.columns:
+            return TokenOutputs(batch.column(POLICY_LOGPROBS), batch.column(POLICY_ENTROPY))
+        return await self.policy.score(batch)
+
+
+@dataclass(frozen=True)
+class NoColumns:
+    """The columns of an algorithm that does without them in this run."""
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        return {}
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from strop import metrics
 from strop.algorithms.base import Outputs, TokenOutputs
+from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.data.splitting import split_mini_batches
 from strop.learner.base import require_token_outputs
+from strop.learner.client import PolicyColumns
 from strop.trainer.mismatch import measure_mismatch
 from strop.trainer.run import TrainingRun
 from strop.trainer.step_metrics import batch_metrics
@@ -28,9 +30,9 @@ async def update(run: TrainingRun, batch: Batch) -> UpdateResult:
     with run.timer.span("policy_training"):
         losses = run.algorithm.losses(run.step)
         steps = run.options.steps_per_batch * run.options.update_epochs
-        old_outputs = await run.learners["policy"].score(batch) if steps > 1 or "policy" not in losses else None
+        old_outputs = await PolicyColumns(run.learners["policy"]).outputs(batch) if steps > 1 or "policy" not in losses else None
         if isinstance(old_outputs, TokenOutputs):
-            batch = batch.with_column("policy_logprobs", old_outputs.logprobs)
+            batch = batch.with_column(POLICY_LOGPROBS, old_outputs.logprobs)
         logged: list[metrics.Metrics] = []
         mini_batches = split_mini_batches(batch, run.options.steps_per_batch)
         for step, mini_batch in enumerate(mini_batches * run.options.update_epochs, 1):

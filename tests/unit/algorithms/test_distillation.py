@@ -10,6 +10,7 @@ import torch
 from strop.algorithms.base import Plan, TokenOutputs
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation, ReverseKl
+from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO, GroupRelative
 from strop.types import Batch
@@ -84,9 +85,9 @@ def test_the_sum_of_both_advantages_is_bounded() -> None:
     assert float(credit.max()) <= 0.5
 
 
-def test_it_requires_a_teacher_and_a_reference_only_for_a_kl_term() -> None:
-    assert Distillation().requires == {TEACHER_LOGPROBS}
-    assert Distillation(kl=Kl(weight=0.1)).requires == {TEACHER_LOGPROBS, REFERENCE_LOGPROBS}
+def test_it_requires_a_teacher_and_the_policy_before_the_update_and_a_reference_only_for_a_kl_term() -> None:
+    assert Distillation().requires == {TEACHER_LOGPROBS, POLICY_LOGPROBS}
+    assert Distillation(kl=Kl(weight=0.1)).requires == {TEACHER_LOGPROBS, POLICY_LOGPROBS, REFERENCE_LOGPROBS}
 
 
 def test_it_reports_how_far_the_policy_is_from_its_teacher_on_counted_tokens() -> None:

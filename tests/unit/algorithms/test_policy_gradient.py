@@ -155,7 +155,8 @@ def test_an_unbiased_kl_term_has_the_gradient_of_the_divergence() -> None:
         found = torch.zeros(5, dtype=torch.float64)
         for token in range(5):
             step = make_step([[0.0]], [0.0])
-            batch = step.batch.with_column("reference_logprobs", reference[token : token + 1])
+            sampler = logprobs[token : token + 1].detach()
+            batch = replace(step.batch, rollout_logprobs=sampler).with_column("reference_logprobs", reference[token : token + 1])
             loss, _ = algorithm.loss(TokenOutputs(logprobs[token : token + 1], torch.zeros(1)), batch)
             found += float(logprobs[token].exp().detach()) * torch.autograd.grad(loss, logits, retain_graph=True)[0]
         assert torch.allclose(found, wanted) == unbiased

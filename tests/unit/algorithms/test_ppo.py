@@ -14,8 +14,7 @@ from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.critic.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae
 from strop.algorithms.critic.ppo import PPO
 from strop.algorithms.critic.vapo import VAPO
-from strop.algorithms.functional import kl_estimate
-from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
+from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl, kl_estimate
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.types import Batch, Ending, Group
 from support.rollouts import make_group, make_rollout, pack_for, sampled_turn, simple_groups

@@ -32,7 +32,7 @@ def test_whitened_credit_has_mean_zero_and_deviation_one_over_tokens() -> None:
 
 def test_a_token_pays_for_its_own_kl_term_and_those_after_it() -> None:
     algorithm = ReinforcePP()
-    assert algorithm.requires == {"reference_logprobs"}
+    assert algorithm.requires == {"reference_logprobs", "policy_logprobs"}
     batch = pack_for([answered((1.0, 3), (0.0, 2))], algorithm)
     gap = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
     batch = batch.with_column("reference_logprobs", batch.rollout_logprobs - gap)

@@ -366,6 +366,17 @@ FLAT: list[tuple[str, str, Algorithm]] = [
         "ppo.adv_estimator.gae_lambda=0.9 ppo.adv_estimator.gae_lambda_policy=0.8 ppo.adv_estimator.gae_lambda_value=1",
         PPO(advantage=Gae(lambda_policy=0.8, lambda_value=1.0)),
     ),
+    ("ppo", "ppo.adv_estimator.gae_lambda_policy=0.8", PPO(advantage=Gae(lambda_policy=0.8, lambda_value=0.95))),
+    (
+        "ppo",
+        "ppo.adv_estimator.gae_lambda_policy=0.8 ppo.adv_estimator.gae_lambda_value=1",
+        PPO(advantage=Gae(lambda_policy=0.8, lambda_value=1.0)),
+    ),
+    (
+        "ppo",
+        "algorithm.name=vapo ppo.adv_estimator.gae_lambda_policy=0.8",
+        VAPO(advantage=Gae(lambda_policy=0.8, lambda_value=1.0, length_adaptive_alpha=0.05)),
+    ),
     (
         "ppo",
         "ppo.adv_estimator.length_adaptive_alpha=0.05 ppo.policy_training_start_step=5 value_loss_fn.scale=0.4 "
@@ -396,6 +407,7 @@ FLAT: list[tuple[str, str, Algorithm]] = [
         "dpo.sft_loss_weight=0.5",
         DPO(beta=0.1, average_log_probs=True, preference_weight=2.0, sft_weight=0.5),
     ),
+    ("dpo", "dpo.preference_loss_weight=0 dpo.sft_loss_weight=1", DPO(preference_weight=0.0, sft_weight=1.0)),
     ("dpo", "dpo.sft_average_log_probs=true", DPO(sft_aggregation="sequence_mean")),
     ("dpo", "dpo.sft_average_log_probs=false", DPO(sft_aggregation="sequence_sum")),
     ("rm", "", RewardModel()),
@@ -457,6 +469,21 @@ def test_clamps_of_the_kl_term_reach_an_algorithm_that_has_one_of_its_own() -> N
             "grpo",
             "loss_fn.use_importance_sampling_correction=true loss_fn.truncated_importance_sampling_type=tis",
             "needs an upper bound",
+        ),
+        (
+            "grpo",
+            "loss_fn.use_importance_sampling_correction=true loss_fn.truncated_importance_sampling_ratio=2",
+            "loss_fn.truncated_importance_sampling_ratio: found 2.0, but truncated_importance_sampling_type is null",
+        ),
+        (
+            "grpo",
+            "loss_fn.truncated_importance_sampling_ratio=2",
+            "set the type to tis, icepop or seq-mask-tis and use_importance_sampling_correction to true",
+        ),
+        (
+            "ppo",
+            "loss_fn.use_importance_sampling_correction=true loss_fn.truncated_importance_sampling_ratio_min=0.5",
+            "loss_fn.truncated_importance_sampling_ratio_min: found 0.5",
         ),
         ("grpo", "grpo.adv_estimator.name=group_relativ", "did you mean 'group_relative'?"),
         (

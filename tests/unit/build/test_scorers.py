@@ -16,6 +16,7 @@ from strop.algorithms.base import Algorithm
 from strop.algorithms.critic.gae import VALUES
 from strop.algorithms.critic.ppo import PPO
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
+from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.algorithms.preference.dpo import DPO
@@ -25,6 +26,7 @@ from strop.build.models import LoadedPolicy, load_policy, make_learners, make_tr
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
+from strop.learner.client import POLICY_ENTROPY
 from strop.learner.torch.learner import TorchLearner
 from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork
@@ -214,6 +216,36 @@ def test_values_are_those_of_the_critic_that_learns(tiny_model_folder: Path) -> 
     with torch.no_grad():
         backend.learners["value"].parameters[-1].add_(0.5)
     assert asked(source, batch, groups)[VALUES].any()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "scored"),
+    [
+        ([], False),
+        (["grpo.async_grpo.enabled=true"], True),
+        (["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=0"], False),
+        (["grpo.update_epochs=2"], True),
+        (["policy.train_global_batch_size=16"], True),
+    ],
+    ids=["on-policy", "asynchronous", "asynchronous in name", "two passes", "many optimizer steps"],
+)
+def test_the_policy_before_the_update_is_scored_only_where_it_may_differ_from_the_sampler(
+    tiny_model_folder: Path, overrides: list[str], scored: bool
+) -> None:
+    """A KL term in the reward is measured with it."""
+    algorithm = GRPO(kl=Kl(weight=0.1, place="reward"))
+    found = rollouts("grpo", tiny_model_folder, *overrides)
+    policy = load_policy(found.policy)
+    source = backend_with_scorers(found, policy, algorithm)[1][POLICY_LOGPROBS]
+    groups = random_groups(2)
+    batch = pack_for(groups, algorithm)
+    columns = asked(source, batch, groups)
+    if not scored:
+        assert columns == {}
+        return
+    own = learners(found, policy, algorithm)["policy"].score(batch)
+    assert torch.equal(columns[POLICY_LOGPROBS], own.logprobs)  # type: ignore[union-attr]
+    assert torch.equal(columns[POLICY_ENTROPY], own.entropy)  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,10 @@ from loop.fakes import FakeCheckpoints, FakeLearner, Letters, make_run, run_virt
 from loop.tiny import tiny_tokenizer
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
+from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
+from strop.algorithms.policy_gradient.advantages.reinforce import REINFORCE
+from strop.learner.client import LogprobColumn, PolicyColumns
 from strop.stopping import EarlyStop
 from strop.trainer.cadence import check_ending
 from strop.trainer.run import TooFewTasks, TooManyDropped, TrainOptions
@@ -245,6 +248,26 @@ def test_one_optimizer_step_needs_no_scoring_pass(tmp_path):
     assert learner.scored == 0 and "policy_logprobs" not in learner.batches[0].columns
     assert tracker.steps[1]["train/probs_ratio"] == pytest.approx(1.0)
     assert tracker.steps[1]["train/token_mult_prob_error"] == pytest.approx(torch.exp(torch.tensor(0.5)).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_credit_that_needs_the_policy_before_the_update_shares_its_scoring_pass(tmp_path, steps):
+    """A KL term in the reward, measured with that policy: it is 0 where that policy is the reference, whoever sampled."""
+    learner = FakeLearner(shift=0.25)
+    reference = FakeLearner(shift=0.25)
+    run, _, _ = make_run(
+        TOKENIZER,
+        tmp_path,
+        options(max_steps=1, groups_per_step=4, steps_per_batch=steps),
+        algorithm=REINFORCE(kl=Kl(weight=1.0, estimator="k1", place="token_reward")),
+        learners={"policy": learner},
+        scorers={"policy_logprobs": PolicyColumns(learner), "reference_logprobs": LogprobColumn("reference_logprobs", reference)},
+    )
+    trained(run)
+    assert learner.scored == 1 and learner.steps == steps
+    for batch in learner.batches:
+        assert torch.equal(batch.advantages, batch.rewards[batch.sequence].float())
+        assert torch.equal(batch.column("policy_logprobs"), batch.rollout_logprobs + 0.25)
 
 
 def test_metrics_of_several_optimizer_steps_are_averaged(tmp_path):

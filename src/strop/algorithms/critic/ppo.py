@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from strop import metrics
 from strop.algorithms.base import LossFn, Plan, ValueOutputs
 from strop.algorithms.critic.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae, place_at_last_token
-from strop.algorithms.functional import aggregate, varies
+from strop.algorithms.functional import aggregate, logprobs_before_update, varies
 from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Objective
@@ -61,7 +61,7 @@ class PPO(PolicyGradient):
             return place_at_last_token(batch.rewards - kl.weight * kl.sum_per_rollout(batch), batch)
         rewards = place_at_last_token(batch.rewards, batch)
         if kl is not None and kl.place == "token_reward":
-            rewards = rewards - kl.weight * kl.estimate(batch.rollout_logprobs, batch).double()
+            rewards = rewards - kl.weight * kl.estimate(logprobs_before_update(batch), batch).double()
         return rewards
 
     def token_credit(self, batch: Batch) -> Batch:

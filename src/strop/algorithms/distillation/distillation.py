@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from strop.algorithms.base import Plan
+from strop.algorithms.functional import POLICY_LOGPROBS, logprobs_before_update
 from strop.algorithms.policy_gradient.advantages.grpo import Clip, GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
@@ -22,11 +23,10 @@ TEACHER_LOGPROBS = "teacher_logprobs"  # a batch column, [N]: the teacher's log-
 
 @dataclass(frozen=True, kw_only=True)
 class ReverseKl(Advantage):
-    """A_t = log pi_T - log mu, plus ``reward_weight`` x the advantage ``reward`` of the environment's rewards.
+    """A_t = log pi_T - log pi_old, plus ``reward_weight`` x the advantage ``reward`` of the environment's rewards.
 
-    mu is the sampling policy, with the log-probabilities that the sampler recorded, so the expectation of A_t is the negative reverse KL
-    of that policy. With stale rollouts, that policy is older than the trained one; the objective's ratio and the corrections account
-    for the difference.
+    pi_old is the policy before the update, also if an older one sampled (MOPD, arXiv 2601.02780): where it is the teacher, all credit is
+    0. With an importance correction to the sampler, the expected gradient is that of the reverse KL in the states that were sampled.
     """
 
     min_group_size: ClassVar[int] = 1
@@ -38,7 +38,7 @@ class ReverseKl(Advantage):
         return self.reward.rollout_advantages(group) if self.reward_weight else torch.zeros_like(group.rewards)
 
     def token_advantages(self, batch: Batch) -> Tensor:
-        advantages = batch.column(TEACHER_LOGPROBS) - batch.rollout_logprobs
+        advantages = batch.column(TEACHER_LOGPROBS) - logprobs_before_update(batch)
         return advantages + self.reward_weight * self.reward.token_advantages(batch) if self.reward_weight else advantages
 
     def validate(self, plan: Plan) -> Iterator[str]:
@@ -65,7 +65,7 @@ class Distillation(PolicyGradient):
 
     @property
     def requires(self) -> frozenset[str]:
-        return super().requires | self.advantage.requires
+        return super().requires | self.advantage.requires | {POLICY_LOGPROBS}
 
     def validate(self, plan: Plan) -> Iterator[str]:
         yield from super().validate(plan)

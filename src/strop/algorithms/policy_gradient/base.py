@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.functional import aggregate, sequence_sum, varies
+from strop.algorithms.functional import POLICY_LOGPROBS, aggregate, bounded_difference, sequence_sum, varies
 from strop.algorithms.policy_gradient.composition import Composition
 from strop.algorithms.policy_gradient.parts import GroupRewards, Mismatch, PolicyTokens
 from strop.algorithms.policy_gradient.rewards import compared_rewards, rewards_by_name, shape_rewards, subtract_kl
@@ -78,9 +78,9 @@ class PolicyGradient(Composition):
         those of the sampler and the current policy.
         """
         current = logprobs.detach()
-        learner = batch.columns.get("policy_logprobs", current)
+        learner = batch.columns.get(POLICY_LOGPROBS, current)
         if self.ratio_to == "between":
-            learner = batch.rollout_logprobs + self.proximal_weight * (current - batch.rollout_logprobs)
+            learner = batch.rollout_logprobs + self.proximal_weight * bounded_difference(current, batch.rollout_logprobs)
         if self.on_policy_ratio:
             return current, learner
         return (batch.rollout_logprobs if self.ratio_to == "sampler" else learner), learner
@@ -111,7 +111,7 @@ class PolicyGradient(Composition):
             kl = self.kl.estimate(outputs.logprobs, batch)
             columns["kl_penalty"] = kl
             if self.kl.place == "loss":
-                loss = loss + self.kl.weight * self._aggregate(kl * tokens.ratio if self.kl.unbiased else kl, batch)
+                loss = loss + self.kl.weight * self._aggregate(self.kl.weigh(kl, tokens.sampler_log_ratio), batch)
         if self.entropy_bonus:
             bonus_mask = batch.columns.get("entropy_bonus", batch.mask)
             loss = loss - self.entropy_bonus * self._aggregate(outputs.entropy * bonus_mask, batch)

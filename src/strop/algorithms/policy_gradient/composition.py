@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from strop.algorithms.base import Algorithm, Plan
-from strop.algorithms.functional import Aggregation
+from strop.algorithms.functional import POLICY_LOGPROBS, Aggregation
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.algorithms.policy_gradient.parts import Advantage, Correction, Objective, Selection, Shaping
 
@@ -38,7 +38,9 @@ class Composition(Algorithm):
 
     @property
     def requires(self) -> frozenset[str]:
-        return frozenset({REFERENCE_LOGPROBS}) if self.kl is not None and self.kl.weight else frozenset()
+        if self.kl is None or not self.kl.weight:
+            return frozenset()
+        return frozenset({REFERENCE_LOGPROBS} if self.kl.place == "loss" else {REFERENCE_LOGPROBS, POLICY_LOGPROBS})
 
     @property
     def greedy_baseline(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from strop.algorithms.base import Plan
-from strop.algorithms.functional import bounded_exp
+from strop.algorithms.functional import bounded_difference, bounded_exp
 from strop.lazy_torch import Tensor
 from strop.types import Batch
 
@@ -41,7 +41,11 @@ class PolicyTokens:
 
     @property
     def log_ratio(self) -> Tensor:  # [N]
-        return self.logprobs - self.old_logprobs
+        return bounded_difference(self.logprobs, self.old_logprobs)
+
+    @property
+    def sampler_log_ratio(self) -> Tensor:  # [N] the same to the sampling policy
+        return bounded_difference(self.logprobs, self.rollout_logprobs)
 
     @property
     def ratio(self) -> Tensor:  # [N]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from strop.algorithm_factory import AlgorithmSetting
+from strop.algorithm_factory import AlgorithmSetting, make_algorithm
+from strop.algorithms.critic.gae import Gae
 from strop.base_config import default_of, fields_of, iter_sections, option_set_by
 from strop.config import TrainingRunConfig
 from strop.config.schema.grpo_config import LossConfig
@@ -79,11 +80,17 @@ ADVANTAGE_NAMES = {"grpo": "group_relative"}  # NeMo-RL's name -> Strop's name, 
 
 
 def _lambda_settings(config: PpoRunConfig) -> Iterator[AlgorithmSetting]:
-    """``gae_lambda`` is the policy's lambda, and beside one of the policy's own the critic's."""
+    """``gae_lambda`` is the policy's lambda, and beside one of the policy's own the critic's, which does not follow that one."""
     gae, key = config.ppo.adv_estimator, "ppo.adv_estimator.gae_lambda"
+    if gae.gae_lambda_policy is None:
+        if gae.gae_lambda is not None:
+            yield AlgorithmSetting(key, "advantage.lambda_policy", gae.gae_lambda)
+        return
+    own = getattr(make_algorithm(config.algorithm.name, config.algorithm.kwargs), "advantage", None)
     if gae.gae_lambda is not None:
-        own = gae.gae_lambda_policy is not None
-        yield AlgorithmSetting(key, "advantage.lambda_value" if own else "advantage.lambda_policy", gae.gae_lambda)
+        yield AlgorithmSetting(key, "advantage.lambda_value", gae.gae_lambda)
+    elif isinstance(own, Gae) and own.lambda_value is None:
+        yield AlgorithmSetting("ppo.adv_estimator.gae_lambda_policy", "advantage.lambda_value", own.lambda_policy)
 
 
 def _shaping_settings(section: str, shaping: RewardShapingConfig) -> Iterator[AlgorithmSetting]:
@@ -130,6 +137,15 @@ def _correction_settings(loss: LossConfig) -> Iterator[AlgorithmSetting]:
         loss.truncated_importance_sampling_ratio,
         loss.truncated_importance_sampling_ratio_min,
     )
+    bounds = [
+        f"truncated_importance_sampling_{name}" for name, bound in (("ratio", high), ("ratio_min", low)) if bound is not None
+    ]
+    if kind is None and bounds:
+        raise ValueError(
+            f"loss_fn.{bounds[0]}: found {getattr(loss, bounds[0])}, but truncated_importance_sampling_type is null, so the weight would "
+            "have no bound; set the type to tis, icepop or seq-mask-tis and use_importance_sampling_correction to true, or set "
+            f"{' and '.join(bounds)} to null"
+        )
     if not loss.use_importance_sampling_correction:
         if kind is not None:
             raise ValueError(

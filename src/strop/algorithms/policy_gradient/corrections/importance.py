@@ -9,13 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from strop.algorithms.functional import bounded_exp, sequence_mean, sequence_sum
+from strop.algorithms.functional import MAX_LOG_RATIO, bounded_exp, sequence_mean, sequence_sum
 from strop.algorithms.policy_gradient.parts import Correction, Mismatch
 from strop.lazy_torch import Tensor, torch
 
 Level = Literal["token", "sequence"]
-
-MAX_LOG_RATIO = 1e4  # nats: stands for infinity, if one side gives a sampled token probability 0
 
 
 def log_ratios(mismatch: Mismatch) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from strop.algorithms.policy_gradient.corrections.importance import MAX_LOG_RATIO, log_ratios
+from strop.algorithms.functional import MAX_LOG_RATIO
+from strop.algorithms.policy_gradient.corrections.importance import log_ratios
 from strop.algorithms.policy_gradient.parts import Correction, Mismatch
 from strop.lazy_torch import Tensor, torch
 

@@ -38,7 +38,7 @@ class SecondMomentMask(Objective):
             raise ValueError(f"limit is {self.limit}, which masks all tokens whose probability changed; set for example 0.04")
 
     def prepare_step(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
-        logs = tokens.logprobs - tokens.rollout_logprobs
+        logs = tokens.sampler_log_ratio
         considered = tokens.batch.mask > 0
         if self.outward_only:
             considered = considered & (logs * tokens.advantages > 0)
@@ -47,7 +47,7 @@ class SecondMomentMask(Objective):
         return {"second_moment_kept": kept}
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        logs = tokens.logprobs - tokens.rollout_logprobs
+        logs = tokens.sampler_log_ratio
         ratio, kept = bounded_exp(logs), tokens.batch.column("second_moment_kept")
         return kept * ratio * tokens.advantages, {
             "second_moment": logs.square(),

@@ -37,7 +37,7 @@ class Tapered(Objective):
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         batch = tokens.batch
-        log_ratio = sequence_sum((tokens.logprobs - tokens.rollout_logprobs).detach(), batch)[batch.sequence]
+        log_ratio = sequence_sum(tokens.sampler_log_ratio.detach(), batch)[batch.sequence]
         log_cap = torch.log(torch.tensor(self.cap, dtype=log_ratio.dtype, device=log_ratio.device))
         negative = tokens.advantages < 0
         weight = torch.where(negative, torch.minimum(log_ratio, log_cap).exp(), torch.ones_like(log_ratio))

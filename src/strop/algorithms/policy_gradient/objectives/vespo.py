@@ -40,7 +40,7 @@ class GammaWeight(Objective):
             )
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        log_ratio = sequence_sum(tokens.logprobs.detach() - tokens.rollout_logprobs, tokens.batch)[tokens.batch.sequence]
+        log_ratio = sequence_sum(tokens.sampler_log_ratio.detach(), tokens.batch)[tokens.batch.sequence]
         ratio = bounded_exp(log_ratio)
         positive = tokens.advantages >= 0
         k = torch.where(positive, self.k_positive, self.k_negative).to(log_ratio.dtype)
