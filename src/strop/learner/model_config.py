@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -68,11 +68,16 @@ class ModelConfig(BaseConfig):
     optimizer: OptimizerConfig = subsection(OptimizerConfig)
     scheduler: SchedulerConfig | None = Field(
         None,
-        description="Learning-rate schedule over optimizer steps: {name, kwargs}, such as {name: cosine, kwargs: "
+        description="Learning-rate schedule, in steps of scheduler_unit: {name, kwargs}, such as {name: cosine, kwargs: "
         "{warmup_steps: 50, min_ratio: 0.1}}, or a list of them ending in {milestones: [...]}. Names: constant, "
         "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, wsd, or a dotted torch class. kwargs: "
-        "warmup_steps or warmup_ratio, total_steps (null is the run's), min_ratio, and the schedule's own. null "
-        "is constant.",
+        "warmup_steps or warmup_ratio, warmup_init_ratio, total_steps (null is the run's), min_ratio, and the "
+        "schedule's own. null is constant.",
+    )
+    scheduler_unit: Literal["batch", "optimizer_step"] = Field(
+        "batch",
+        description="What a step of the schedule is: a pass over a batch, however many optimizer steps it makes (as in NeMo-RL "
+        "and verl), or an optimizer_step (as in TRL).",
     )
     ema: EmaConfig = subsection(EmaConfig)
     dtensor_cfg: DtensorConfig = subsection(DtensorConfig)

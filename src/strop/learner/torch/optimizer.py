@@ -112,7 +112,7 @@ def make_scheduler(
 ) -> LRScheduler | None:
     """Create the scheduler of one or several stages in sequence; None without a configuration.
 
-    ``total_steps`` is the run's number of optimizer steps, or None if unknown. A named schedule without its own ``total_steps`` ends
+    ``total_steps`` is the run's number of steps of the schedule, or None if unknown. A named schedule without its own ``total_steps`` ends
     there, or at the milestone where the next stage begins.
     """
     if config is None:

@@ -112,10 +112,10 @@ class ScheduleStageConfig(BaseConfig):
     )
     kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="Arguments. Every named schedule takes warmup_steps or warmup_ratio, and total_steps (optimizer steps; "
-        "null is all of the run, or up to the next milestone); all but constant take min_ratio; "
+        description="Arguments. Every named schedule takes warmup_steps or warmup_ratio, warmup_init_ratio (of the rate "
+        "at the first step), and total_steps (null is all of the run, or up to the next milestone); all but constant take min_ratio; "
         "cosine_with_restarts takes cycles, polynomial power, inverse_sqrt timescale (steps), wsd decay_steps or "
-        "decay_ratio and decay (linear, cosine, sqrt).",
+        "decay_ratio and decay (linear, cosine, sqrt, exponential).",
     )
 
 
