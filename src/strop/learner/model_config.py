@@ -100,30 +100,9 @@ class ModelConfig(BaseConfig):
         return weights_dtype
 
     def errors(self, key: str) -> Iterator[Problem]:
-        yield from self._check_megatron(key)
-        yield from self._check_learner(key)
-        yield from self._check_dynamic_batching(key)
-
-    def _check_megatron(self, key: str) -> Iterator[Problem]:
-        if self.megatron_cfg.enabled:
-            yield Problem(
-                f"{key}.megatron_cfg.enabled",
-                "found true, but the Megatron Core learner backend is not in this version",
-                f"Set {key}.megatron_cfg.enabled=false and {key}.dtensor_cfg.enabled=true for the torch learner.",
-            )
-
-    def _check_learner(self, key: str) -> Iterator[Problem]:
-        if not self.dtensor_cfg.enabled and not self.megatron_cfg.enabled:
+        if not self.dtensor_cfg.enabled:
             yield Problem(
                 f"{key}.dtensor_cfg.enabled",
                 f"found false, and {key}.megatron_cfg.enabled is false too, which leaves no learner",
                 f"Set {key}.dtensor_cfg.enabled=true.",
-            )
-
-    def _check_dynamic_batching(self, key: str) -> Iterator[Problem]:
-        if self.dynamic_batching.enabled:
-            yield Problem(
-                f"{key}.dynamic_batching.enabled",
-                "found true, but padded dynamic batching is not in this version",
-                f"Set it to false and {key}.sequence_packing.enabled=true, which has token budgets without padding.",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class TrainingState:
     scheduler: LRScheduler | None
     average: AveragedWeights | None
     configured: Hyperparameters  # of this run, whatever the run had that saved a state
-    schedule_unit: ScheduleUnit = ScheduleUnit()
+    schedule_unit: ScheduleUnit = field(default_factory=ScheduleUnit)
 
     def state_dict(self) -> dict[str, Any]:
         return {

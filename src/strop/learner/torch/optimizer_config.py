@@ -46,7 +46,7 @@ class OptimizerGroupConfig(BaseConfig):
 class OptimizerConfig(BaseConfig):
     """The optimizer."""
 
-    identity_keys: ClassVar[tuple[str, ...]] = ("name", "no_decay", "kwargs.amsgrad", "kwargs.centered")
+    identity_keys: ClassVar[tuple[str, ...]] = ("name", "no_decay", "decay_vectors", "kwargs.amsgrad", "kwargs.centered")
 
     name: str = Field(
         "torch.optim.AdamW",
@@ -63,6 +63,7 @@ class OptimizerConfig(BaseConfig):
         description="Name patterns of parameters without weight decay, such as [bias, norm, embed]. A pattern matches a part "
         "of the name, or with * ? or [ the whole name. One that matches nothing is an error.",
     )
+    decay_vectors: bool = Field(True, description="Decay weights of one dimension too: biases and norms. Megatron Core does not.")
     groups: Annotated[tuple[OptimizerGroupConfig, ...], Field(strict=False)] = Field(
         (),
         description="Entries {match: [pattern, ...], lr, weight_decay}. The first entry that matches a parameter applies; "
