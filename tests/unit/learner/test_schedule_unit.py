@@ -6,16 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from strop.config import GrpoRunConfig, load_config
-from strop.learner.torch.schedule_unit import ScheduleUnit
-from support.learners import make_scheduler_config, make_model_config
-from support.models import build
 from strop.learner.torch.learner import TorchLearner
+from strop.learner.torch.schedule_unit import ScheduleUnit
 from strop.models.network import Network
 from strop.sampling import Sampling
-
-import torch
+from support.learners import make_model_config, make_scheduler_config
+from support.models import build
 
 WARMUP = make_scheduler_config({"name": "constant", "kwargs": {"warmup_steps": 10}})
 LINEAR = make_scheduler_config({"name": "linear", "kwargs": {}})

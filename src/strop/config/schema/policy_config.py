@@ -52,7 +52,9 @@ class PolicyConfig(ModelConfig):
 
     def _check_backend(self, key: str) -> Iterator[Problem]:
         if self.backend == "megatron":
-            yield Problem(key, "found megatron, but the Megatron Core learner is not in this version", f"Set {key}=torch.")
+            yield Problem(
+                key, "found megatron, but the Megatron Core learner backend is not in this version", f"Set {key}=torch."
+            )
 
     def _check_adapter_dropout(self, key: str) -> Iterator[Problem]:
         lora = self.dtensor_cfg.lora_cfg

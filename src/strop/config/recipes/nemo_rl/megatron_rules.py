@@ -38,12 +38,13 @@ def choose_learner(recipe: Recipe) -> None:
     elif asked:
         recipe.refuse(
             f"{asked[0]}.megatron_cfg.enabled",
-            "found true, but the Megatron Core learner is not in this version",
+            "found true, but the Megatron Core learner backend is not in this version",
             "Set policy.backend=torch to train it with the torch learner, which takes over what megatron_cfg says.",
         )
     for model in present:
-        if model not in asked and set(recipe.value(f"{model}.megatron_cfg", {})) - {"enabled"}:
-            recipe.note(f"{model}.megatron_cfg", Effect.UNUSED, "it is switched off")
+        for key in list(recipe.find(f"{model}.megatron_cfg.*")) if model not in asked else ():
+            if key != f"{model}.megatron_cfg.enabled":
+                recipe.note(key, Effect.UNUSED, f"{model}.megatron_cfg is switched off")
         recipe.drop(f"{model}.megatron_cfg")
 
 
@@ -56,8 +57,9 @@ def _translate_model(recipe: Recipe, model: str) -> None:
             _replace(recipe, "teacher.dtensor_cfg", sizes, section)
         recipe.note(section, Effect.UNUSED, "the rest of it is about training, and a teacher only scores")
         return
-    _translate_optimizer(recipe, model)
-    _translate_schedule(recipe, model)
+    if recipe.is_set(f"{section}.optimizer"):
+        _translate_optimizer(recipe, model)
+        _translate_schedule(recipe, model)
     adapters = _translate_adapters(recipe, f"{section}.peft")
     _replace(recipe, f"{model}.dtensor_cfg", {"enabled": True, **sizes, **adapters}, section)
     for name in ("optimizer", "scheduler", "peft", *SIZES):

@@ -49,6 +49,8 @@ MODEL_RULES: tuple[Rule, ...] = (
     Unused("*.dtensor_cfg.clear_cache_every_n_steps", "the allocator's cache is left alone"),
     Unused("*.dtensor_cfg.defer_fsdp_grad_sync", "gradients are summed over the ranks once an optimizer step"),
     Unused("*.dtensor_cfg.moe_parallelizer.ignore_router_for_ac", "recomputed activations are the same"),
+    Refused(("*.dtensor_cfg.moe_parallelizer.*",), "what this option of Automodel would be here is not known", "Remove the key."),
+    Unused("*.dtensor_cfg.moe_parallelizer", "what it has is said above"),
     Unused("*.dtensor_cfg.lora_cfg.lora_dtype", "adapters are float32"),
     Unused(f"{AUTOMODEL}.force_hf", "models are Hugging Face's own"),
     Unused(f"{AUTOMODEL}.attn_implementation", SAME_MATH),
@@ -70,8 +72,8 @@ MODEL_RULES: tuple[Rule, ...] = (
     Unused(AUTOMODEL, "what it has is said above"),
     Refused(
         ("*.dequantize_base_checkpoint",),
-        "checkpoints in FP8 are not in this version",
-        "Set policy.model_name to a checkpoint in bfloat16, and remove the key.",
+        "quantised checkpoints are not in this version",
+        "Set policy.model_name to a dequantised copy of the model, and remove the key.",
     ),
     Refused(
         ("policy.pretrained_checkpoint",),
