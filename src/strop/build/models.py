@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import torch
 
 from strop.algorithms.base import Algorithm
+from strop.build.algorithm.run_algorithm import count_steps_per_batch
 from strop.build.local_device import resolve_device_name
 from strop.config import TrainingRunConfig
 from strop.config.schema.policy_config import PolicyConfig
-from strop.config.schema.run_config import PpoRunConfig, RmRunConfig, list_trained_models
+from strop.config.schema.run_config import PpoRunConfig, RmRunConfig, RolloutRunConfig, list_trained_models
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.torch.learner import TorchLearner
@@ -169,6 +170,7 @@ def make_learners(
             sampling,
             whole_groups=algorithm.whole_groups and name == "policy",
             total_steps=total_steps,
+            steps_per_batch=count_steps_per_batch(config) if isinstance(config, RolloutRunConfig) else 1,
             section=name,
             parallelism=parallelism.get(name),
         )

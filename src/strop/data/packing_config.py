@@ -41,7 +41,9 @@ class DynamicBatchingConfig(BaseConfig):
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
-    enabled: bool = Field(False, description="Padded dynamic batching; true is an error in this version.")
+    enabled: bool = Field(
+        False, description="Cut by tokens: true means sequence_packing.enabled=true with the budgets of this section."
+    )
     train_mb_tokens: int = follows(
         "..max_total_sequence_length",
         "..train_micro_batch_size",

@@ -14,11 +14,8 @@ class MegatronConfig(BaseConfig):
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
-    enabled: bool = Field(False, description="Train with Megatron Core; true is an error in this version.")
-    activation_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
-    tensor_model_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks (GPUs).")
-    pipeline_model_parallel_size: int = Field(1, ge=1, description="Pipeline stages (GPUs).")
-    context_parallel_size: int = Field(1, ge=1, description="Context-parallel ranks (GPUs).")
-    expert_model_parallel_size: int = Field(1, ge=1, description="Expert-parallel ranks (GPUs).")
-    expert_tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks inside experts (GPUs).")
-    sequence_parallel: bool = Field(False, description="Split activations between tensor-parallel ranks along the sequence.")
+    enabled: bool = Field(
+        False,
+        description="Train with Megatron Core, which is not in this version: true is an error, or with policy.backend=torch "
+        "read as what the torch learner is to do.",
+    )

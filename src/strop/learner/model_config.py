@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -68,11 +68,16 @@ class ModelConfig(BaseConfig):
     optimizer: OptimizerConfig = subsection(OptimizerConfig)
     scheduler: SchedulerConfig | None = Field(
         None,
-        description="Learning-rate schedule over optimizer steps: {name, kwargs}, such as {name: cosine, kwargs: "
+        description="Learning-rate schedule, in steps of scheduler_unit: {name, kwargs}, such as {name: cosine, kwargs: "
         "{warmup_steps: 50, min_ratio: 0.1}}, or a list of them ending in {milestones: [...]}. Names: constant, "
         "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, wsd, or a dotted torch class. kwargs: "
-        "warmup_steps or warmup_ratio, total_steps (null is the run's), min_ratio, and the schedule's own. null "
-        "is constant.",
+        "warmup_steps or warmup_ratio, warmup_init_ratio, total_steps (null is the run's), min_ratio, and the "
+        "schedule's own. null is constant.",
+    )
+    scheduler_unit: Literal["batch", "optimizer_step"] = Field(
+        "batch",
+        description="What a step of the schedule is: a pass over a batch, however many optimizer steps it makes (as in NeMo-RL "
+        "and verl), or an optimizer_step (as in TRL).",
     )
     ema: EmaConfig = subsection(EmaConfig)
     dtensor_cfg: DtensorConfig = subsection(DtensorConfig)
@@ -95,30 +100,9 @@ class ModelConfig(BaseConfig):
         return weights_dtype
 
     def errors(self, key: str) -> Iterator[Problem]:
-        yield from self._check_megatron(key)
-        yield from self._check_learner(key)
-        yield from self._check_dynamic_batching(key)
-
-    def _check_megatron(self, key: str) -> Iterator[Problem]:
-        if self.megatron_cfg.enabled:
-            yield Problem(
-                f"{key}.megatron_cfg.enabled",
-                "found true, but the Megatron Core learner backend is not in this version",
-                f"Set {key}.megatron_cfg.enabled=false and {key}.dtensor_cfg.enabled=true for the torch learner.",
-            )
-
-    def _check_learner(self, key: str) -> Iterator[Problem]:
-        if not self.dtensor_cfg.enabled and not self.megatron_cfg.enabled:
+        if not self.dtensor_cfg.enabled:
             yield Problem(
                 f"{key}.dtensor_cfg.enabled",
                 f"found false, and {key}.megatron_cfg.enabled is false too, which leaves no learner",
                 f"Set {key}.dtensor_cfg.enabled=true.",
-            )
-
-    def _check_dynamic_batching(self, key: str) -> Iterator[Problem]:
-        if self.dynamic_batching.enabled:
-            yield Problem(
-                f"{key}.dynamic_batching.enabled",
-                "found true, but padded dynamic batching is not in this version",
-                f"Set it to false and {key}.sequence_packing.enabled=true, which has token budgets without padding.",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from strop.learner.torch.hyperparameters import Hyperparameters, count_schedule_steps
 from strop.learner.torch.master_weights import MasterWeights
 from strop.learner.torch.optimizer import load_optimizer
+from strop.learner.torch.schedule_unit import ScheduleUnit
 from strop.learner.torch.weight_average import AveragedWeights
 
 log = logging.getLogger(__name__)
@@ -33,14 +34,18 @@ class TrainingState:
     scheduler: LRScheduler | None
     average: AveragedWeights | None
     configured: Hyperparameters  # of this run, whatever the run had that saved a state
+    schedule_unit: ScheduleUnit = field(default_factory=ScheduleUnit)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "masters": self.masters.state_dict(),
             "average": self.average.state_dict() if self.average else None,
             "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "scheduler": self.schedule_state(),
         }
+
+    def schedule_state(self) -> dict[str, Any] | None:
+        return {**self.scheduler.state_dict(), "unit": self.schedule_unit.state_dict()} if self.scheduler else None
 
     def load_state_dict(self, state: Mapping[str, Any], path: Path) -> None:
         """Restore a ``state_dict``, which was read from ``path``. Raises ValueError if it is of other parameters."""
@@ -56,7 +61,9 @@ class TrainingState:
     def load_scheduler(self, state: Mapping[str, Any] | None, optimizer: Mapping[str, Any]) -> None:
         """Set this run's schedule to the step of a saved one, and with it the learning rates."""
         if self.scheduler is not None:
-            self.configured.advance(self.scheduler, count_schedule_steps(state, optimizer))
+            unit = state.get("unit") if state is not None else None
+            steps = self.schedule_unit.convert(count_schedule_steps(state, optimizer), unit)
+            self.configured.advance(self.scheduler, steps)
 
     def load_average(self, state: Mapping[str, Any] | None, path: Path) -> None:
         """Restore the state of the average, if this run has one; without a saved state restart it, with a warning."""

@@ -32,7 +32,8 @@ class LoraConfig(BaseConfig):
     exclude_modules: Patterns = Field((), description="Name patterns of layers without adapters, matched in the same way.")
     match_all_linear: bool | None = Field(
         None,
-        description="Put adapters on every linear layer except the output layer; null is true if target_modules is empty.",
+        description="Put adapters on every linear layer except the output layer; null is true if target_modules is empty, and "
+        "so is false beside exclude_modules alone.",
     )
     dim: int = Field(8, ge=1, description="Rank of an adapter.")
     alpha: int = Field(32, ge=1, description="Scale of an adapter: its output is multiplied by alpha / dim.")
@@ -56,7 +57,7 @@ class LoraConfig(BaseConfig):
                 f"target_modules is {', '.join(self.target_modules)}, but match_all_linear=true selects every linear layer; remove one of "
                 "them"
             )
-        if self.match_all_linear is False and not self.target_modules:
+        if self.match_all_linear is False and not self.target_modules and not self.exclude_modules:
             raise ValueError(
                 "match_all_linear=false without target_modules selects no layer; set target_modules, or match_all_linear=true"
             )

@@ -119,6 +119,12 @@ REWORDED: dict[str, str] = {
     "(teachers.NAME.environments), or set algorithm.name=distillation": (
         "several teachers are for all environments, and the top-k tokens of their mixture are unknown"
     ),
+    "Set {}.megatron_cfg.enabled=false and {}.dtensor_cfg.enabled=true for the torch learner.": (
+        "Set policy.backend=torch to train it with the torch learner, which takes over what megatron_cfg says."
+    ),
+    "found true with tensor_parallel_size = 1: there are no ranks to shard the sequence over": (
+        "it has no effect: tensor_parallel_size is 1, so there are no ranks to shard the sequence over"
+    ),
     # The section's key is filled in:
     "Run pip install 'strop[lora]', or set {}.dtensor_cfg.lora_cfg.enabled=false.": (
         "Run pip install 'strop[lora]', or set {}.enabled=false."
@@ -148,6 +154,8 @@ DROPPED: dict[str, str] = {
     "Strop does not have this key of NeMo-RL": "the rules of strop.config.recipes say of each key why",
     "{}{}. Remove the key.": "the rules of strop.config.recipes say of each key what to do",
     "{}.scheduler: {} stages need {} milestones between them; found {}": "the section says it, and no scheduler is built without one",
+    "found true, but padded dynamic batching is not in this version": "a rule of strop.config.recipes packs instead",
+    "Set it to false and {}.sequence_packing.enabled=true, which has token budgets without padding.": "a rule does so",
     "a batch that is only scored has no loss": "a batch that is only scored is packed without an algorithm",
     "a coroutine of a rank suspended; local learners must not await anything": "learners are no coroutines",
     "dtensor_cfg.lora_cfg.lora_A_init: {} is unknown{}": "the section's type says which values there are",

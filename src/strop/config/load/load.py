@@ -226,7 +226,8 @@ def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[Ba
         )
     value, meaning = item["input"], f"{dotted}: {field.description}" if field is not None and field.description else ""
     if item["type"] == "value_error":
-        return Problem(dotted, f"found {value!r}: {item['ctx']['error']}", meaning, origin)
+        found = f"found {value!r}: " if isinstance(value, str | int | float | None) else ""
+        return Problem(dotted, f"{found}{item['ctx']['error']}", meaning, origin)
     if item["type"] == "dataclass_type" and field is not None and (inner := section_model(field)):
         names = ", ".join(fields_of(inner))
         return Problem(dotted, f"found {value!r}; this is a section, with keys under it", f"Its keys: {names}.", origin)

@@ -49,6 +49,13 @@ class Recipe:
         origin = self.source.find_origin(tuple(key.split(".")))
         return origin is not None and origin.source == COMMAND_LINE
 
+    def layer_of(self, key: str) -> int:
+        """Return which layer, base file first, sets a key or the section around it; -1 if none does."""
+        path = tuple(key.split("."))
+        while path and path not in self._written.origins:
+            path = path[:-1]
+        return self._written.layer_of(path) if path else -1
+
     def is_own_key(self, key: str) -> bool:
         """Return whether Strop's schema has this key or section."""
         return find_field(self.root, tuple(key.split("."))) is not None
@@ -59,7 +66,7 @@ class Recipe:
 
     def set(self, key: str, value: Any, *, because: str) -> None:
         """Set a key, which counts as written where the key ``because`` of the recipe is."""
-        origin = self.source.find_origin(tuple(because.split("."))) or Origin("the recipe")
+        origin = self._written.find_origin(tuple(because.split("."))) or Origin("the recipe")
         path = tuple(key.split("."))
         self.drop(key)
         _, self.source = set_key(self.source, path, value, origin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -26,6 +26,11 @@ class PolicyConfig(ModelConfig):
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("generation_batch_size",)
 
+    backend: Literal["auto", "torch", "megatron"] = Field(
+        "auto",
+        description="Learner of all models of the run: torch, also for recipes that ask for Megatron Core, which is not in this version; "
+        "auto is what dtensor_cfg.enabled and megatron_cfg.enabled say.",
+    )
     generation_batch_size: int | None = Field(
         None,
         ge=1,
@@ -41,8 +46,15 @@ class PolicyConfig(ModelConfig):
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from super().errors(key)
+        yield from self._check_backend(f"{key}.backend")
         yield from self._check_adapter_dropout(f"{key}.dtensor_cfg.lora_cfg.dropout")
         yield from self._check_engine_length(f"{key}.generation.vllm_cfg.max_model_len")
+
+    def _check_backend(self, key: str) -> Iterator[Problem]:
+        if self.backend == "megatron":
+            yield Problem(
+                key, "found megatron, but the Megatron Core learner backend is not in this version", f"Set {key}=torch."
+            )
 
     def _check_adapter_dropout(self, key: str) -> Iterator[Problem]:
         lora = self.dtensor_cfg.lora_cfg
@@ -91,6 +103,7 @@ class RecordedPolicyConfig(PolicyConfig):
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from ModelConfig.errors(self, key)
+        yield from self._check_backend(f"{key}.backend")
 
     def warnings(self, key: str) -> Iterator[Problem]:
         yield from self._warn_unused_batch_size(key)

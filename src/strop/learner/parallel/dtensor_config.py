@@ -44,15 +44,13 @@ class DtensorConfig(BaseConfig):
     )
     lora_cfg: LoraConfig = subsection(LoraConfig)
 
-    def errors(self, key: str) -> Iterator[Problem]:
+    def warnings(self, key: str) -> Iterator[Problem]:
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             yield Problem(
                 f"{key}.sequence_parallel",
-                "found true with tensor_parallel_size = 1: there are no ranks to shard the sequence over",
+                "it has no effect: tensor_parallel_size is 1, so there are no ranks to shard the sequence over",
                 "Set it to false, or raise tensor_parallel_size.",
             )
-
-    def warnings(self, key: str) -> Iterator[Problem]:
         if self.custom_parallel_plan is not None and self.tensor_parallel_size == 1:
             yield Problem(f"{key}.custom_parallel_plan", "it has no effect: tensor_parallel_size is 1")
 

@@ -60,7 +60,7 @@ class ParallelDims:
             context=context,
             tensor=tensor,
             expert=config.expert_parallel_size,
-            sequence=config.sequence_parallel,
+            sequence=config.sequence_parallel and config.tensor_parallel_size > 1,
         )
 
     def __str__(self) -> str:

@@ -150,7 +150,7 @@ def _optimizer_state(
         "groups": copy.deepcopy(groups),
         "undivided": unsharded,
         "average_steps": state.average.steps if state.average is not None else None,
-        "scheduler": copy.deepcopy(state.scheduler.state_dict()) if state.scheduler is not None else None,
+        "scheduler": copy.deepcopy(state.schedule_state()),
     }
 
 

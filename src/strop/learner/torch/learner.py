@@ -27,6 +27,7 @@ from strop.learner.torch.hyperparameters import Hyperparameters
 from strop.learner.torch.master_weights import MasterWeights
 from strop.learner.torch.optimizer import make_optimizer, make_scheduler
 from strop.learner.torch.optimizer_config import SchedulerConfig, ScheduleStageConfig
+from strop.learner.torch.schedule_unit import ScheduleUnit
 from strop.learner.torch.scorer import TrainableNetwork, score_local
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
@@ -57,6 +58,7 @@ class TorchLearner:
         *,
         whole_groups: bool = False,
         total_steps: int | None = None,
+        steps_per_batch: int = 1,
         section: str = "policy",
         parallelism: Parallelism | None = None,
     ) -> None:
@@ -65,7 +67,8 @@ class TorchLearner:
         Args:
             sampling: The parameters that rollouts are sampled with: log-probabilities refer to that distribution (law 3).
             whole_groups: Never split a group across micro-batches: the loss compares its rollouts.
-            total_steps: Optimizer steps of the run, the length of a schedule that sets none; None if the run has no limit.
+            total_steps: Optimizer steps of the run; a schedule that sets no length ends with them. None if the run has no limit.
+            steps_per_batch: Optimizer steps of one pass over a batch; the schedule advances once a pass, or as ``scheduler_unit`` says.
             section: Key of ``config``, for messages.
             parallelism: How the network is sharded; None is on a single device.
         """
@@ -83,9 +86,9 @@ class TorchLearner:
         self.parameters = self.masters.parameters
         self.optimizer = make_optimizer(config.optimizer, self.masters.named_parameters, section=section)
         self.parallelism.check_optimizer(self.optimizer, section)
-        self.scheduler = make_scheduler(
-            config.scheduler or CONSTANT, self.optimizer, total_steps=total_steps if config.scheduler else None, section=section
-        )
+        schedule_unit = ScheduleUnit(config.scheduler_unit, steps_per_batch)
+        length = schedule_unit.count_steps(total_steps) if config.scheduler and total_steps is not None else None
+        self.scheduler = make_scheduler(config.scheduler or CONSTANT, self.optimizer, total_steps=length, section=section)
         self.average: AveragedWeights | None = None
         if config.ema.enabled:
             self.average = AveragedWeights(
@@ -96,6 +99,7 @@ class TorchLearner:
             masters=self.masters,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
+            schedule_unit=schedule_unit,
             average=self.average,
             configured=Hyperparameters.of(self.optimizer, self.scheduler),
         )
@@ -155,11 +159,11 @@ class TorchLearner:
             self.masters.write_back()
             if self.average is not None:
                 self.average.update()
-        if self.scheduler is not None:
+        self._steps += 1
+        if self.scheduler is not None and self._steps % self.state.schedule_unit.optimizer_steps == 0:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.parallelism.after_step()
-        self._steps += 1
         if self._steps % STEPS_BETWEEN_TRIMS == 0 and self.network.device.type == "cpu":
             trim_freed_memory()
         return {
@@ -186,6 +190,7 @@ class TorchLearner:
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote on any number of ranks, in place: everything that shares the module sees the restored weights."""
         self.parallelism.load(folder, self.state)
+        self._steps = 0
 
 
 def _dummy_loss(outputs: Outputs) -> tuple[Tensor, Metrics]:

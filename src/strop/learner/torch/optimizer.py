@@ -35,7 +35,9 @@ def make_optimizer(config: OptimizerConfig, named_parameters: NamedParameters, *
     factory = _import_class(config.name, f"{section}.optimizer.name", Optimizer)
     known = inspect.signature(factory).parameters
     _check_arguments(config.kwargs, known, "params", f"{section}.optimizer.kwargs", config.name)
-    grouped = make_parameter_groups(named_parameters, config.groups, config.no_decay, section=section)
+    grouped = make_parameter_groups(
+        named_parameters, config.groups, config.no_decay, decay_vectors=config.decay_vectors, section=section
+    )
     for options in grouped:
         _check_arguments(options.keys() - {"params", "param_names"}, known, "params", f"{section}.optimizer.groups", config.name)
     arguments = dict(config.kwargs)
@@ -49,12 +51,18 @@ def make_optimizer(config: OptimizerConfig, named_parameters: NamedParameters, *
 
 
 def make_parameter_groups(
-    named_parameters: NamedParameters, groups: Sequence[OptimizerGroupConfig], no_decay: Sequence[str], *, section: str = "policy"
+    named_parameters: NamedParameters,
+    groups: Sequence[OptimizerGroupConfig],
+    no_decay: Sequence[str],
+    *,
+    decay_vectors: bool = True,
+    section: str = "policy",
 ) -> list[dict[str, Any]]:
     """Return parameter groups as torch takes them: first the parameters without a group, then each group in order.
 
     A parameter belongs to the first group that matches it. Parameters that match ``no_decay`` have no weight decay, whatever their group
-    sets. Raises ValueError for a pattern without a match, and for a group whose parameters all belong to earlier groups.
+    sets; nor do those of one dimension without ``decay_vectors``. Raises ValueError for a pattern without a match, and for a group whose
+    parameters all belong to earlier groups.
     """
     names = [name for name, _ in named_parameters]
     _check_patterns(no_decay, names, f"{section}.optimizer.no_decay")
@@ -63,7 +71,8 @@ def make_parameter_groups(
     buckets: dict[tuple[int, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named_parameters:
         index = next((index for index, group in enumerate(groups) if matches_any(name, group.match)), -1)
-        buckets.setdefault((index, matches_any(name, no_decay)), []).append((name, parameter))
+        exempt = matches_any(name, no_decay) or (parameter.ndim < 2 and not decay_vectors)
+        buckets.setdefault((index, exempt), []).append((name, parameter))
     for index, group in enumerate(groups):
         if not {(index, False), (index, True)} & buckets.keys():
             raise ValueError(
@@ -112,7 +121,7 @@ def make_scheduler(
 ) -> LRScheduler | None:
     """Create the scheduler of one or several stages in sequence; None without a configuration.
 
-    ``total_steps`` is the run's number of optimizer steps, or None if unknown. A named schedule without its own ``total_steps`` ends
+    ``total_steps`` is the run's number of steps of the schedule, or None if unknown. A named schedule without its own ``total_steps`` ends
     there, or at the milestone where the next stage begins.
     """
     if config is None:

@@ -46,7 +46,7 @@ class OptimizerGroupConfig(BaseConfig):
 class OptimizerConfig(BaseConfig):
     """The optimizer."""
 
-    identity_keys: ClassVar[tuple[str, ...]] = ("name", "no_decay", "kwargs.amsgrad", "kwargs.centered")
+    identity_keys: ClassVar[tuple[str, ...]] = ("name", "no_decay", "decay_vectors", "kwargs.amsgrad", "kwargs.centered")
 
     name: str = Field(
         "torch.optim.AdamW",
@@ -63,6 +63,7 @@ class OptimizerConfig(BaseConfig):
         description="Name patterns of parameters without weight decay, such as [bias, norm, embed]. A pattern matches a part "
         "of the name, or with * ? or [ the whole name. One that matches nothing is an error.",
     )
+    decay_vectors: bool = Field(True, description="Decay weights of one dimension too: biases and norms. Megatron Core does not.")
     groups: Annotated[tuple[OptimizerGroupConfig, ...], Field(strict=False)] = Field(
         (),
         description="Entries {match: [pattern, ...], lr, weight_decay}. The first entry that matches a parameter applies; "
@@ -112,10 +113,10 @@ class ScheduleStageConfig(BaseConfig):
     )
     kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="Arguments. Every named schedule takes warmup_steps or warmup_ratio, and total_steps (optimizer steps; "
-        "null is all of the run, or up to the next milestone); all but constant take min_ratio; "
+        description="Arguments. Every named schedule takes warmup_steps or warmup_ratio, warmup_init_ratio (of the rate "
+        "at the first step), and total_steps (null is all of the run, or up to the next milestone); all but constant take min_ratio; "
         "cosine_with_restarts takes cycles, polynomial power, inverse_sqrt timescale (steps), wsd decay_steps or "
-        "decay_ratio and decay (linear, cosine, sqrt).",
+        "decay_ratio and decay (linear, cosine, sqrt, exponential).",
     )
 
 

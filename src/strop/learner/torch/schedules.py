@@ -1,7 +1,8 @@
 """Learning-rate schedules by name: a warm-up followed by a shape, as a factor of each parameter group's learning rate.
 
-The factor at step t (from 0) applies to optimizer step t + 1. With W warm-up steps it is (t + 1) / W for t < W, so that no step is
-wasted at a rate of 0, and it is 1 at t = W - 1 and t = W. A decay reaches its final factor at t = total_steps, one step after the last
+A step is one of ``scheduler_unit``; the factor at step t, from 0, holds during it. With W warm-up steps it is (t + 1) / W for t < W, so
+that no step is wasted at a rate of 0, and it is 1 at t = W - 1 and t = W. With ``warmup_init_ratio`` r the warm-up begins there instead:
+r + (1 - r) t / W, and 1 from t = W. A decay reaches its final factor at t = total_steps, one step after the last
 one, and stays there.
 
 ``transformers.get_scheduler`` has the same shapes, but its warm-ups begin at a rate of 0, a smallest ratio it has for cosine and wsd only,
@@ -28,13 +29,14 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "inverse_sqrt": ("timescale", "min_ratio"),  # arXiv 1706.03762
     "wsd": ("decay_steps", "decay_ratio", "min_ratio", "decay"),  # warm-up, stable, decay: arXiv 2404.06395
 }
-COMMON_ARGUMENTS = ("warmup_steps", "warmup_ratio", "total_steps")
+COMMON_ARGUMENTS = ("warmup_steps", "warmup_ratio", "warmup_init_ratio", "total_steps")
 
 # Shapes of a decay that fall from 1 to 0, given its progress from 0 to 1.
 DECAYS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
     "sqrt": lambda progress: 1 - math.sqrt(progress),  # arXiv 2405.18392
+    "exponential": lambda progress: 2 * 0.5**progress - 1,
 }
 
 
@@ -50,6 +52,7 @@ class Schedule:
     name: str
     warmup_steps: int | None = _option(None, int, 0)  # null: warmup_ratio decides, else no warm-up
     warmup_ratio: float | None = _option(None, float, 0, 1)  # of total_steps, rounded to whole steps
+    warmup_init_ratio: float | None = _option(None, float, 0, 1)  # the factor at step 0; null: 1 / warmup_steps
     total_steps: int | None = _option(None, int, 1)
     timescale: int | None = _option(None, int, 1)  # steps; null: the length of the warm-up, or 10,000 without one
     decay_steps: int | None = _option(None, int, 1)
@@ -92,14 +95,14 @@ class Schedule:
 
     @property
     def warmup(self) -> int:
-        """Number of optimizer steps of the warm-up."""
+        """Number of steps of the warm-up."""
         if self.warmup_ratio is not None:
             return round(self.warmup_ratio * self.require_total_steps("warmup_ratio is a fraction of it"))
         return self.warmup_steps or 0
 
     @property
     def decay_length(self) -> int:
-        """Number of optimizer steps of the decay: all after the warm-up, or for wsd the last ones."""
+        """Number of steps of the decay: all after the warm-up, or for wsd the last ones."""
         total = self.require_total_steps("the decay ends there")
         if self.name != "wsd":
             return total - self.warmup
@@ -108,7 +111,8 @@ class Schedule:
     def ratio(self, step: int) -> float:
         """Return the factor of the learning rates at ``step``, from 0."""
         if step < self.warmup:
-            return (step + 1) / self.warmup
+            first = self.warmup_init_ratio
+            return (step + 1) / self.warmup if first is None else first + (1 - first) * step / self.warmup
         if self.name == "constant":
             return 1.0
         if self.name == "inverse_sqrt":
@@ -140,7 +144,7 @@ class Schedule:
 
 
 def make_schedule(name: str, kwargs: Mapping[str, Any], *, total_steps: int | None = None, section: str = "policy") -> Schedule:
-    """Create a schedule by name. ``total_steps`` is the run's number of optimizer steps, the default of the schedule's own.
+    """Create a schedule by name. ``total_steps`` is the run's number of steps, the default of the schedule's own.
 
     Raises ValueError with the key and, for an unknown name, the closest known one.
     """

@@ -1,7 +1,234 @@
-"""Section ``megatron_cfg``."""
+"""Section ``megatron_cfg``: with ``policy.backend=torch`` the torch learner trains with what it says."""
 
 from __future__ import annotations
 
-from strop.config.recipes.rules import Rule, Unused
+import math
+from collections.abc import Mapping
+from typing import Any
 
-MEGATRON_RULES: tuple[Rule, ...] = (Unused("*.megatron_cfg.*", "the Megatron Core learner is not in this version"),)
+from strop.config.recipes.difference import Effect
+from strop.config.recipes.nemo_rl.megatron_options import translate_options
+from strop.config.recipes.nemo_rl.megatron_schedule import make_schedule_section
+from strop.config.recipes.recipe import Recipe
+from strop.config.recipes.rules import Rule
+
+MODELS = ("policy", "value", "teacher")
+SIZES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size", "sequence_parallel", "activation_checkpointing",
+)  # fmt: skip
+FUSED_LAYERS = {  # Megatron's linear layers -> those of Hugging Face models
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+
+
+def choose_learner(recipe: Recipe) -> None:
+    """Translate the sections of the models that Megatron Core would train, or refuse them all with one refusal."""
+    present = [model for model in MODELS if recipe.is_set(f"{model}.megatron_cfg")]
+    asked = [model for model in present if recipe.value(f"{model}.megatron_cfg.enabled") is True]
+    if recipe.value("policy.backend") == "torch":
+        for model in asked:
+            _translate_model(recipe, model)
+        for model in ("policy", "value"):
+            if model not in asked and recipe.value(f"{model}.dtensor_cfg.enabled") is False:
+                recipe.set(f"{model}.dtensor_cfg.enabled", True, because="policy.backend")
+    elif asked:
+        recipe.refuse(
+            f"{asked[0]}.megatron_cfg.enabled",
+            "found true, but the Megatron Core learner backend is not in this version",
+            "Set policy.backend=torch to train it with the torch learner, which takes over what megatron_cfg says.",
+        )
+    for model in present:
+        for key in list(recipe.find(f"{model}.megatron_cfg.*")) if model not in asked else ():
+            if key != f"{model}.megatron_cfg.enabled":
+                recipe.note(key, Effect.UNUSED, f"{model}.megatron_cfg is switched off")
+        recipe.drop(f"{model}.megatron_cfg")
+
+
+def _translate_model(recipe: Recipe, model: str) -> None:
+    """Move what ``megatron_cfg`` says of a model to the sections of the torch learner."""
+    section = f"{model}.megatron_cfg"
+    sizes = _translate_sizes(recipe, section)
+    if model == "teacher":
+        if recipe.is_own_key("teacher.dtensor_cfg"):
+            _replace(recipe, "teacher.dtensor_cfg", sizes, section)
+        recipe.note(section, Effect.UNUSED, "the rest of it is about training, and a teacher only scores")
+        return
+    if recipe.is_set(f"{section}.optimizer"):
+        _translate_optimizer(recipe, model)
+        _translate_schedule(recipe, model)
+    adapters = _translate_adapters(recipe, f"{section}.peft")
+    _replace(recipe, f"{model}.dtensor_cfg", {"enabled": True, **sizes, **adapters}, section)
+    for name in ("optimizer", "scheduler", "peft", *SIZES):
+        recipe.drop(f"{section}.{name}")
+    translate_options(recipe, section)
+
+
+def _replace(recipe: Recipe, key: str, value: Any, section: str) -> None:
+    """Set a key or a section that the recipe, which asks for Megatron Core, did not mean.
+
+    Keys in it stay that are set where ``policy.backend`` is or later, and not where the recipe asks for Megatron Core.
+    """
+    start, asked = recipe.layer_of("policy.backend"), recipe.layer_of(f"{section}.enabled")
+    kept = {leaf: recipe.value(leaf) for leaf in _leaves(recipe, key) if recipe.layer_of(leaf) >= start > asked}
+    recipe.set(key, value, because=f"{section}.enabled")
+    for leaf, own in kept.items():
+        recipe.set(leaf, own, because=leaf)
+
+
+def _leaves(recipe: Recipe, key: str) -> list[str]:
+    """Return the keys that the recipe writes at or under a key."""
+    value = recipe.value(key)
+    if isinstance(value, Mapping) and value:
+        return [leaf for name in value for leaf in _leaves(recipe, f"{key}.{name}")]
+    return [key] if recipe.is_set(key) else []
+
+
+# --- the optimizer ---------------------------------------------------------------------------------------------------------
+
+
+def _translate_optimizer(recipe: Recipe, model: str) -> None:
+    key = f"{model}.megatron_cfg.optimizer"
+    options: Mapping[str, Any] = recipe.value(key, {})
+    name, kwargs = options.get("optimizer", "adam"), {"lr": options.get("lr"), "weight_decay": _find_weight_decay(recipe, model)}
+    if name == "adam":
+        decoupled = options.get("decoupled_weight_decay", True) is not False
+        torch_name = "torch.optim.AdamW" if decoupled else "torch.optim.Adam"
+        kwargs["betas"] = [options.get("adam_beta1", 0.9), options.get("adam_beta2", 0.999)]
+        kwargs["eps"] = options.get("adam_eps", 1e-8)
+    elif name == "sgd":
+        torch_name, kwargs["momentum"] = "torch.optim.SGD", options.get("sgd_momentum", 0.9)
+    else:
+        recipe.refuse(f"{key}.optimizer", f"found {name!r}, which is none of torch's", "Set it to adam or sgd.")
+        return
+    if kwargs["lr"] is None:
+        recipe.refuse(key, "it has no lr", f"Set {key}.lr.")
+        return
+    if options.get("fp16"):
+        recipe.refuse(f"{key}.fp16", "found true, but float16 is not in this version", "Set it to false.")
+    _replace(
+        recipe, f"{model}.optimizer", {"name": torch_name, "kwargs": kwargs, "decay_vectors": False}, f"{model}.megatron_cfg"
+    )
+    shown = ", ".join(f"{option}={_show(value)}" for option, value in kwargs.items())
+    recipe.note(key, Effect.RENAMED, f"{model}.optimizer is {torch_name} with {shown} here, without decay of biases and norms")
+    limit = options.get("clip_grad", recipe.value(f"{model}.max_grad_norm"))
+    _replace(recipe, f"{model}.max_grad_norm", limit or None, f"{model}.megatron_cfg")
+    moved = [
+        name
+        for name in options
+        if name in ("optimizer_cpu_offload", "use_distributed_optimizer", "use_precision_aware_optimizer")
+    ]
+    for name in moved:
+        recipe.note(
+            f"{key}.{name}", Effect.UNUSED, "it changes memory; masters and moments are float32 here, and sharded over the ranks"
+        )
+
+
+def _find_weight_decay(recipe: Recipe, model: str) -> float:
+    """Return the weight decay, which the schedule sets at every step whatever the optimizer's is."""
+    section = f"{model}.megatron_cfg"
+    decay: float = recipe.value(f"{section}.optimizer.weight_decay", 0.01)
+    start, end = (recipe.value(f"{section}.scheduler.{edge}_weight_decay", decay) for edge in ("start", "end"))
+    if start != end:
+        recipe.refuse(
+            f"{section}.scheduler.end_weight_decay",
+            f"found {end}, but a weight decay that changes during training (from {start}) is not in this version",
+            f"Set it to {section}.scheduler.start_weight_decay.",
+        )
+    return float(start)
+
+
+def _translate_schedule(recipe: Recipe, model: str) -> None:
+    key = f"{model}.megatron_cfg.scheduler"
+    options, optimizer = recipe.value(key, {}), recipe.value(f"{model}.megatron_cfg.optimizer", {})
+    try:
+        scheduler = make_schedule_section(options, optimizer.get("lr") or 0.0, optimizer.get("min_lr") or 0.0)
+    except ValueError as error:
+        recipe.refuse(f"{key}.lr_decay_style", str(error), f"Correct {key}.")
+        return
+    _replace(recipe, f"{model}.scheduler", scheduler, f"{model}.megatron_cfg")
+    arguments = ", ".join(f"{name}={_show(value)}" for name, value in (scheduler or {}).get("kwargs", {}).items())
+    shown = f"{scheduler['name']} with {arguments}" if scheduler else "null, a constant rate,"
+    if scheduler and scheduler["name"] == "inverse_sqrt":
+        recipe.note(key, Effect.CHANGED, f"{model}.scheduler is {shown} here, which does not end at lr_decay_iters")
+    else:
+        recipe.note(key, Effect.RENAMED, f"{model}.scheduler is {shown} here")
+
+
+def _show(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# --- parallel sizes --------------------------------------------------------------------------------------------------------
+
+
+def _translate_sizes(recipe: Recipe, section: str) -> dict[str, Any]:
+    """Return the keys of ``dtensor_cfg`` for the parallel sizes, and note how they differ."""
+
+    def read(name: str) -> int:
+        return int(recipe.value(f"{section}.{name}", 1))
+
+    tensor, context, stages = (read(f"{kind}_parallel_size") for kind in ("tensor_model", "context", "pipeline_model"))
+    experts = read("expert_model_parallel_size") * read("expert_tensor_parallel_size")
+    sizes = {"tensor_parallel_size": tensor, "context_parallel_size": context}
+    if experts > 1:
+        sizes["expert_parallel_size"] = math.lcm(experts, tensor)
+    shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    recipe.note(f"{section}.tensor_model_parallel_size", Effect.RENAMED, f"the parallel sizes are {shown} here")
+    if experts > 1 and experts % tensor:
+        recipe.note(
+            f"{section}.expert_model_parallel_size",
+            Effect.CHANGED,
+            f"experts are divided over {sizes['expert_parallel_size']} ranks instead of {experts}, a multiple of the tensor-parallel "
+            "size; the gradient is the same",
+        )
+    if stages > 1:
+        recipe.note(
+            f"{section}.pipeline_model_parallel_size",
+            Effect.CHANGED,
+            f"there are no pipeline stages: the weights of all layers are sharded over these {stages} times as many ranks instead "
+            "(FSDP2); the gradient is the same",
+        )
+    sequence = recipe.value(f"{section}.sequence_parallel", False) is True and tensor > 1
+    recompute = recipe.value(f"{section}.activation_checkpointing", False) is True
+    return {**sizes, "sequence_parallel": sequence, "activation_checkpointing": recompute}
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------------
+
+
+def _translate_adapters(recipe: Recipe, key: str) -> dict[str, Any]:
+    """Return ``lora_cfg`` for the adapters of ``megatron_cfg.peft``, if they are enabled."""
+    options: Mapping[str, Any] = recipe.value(key, {})
+    if not options.get("enabled"):
+        return {}
+    if (start := options.get("lora_B_init_method", "zero")) != "zero":
+        recipe.refuse(f"{key}.lora_B_init_method", f"found {start!r}, but B starts at zero here", "Set it to zero.")
+    excluded = list(options.get("exclude_modules") or ())
+    targets = list(options.get("target_modules") or ())
+    names = {"dim": "dim", "alpha": "alpha", "dropout": "dropout", "dropout_position": "dropout_position"}
+    values = {own: options[name] for name, own in {**names, "lora_A_init_method": "lora_A_init"}.items() if name in options}
+    values |= {"target_modules": _split_layers(targets), "exclude_modules": _split_layers(excluded)}
+    layers = ", ".join(values["target_modules"]) or "all linear layers"
+    recipe.note(
+        key,
+        Effect.CHANGED,
+        f"{layers} of the Hugging Face model each have adapters of their own, where Megatron Core's fused layers (such as linear_qkv) "
+        "share one",
+    )
+    return {"lora_cfg": {"enabled": True, **values}}
+
+
+def _split_layers(patterns: list[str]) -> list[str]:
+    """Return the patterns with Hugging Face's names for Megatron's fused layers."""
+    split: list[str] = []
+    for pattern in patterns:
+        fused = next((name for name in FUSED_LAYERS if name in pattern), None)
+        split += [pattern.replace(fused, name) for name in FUSED_LAYERS[fused]] if fused else [pattern]
+    return split
+
+
+MEGATRON_RULES: tuple[Rule, ...] = (choose_learner,)

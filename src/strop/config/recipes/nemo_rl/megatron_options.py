@@ -1,0 +1,133 @@
+"""What becomes of Megatron Core's other options where the torch learner trains: most change how fast it computes, not what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from strop.config.recipes.difference import Effect
+from strop.config.recipes.recipe import Recipe
+from strop.config.recipes.rules import describe, is_switched_off
+
+SPEED = "it changes the speed of Megatron Core's kernels and communication"
+MEMORY = "it changes memory and speed"
+TOWERS = "it is about images and sound, and models here read only text"
+MULTI_TOKEN = ("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_use_repeated_layer", "mtp_detach_heads")
+UNUSED_OPTIONS: Mapping[str, tuple[str, ...]] = {  # why -> options
+    SPEED: (
+        "apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion", "use_fused_weighted_squared_relu",
+        "attention_backend", "cuda_graph_*", "inference_*", "transformer_impl", "moe_permute_fusion", "moe_enable_deepep",
+        "moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_hybridep_num_sms", "hybridep_*", "moe_shared_expert_overlap",
+        "moe_grouped_gemm", "moe_pad_experts_*", "use_gloo_process_groups", "distributed_data_parallel_config",
+        "use_torch_fsdp2",
+    ),
+    MEMORY: (
+        "empty_unused_memory_level", "clear_memory_caches_before_refit", "fine_grained_activation_offloading", "offload_modules",
+        "recompute_granularity", "recompute_modules", "use_fused_linear_logprobs", "fused_linear_logprobs_chunk_size",
+    ),
+    "there are no pipeline stages": ("num_layers_in_*_pipeline_stage", "virtual_pipeline_*", "pipeline_dtype", "account_for_*"),
+    "logits are float32, in chunks of logprob_chunk_size": ("defer_fp32_logits",),
+    "weights are read from and saved as Hugging Face folders": ("checkpoint", "force_reconvert_from_hf", "converter_type"),
+    "the run has as many steps as its section says": ("train_iters",),
+    "every loss is divided by counts of the whole optimizer step, however it is cut": (
+        "calculate_per_token_loss", "cp_normalize", "do_not_average_loss", "scale_loss_by_dp_cp_size",
+    ),
+    "metrics of experts are not logged": ("moe_per_layer_logging", "track_moe_metrics"),
+    "it is about FP8, which is switched off": ("first_last_layers_bf16", "num_layers_at_*_in_bf16"),
+    TOWERS: ("freeze_config", "freeze_vision_*", "freeze_sound_*", "radio_*"),
+}  # fmt: skip
+
+
+def translate_options(recipe: Recipe, section: str) -> None:
+    """Note what becomes of every option of ``megatron_cfg`` that has no counterpart, and refuse those that are not known."""
+    for translate in (_translate_experts, _translate_multi_token_prediction, _refuse_low_precision, _move_environment):
+        translate(recipe, section)
+    for why, names in UNUSED_OPTIONS.items():
+        for name in names:
+            for key in list(recipe.find(f"{section}.{name}")):
+                recipe.unused(key, why)
+    for key in list(recipe.find(f"{section}.*")):
+        if key != f"{section}.enabled":
+            what = f"found {describe(recipe.value(key))}, but what this option of Megatron Core would be here is not known"
+            recipe.refuse(key, what, "Remove the key.")
+
+
+def _translate_experts(recipe: Recipe, section: str) -> None:
+    """Mixtures of experts: the torch learner trains the router, without a loss that balances its load."""
+    mixture = recipe.value(f"{section}.expert_model_parallel_size", 1) > 1
+    changed, no_experts = Effect.CHANGED, "it is about mixtures of experts"
+    balancing = not is_switched_off(recipe.value(f"{section}.moe_router_load_balancing_type", "none"))
+    balancing = balancing and recipe.value(f"{section}.moe_aux_loss_coeff", 1.0) != 0
+    notes: dict[str, tuple[bool, str]] = {
+        "freeze_moe_router": (mixture, "the router is trained with the rest of the model"),
+        "moe_router_load_balancing_type": (balancing, "no loss that balances the load of experts is added"),
+        "moe_router_bias_update_rate": (mixture, "the router's expert bias stays as the model has it"),
+        "moe_router_dtype": (mixture, "the router computes in the data type that the model's own code chooses"),
+    }
+    for name, (differs, text) in notes.items():
+        key = f"{section}.{name}"
+        if recipe.is_set(key):
+            asked = not is_switched_off(recipe.value(key))
+            recipe.note(key, changed if differs and asked else Effect.UNUSED, text if asked else "it is switched off")
+            recipe.drop(key)
+    for name in ("moe_aux_loss_coeff", "moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk"):
+        if recipe.is_set(f"{section}.{name}"):
+            recipe.unused(f"{section}.{name}", f"{no_experts}; the model's own configuration determines it")
+
+
+def _translate_multi_token_prediction(recipe: Recipe, section: str) -> None:
+    """Heads that predict several tokens: not trained; refused where their loss would reach the rest of the model."""
+    layers = recipe.value(f"{section}.mtp_num_layers", 0)
+    shapes_model = recipe.value(f"{section}.mtp_loss_scaling_factor", 0.0) and not recipe.value(
+        f"{section}.mtp_detach_heads", False
+    )
+    key = f"{section}.mtp_num_layers"
+    if layers and shapes_model:
+        text = f"found {layers}, but a loss of multi-token prediction, which would train the model too, is not in this version"
+        recipe.refuse(key, text, f"Set {key}=0, or {section}.mtp_detach_heads=true.")
+    elif layers:
+        recipe.note(key, Effect.CHANGED, "the heads of multi-token prediction are not loaded and not trained")
+    for name in MULTI_TOKEN:
+        if recipe.is_set(f"{section}.{name}"):
+            recipe.unused(f"{section}.{name}", "there is no multi-token prediction") if not layers else recipe.drop(
+                f"{section}.{name}"
+            )
+
+
+def _refuse_low_precision(recipe: Recipe, section: str) -> None:
+    if recipe.value(f"{section}.fp8_cfg.enabled", False):
+        text = "found true, but training in FP8 is not in this version"
+        recipe.refuse(f"{section}.fp8_cfg.enabled", text, f"Set {section}.fp8_cfg.enabled=false to train in bfloat16.")
+        recipe.drop(f"{section}.fp8_cfg")
+    elif recipe.is_set(f"{section}.fp8_cfg"):
+        recipe.unused(f"{section}.fp8_cfg", "it is switched off")
+    if recipe.is_set(f"{section}.model_overrides"):
+        if is_switched_off(recipe.value(f"{section}.model_overrides")):
+            recipe.unused(f"{section}.model_overrides", "it is empty")
+        else:
+            text = "it sets attributes of Megatron Core's model, and the model here is Hugging Face's"
+            fix = f"Remove the key; {section.split('.')[0]}.hf_config_overrides sets those of the Hugging Face configuration."
+            recipe.refuse(f"{section}.model_overrides", text, fix)
+
+
+def _move_environment(recipe: Recipe, section: str) -> None:
+    move_environment(recipe, f"{section}.env_vars")
+
+
+def move_environment(recipe: Recipe, key: str) -> None:
+    """Move environment variables of a model's workers to ``cluster.roles.learner.env_vars``, as texts; those set there stay."""
+    if not recipe.is_set(key):
+        return
+    variables = recipe.value(key, {})
+    for name, value in variables.items():
+        to = f"cluster.roles.learner.env_vars.{name}"
+        if not recipe.is_set(to):
+            recipe.set(to, str(value), because=key)
+    if variables:
+        recipe.note(key, Effect.RENAMED, "cluster.roles.learner.env_vars has them here")
+    else:
+        recipe.note(key, Effect.UNUSED, "it is empty")
+    recipe.drop(key)
+
+
+Translate = Callable[[Recipe, str], Any]

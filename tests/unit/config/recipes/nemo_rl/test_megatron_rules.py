@@ -1,0 +1,260 @@
+"""Recipes that ask for Megatron Core: refused once, or with ``policy.backend=torch`` trained by the torch learner as they say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.config import ConfigError, LoadedConfig, dump_config, load_config
+from strop.config.recipes.difference import Effect
+from strop.config.recipes.nemo_rl.megatron_schedule import make_schedule_section
+from strop.config.schema.run_config import TRAINING_RUNS
+from strop.learner.torch.schedules import make_schedule
+
+RECIPE = """
+grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4, max_num_steps: 20}
+env: {math: {num_workers: 8}}
+data: {train: {dataset_name: OpenMathInstruct-2, env_name: math}}
+cluster: {gpus_per_node: 8, num_nodes: 2}
+policy:
+  model_name: m
+  max_grad_norm: 1.0
+  optimizer: null
+  make_sequence_length_divisible_by: ${policy.megatron_cfg.tensor_model_parallel_size}
+  dtensor_cfg: {enabled: false, tensor_parallel_size: 1, cpu_offload: true, lora_cfg: {enabled: true, dim: 4}}
+  scheduler: [{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0, total_iters: 10000000000}}, {milestones: []}]
+  megatron_cfg:
+    enabled: true
+    empty_unused_memory_level: 1
+    activation_checkpointing: true
+    recompute_granularity: full
+    tensor_model_parallel_size: 2
+    pipeline_model_parallel_size: 1
+    context_parallel_size: 2
+    expert_model_parallel_size: 1
+    expert_tensor_parallel_size: 1
+    sequence_parallel: true
+    pipeline_dtype: ${policy.precision}
+    freeze_moe_router: true
+    moe_router_load_balancing_type: none
+    moe_router_bias_update_rate: 0.0
+    apply_rope_fusion: true
+    mtp_num_layers: 0
+    model_overrides: {}
+    env_vars: {NCCL_NVLS_ENABLE: 0}
+    peft: {enabled: false, target_modules: [], exclude_modules: [], dim: 8, alpha: 32, lora_dtype: None}
+    optimizer: {optimizer: adam, lr: 3.0e-7, min_lr: 3.0e-8, weight_decay: 0.5, bf16: true, fp16: false, params_dtype: float32,
+      adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-7, sgd_momentum: 0.9, clip_grad: 0.5, use_precision_aware_optimizer: true}
+    scheduler: {start_weight_decay: 0.01, end_weight_decay: 0.01, weight_decay_incr_style: constant, lr_decay_style: constant,
+      lr_decay_iters: 1000, lr_warmup_iters: 13, lr_warmup_init: 3.0e-8}
+    distributed_data_parallel_config: {grad_reduce_in_fp32: false, overlap_grad_reduce: true}
+    fp8_cfg: {enabled: false, fp8: e4m3}
+"""
+TORCH = "policy.backend=torch"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "grpo_megatron.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def load(path: Path, *overrides: str) -> LoadedConfig[Any]:
+    return load_config(path, overrides, root=TRAINING_RUNS["grpo"])
+
+
+def refusals(path: Path, *overrides: str) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        load(path, *overrides)
+    return {problem.key: str(problem) for problem in caught.value.problems}
+
+
+def test_megatron_core_is_refused_once_with_the_one_key_to_set(recipe: Path) -> None:
+    refused = refusals(recipe)
+    assert (
+        list(refused) == ["policy.megatron_cfg.enabled"] and "Set policy.backend=torch" in refused["policy.megatron_cfg.enabled"]
+    )
+    assert f"{recipe.name}, line 14" in refused["policy.megatron_cfg.enabled"]
+
+
+def test_policy_value_and_teacher_are_refused_together() -> None:
+    base = ["policy.model_name=m", "data.train.env_name=math", "env.math={}"]
+    off = [
+        f"{model}.{key}" for model in ("policy", "value") for key in ("megatron_cfg.enabled=true", "dtensor_cfg.enabled=false")
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*base, *off], root=TRAINING_RUNS["ppo"])
+    assert [problem.key for problem in caught.value.problems] == ["policy.megatron_cfg.enabled"]
+    critic = load_config(
+        None, [*base, *off, TORCH, "value.megatron_cfg.optimizer.lr=1e-5"], root=TRAINING_RUNS["ppo"]
+    ).config.value
+    assert critic.dtensor_cfg.enabled and critic.optimizer.kwargs["lr"] == 1e-5
+
+
+def test_the_torch_learner_trains_with_megatron_s_rate_warm_up_and_sizes(recipe: Path) -> None:
+    loaded = load(recipe, TORCH)
+    policy = loaded.config.policy
+    assert policy.optimizer.name == "torch.optim.AdamW" and not policy.optimizer.decay_vectors
+    assert policy.optimizer.kwargs == {"lr": 3e-7, "weight_decay": 0.01, "betas": [0.9, 0.95], "eps": 1e-7}
+    assert policy.max_grad_norm == 0.5 and policy.scheduler_unit == "batch"
+    (stage,) = policy.scheduler.stages
+    assert stage.name == "constant" and stage.kwargs == {"warmup_steps": 13, "warmup_init_ratio": pytest.approx(0.1)}
+    torch = policy.dtensor_cfg
+    assert torch.enabled and torch.sequence_parallel and torch.activation_checkpointing
+    assert (torch.tensor_parallel_size, torch.context_parallel_size, torch.expert_parallel_size) == (2, 2, 1)
+    assert not torch.cpu_offload and not torch.lora_cfg.enabled, "the section that is switched off in the recipe says nothing"
+    assert loaded.config.cluster.roles.learner.env_vars == {"NCCL_NVLS_ENABLE": "0"}
+    assert not [difference for difference in loaded.differences if difference.effect is Effect.CHANGED]
+    reasons = {difference.text for difference in loaded.differences if "megatron_cfg" in difference.key}
+    assert len(reasons) > 8, "each group of keys has a reason of its own"
+
+
+def test_a_translated_recipe_loads_back_without_differences_of_the_learner(recipe: Path, tmp_path: Path) -> None:
+    config = load(recipe, TORCH).config
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(dump_config(config))
+    again = load(saved)
+    assert again.config == config and not [difference for difference in again.differences if "_cfg" in difference.key]
+
+
+def test_keys_set_beside_the_one_key_win_over_the_recipe_s(recipe: Path, tmp_path: Path) -> None:
+    own = ["policy.optimizer.kwargs.lr=1e-6", "policy.dtensor_cfg.tensor_parallel_size=4", "policy.dtensor_cfg.cpu_offload=true"]
+    policy = load(recipe, TORCH, *own, "policy.scheduler=null").config.policy
+    assert policy.optimizer.kwargs["lr"] == 1e-6 and policy.optimizer.kwargs["betas"] == [0.9, 0.95]
+    assert policy.dtensor_cfg.tensor_parallel_size == 4 and policy.dtensor_cfg.cpu_offload and policy.scheduler is None
+    derived = tmp_path / "own.yaml"
+    derived.write_text(f"defaults: {recipe.name}\npolicy: {{backend: torch, max_grad_norm: 2.0}}\n")
+    policy = load(derived, "policy.megatron_cfg.optimizer.lr=2e-6").config.policy
+    assert policy.max_grad_norm == 2.0 and policy.optimizer.kwargs["lr"] == 2e-6
+
+
+def test_a_recipe_without_an_optimizer_of_megatron_s_keeps_the_policy_s(recipe: Path) -> None:
+    policy = load(
+        recipe, TORCH, "~policy.megatron_cfg.optimizer", "policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 0.5}}"
+    ).config.policy
+    assert policy.optimizer.name == "torch.optim.SGD" and policy.scheduler is not None
+
+
+CHANGES = [
+    ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size", "no pipeline stages"),
+    ({"expert_model_parallel_size": 4}, "freeze_moe_router", "the router is trained"),
+    ({"expert_model_parallel_size": 4, "freeze_moe_router": "false", "moe_router_dtype": "fp64"}, "moe_router_dtype", "the model's own code"),
+    ({"moe_router_load_balancing_type": "aux_loss"}, "moe_router_load_balancing_type", "no loss that balances"),
+    ({"mtp_num_layers": 2, "mtp_detach_heads": "true", "mtp_loss_scaling_factor": 0.3}, "mtp_num_layers", "not trained"),
+    (
+        {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "freeze_moe_router": "false"},
+        "expert_model_parallel_size", "over 4 ranks instead of 2",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "key", "text"), CHANGES, ids=[change[1] for change in CHANGES])
+def test_what_the_torch_learner_does_otherwise_is_said_and_warned_of(
+    recipe: Path, options: Mapping[str, Any], key: str, text: str
+) -> None:
+    loaded = load(recipe, TORCH, *(f"policy.megatron_cfg.{name}={value}" for name, value in options.items()))
+    changed = {d.key: d.text for d in loaded.differences if d.effect is Effect.CHANGED}
+    assert list(changed) == [f"policy.megatron_cfg.{key}"] and text in changed[f"policy.megatron_cfg.{key}"]
+    assert any(key in str(warning) for warning in loaded.warnings)
+
+
+@pytest.mark.parametrize(
+    ("option", "key", "text"),
+    [
+        ("fp8_cfg.enabled=true", "fp8_cfg.enabled", "training in FP8 is not in this version"),
+        ("model_overrides={hidden_dropout: 0.1}", "model_overrides", "policy.hf_config_overrides"),
+        ("optimizer.optimizer=muon", "optimizer.optimizer", "Set it to adam or sgd"),
+        ("optimizer.fp16=true", "optimizer.fp16", "float16 is not in this version"),
+        ("scheduler.end_weight_decay=0.1", "scheduler.end_weight_decay", "changes during training"),
+        ("scheduler.lr_decay_style=triangle", "scheduler.lr_decay_style", "none of constant, linear"),
+        ("peft={enabled: true, dim: 8, alpha: 32, lora_B_init_method: normal}", "peft.lora_B_init_method", "B starts at zero"),
+        ("some_new_option=3", "some_new_option", "is not known"),
+    ],
+)
+def test_what_the_torch_learner_cannot_do_is_refused_at_its_key(recipe: Path, option: str, key: str, text: str) -> None:
+    refused = refusals(recipe, TORCH, f"policy.megatron_cfg.{option}")
+    assert list(refused) == [f"policy.megatron_cfg.{key}"] and text in refused[f"policy.megatron_cfg.{key}"]
+
+
+def test_a_loss_of_multi_token_prediction_that_trains_the_model_is_refused(recipe: Path) -> None:
+    options = [f"policy.megatron_cfg.{option}" for option in ("mtp_num_layers=2", "mtp_loss_scaling_factor=0.3")]
+    assert list(refusals(recipe, TORCH, *options)) == ["policy.megatron_cfg.mtp_num_layers"]
+
+
+def test_adapters_of_fused_layers_become_adapters_of_their_parts(recipe: Path) -> None:
+    peft = (
+        "{enabled: true, dim: 16, alpha: 64, dropout: 0.0, lora_A_init_method: uniform, target_modules: [linear_qkv, linear_fc2]}"
+    )
+    loaded = load(recipe, TORCH, f"policy.megatron_cfg.peft={peft}")
+    lora = loaded.config.policy.dtensor_cfg.lora_cfg
+    assert lora.enabled and (lora.dim, lora.alpha, lora.lora_A_init) == (16, 64, "uniform")
+    assert lora.target_modules == ("q_proj", "k_proj", "v_proj", "down_proj")
+    assert "policy.megatron_cfg.peft" in {d.key for d in loaded.differences if d.effect is Effect.CHANGED}
+    everything = load(
+        recipe, TORCH, "policy.megatron_cfg.peft={enabled: true, target_modules: [], exclude_modules: ['*.linear_proj']}"
+    )
+    assert everything.config.policy.dtensor_cfg.lora_cfg.exclude_modules == ("*.o_proj",)
+
+
+def test_the_section_says_nothing_while_it_is_switched_off(recipe: Path) -> None:
+    off = ["policy.megatron_cfg.enabled=false", "policy.dtensor_cfg.enabled=true", "policy.optimizer={kwargs: {lr: 0.5}}"]
+    loaded = load(recipe, *off)
+    assert loaded.config.policy.optimizer.kwargs["lr"] == 0.5 and loaded.config.policy.dtensor_cfg.tensor_parallel_size == 1
+    assert {d.effect for d in loaded.differences if "megatron_cfg" in d.key} == {Effect.UNUSED}
+
+
+# --- schedules -------------------------------------------------------------------------------------------------------------
+
+
+def megatron_rate(options: Mapping[str, Any], rate: float, lowest: float, step: int) -> float:
+    """The rate of Megatron Core's ``OptimizerParamScheduler`` after ``step`` calls of ``train``, from its definition."""
+    warmup, end = options["lr_warmup_iters"], options["lr_decay_iters"]
+    if warmup > 0 and step <= warmup:
+        return float(options["lr_warmup_init"] + (rate - options["lr_warmup_init"]) * step / warmup)
+    style = options["lr_decay_style"]
+    if style == "constant":
+        return rate
+    if step > end:
+        return lowest
+    if style == "inverse-square-root":
+        return max(lowest, rate * math.sqrt(max(warmup, 1) / max(step, 1)))
+    progress = (step - warmup) / (end - warmup)
+    if style == "WSD":
+        progress, style = max(0.0, 1 - (end - step) / options["lr_wsd_decay_iters"]), options["lr_wsd_decay_style"]
+    shape = {
+        "linear": 1 - progress,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "exponential": 2 * 0.5**progress - 1,
+        "minus_sqrt": 1 - math.sqrt(progress),
+    }[style]
+    return lowest + (rate - lowest) * shape
+
+
+STYLES = [
+    *({"lr_decay_style": style} for style in ("constant", "linear", "cosine", "inverse-square-root")),
+    *(
+        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9, "lr_wsd_decay_style": style}
+        for style in ("linear", "cosine", "exponential", "minus_sqrt")
+    ),
+]
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 13])
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: "-".join(map(str, style.values())))
+def test_the_rate_is_megatron_s_at_every_step(style: Mapping[str, Any], warmup: int) -> None:
+    options = {**style, "lr_warmup_iters": warmup, "lr_warmup_init": 2e-8, "lr_decay_iters": 30}
+    section = make_schedule_section(options, 3e-7, 3e-8)
+    schedule = make_schedule(section["name"], section["kwargs"], total_steps=100) if section else None
+    last = 30 if style["lr_decay_style"] == "inverse-square-root" else 50  # ours has no end: a warning says so
+    found = [3e-7 * (schedule.ratio(step) if schedule else 1.0) for step in range(last + 1)]
+    assert found == pytest.approx([megatron_rate(options, 3e-7, 3e-8, step) for step in range(last + 1)], rel=1e-12)
+
+
+def test_a_schedule_without_a_length_ends_with_the_run() -> None:
+    section = make_schedule_section({"lr_decay_style": "linear", "lr_decay_iters": None, "lr_warmup_iters": 0}, 1.0, 0.0)
+    assert section == {"name": "linear", "kwargs": {"min_ratio": 0.0}}
