@@ -100,7 +100,7 @@ def generates_meanwhile(config: TrainingRunConfig) -> bool:
     return (
         isinstance(config, RolloutRunConfig)
         and config.rollout_training.max_staleness > 0
-        and config.policy.generation.backend not in ("auto", "torch")
+        and config.policy.generation.uses_vllm
     )
 
 

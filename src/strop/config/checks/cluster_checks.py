@@ -31,7 +31,7 @@ def check_parallel_sizes(config: TrainingRunConfig) -> Problems:
 def check_torch_engine_devices(config: TrainingRunConfig) -> Problems:
     generation = config.policy.generation
     separate = isinstance(config, RolloutRunConfig) and not generation.colocated.enabled
-    if separate and generation.backend in ("auto", "torch") and not count_devices(config).uses_ray:
+    if separate and not generation.uses_vllm and not count_devices(config).uses_ray:
         yield Problem(
             "policy.generation.colocated.enabled",
             f"found false, but in one process policy.generation.backend {generation.backend} runs on the learner's module",
@@ -69,7 +69,7 @@ def check_resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     """Check the GPUs of generation, which follow from the number of engines and their size."""
     key, generation = generation_section(config)
     resources, options = generation.colocated.resources, generation.vllm_cfg
-    if generation.colocated.enabled or generation.backend != "vllm":
+    if generation.colocated.enabled or not generation.uses_vllm:
         return
     if isinstance(config, RolloutRunConfig) and count_devices(config).uses_ray:
         return  # devices are planned once the cluster is known (strop.distributed.placement)
@@ -123,7 +123,7 @@ def find_machine_errors(config: TrainingRunConfig) -> list[Problem]:
 
 def count_gpus(generation: GenerationConfig) -> int:
     """Return the number of GPUs of a run with one learner rank."""
-    if generation.backend != "vllm":
+    if not generation.uses_vllm:
         return 1
     engines = generation.vllm_cfg.num_local_engines * generation.vllm_cfg.tensor_parallel_size
     return engines if generation.colocated.enabled else engines + 1

@@ -49,7 +49,7 @@ def check_global_batch(config: RolloutRunConfig) -> Problems:
 def check_engine_device(config: RolloutRunConfig, device: str | None = None) -> Problems:
     """Check vLLM engines beside the learner's ``device``: by default the configured one, which may be ``auto``."""
     generation, key, device = config.policy.generation, "policy.generation", device or config.policy.device
-    if generation.backend == "vllm":
+    if generation.uses_vllm:
         engines, colocated = generation.vllm_cfg.num_local_engines, generation.colocated.enabled
         yield from generation.weight_sync.transport_errors(key, device, engines=engines, colocated=colocated)
         if config.rollout_training.max_staleness > 0:
@@ -193,7 +193,7 @@ def warn_unranked_checkpoints(config: TrainingRunConfig) -> Problems:
 def warn_unused_recomputation(config: RolloutRunConfig) -> Problems:
     section = config.rollout_training.async_config
     recomputes = config.rollout_training.max_staleness > 0 and section.recompute_kv_cache_after_weight_updates
-    if recomputes and config.policy.generation.backend in ("auto", "torch"):
+    if recomputes and not config.policy.generation.uses_vllm:
         yield Problem(
             f"{config.section}.async_{config.section}.recompute_kv_cache_after_weight_updates",
             "it has no effect: the torch engine finishes running requests before weights change",
