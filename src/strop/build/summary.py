@@ -44,6 +44,8 @@ def summarize(
     if isinstance(config, EvalRunConfig):
         return "\n".join(_summarize_evaluation(config))
     algorithm = algorithm or make_run_algorithm(config)
+    if on_cpu is not None and isinstance(config, RolloutRunConfig) and count_devices(config).uses_ray:
+        raise_problems(check_engine_device(config, "cpu" if on_cpu else "cuda"))
     devices = _find_devices(config, on_cpu)
     formatted = (format_algorithm if verbose else format_changes)(config.algorithm.name, algorithm)
     middle: Sequence[str]

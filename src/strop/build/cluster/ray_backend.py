@@ -126,7 +126,7 @@ class RayBackend:
             engines=EngineLocations(
                 count=len(slots),
                 colocated=options.colocated.enabled,
-                same_machine=all(slot.node == self.device_plan.training[0].node for slot in slots),
+                same_machine=self.device_plan.on_one_machine,
                 host=self.group.actors[0].address,
             ),
             folder=(spec.output_folder / "weights").resolve(),

@@ -52,9 +52,8 @@ def _format_transport(config: RolloutRunConfig, plan: DevicePlan) -> str:
     if sync.transport != "auto":
         return f"{sync.transport}, as configured (policy.generation.weight_sync.transport)"
     engines = len(plan.generation) if uses_ray else config.policy.generation.vllm_cfg.num_local_engines
-    here = all(slot.node == plan.training[0].node for slot in plan.generation)
     chosen = choose_auto_transport(
-        "cuda", engines=engines, colocated=config.policy.generation.colocated.enabled, same_machine=here or not uses_ray
+        "cuda", engines=engines, colocated=config.policy.generation.colocated.enabled, same_machine=plan.on_one_machine or not uses_ray
     )
     return f"{chosen}, which auto stands for here (policy.generation.weight_sync.transport)"
 

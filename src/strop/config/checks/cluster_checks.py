@@ -39,6 +39,36 @@ def check_torch_engine_devices(config: TrainingRunConfig) -> Problems:
         )
 
 
+def check_engine_size(config: TrainingRunConfig) -> Problems:
+    """An engine is on one node: vLLM's own way over several is not in this version."""
+    if not isinstance(config, RolloutRunConfig) or not (counts := count_devices(config)).uses_ray:
+        return
+    size, room = counts.engine_size, counts.generating_per_node
+    if size > room:
+        yield Problem(
+            "policy.generation.vllm_cfg.tensor_parallel_size",
+            f"found {size}, but an engine runs on one node in this version, and {room} GPU{'s' if room > 1 else ''} of a node "
+            f"generate{'' if room > 1 else 's'}",
+            f"Set it to {room} or less, if the model fits the memory of so many GPUs"
+            + (", or raise cluster.gpus_per_node." if room == counts.per_node else ", or let more GPUs of a node generate."),
+        )
+
+
+def check_device_numbers(config: TrainingRunConfig) -> Problems:
+    """A process of a cluster sees the GPUs that it was given, from cuda:0 on."""
+    if not count_devices(config).uses_ray:
+        return
+    for key, section in iter_sections(config):
+        device = getattr(section, "device", None)
+        follows_policy = key != "policy" and device == config.policy.device
+        if isinstance(device, str) and ":" in device and not follows_policy:
+            yield Problem(
+                f"{key}.device",
+                f"found {device}, but this run uses Ray, which gives each process GPUs of its own, counted from 0 there",
+                f"Set it to cuda; CUDA_VISIBLE_DEVICES={device.removeprefix('cuda:')} where Ray starts chooses among the GPUs of a node.",
+            )
+
+
 def check_environment_hosts(config: TrainingRunConfig) -> Problems:
     if config.cluster.environment_hosts and not count_devices(config).uses_ray:
         yield Problem(
@@ -108,7 +138,13 @@ def warn_idle_devices(config: EvalRunConfig) -> Problems:
         yield Problem("cluster.gpus_per_node", f"found {configured}, but this version uses {devices}; the others stay idle")
 
 
-MACHINE_CHECKS = (check_parallel_sizes, check_torch_engine_devices, check_environment_hosts)
+MACHINE_CHECKS = (
+    check_parallel_sizes,
+    check_torch_engine_devices,
+    check_engine_size,
+    check_device_numbers,
+    check_environment_hosts,
+)
 ERROR_CHECKS = (*MACHINE_CHECKS, check_teacher_processes, check_resources)
 
 

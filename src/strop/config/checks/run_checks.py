@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from strop.base_config import BaseConfig, iter_sections
 from strop.config.checks import cluster_checks
+from strop.config.checks.device_counts import plan_gpus
 from strop.config.schema.run_config import (
     DistillationRunConfig,
     EvalRunConfig,
@@ -50,8 +51,14 @@ def check_engine_device(config: RolloutRunConfig, device: str | None = None) -> 
     """Check vLLM engines beside the learner's ``device``: by default the configured one, which may be ``auto``."""
     generation, key, device = config.policy.generation, "policy.generation", device or config.policy.device
     if generation.uses_vllm:
-        engines, colocated = generation.vllm_cfg.num_local_engines, generation.colocated.enabled
-        yield from generation.weight_sync.transport_errors(key, device, engines=engines, colocated=colocated)
+        plan = plan_gpus(config)
+        yield from generation.weight_sync.transport_errors(
+            key,
+            device,
+            engines=generation.vllm_cfg.num_local_engines if plan is None else len(plan.generation),
+            colocated=generation.colocated.enabled,
+            same_machine=plan is None or plan.on_one_machine,
+        )
         if config.rollout_training.max_staleness > 0:
             yield from generation.async_errors(key, device)
 
