@@ -7,7 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"  # set by a scheduler such as Slurm, or by the user: indices, or UUIDs of GPUs or of their MIG slices
+VISIBLE = (
+    "CUDA_VISIBLE_DEVICES"  # set by a scheduler such as Slurm, or by the user: indices, or UUIDs of GPUs or of their MIG slices
+)
 
 
 def has_gpu() -> bool:

@@ -178,7 +178,7 @@ def _format_staleness(section: AsyncConfig) -> str:
 
 def _format_engine(generation: GenerationConfig, devices: RunDevices) -> str:
     auto = generation.auto_engine if generation.backend == "auto" else None
-    why = f" (backend auto: {auto.reason})" if auto is not None and auto.reason else ""
+    why = "" if auto is None else f" (backend auto: {auto.reason})"
     return _format_engines(generation, devices) + why
 
 

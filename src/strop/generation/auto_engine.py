@@ -8,8 +8,8 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class AutoEngine:
-    """The engine that ``auto`` stands for, and why."""
+    """The engine that ``auto`` stands for where there is a GPU, and why."""
 
     name: Literal["torch", "vllm"] = "torch"
-    reason: str = ""  # empty where there is no GPU
+    reason: str
     lacking: bool = False  # whether vLLM would be taken if it could do what the configuration asks for

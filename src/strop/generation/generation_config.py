@@ -112,7 +112,8 @@ class GenerationConfig(BaseConfig):
     weight_sync: WeightSyncConfig = subsection(WeightSyncConfig)
     colocated: ColocatedConfig = subsection(ColocatedConfig)
 
-    # What backend=auto stands for here. Set when a configuration is loaded; not saved, so that a run may continue on other machines.
+    # What backend=auto stands for here; None: torch, without a GPU. Set when a configuration is loaded; not saved, so that a run may
+    # continue on other machines.
     auto_engine: AutoEngine | None = Field(None, exclude=True, repr=False)
 
     @field_validator("keep_sampling_mask")
@@ -129,7 +130,9 @@ class GenerationConfig(BaseConfig):
     @property
     def uses_vllm(self) -> bool:
         """Whether vLLM samples: as configured, or because ``auto`` stands for it here."""
-        return self.backend == "vllm" or (self.backend == "auto" and self.auto_engine is not None and self.auto_engine.name == "vllm")
+        return self.backend == "vllm" or (
+            self.backend == "auto" and self.auto_engine is not None and self.auto_engine.name == "vllm"
+        )
 
     def sampling_options(self, *, validation: bool = False) -> dict[str, Any]:
         """Return keyword arguments of ``strop.sampling.Sampling``."""

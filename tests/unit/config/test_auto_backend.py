@@ -44,9 +44,16 @@ def test_with_a_gpu_and_vllm_auto_is_vllm_in_the_precision_of_the_policy_with_a_
     generation = loaded.config.policy.generation
     assert loaded.warnings == () and generation.uses_vllm and generation.backend == "auto"
     options = generation.vllm_cfg
-    assert (options.precision, options.kv_cache_memory_gb, options.gpu_memory_utilization, options.sleep_level) == ("bfloat16", None, 0.6, 2)
+    assert (options.precision, options.kv_cache_memory_gb, options.gpu_memory_utilization, options.sleep_level) == (
+        "bfloat16",
+        None,
+        0.6,
+        2,
+    )
     assert not engine_shares_module(loaded.config)
-    assert "a vLLM engine in a process of its own, bfloat16 (backend auto: a GPU and vLLM are here)" in summarize(loaded.config, on_cpu=False)
+    assert "a vLLM engine in a process of its own, bfloat16 (backend auto: a GPU and vLLM are here)" in summarize(
+        loaded.config, on_cpu=False
+    )
 
 
 def test_without_a_gpu_or_without_vllm_auto_is_the_torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +79,9 @@ def test_where_vllm_cannot_do_what_is_asked_auto_is_torch_and_says_why(overrides
     loaded = load(*overrides)
     first = loaded.warnings[0]
     assert not loaded.config.policy.generation.uses_vllm
-    assert first.key == f"{G}backend" and "found auto, which is the torch engine here" in first.message and reason in first.message
+    assert (
+        first.key == f"{G}backend" and "found auto, which is the torch engine here" in first.message and reason in first.message
+    )
 
 
 def test_rules_about_an_engine_are_those_of_the_one_that_auto_stands_for() -> None:

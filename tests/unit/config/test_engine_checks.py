@@ -174,13 +174,22 @@ def test_the_coldest_temperature_is_the_one_that_requests_are_refused_below() ->
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{C}tensor_parallel_size=16"], "found 16, but .* 8 GPUs of a node generate"),
+        (
+            ["cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{C}tensor_parallel_size=16"],
+            "found 16, but .* 8 GPUs of a node generate",
+        ),
         (
             [APART, "cluster.gpus_per_node=8", f"{G}colocated.resources.gpus_per_node=2", f"{C}tensor_parallel_size=4"],
             "found 4, but .* 2 GPUs of a node generate",
         ),
         (
-            [APART, "cluster.gpus_per_node=4", "cluster.num_nodes=3", f"{G}colocated.resources.num_nodes=2", f"{C}tensor_parallel_size=8"],
+            [
+                APART,
+                "cluster.gpus_per_node=4",
+                "cluster.num_nodes=3",
+                f"{G}colocated.resources.num_nodes=2",
+                f"{C}tensor_parallel_size=8",
+            ],
             "found 8, but .* 4 GPUs of a node generate",
         ),
     ],

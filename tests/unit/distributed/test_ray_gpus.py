@@ -60,9 +60,7 @@ def in_thread(call):
     return started
 
 
-@pytest.mark.parametrize(
-    "inherited", [pytest.param("6,7", marks=pytest.mark.exhaustive), "GPU-8932f937-d72c,GPU-1b2c3d4e-0a0b"]
-)
+@pytest.mark.parametrize("inherited", [pytest.param("6,7", marks=pytest.mark.exhaustive), "GPU-8932f937-d72c,GPU-1b2c3d4e-0a0b"])
 def test_processes_of_a_run_have_the_gpus_that_the_node_was_given(inherited: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, inherited)
     from ray.cluster_utils import Cluster

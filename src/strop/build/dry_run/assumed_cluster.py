@@ -53,7 +53,10 @@ def _format_transport(config: RolloutRunConfig, plan: DevicePlan) -> str:
         return f"{sync.transport}, as configured (policy.generation.weight_sync.transport)"
     engines = len(plan.generation) if uses_ray else config.policy.generation.vllm_cfg.num_local_engines
     chosen = choose_auto_transport(
-        "cuda", engines=engines, colocated=config.policy.generation.colocated.enabled, same_machine=plan.on_one_machine or not uses_ray
+        "cuda",
+        engines=engines,
+        colocated=config.policy.generation.colocated.enabled,
+        same_machine=plan.on_one_machine or not uses_ray,
     )
     return f"{chosen}, which auto stands for here (policy.generation.weight_sync.transport)"
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
 from strop.base_config import BaseConfig, iter_sections
-from strop.config.checks import cluster_checks
+from strop.config.checks import cluster_checks, unused_keys
 from strop.config.checks.device_counts import plan_gpus
 from strop.config.schema.run_config import (
     DistillationRunConfig,
@@ -237,6 +237,9 @@ WARNING_CHECKS: tuple[Check, ...] = (
     warn_unused_kl_in_reward,
     cluster_checks.warn_unused_roles,
     cluster_checks.warn_idle_devices,
+    unused_keys.warn_sections_off,
+    unused_keys.warn_unused_batch_sizes,
+    unused_keys.warn_unused_validation_size,
 )
 
 

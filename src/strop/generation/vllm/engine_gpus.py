@@ -15,10 +15,14 @@ def choose_engine_gpus(config: GenerationConfig, learner: int) -> list[list[str]
     gpus = [*own, *visible[:learner], *visible[learner + 1 :]]
     if size * count > len(gpus):
         beside = "" if config.colocated.enabled else " beside the learner's"
+        share = "" if config.colocated.enabled else ", or set policy.generation.colocated.enabled=true to share the learner's"
         raise ValueError(
-            f"{count} vLLM engine{'s' if count > 1 else ''} of {size} GPU{'s' if size > 1 else ''} (policy.generation.vllm_cfg.num_engines, "
-            f"tensor_parallel_size) need {size * count} GPU{'s' if size * count > 1 else ''}{beside}, and this process sees "
-            f"{describe_visible()}; lower one of the two, let more GPUs be seen"
-            + ("" if config.colocated.enabled else ", or set policy.generation.colocated.enabled=true to share the learner's")
+            f"{_count(count, 'vLLM engine')} of {_count(size, 'GPU')} (policy.generation.vllm_cfg.num_engines, tensor_parallel_size) need "
+            f"{_count(size * count, 'GPU')}{beside}, and this process sees {describe_visible()}; lower one of the two, let more GPUs be "
+            f"seen{share}"
         )
     return [gpus[first : first + size] for first in range(0, size * count, size)]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

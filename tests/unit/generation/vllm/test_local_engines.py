@@ -16,7 +16,9 @@ from strop.generation.vllm.vllm_config import VllmConfig
 from strop.gpus import VISIBLE
 
 
-def environments(threads: int | None = None, *, apart: bool = False, on_cpu: bool = False, learner: int = 0, **keys: Any) -> list[dict[str, str]]:
+def environments(
+    threads: int | None = None, *, apart: bool = False, on_cpu: bool = False, learner: int = 0, **keys: Any
+) -> list[dict[str, str]]:
     config = GenerationConfig(vllm_cfg=VllmConfig(**keys), colocated=ColocatedConfig(enabled=not apart))
     launch = VllmLaunch(config=config, model="folder", on_cpu=on_cpu)
     engines = make_local_engines(launch, None, learner=torch.device("cuda", learner), stop_ids=(), threads=threads)
@@ -47,7 +49,9 @@ def test_a_learner_on_another_gpu_has_its_colocated_engine_there_and_the_others_
 
 
 @pytest.mark.parametrize("inherited", ["2,3,7", "GPU-8932f937,GPU-1b2c,GPU-77aa", "2, 3, 7"])
-def test_inherited_visible_devices_are_those_that_engines_are_divided_over(inherited: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inherited_visible_devices_are_those_that_engines_are_divided_over(
+    inherited: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VISIBLE, inherited)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     first, second, third = (name.strip() for name in inherited.split(","))
@@ -59,9 +63,11 @@ def test_inherited_visible_devices_are_those_that_engines_are_divided_over(inher
 def test_engines_that_need_more_gpus_than_are_seen_are_refused_with_what_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "4,5")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"2 vLLM engines of 1 GPU .*need 2 GPUs beside the learner's.*2 GPUs \(CUDA_VISIBLE_DEVICES=4,5\)"):
+    with pytest.raises(
+        ValueError, match=r"2 vLLM engines of 1 GPU .*need 2 GPUs beside the learner's.*2 GPUs \(CUDA_VISIBLE_DEVICES=4,5\)"
+    ):
         environments(apart=True, num_engines=2)
-    with pytest.raises(ValueError, match="1 vLLM engine of 4 GPUs .*need 4 GPUs, and"):
+    with pytest.raises(ValueError, match=r"1 vLLM engine of 4 GPUs .*need 4 GPUs, and"):
         environments(tensor_parallel_size=4)
 
 
