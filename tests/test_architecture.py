@@ -20,7 +20,7 @@ PACKAGE = ROOT / "strop"
 # Who may import whom: a room imports from earlier lines only. (docs/architecture.md draws the same picture.)
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("lazy_torch", "safety"),
-    ("types", "metrics", "sampling", "stopping", "problems", "packages", "user_code"),
+    ("types", "metrics", "sampling", "stopping", "problems", "packages", "gpus", "user_code"),
     ("base_config", "storage"),
     ("algorithms",),
     ("algorithm_factory",),

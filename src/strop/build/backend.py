@@ -98,9 +98,7 @@ class LocalBackend:
 def generates_meanwhile(config: TrainingRunConfig) -> bool:
     """Return whether engines in other processes generate while the learner trains. The torch engine takes turns with it instead."""
     return (
-        isinstance(config, RolloutRunConfig)
-        and config.rollout_training.max_staleness > 0
-        and config.policy.generation.backend not in ("auto", "torch")
+        isinstance(config, RolloutRunConfig) and config.rollout_training.max_staleness > 0 and config.policy.generation.uses_vllm
     )
 
 

@@ -48,7 +48,7 @@ class GeneratorSpec:
 def make_generator(policy: LoadedPolicy, config: PolicyConfig, spec: GeneratorSpec) -> SyncedGenerator:
     """Make the torch engine in this process, or vLLM engines in child processes. Raises ValueError for options that do not go together."""
     generation, network = config.generation, policy.network
-    if generation.backend != "vllm":
+    if not generation.uses_vllm:
         engine = make_torch_engine(
             network,
             policy.tokenizer,
@@ -66,7 +66,12 @@ def make_generator(policy: LoadedPolicy, config: PolicyConfig, spec: GeneratorSp
         max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
     )
     engines = make_local_engines(
-        launch, policy.tokenizer, stop_ids=policy.stop_ids, threads=config.num_threads, output_folder=spec.output_folder
+        launch,
+        policy.tokenizer,
+        learner=network.device,
+        stop_ids=policy.stop_ids,
+        threads=config.num_threads,
+        output_folder=spec.output_folder,
     )
     locations = EngineLocations(count=len(engines), colocated=generation.colocated.enabled)
     exporter = make_local_exporter(
@@ -93,7 +98,7 @@ def pool_engines(
 
     ``adapters``: only adapters are published. ``allow_shrink``: continue without engines that cannot be restarted."""
     generation = config.generation
-    uses_vllm = generation.backend == "vllm"
+    uses_vllm = generation.uses_vllm
 
     async def compute_logprobs(batch: Batch) -> Tensor:
         return require_token_outputs(await spec.learner.score(batch)).logprobs
@@ -120,7 +125,7 @@ def pool_engines(
 
 async def make_serving_engine(policy: LoadedPolicy, config: GenerationConfig, length: int, *, threads: int | None) -> Generator:
     """Make a generator that samples from ``policy`` with its current weights. Raises ValueError for options that do not go together."""
-    if config.backend != "vllm":
+    if not config.uses_vllm:
         torch_engine = make_torch_engine(
             policy.network, policy.tokenizer, config.torch_cfg, length=length, stop_ids=policy.stop_ids
         )
@@ -129,5 +134,7 @@ async def make_serving_engine(policy: LoadedPolicy, config: GenerationConfig, le
     folder = write_model_folder(policy, Path(tempfile.mkdtemp(prefix="strop-model-")), weights=True)
     on_cpu = policy.network.device.type == "cpu"
     launch = VllmLaunch(config=config, model=str(folder), on_cpu=on_cpu, load_weights=True)
-    engines = make_local_engines(launch, policy.tokenizer, stop_ids=policy.stop_ids, threads=threads)
+    engines = make_local_engines(
+        launch, policy.tokenizer, learner=policy.network.device, stop_ids=policy.stop_ids, threads=threads
+    )
     return await start_serving_pool(engines, on_close=lambda: shutil.rmtree(folder, ignore_errors=True))

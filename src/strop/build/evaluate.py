@@ -16,7 +16,7 @@ from strop.build.jobs.evaluation_job import (
     make_run_evaluation_job,
 )
 from strop.build.jobs.evaluation_report import EvaluationReport, compute_standard_errors
-from strop.build.models import load_policy, resolve_device
+from strop.build.models import load_policy, resolve_device, select_device
 from strop.build.run_folders import lock_evaluation_folder
 from strop.build.summary import summarize
 from strop.build.tasks import make_mixture
@@ -94,6 +94,7 @@ async def evaluate_job(
     step = job.model.step or 0
     with lock_evaluation_folder(job.folder), loadable_folder(job.model, note) as folder:
         placed = job if folder == job.model.weights else job.with_model(folder)
+        select_device(placed.policy.device)
         policy = load_policy(placed.policy)
         length, threads = placed.rules.max_length, placed.policy.num_threads
         engine = await make_serving_engine(policy, placed.generation, length, threads=threads)

@@ -1,11 +1,11 @@
-"""The device of this process by the name of a configuration. torch is imported only where there may be a GPU."""
+"""The device of this process by the name of a configuration."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
-from pathlib import Path
+
+from strop.gpus import describe_visible, has_gpu, visible_gpus
 
 
 def resolve_device_name(device: str) -> str:
@@ -14,26 +14,14 @@ def resolve_device_name(device: str) -> str:
         return "cuda" if has_gpu() else "cpu"
     if device.startswith("cuda") and not has_gpu():
         raise ValueError(f"policy.device is {device}, and torch finds no GPU here; set policy.device=cpu or auto")
+    _, _, index = device.partition(":")
+    if index and int(index) >= (count := len(visible_gpus())):
+        numbers = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        raise ValueError(
+            f"policy.device is {device}, and this process sees {describe_visible()}, which torch counts from 0; set policy.device to "
+            f"{numbers}"
+        )
     return device
-
-
-def has_gpu() -> bool:
-    if "torch" not in sys.modules and not _has_driver():
-        return False
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _has_driver() -> bool:
-    """Return whether the driver of an NVIDIA or AMD GPU is installed, without which torch finds none."""
-    if Path("/dev/kfd").exists():
-        return True
-    try:
-        ctypes.CDLL("libcuda.so.1" if os.name == "posix" else "nvcuda.dll")
-    except OSError:
-        return False
-    return True
 
 
 def count_threads(configured: int | None) -> int | None:

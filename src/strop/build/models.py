@@ -69,6 +69,13 @@ def prepare_device(device: str, threads: int | None) -> torch.device:
     return chosen
 
 
+def select_device(device: str) -> None:
+    """Make the GPU of the policy the current one of this process, where libraries start what is given no device."""
+    chosen = resolve_device(device)
+    if chosen.index is not None:
+        torch.cuda.set_device(chosen)
+
+
 class ModelLoader(Protocol):
     """Loads a model in this process, which may be one of several ranks that shard it."""
 
@@ -124,6 +131,7 @@ def load_reward_policy(config: ModelConfig, seed: int, loader: ModelLoader = LOC
 
 def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_LOADER) -> LoadedPolicy:
     """Load the model that a run trains. Raises ModelNotFound, ValueError."""
+    select_device(config.policy.device)
     load = load_reward_policy if isinstance(config, RmRunConfig) else load_policy
     return load(config.policy, config.training.seed, loader)
 

@@ -119,7 +119,7 @@ async def build_rollout_run(
 
 
 def describe_engine_start(config: RolloutRunConfig) -> str:
-    name = "vLLM" if config.policy.generation.backend == "vllm" else "torch"
+    name = "vLLM" if config.policy.generation.uses_vllm else "torch"
     return f"starting the {name} engine"
 
 
@@ -232,7 +232,7 @@ def make_episode_rules(config: RolloutRunConfig) -> EpisodeRules:
 
 def engine_shares_module(config: RolloutRunConfig) -> bool:
     """Return whether the generator runs the learner's module, so that the two take turns."""
-    return config.policy.generation.backend in ("auto", "torch") and not count_devices(config).uses_ray
+    return not config.policy.generation.uses_vllm and not count_devices(config).uses_ray
 
 
 def choose_drain(config: RolloutRunConfig) -> DrainBefore:

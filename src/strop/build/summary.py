@@ -9,7 +9,7 @@ from strop.algorithm_factory import format_algorithm, format_changes
 from strop.algorithms.base import Algorithm
 from strop.build.algorithm.run_algorithm import count_steps_per_batch, make_run_algorithm
 from strop.build.cluster.device_plan import format_placement
-from strop.build.local_device import count_threads, has_gpu, resolve_device_name
+from strop.build.local_device import count_threads, resolve_device_name
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.checks.run_checks import check_engine_device
@@ -18,6 +18,8 @@ from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, 
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.peek import format_rows
 from strop.generation.generation_config import GenerationConfig
+from strop.generation.vllm.engine_gpus import choose_engine_gpus
+from strop.gpus import has_gpu, visible_gpus
 from strop.learner.model_config import ModelConfig
 from strop.problems import raise_problems
 from strop.trainer.training_config import AsyncConfig, RolloutTrainingConfig, TrainingConfig
@@ -42,6 +44,8 @@ def summarize(
     if isinstance(config, EvalRunConfig):
         return "\n".join(_summarize_evaluation(config))
     algorithm = algorithm or make_run_algorithm(config)
+    if on_cpu is not None and isinstance(config, RolloutRunConfig) and count_devices(config).uses_ray:
+        raise_problems(check_engine_device(config, "cpu" if on_cpu else "cuda"))
     devices = _find_devices(config, on_cpu)
     formatted = (format_algorithm if verbose else format_changes)(config.algorithm.name, algorithm)
     middle: Sequence[str]
@@ -101,6 +105,8 @@ def _summarize_rollouts(config: RolloutRunConfig, devices: RunDevices) -> Iterat
     if not devices.is_distributed:
         name = "cuda" if devices.on_cpu is False else resolve_device_name(config.policy.device)
         raise_problems(check_engine_device(config, name.partition(":")[0]))
+        if devices.on_cpu is None and name != "cpu" and generation.uses_vllm:
+            choose_engine_gpus(generation, int(name.partition(":")[2] or 0))
     steps = count_steps_per_batch(config) * training.epochs_per_batch
     ahead = _format_staleness(training.async_config) if training.max_staleness else "synchronous"
     yield from _format_other_models(config, devices)
@@ -171,7 +177,13 @@ def _format_staleness(section: AsyncConfig) -> str:
 
 
 def _format_engine(generation: GenerationConfig, devices: RunDevices) -> str:
-    if generation.backend != "vllm":
+    auto = generation.auto_engine if generation.backend == "auto" else None
+    why = "" if auto is None else f" (backend auto: {auto.reason})"
+    return _format_engines(generation, devices) + why
+
+
+def _format_engines(generation: GenerationConfig, devices: RunDevices) -> str:
+    if not generation.uses_vllm:
         cache = f"{generation.torch_cfg.kv_cache_memory_gb:g} GiB of cache"
         return f"torch engines, {cache} each" if devices.is_distributed else f"embedded torch engine in this process, {cache}"
     options = generation.vllm_cfg
@@ -238,12 +250,7 @@ def _warn_unused_gpus(config: EvalRunConfig) -> list[str]:
     requested = config.cluster.gpus_per_node
     if requested <= 1:
         return []
-    available = 0
-    if has_gpu():
-        import torch
-
-        available = torch.cuda.device_count()
     return [
-        f"warning     cluster.gpus_per_node is {requested} ({available} GPUs found here), "
+        f"warning     cluster.gpus_per_node is {requested} ({len(visible_gpus())} GPUs found here), "
         "but an evaluation runs in one process on one device"
     ]

@@ -22,6 +22,7 @@ from strop.build.run_folders import check_checkpoint_space, lock_run_folders
 from strop.build.summary import summarize
 from strop.checkpointing.step_folders import list_steps
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.config.load.auto_backend import resolve_auto_backend
 from strop.distributed.base import Cluster
 from strop.generation.base import Generator
 from strop.monitoring.console.closing import Closing
@@ -110,6 +111,8 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
     log_dir = Path(config.logger.log_dir).absolute()  # a reward may change the working directory
     async with open_cluster(config, tracker) as cluster:
         signals.install()
+        if cluster is not None:
+            config = resolve_auto_backend(config, has_gpus=not cluster.on_cpu)
         run, generator = await build_run(config, tracker, cluster, algorithm)
         run.stop_request = signals.stop_request
         check_checkpoint_space(config, run.learners, tracker)

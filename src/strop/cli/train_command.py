@@ -45,7 +45,7 @@ def train_run(section: str, arguments: Sequence[str], command_line: str, default
     loaded: LoadedConfig[TrainingRunConfig] | None = None
     try:
         overrides = [*options.overrides, *(assumed.overrides if assumed else ())]
-        loaded = load_config(options.config, overrides, root=TRAINING_RUNS[section])
+        loaded = load_config(options.config, overrides, root=TRAINING_RUNS[section], has_gpus=None if assumed is None else True)
         print_warnings(loaded)
         from strop.build.dry_run.examine import examine
 

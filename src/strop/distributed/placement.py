@@ -96,6 +96,11 @@ class DevicePlan:
         """Whether engines use training devices."""
         return bool({_first_device(slot) for slot in self.training} & {_first_device(slot) for slot in self.generation})
 
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether all engines are on the machine of the rank that sends weights."""
+        return all(slot.node == self.training[0].node for slot in self.generation)
+
 
 def _first_device(slot: DeviceSlot) -> tuple[int, int]:
     return slot.node, slot.devices[0]
@@ -114,6 +119,13 @@ class DeviceCounts:
     engine_nodes: int | None = None  # whole nodes for generation only
     colocated: bool = True  # engines use the devices that train
     uses_ray: bool = False
+
+    @property
+    def generating_per_node(self) -> int:
+        """The most devices of one node that generate."""
+        if self.colocated or (self.engine_nodes is not None and self.nodes > 1):
+            return self.per_node
+        return self.engine_devices if self.engine_devices is not None else max(1, self.per_node // 2)
 
 
 def count_section_devices(cluster: ClusterConfig, generation: GenerationConfig | None) -> DeviceCounts:
@@ -137,11 +149,11 @@ def count_section_devices(cluster: ClusterConfig, generation: GenerationConfig |
 
 
 def engine_size(generation: GenerationConfig) -> int:
-    return generation.vllm_cfg.tensor_parallel_size if generation.backend == "vllm" else 1
+    return generation.vllm_cfg.tensor_parallel_size if generation.uses_vllm else 1
 
 
 def count_engines(generation: GenerationConfig) -> int | None:
-    return generation.vllm_cfg.num_engines if generation.backend == "vllm" else generation.torch_cfg.num_engines
+    return generation.vllm_cfg.num_engines if generation.uses_vllm else generation.torch_cfg.num_engines
 
 
 def _generation_only_devices(generation: GenerationConfig, nodes: int, per_node: int) -> tuple[int | None, int | None]:

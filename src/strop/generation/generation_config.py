@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from strop import packages
 from strop.base_config import BaseConfig, changed_keys, follows, subsection
+from strop.generation.auto_engine import AutoEngine
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE, VllmConfig
 from strop.problems import Problem
@@ -76,7 +77,8 @@ class GenerationConfig(BaseConfig):
 
     backend: Literal["auto", "torch", "vllm", "sglang", "megatron"] = Field(
         "auto",
-        description="Inference engine: vllm, in separate processes, or torch, built into Strop; auto is torch in this version.",
+        description="Inference engine: vllm, in separate processes, or torch, built into Strop. auto is vllm where a GPU and vLLM are, "
+        "unless it cannot do what is configured, and torch elsewhere; what it is, is said at the start.",
     )
     max_new_tokens: int = follows(
         "..max_total_sequence_length", standalone=512, ge=1, description="Longest completion of one turn (tokens)."
@@ -110,6 +112,10 @@ class GenerationConfig(BaseConfig):
     weight_sync: WeightSyncConfig = subsection(WeightSyncConfig)
     colocated: ColocatedConfig = subsection(ColocatedConfig)
 
+    # What backend=auto stands for here; None: torch, without a GPU. Set when a configuration is loaded; not saved, so that a run may
+    # continue on other machines.
+    auto_engine: AutoEngine | None = Field(None, exclude=True, repr=False)
+
     @field_validator("keep_sampling_mask")
     @classmethod
     def _require_top_k(cls, value: bool, info: ValidationInfo) -> bool:
@@ -120,6 +126,13 @@ class GenerationConfig(BaseConfig):
                 "set top_k, for instance to 512"
             )
         return value
+
+    @property
+    def uses_vllm(self) -> bool:
+        """Whether vLLM samples: as configured, or because ``auto`` stands for it here."""
+        return self.backend == "vllm" or (
+            self.backend == "auto" and self.auto_engine is not None and self.auto_engine.name == "vllm"
+        )
 
     def sampling_options(self, *, validation: bool = False) -> dict[str, Any]:
         """Return keyword arguments of ``strop.sampling.Sampling``."""
@@ -137,7 +150,7 @@ class GenerationConfig(BaseConfig):
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_supported(key)
-        if self.backend == "vllm":
+        if self.uses_vllm:
             yield from self._check_vllm_installed(key)
             yield from self._check_min_temperature(key)
             yield from self._check_min_p(key)
@@ -152,7 +165,7 @@ class GenerationConfig(BaseConfig):
                 f"found {self.backend}, but the {names[self.backend]} generation backend is not in this version",
                 f"Set {key}.backend to vllm, or to torch, the engine built into Strop.",
             )
-        if self.backend == "vllm" and (size := self.vllm_cfg.pipeline_parallel_size) > 1:
+        if self.uses_vllm and (size := self.vllm_cfg.pipeline_parallel_size) > 1:
             yield Problem(
                 f"{key}.vllm_cfg.pipeline_parallel_size",
                 f"found {size}, but this version does not have engines with pipeline parallelism: it cannot verify their weights",
@@ -197,14 +210,20 @@ class GenerationConfig(BaseConfig):
             )
 
     def warnings(self, key: str) -> Iterator[Problem]:
+        if self.backend == "auto" and self.auto_engine is not None and self.auto_engine.lacking:
+            yield Problem(
+                f"{key}.backend",
+                f"found auto, which is the torch engine here: {self.auto_engine.reason}",
+                f"Set {key}.backend=torch to choose it, or change what vLLM cannot do.",
+            )
         yield from self._warn_unused_engine_options(key)
         yield from self._warn_unused_resources(key)
-        if self.backend == "vllm":
+        if self.uses_vllm:
             yield from self.vllm_cfg.vllm_warnings(f"{key}.vllm_cfg")
             yield from self._warn_weight_sync(key)
 
     def _warn_unused_engine_options(self, key: str) -> Iterator[Problem]:
-        if self.backend == "vllm":
+        if self.uses_vllm:
             unused, engine, other = changed_keys(f"{key}.torch_cfg", self.torch_cfg), "vLLM", "torch"
         else:
             ignore = ("gpu_memory_utilization", "enforce_eager", "async_engine")

@@ -70,3 +70,7 @@ class LoraConfig(BaseConfig):
                 "found true, but the package peft is not installed",
                 f"Run pip install 'strop[lora]', or set {key}.enabled=false.",
             )
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        if self.enabled and not self.use_triton:
+            yield Problem(f"{key}.use_triton", "found false, which has no effect: adapters have no kernels to choose")

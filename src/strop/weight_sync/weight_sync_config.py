@@ -85,6 +85,12 @@ class WeightSyncConfig(BaseConfig):
                 "cannot map its memory",
                 f"Set it to memory or folder, or {key}.vllm_cfg.num_engines=1.",
             )
+        elif transport == "memory" and not same_machine:
+            yield Problem(
+                transport_key,
+                "found memory, but there are engines on other nodes than the learner's first rank, and they do not share its memory",
+                "Set it to auto, broadcast, or folder with a folder that all nodes see.",
+            )
         elif transport == "broadcast" and colocated and device.startswith("cuda") and same_machine:
             yield Problem(
                 transport_key,

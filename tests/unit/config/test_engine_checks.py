@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from strop import packages
 from strop.build import summary
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
-from strop.config.schema.run_config import SftRunConfig
+from strop.config.schema.run_config import PpoRunConfig, SftRunConfig
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE
 
 RUN = [
@@ -168,3 +169,64 @@ def test_an_evaluation_is_sent_no_weights() -> None:
 def test_the_coldest_temperature_is_the_one_that_requests_are_refused_below() -> None:
     requests = pytest.importorskip("strop.generation.vllm.requests", reason="vLLM is not installed")
     assert requests.MIN_TEMPERATURE == MIN_TEMPERATURE
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{C}tensor_parallel_size=16"],
+            "found 16, but .* 8 GPUs of a node generate",
+        ),
+        (
+            [APART, "cluster.gpus_per_node=8", f"{G}colocated.resources.gpus_per_node=2", f"{C}tensor_parallel_size=4"],
+            "found 4, but .* 2 GPUs of a node generate",
+        ),
+        (
+            [
+                APART,
+                "cluster.gpus_per_node=4",
+                "cluster.num_nodes=3",
+                f"{G}colocated.resources.num_nodes=2",
+                f"{C}tensor_parallel_size=8",
+            ],
+            "found 8, but .* 4 GPUs of a node generate",
+        ),
+    ],
+)
+def test_an_engine_larger_than_a_node_is_refused_in_one_sentence_at_its_key(overrides: list[str], said: str) -> None:
+    (problem,) = refusal(VLLM, *overrides).problems
+    assert problem.key == f"{C}tensor_parallel_size" and problem.origin is not None and problem.fix.startswith("Set it to")
+    assert re.match(said, problem.message) and "\n" not in problem.message
+
+
+def test_several_colocated_engines_whose_number_is_left_open_get_a_transport_that_reaches_all() -> None:
+    many = [VLLM, "cluster.gpus_per_node=4", "policy.device=cuda"]
+    assert warnings(*many) == []
+    (problem,) = refusal(*many, f"{W}transport=cuda_ipc").problems
+    assert "only the first of 4 engines is on the learner's GPU" in problem.message
+    assert warnings(*many, f"{W}transport=cuda_ipc", f"{C}tensor_parallel_size=4") == []
+
+
+def test_shared_memory_is_refused_where_engines_are_on_other_nodes() -> None:
+    two_nodes = [VLLM, "cluster.gpus_per_node=2", "cluster.num_nodes=2"]
+    assert warnings(*two_nodes) == [] and warnings(*two_nodes, f"{W}transport=broadcast", "policy.device=cuda") == []
+    (problem,) = refusal(*two_nodes, f"{W}transport=memory").problems
+    assert "they do not share its memory" in problem.message
+
+
+def test_the_devices_of_a_cluster_that_is_known_decide_before_a_model_is_loaded() -> None:
+    config = load_config(None, [*RUN, VLLM, "cluster.gpus_per_node=2", AHEAD], root=GrpoRunConfig).config
+    with pytest.raises(ValueError, match="sleeps meanwhile"):
+        summary.summarize(config, on_cpu=False)
+    assert "vLLM engines" in summary.summarize(config, on_cpu=True)
+
+
+@pytest.mark.parametrize("key", ["policy.device", "value.device"])
+def test_a_numbered_gpu_is_refused_where_ray_gives_each_process_its_own(key: str) -> None:
+    base = [override.replace("grpo.", "ppo.") for override in RUN]
+    load_config(None, [*base, f"{key}=cuda:1", "value.model_name=m"], root=PpoRunConfig)
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*base, f"{key}=cuda:1", "value.model_name=m", "cluster.gpus_per_node=2"], root=PpoRunConfig)
+    (problem,) = caught.value.problems
+    assert problem.key == key and "counted from 0 there" in problem.message and "CUDA_VISIBLE_DEVICES=1" in problem.fix

@@ -58,3 +58,27 @@ def in_thread(call):
         return await asyncio.to_thread(call, *arguments)
 
     return started
+
+
+@pytest.mark.parametrize("inherited", [pytest.param("6,7", marks=pytest.mark.exhaustive), "GPU-8932f937-d72c,GPU-1b2c3d4e-0a0b"])
+def test_processes_of_a_run_have_the_gpus_that_the_node_was_given(inherited: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, inherited)
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    node = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, "include_dashboard": False})
+
+    async def run() -> list[str]:
+        cluster = await connect(ClusterConfig(address=node.address, wait_seconds=20, gpus_per_node=2), on_cpu=False)
+        try:
+            slots = [(0,), (1,), (0, 1)]
+            actors = [await cluster.spawn(ActorOptions(name=f"a-{n}", node=0, devices=s), Thing, n) for n, s in enumerate(slots)]
+            return [await actor.call("environment", VARIABLE) for actor in actors]
+        finally:
+            await cluster.close()
+
+    try:
+        first, second, both = asyncio.run(run())
+    finally:
+        node.shutdown()
+    assert {first, second} == set(inherited.split(",")) and both == f"{first},{second}"

@@ -53,7 +53,7 @@ async def _check(config: TrainingRunConfig) -> int:
 def _required_packages(config: TrainingRunConfig) -> tuple[str, ...]:
     """Return the packages to compare; vLLM is among them if engines use the packages of the node."""
     role = config.cluster.roles.generator
-    needs_vllm = config.policy.generation.backend == "vllm" and role.python is None and not role.pip
+    needs_vllm = config.policy.generation.uses_vllm and role.python is None and not role.pip
     return (*PACKAGES, "vllm") if needs_vllm else PACKAGES
 
 

@@ -114,7 +114,7 @@ class RayBackend:
     async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
         assert isinstance(self.config, RolloutRunConfig)
         options, slots = self.config.policy.generation, self.device_plan.generation
-        uses_vllm = options.backend == "vllm"
+        uses_vllm = options.uses_vllm
         adapters = uses_vllm and options.weight_sync.adapters_alone and self.config.policy.dtensor_cfg.lora_cfg.enabled
         folder = (spec.output_folder / "model").resolve()
         await self.group.call_one(0, "call_with_policy", partial(write_model_folder, folder=folder))
@@ -126,7 +126,7 @@ class RayBackend:
             engines=EngineLocations(
                 count=len(slots),
                 colocated=options.colocated.enabled,
-                same_machine=all(slot.node == self.device_plan.training[0].node for slot in slots),
+                same_machine=self.device_plan.on_one_machine,
                 host=self.group.actors[0].address,
             ),
             folder=(spec.output_folder / "weights").resolve(),

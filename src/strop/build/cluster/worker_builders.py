@@ -149,7 +149,7 @@ def make_rank_exporter(
     ``engines``: as seen from rank 0. ``folder``: for transports that use files.
     """
     generation = config.generation
-    precision = generation.vllm_cfg.precision if generation.backend == "vllm" else config.weights_dtype
+    precision = generation.vllm_cfg.precision if generation.uses_vllm else config.weights_dtype
     return BlockingExporter(
         lambda: iter_sharded_weights(parallelism),
         make_sender_factory(generation.weight_sync, policy.network.device, engines, folder),

@@ -24,10 +24,8 @@ def describe_assumed(config: TrainingRunConfig) -> Iterator[str]:
     yield f"batch       {_format_shares(config, plan)}"
     if isinstance(config, RolloutRunConfig):
         yield f"weights     {_format_transport(config, plan)}"
-        if config.policy.generation.backend == "vllm":
+        if config.policy.generation.uses_vllm:
             yield f"vllm        {_format_vllm(config)}"
-        elif counts.uses_ray or counts.per_node > 0:
-            yield "            set policy.generation.backend=vllm for vLLM engines: auto is Strop's own torch engine"
 
 
 def _format_shares(config: TrainingRunConfig, plan: DevicePlan) -> str:
@@ -49,14 +47,16 @@ def _format_shares(config: TrainingRunConfig, plan: DevicePlan) -> str:
 
 def _format_transport(config: RolloutRunConfig, plan: DevicePlan) -> str:
     sync, uses_ray = config.policy.generation.weight_sync, count_devices(config).uses_ray
-    if config.policy.generation.backend != "vllm" and not uses_ray:
+    if not config.policy.generation.uses_vllm and not uses_ray:
         return "none: the engine runs the learner's own module"
     if sync.transport != "auto":
         return f"{sync.transport}, as configured (policy.generation.weight_sync.transport)"
     engines = len(plan.generation) if uses_ray else config.policy.generation.vllm_cfg.num_local_engines
-    here = all(slot.node == plan.training[0].node for slot in plan.generation)
     chosen = choose_auto_transport(
-        "cuda", engines=engines, colocated=config.policy.generation.colocated.enabled, same_machine=here or not uses_ray
+        "cuda",
+        engines=engines,
+        colocated=config.policy.generation.colocated.enabled,
+        same_machine=plan.on_one_machine or not uses_ray,
     )
     return f"{chosen}, which auto stands for here (policy.generation.weight_sync.transport)"
 

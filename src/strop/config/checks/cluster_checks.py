@@ -31,12 +31,42 @@ def check_parallel_sizes(config: TrainingRunConfig) -> Problems:
 def check_torch_engine_devices(config: TrainingRunConfig) -> Problems:
     generation = config.policy.generation
     separate = isinstance(config, RolloutRunConfig) and not generation.colocated.enabled
-    if separate and generation.backend in ("auto", "torch") and not count_devices(config).uses_ray:
+    if separate and not generation.uses_vllm and not count_devices(config).uses_ray:
         yield Problem(
             "policy.generation.colocated.enabled",
             f"found false, but in one process policy.generation.backend {generation.backend} runs on the learner's module",
             "Set policy.generation.colocated.enabled=true, policy.generation.backend=vllm, or cluster.backend=ray.",
         )
+
+
+def check_engine_size(config: TrainingRunConfig) -> Problems:
+    """An engine is on one node: vLLM's own way over several is not in this version."""
+    if not isinstance(config, RolloutRunConfig) or not (counts := count_devices(config)).uses_ray:
+        return
+    size, room = counts.engine_size, counts.generating_per_node
+    if size > room:
+        yield Problem(
+            "policy.generation.vllm_cfg.tensor_parallel_size",
+            f"found {size}, but an engine runs on one node in this version, and {room} GPU{'s' if room > 1 else ''} of a node "
+            f"generate{'' if room > 1 else 's'}",
+            f"Set it to {room} or less, if the model fits the memory of so many GPUs"
+            + (", or raise cluster.gpus_per_node." if room == counts.per_node else ", or let more GPUs of a node generate."),
+        )
+
+
+def check_device_numbers(config: TrainingRunConfig) -> Problems:
+    """A process of a cluster sees the GPUs that it was given, from cuda:0 on."""
+    if not count_devices(config).uses_ray:
+        return
+    for key, section in iter_sections(config):
+        device = getattr(section, "device", None)
+        follows_policy = key != "policy" and device == config.policy.device
+        if isinstance(device, str) and ":" in device and not follows_policy:
+            yield Problem(
+                f"{key}.device",
+                f"found {device}, but this run uses Ray, which gives each process GPUs of its own, counted from 0 there",
+                f"Set it to cuda; CUDA_VISIBLE_DEVICES={device.removeprefix('cuda:')} where Ray starts chooses among the GPUs of a node.",
+            )
 
 
 def check_environment_hosts(config: TrainingRunConfig) -> Problems:
@@ -69,7 +99,7 @@ def check_resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     """Check the GPUs of generation, which follow from the number of engines and their size."""
     key, generation = generation_section(config)
     resources, options = generation.colocated.resources, generation.vllm_cfg
-    if generation.colocated.enabled or generation.backend != "vllm":
+    if generation.colocated.enabled or not generation.uses_vllm:
         return
     if isinstance(config, RolloutRunConfig) and count_devices(config).uses_ray:
         return  # devices are planned once the cluster is known (strop.distributed.placement)
@@ -108,7 +138,13 @@ def warn_idle_devices(config: EvalRunConfig) -> Problems:
         yield Problem("cluster.gpus_per_node", f"found {configured}, but this version uses {devices}; the others stay idle")
 
 
-MACHINE_CHECKS = (check_parallel_sizes, check_torch_engine_devices, check_environment_hosts)
+MACHINE_CHECKS = (
+    check_parallel_sizes,
+    check_torch_engine_devices,
+    check_engine_size,
+    check_device_numbers,
+    check_environment_hosts,
+)
 ERROR_CHECKS = (*MACHINE_CHECKS, check_teacher_processes, check_resources)
 
 
@@ -123,7 +159,7 @@ def find_machine_errors(config: TrainingRunConfig) -> list[Problem]:
 
 def count_gpus(generation: GenerationConfig) -> int:
     """Return the number of GPUs of a run with one learner rank."""
-    if generation.backend != "vllm":
+    if not generation.uses_vllm:
         return 1
     engines = generation.vllm_cfg.num_local_engines * generation.vllm_cfg.tensor_parallel_size
     return engines if generation.colocated.enabled else engines + 1

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
 from strop.base_config import BaseConfig, iter_sections
-from strop.config.checks import cluster_checks
+from strop.config.checks import cluster_checks, unused_keys
+from strop.config.checks.device_counts import plan_gpus
 from strop.config.schema.run_config import (
     DistillationRunConfig,
     EvalRunConfig,
@@ -49,9 +50,15 @@ def check_global_batch(config: RolloutRunConfig) -> Problems:
 def check_engine_device(config: RolloutRunConfig, device: str | None = None) -> Problems:
     """Check vLLM engines beside the learner's ``device``: by default the configured one, which may be ``auto``."""
     generation, key, device = config.policy.generation, "policy.generation", device or config.policy.device
-    if generation.backend == "vllm":
-        engines, colocated = generation.vllm_cfg.num_local_engines, generation.colocated.enabled
-        yield from generation.weight_sync.transport_errors(key, device, engines=engines, colocated=colocated)
+    if generation.uses_vllm:
+        plan = plan_gpus(config)
+        yield from generation.weight_sync.transport_errors(
+            key,
+            device,
+            engines=generation.vllm_cfg.num_local_engines if plan is None else len(plan.generation),
+            colocated=generation.colocated.enabled,
+            same_machine=plan is None or plan.on_one_machine,
+        )
         if config.rollout_training.max_staleness > 0:
             yield from generation.async_errors(key, device)
 
@@ -193,7 +200,7 @@ def warn_unranked_checkpoints(config: TrainingRunConfig) -> Problems:
 def warn_unused_recomputation(config: RolloutRunConfig) -> Problems:
     section = config.rollout_training.async_config
     recomputes = config.rollout_training.max_staleness > 0 and section.recompute_kv_cache_after_weight_updates
-    if recomputes and config.policy.generation.backend in ("auto", "torch"):
+    if recomputes and not config.policy.generation.uses_vllm:
         yield Problem(
             f"{config.section}.async_{config.section}.recompute_kv_cache_after_weight_updates",
             "it has no effect: the torch engine finishes running requests before weights change",
@@ -230,6 +237,9 @@ WARNING_CHECKS: tuple[Check, ...] = (
     warn_unused_kl_in_reward,
     cluster_checks.warn_unused_roles,
     cluster_checks.warn_idle_devices,
+    unused_keys.warn_sections_off,
+    unused_keys.warn_unused_batch_sizes,
+    unused_keys.warn_unused_validation_size,
 )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.base_config import iter_sections
+from strop.config.load.auto_backend import resolve_auto_backend
 from strop.config.load.evaluation_keys import nest, translate_overrides, translate_values
 from strop.config.load.load import load_config
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, RolloutRunConfig, TrainingRunConfig
@@ -87,6 +88,7 @@ def load_evaluated_run(
     config = load_config(
         config_file, translated.overrides, root=TRAINING_RUNS[section], values=merge_sections(base, given), check=False
     ).config
+    config = resolve_auto_backend(config)
     evaluation_config = _load_own_keys(config, own, translated.evaluation)
     _check(config, evaluation_config)
     seeded = "seed" in own.get("eval", {}) or any(text.startswith("eval.seed=") for text in translated.evaluation)

@@ -24,6 +24,7 @@ from strop.base_config import (
     validate_section,
 )
 from strop.config.checks import cluster_checks, run_checks
+from strop.config.load.auto_backend import resolve_auto_backend
 from strop.config.load.run_name import name_run
 from strop.config.recipes.difference import Difference
 from strop.config.recipes.translation import translate_source
@@ -55,6 +56,7 @@ def load_config(
     root: type[ConfigT],
     values: Mapping[str, Any] | None = None,
     check: bool = True,
+    has_gpus: bool | None = None,
 ) -> LoadedConfig[ConfigT]:
     """Load and validate a configuration: a file, then ``values`` (nested, from Python), then overrides.
 
@@ -75,6 +77,7 @@ def load_config(
     if config is None or problems:
         raise ConfigError(problems)
     if check:
+        config = resolve_auto_backend(config, has_gpus=has_gpus)
         errors = [_with_origin(problem, source) for problem in run_checks.find_errors(config)]
         if errors:
             raise ConfigError(errors)

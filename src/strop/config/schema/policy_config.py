@@ -68,7 +68,7 @@ class PolicyConfig(ModelConfig):
 
     def _check_engine_length(self, key: str) -> Iterator[Problem]:
         length, total = self.generation.vllm_cfg.max_model_len, self.max_total_sequence_length
-        if self.generation.backend == "vllm" and length < total:
+        if self.generation.uses_vllm and length < total:
             yield Problem(
                 key,
                 f"found {length}, but a rollout may have policy.max_total_sequence_length = {total} tokens, and the engine would truncate "
@@ -89,7 +89,7 @@ class PolicyConfig(ModelConfig):
             )
 
     def _warn_unused_sleep(self, key: str) -> Iterator[Problem]:
-        if self.generation.backend == "vllm" and self.generation.vllm_cfg.sleep_level == 1:
+        if self.generation.uses_vllm and self.generation.vllm_cfg.sleep_level == 1:
             if not self.generation.colocated.enabled:
                 yield Problem(key, "it has no effect: an engine with its own device never sleeps")
             elif self.device == "cpu":

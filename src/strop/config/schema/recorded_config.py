@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -9,6 +10,7 @@ from pydantic import Field
 from strop.base_config import BaseConfig, sets, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
 from strop.config.schema.policy_config import RecordedPolicyConfig
+from strop.problems import Problem
 from strop.trainer.training_config import RecordedTrainingConfig
 
 
@@ -100,6 +102,12 @@ class RewardModelConfig(BaseConfig):
     reward_model_type: Literal["bradley_terry", "regression"] = Field(
         "bradley_terry", description="Scores whose differences say which answer is better."
     )
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        if not self.enabled:
+            yield Problem(
+                f"{key}.enabled", "found false, but strop rm trains a sequence classifier with one label", "Set it to true."
+            )
 
 
 class RmPolicyConfig(RecordedPolicyConfig):

@@ -43,6 +43,10 @@ class DecodeGraphs:
         return captured.logits[:count]
 
     def _capture(self, size: int) -> _CapturedGraph:
+        with torch.cuda.device(self.device):  # a capture takes the stream of the current GPU
+            return self._capture_here(size)
+
+    def _capture_here(self, size: int) -> _CapturedGraph:
         tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
         positions = torch.zeros(size, dtype=torch.int64, device=self.device)
         stream = torch.cuda.Stream(self.device)

@@ -12,19 +12,28 @@ import torch
 
 from strop.generation.pool import EnginePool
 from strop.generation.vllm.engine_args import VllmLaunch
+from strop.generation.vllm.engine_gpus import choose_engine_gpus
 from strop.generation.vllm.vllm_config import VllmConfig
 from strop.generation.vllm.vllm_engine import VllmEngine
+from strop.gpus import VISIBLE
 from strop.weight_sync.base import UpdatableEngine
 
 
 def make_local_engines(
-    launch: VllmLaunch, tokenizer: Any, *, stop_ids: Sequence[int], threads: int | None, output_folder: Path | None = None
+    launch: VllmLaunch,
+    tokenizer: Any,
+    *,
+    learner: torch.device,
+    stop_ids: Sequence[int],
+    threads: int | None,
+    output_folder: Path | None = None,
 ) -> list[VllmEngine]:
-    """Make the configured number of engines, without starting them. Raises ValueError if vLLM is not installed.
+    """Make the configured number of engines, without starting them. Raises ValueError if vLLM is not installed, or GPUs are missing.
 
     Args:
         launch: What all of them have in common.
         tokenizer: Of the model.
+        learner: Device of the learner, with which colocated engines begin.
         stop_ids: Token ids that end every request.
         threads: CPU threads of the learner.
         output_folder: For a file of output of each engine; None: they write to that of this process.
@@ -34,28 +43,24 @@ def make_local_engines(
             "policy.generation.backend is vllm, and vLLM cannot be imported here (No module named 'vllm'): install it (`pip install vllm`, "
             "or `make setup-vllm` on a machine without a GPU), or set policy.generation.backend=torch"
         )
-    separate = not launch.config.colocated.enabled
+    options = launch.config.vllm_cfg
+    if launch.on_cpu:
+        environments = [make_thread_env(options, threads)] * options.num_local_engines
+    else:
+        environments = [{VISIBLE: ",".join(gpus)} for gpus in choose_engine_gpus(launch.config, learner.index or 0)]
     launches = [
         replace(
             launch,
-            environment=make_engine_env(launch.config.vllm_cfg, number, launch.on_cpu, threads, separate_devices=separate),
+            environment=environment,
             output_file=None if output_folder is None else output_folder / f"engine_{number}.log",
         )
-        for number in range(launch.config.vllm_cfg.num_local_engines)
+        for number, environment in enumerate(environments)
     ]
     return [VllmEngine(f"engine {number}", each, tokenizer, stop_ids=stop_ids) for number, each in enumerate(launches)]
 
 
-def make_engine_env(
-    config: VllmConfig, number: int, on_cpu: bool, threads: int | None, *, separate_devices: bool
-) -> dict[str, str]:
-    """Return the environment variables that place engine ``number``: its CPU threads, or its GPUs. ``separate_devices``: GPU 0 is the
-    learner's."""
-    if on_cpu:
-        return {"OMP_NUM_THREADS": str(config.num_threads or threads or torch.get_num_threads())}
-    size = config.tensor_parallel_size * config.pipeline_parallel_size
-    first = (1 if separate_devices else 0) + number * size
-    return {"CUDA_VISIBLE_DEVICES": ",".join(str(first + offset) for offset in range(size))}
+def make_thread_env(config: VllmConfig, threads: int | None) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(config.num_threads or threads or torch.get_num_threads())}
 
 
 async def start_serving_pool(engines: Sequence[VllmEngine], on_close: Callable[[], object]) -> EnginePool:

@@ -134,4 +134,6 @@ class VllmConfig(BaseConfig):
                 "one",
                 "Watch train/token_mult_prob_error and choose a correction (docs/algorithms/corrections.md), or set auto.",
             )
+        if not self.async_engine:
+            yield Problem(f"{key}.async_engine", "found false, which has no effect: requests always reach the engine one by one")
         yield from self.speculation.vllm_warnings(f"{key}.speculation")

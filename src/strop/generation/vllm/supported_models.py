@@ -1,0 +1,56 @@
+"""Which models the installed vLLM has, read from its registry without importing it, which takes seconds."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def list_supported_models() -> frozenset[str]:
+    """Return the names of the model classes of the installed vLLM; empty if its registry cannot be read."""
+    spec = importlib.util.find_spec("vllm")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        file = Path(folder) / "model_executor" / "models" / "registry.py"
+        try:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (OSError, SyntaxError):
+            continue
+        return frozenset(name for node in tree.body if isinstance(node, ast.Assign) for name in _model_names(node.value))
+    return frozenset()
+
+
+def _model_names(table: ast.expr) -> list[str]:
+    """Return the keys of a table {class of Transformers: (module, class of vLLM)}."""
+    if not isinstance(table, ast.Dict):
+        return []
+    pairs = zip(table.keys, table.values, strict=True)
+    return [
+        key.value
+        for key, value in pairs
+        if isinstance(key, ast.Constant) and isinstance(key.value, str) and isinstance(value, ast.Tuple)
+    ]
+
+
+def find_missing_model(architectures: list[str]) -> str | None:
+    """Return the name of a model's class if the installed vLLM has none of its classes; None if it has, or may have."""
+    supported = list_supported_models()
+    if not supported or not architectures or supported & set(architectures):
+        return None
+    return architectures[0]
+
+
+def read_architectures(name: str) -> list[str]:
+    """Return the names of the classes of a model in a folder or in the local cache of the hub; empty if they are not known here."""
+    cache_folder = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub")
+    cached = Path(cache_folder).expanduser() / f"models--{name.replace('/', '--')}" / "snapshots"
+    for file in (Path(name) / "config.json", *cached.glob("*/config.json")):
+        try:
+            return [str(each) for each in json.loads(file.read_bytes()).get("architectures") or []]
+        except (OSError, ValueError, AttributeError, TypeError):
+            continue
+    return []

@@ -1,0 +1,54 @@
+"""The GPUs that this process sees. torch is imported only where there may be one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+VISIBLE = (
+    "CUDA_VISIBLE_DEVICES"  # set by a scheduler such as Slurm, or by the user: indices, or UUIDs of GPUs or of their MIG slices
+)
+
+
+def has_gpu() -> bool:
+    if "torch" not in sys.modules and not _has_driver():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process sees, in torch's order, as ``CUDA_VISIBLE_DEVICES`` of another process names them."""
+    if not has_gpu():
+        return []
+    import torch
+
+    count = torch.cuda.device_count()
+    inherited = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
+    return (inherited or [str(number) for number in range(count)])[:count]
+
+
+def describe_visible() -> str:
+    """Describe the GPUs that this process sees: "2 GPUs (CUDA_VISIBLE_DEVICES=2,3)"."""
+    count = len(visible_gpus())
+    inherited = os.environ.get(VISIBLE)
+    return f"{count or 'no'} GPU{'' if count == 1 else 's'}" + (f" ({VISIBLE}={inherited})" if inherited is not None else "")
+
+
+def sees_mig_slices() -> bool:
+    """Return whether the GPUs of this process are MIG slices."""
+    return os.environ.get(VISIBLE, "").strip().startswith("MIG-")
+
+
+def _has_driver() -> bool:
+    """Return whether the driver of an NVIDIA or AMD GPU is installed, without which torch finds none."""
+    if Path("/dev/kfd").exists():
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1" if os.name == "posix" else "nvcuda.dll")
+    except OSError:
+        return False
+    return True

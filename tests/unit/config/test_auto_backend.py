@@ -1,0 +1,158 @@
+"""``generation.backend: auto`` is vLLM where a GPU and vLLM are, unless vLLM cannot do what is configured; what it is, is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop import gpus, packages
+from strop.build.dry_run.assumed_cluster import describe_assumed
+from strop.build.rollout_run import engine_shares_module
+from strop.build.summary import summarize
+from strop.config import EvalRunConfig, GrpoRunConfig, dump_config, load_config
+from strop.config.identity import find_changes
+from strop.config.load import auto_backend
+from strop.config.load.evaluated_run import load_evaluated_run
+from strop.generation.vllm import supported_models
+
+RUN = [
+    "policy.model_name=m",
+    "env.arithmetic={}",
+    "data.train.env_name=arithmetic",
+    "grpo.val_period=0",
+    "checkpointing.metric_name=null",
+]
+G = "policy.generation."
+
+
+@pytest.fixture(autouse=True)
+def everything_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "is_installed", lambda package: True)
+    monkeypatch.setattr(gpus, "has_gpu", lambda: True)
+    monkeypatch.delenv(gpus.VISIBLE, raising=False)
+
+
+def load(*overrides: str, **options: Any) -> Any:
+    return load_config(None, [*RUN, *overrides], root=GrpoRunConfig, **options)
+
+
+def test_with_a_gpu_and_vllm_auto_is_vllm_in_the_precision_of_the_policy_with_a_share_of_the_memory() -> None:
+    loaded = load()
+    generation = loaded.config.policy.generation
+    assert loaded.warnings == () and generation.uses_vllm and generation.backend == "auto"
+    options = generation.vllm_cfg
+    assert (options.precision, options.kv_cache_memory_gb, options.gpu_memory_utilization, options.sleep_level) == (
+        "bfloat16",
+        None,
+        0.6,
+        2,
+    )
+    assert not engine_shares_module(loaded.config)
+    assert "a vLLM engine in a process of its own, bfloat16 (backend auto: a GPU and vLLM are here)" in summarize(
+        loaded.config, on_cpu=False
+    )
+
+
+def test_without_a_gpu_or_without_vllm_auto_is_the_torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = load("policy.device=cpu").config
+    assert not on_cpu.policy.generation.uses_vllm and "backend auto" not in summarize(on_cpu)
+    monkeypatch.setattr(packages, "is_installed", lambda package: package != "vllm")
+    config = load().config
+    assert not config.policy.generation.uses_vllm and "(backend auto: vLLM is not installed)" in summarize(config, on_cpu=False)
+    monkeypatch.undo()
+    monkeypatch.setattr(gpus, "has_gpu", lambda: False)
+    assert not load().config.policy.generation.uses_vllm
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ([f"{G}temperature=0.001"], "vLLM raises temperatures between 0 and 0.01"),
+        (["grpo.async_grpo.enabled=true"], "an engine on the learner's GPU sleeps meanwhile"),
+        ([f"{G}vllm_cfg.pipeline_parallel_size=2"], "it cannot verify their weights"),
+    ],
+)
+def test_where_vllm_cannot_do_what_is_asked_auto_is_torch_and_says_why(overrides: list[str], reason: str) -> None:
+    loaded = load(*overrides)
+    first = loaded.warnings[0]
+    assert not loaded.config.policy.generation.uses_vllm
+    assert (
+        first.key == f"{G}backend" and "found auto, which is the torch engine here" in first.message and reason in first.message
+    )
+
+
+def test_rules_about_an_engine_are_those_of_the_one_that_auto_stands_for() -> None:
+    assert load(f"{G}colocated.enabled=false").config.policy.generation.uses_vllm  # torch would refuse it in one process
+    (warning,) = load(f"{G}torch_cfg.max_num_seqs=8").warnings
+    assert "vLLM does not read policy.generation.torch_cfg.max_num_seqs" in str(warning)
+
+
+def test_a_sampling_mask_is_recorded_by_vllm_too() -> None:
+    assert load(f"{G}keep_sampling_mask=true", f"{G}top_k=64").config.policy.generation.uses_vllm
+
+
+def test_a_model_whose_class_vllm_lacks_is_sampled_by_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supported_models, "list_supported_models", lambda: frozenset({"LlamaForCausalLM"}))
+    for name, classes in (("own", ["OwnForCausalLM"]), ("llama", ["LlamaForCausalLM"]), ("silent", None)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"architectures": classes}))
+    loaded = load(f"policy.model_name={tmp_path / 'own'}")
+    assert "no model of the class OwnForCausalLM" in loaded.warnings[0].message
+    assert all(load(f"policy.model_name={tmp_path / name}").config.policy.generation.uses_vllm for name in ("llama", "silent"))
+
+
+def test_the_classes_of_a_hub_model_are_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"architectures": ["OwnForCausalLM"]}')
+    assert supported_models.read_architectures("owner/name") == ["OwnForCausalLM"]
+    assert supported_models.read_architectures("owner/other") == []
+
+
+def test_the_registry_of_the_installed_vllm_is_read() -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    assert {"LlamaForCausalLM", "Qwen3ForCausalLM", "Olmo3ForCausalLM"} <= supported_models.list_supported_models()
+
+
+def test_mig_slices_are_left_to_the_torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gpus.VISIBLE, "MIG-7fd34c5e")
+    assert "MIG slices" in load().warnings[0].message
+
+
+def test_what_auto_stands_for_is_not_saved_and_is_no_change_to_a_run() -> None:
+    here, there = load().config, load("policy.device=cpu").config
+    assert "backend: auto" in dump_config(here) and "auto_engine" not in dump_config(here)
+    assert [change.key for change in find_changes(here, there)] == ["policy.device"]
+
+
+def test_a_dry_run_with_assumed_gpus_says_what_auto_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "has_gpu", lambda: False)
+    config = load("cluster.gpus_per_node=8", has_gpus=True).config
+    assert "vLLM engines, bfloat16 (backend auto: there are GPUs, and vLLM is installed)" in summarize(config, on_cpu=False)
+    lines = list(describe_assumed(config))
+    assert any(line.startswith("weights     memory") for line in lines) and any(line.startswith("vllm ") for line in lines)
+
+
+def test_a_cluster_decides_for_a_driver_that_sees_other_devices() -> None:
+    config = load().config
+    assert not auto_backend.resolve_auto_backend(config, has_gpus=False).policy.generation.uses_vllm
+    assert auto_backend.resolve_auto_backend(config, has_gpus=True).policy.generation.uses_vllm
+    explicit = load(f"{G}backend=torch").config
+    assert auto_backend.resolve_auto_backend(explicit, has_gpus=True) is explicit
+
+
+def test_evaluations_resolve_auto_too(tmp_path: Path) -> None:
+    config = load_config(None, ["generation.model_name=m", "env.math={}"], root=EvalRunConfig).config
+    assert config.generation.uses_vllm
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(load("data.validation.env_name=arithmetic").config))
+    assert load_evaluated_run(file).config.policy.generation.uses_vllm
+
+
+def test_what_auto_stands_for_is_no_key() -> None:
+    with pytest.raises(Exception, match="auto_engine"):
+        load(f"{G}auto_engine=vllm")
