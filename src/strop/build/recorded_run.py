@@ -142,6 +142,8 @@ def make_recorded_rules(config: RecordedRunConfig, bundle: TokenizerBundle) -> R
     return RecordedRules(
         max_length=config.policy.max_total_sequence_length,
         final_turn_only=isinstance(training, SftConfig) and training.only_unmask_final,
+        add_bos=config.data.add_bos,
+        add_generation_prompt=config.data.add_generation_prompt,
         add_eos=config.data.add_eos,
         stop_ids=bundle.stop_ids,
     )

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, field_serializer, model_validator
 
 from strop.base_config import BaseConfig, default_of, fields_of, follows, subsection, to_tree
-from strop.data.sources.files import FILE_SUFFIXES
+from strop.data.sources.files import FILE_SUFFIXES, is_url
 from strop.problems import Problem
 
 
@@ -38,21 +38,29 @@ class DataEntryConfig(BaseConfig):
     )
     messages_key: str | None = Field(
         None,
-        description="Column of a conversation, a list of {role, content}; null looks for messages and conversations.",
+        description="Column of a conversation, a list of {role, content}; null looks for messages and conversations. Beside input_key "
+        "or output_key, it is read where the data has it.",
     )
     chosen_key: str | None = Field(None, description="Column of the better answer, for dpo and rm; null is chosen.")
     rejected_key: str | None = Field(None, description="Column of the worse answer, for dpo and rm; null is rejected.")
     label_key: str | None = Field(None, description="Column that says whether an answer is desirable, for kto; null is label.")
+    system_key: str | None = Field(
+        None, description="Column of a system prompt to put before the messages of a conversation; null is none."
+    )
     margin_key: str | None = Field(
         None, description="Column of how much better the chosen answer is; null is margin, if there is one."
     )
     prompt_file: str | None = Field(
-        None, description="Text file with {question} or {} where the question goes; null is the question alone."
+        None,
+        description="Text file with {question} or {} where the question goes; null is the question alone. Like system_prompt_file, "
+        "it is relative to the working directory, or else to the folder of the configuration that names it or one above.",
     )
     system_prompt_file: str | None = Field(None, description="Text file with the system prompt; null is none.")
     system_prompt: str | None = Field(None, description="The system prompt; null is none.")
     env_name: str | None = Field(None, description="Alias in env of the environment that scores the tasks; null is the only one.")
-    weight: float = Field(1.0, gt=0, description="Share of this entry in the mix, relative to the other weights.")
+    weight: float | None = Field(
+        1.0, gt=0, description="Share of this entry in the mix, relative to the other weights; null of all is by their sizes."
+    )
     size: int | None = Field(
         None, ge=1, description="Number of tasks to generate, or to take from the dataset; null is all (tasks)."
     )
@@ -82,7 +90,8 @@ class DataEntryConfig(BaseConfig):
 
     @property
     def is_file(self) -> bool:
-        return self.dataset_name is not None and self.dataset_name.endswith(FILE_SUFFIXES)
+        name = self.dataset_name
+        return name is not None and name.endswith(FILE_SUFFIXES) and not is_url(name)
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_files(key)
@@ -126,7 +135,7 @@ Entries = Annotated[tuple[DataEntryConfig, ...], Field(strict=False)]
 class DataConfig(BaseConfig):
     """Training and validation tasks."""
 
-    identity_keys: ClassVar[tuple[str, ...]] = ("train", "shuffle", "add_eos")
+    identity_keys: ClassVar[tuple[str, ...]] = ("train", "shuffle", "add_bos", "add_eos", "add_generation_prompt")
 
     max_input_seq_length: int = follows(
         "..policy.max_total_sequence_length",
@@ -138,11 +147,27 @@ class DataConfig(BaseConfig):
     add_eos: bool = Field(
         True, description="In recorded data, end the loss tokens with a stop token where the chat template does not."
     )
+    add_bos: bool = Field(
+        False,
+        description="In recorded data, begin a conversation with the tokenizer's bos_token where the chat template does not.",
+    )
+    add_generation_prompt: bool = Field(
+        True,
+        description="In recorded data, count what the chat template writes to open an answer as context; false trains on it, too.",
+    )
     train: Entries = Field((), description="One entry, or a list of entries that are mixed by weight.")
     validation: Entries | None = Field(
         None, description="One entry, or a list of entries; null is what split_validation_size holds out of train, if anything."
     )
     default: DefaultEntryConfig = subsection(DefaultEntryConfig)
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        if len({entry.weight is None for entry in self.train}) > 1:
+            yield Problem(
+                f"{key}.train",
+                "some entries have a weight and some have weight=null",
+                "Set the weight of each entry, or of none.",
+            )
 
     @property
     def validation_entries(self) -> tuple[DataEntryConfig, ...]:

@@ -34,10 +34,11 @@ def parse_prompt_template(text: str, name: str, system_prompt: str | None = None
     """Split a prompt at its placeholder. Raises DataError if it does not have exactly one.
 
     The placeholder is ``{question}``, and all other text is literal. Without it, ``{}`` is the placeholder, and ``{{`` and ``}}`` are
-    single braces, as in Python's format strings, so that existing prompt files work.
+    single braces, as in Python's format strings, so that existing prompt files work. Newlines at the end belong to such a prompt, and
+    not to one with ``{question}``.
     """
     if (count := text.count("{question}")) > 0:
-        parts = text.split("{question}")
+        parts = text.rstrip("\n").split("{question}")
     else:
         parts = [part.replace("{{", "{").replace("}}", "}") for part in re.split(r"(?<!\{)\{\}(?!\})", text)]
     if len(parts) != 2:

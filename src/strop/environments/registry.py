@@ -14,6 +14,7 @@ from strop.user_code import suggest_names
 ENVIRONMENTS = {
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
     "math": "strop.environments.math:MathEnvironment",
+    "math_multi_reward": "strop.environments.math_multi_reward:MathMultiReward",
     "reasoning_gym": "strop.environments.reasoning_gym:ReasoningGym",
     "reward_function": "strop.environments.function_environment:FunctionEnvironment",
     "reward_model": "strop.environments.reward_model_environment:RewardModelEnvironment",

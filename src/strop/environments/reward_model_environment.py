@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from strop.data.sources.source import DataSource
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, reward
 from strop.lazy_torch import torch
+from strop.models.tokenizer_config import read_chat_template
 from strop.types import Messages, Rollout
 
 if TYPE_CHECKING:  # a configuration is checked without loading models
@@ -33,7 +34,7 @@ class RewardModelEnvironment(DatasetEnvironment):
     model_name: str  # a folder, such as policy/weights of strop rm, or a hub name
     device: str = "auto"  # cpu, cuda, cuda:1, ...; auto is a GPU if one is visible
     precision: Literal["bfloat16", "float32"] = "bfloat16"
-    chat_template: str | None = None  # Jinja, in place of the tokenizer's own
+    chat_template: str | None = None  # Jinja, or a file with it, in place of the tokenizer's own
     ends: Literal["answer", "rendering"] = "answer"  # read the score before or after the template's trailing white space
     max_length: int | None = None  # tokens; longer conversations are truncated on the left. None: the model's maximum
     batch_size: int = 32  # conversations of one batch
@@ -50,6 +51,10 @@ class RewardModelEnvironment(DatasetEnvironment):
                 raise EnvironmentConfigError(f"{name} is {value}; it must be at least 1")
         if self.wait_ms < 0:
             raise EnvironmentConfigError(f"wait_ms is {self.wait_ms}; it must not be negative")
+        try:
+            read_chat_template(self.chat_template)
+        except ValueError as error:
+            raise EnvironmentConfigError(f"chat_template is {self.chat_template!r:.300}; {error}") from error
         if self.min_score is not None and self.max_score is not None and self.min_score >= self.max_score:
             raise EnvironmentConfigError(
                 f"min_score is {self.min_score} and max_score is {self.max_score}; max_score must be larger"

@@ -82,13 +82,14 @@ class ChatTemplate:
         text = _join_messages(messages) if self.joins_plain_text else self._render(messages, open_turn=False)
         return self._encode(text if trailing else text.rstrip())
 
-    def encode_spans(self, messages: Messages, *, loss_from: int = 0) -> list[TokenSpan]:
+    def encode_spans(self, messages: Messages, *, loss_from: int = 0, opened: bool = True) -> list[TokenSpan]:
         """Split a recorded conversation into spans: a prompt, then loss spans and context spans in alternation.
 
         Joined, the texts of the spans are the rendered conversation. The loss covers the assistant's messages from index ``loss_from`` on,
         except one that opens the conversation. Each begins where sampling would begin, after ``encode_prompt(messages before it)``, and
         ends with the special token that ends a turn in the template, if there is one. The first span has exactly the tokens of the prompt
-        of the first such message. Raises ConversationError if the template renders a turn differently from how it would have been sampled.
+        of the first such message. With ``opened=False``, what the template writes to open a turn is in the loss, too, as if the policy
+        had generated it. Raises ConversationError if the template renders a turn differently from how it would have been sampled.
         """
         turns = [index for index, message in enumerate(messages) if message.role == "assistant" and index >= max(loss_from, 1)]
         if not turns:
@@ -98,16 +99,16 @@ class ChatTemplate:
         if self.joins_plain_text:
             return self._plain_spans(messages, turns)
         rendered = self._render(messages, open_turn=False)
-        cuts = [cut for turn in turns for cut in self._reply_bounds(messages, turn, rendered)]
+        cuts = [cut for turn in turns for cut in self._reply_bounds(messages, turn, rendered, opened=opened)]
         if any(left > right for left, right in pairwise(cuts)):
             raise ConversationError(_rewritten_message(messages, turns[0]))
         return self._spans(
             [rendered[start:end] for start, end in pairwise([0, *cuts, len(rendered)])], self._encode(rendered[: cuts[0]])
         )
 
-    def _reply_bounds(self, messages: Messages, turn: int, rendered: str) -> tuple[int, int]:
+    def _reply_bounds(self, messages: Messages, turn: int, rendered: str, *, opened: bool) -> tuple[int, int]:
         """Return where the part of message ``turn`` that the policy generates begins and ends in the rendered text."""
-        prompt = self._render(messages[:turn], open_turn=True)
+        prompt = self._render(messages[:turn], open_turn=opened)
         through_reply = rendered if turn + 1 == len(messages) else self._render(messages[: turn + 1], open_turn=False)
         suffix, generated = self._reply_suffix
         end = len(through_reply) - len(suffix)

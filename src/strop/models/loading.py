@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
+from strop.models.tokenizer_config import read_chat_template
 from strop.safety.remote_code import TRUST_VARIABLE, trusts_remote_code
 
 log = logging.getLogger(__name__)
@@ -99,14 +100,14 @@ def apply_overrides(config: Any, overrides: Mapping[str, Any] | None) -> Any:
 
 
 def load_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
-    """Load the tokenizer of a model; ``chat_template`` (Jinja) replaces its own. Raises ModelNotFound."""
+    """Load the tokenizer of a model; ``chat_template`` (Jinja, or a file) replaces its own. Raises ModelNotFound."""
     from transformers import AutoTokenizer
 
     folder, gguf = locate_model(name)
     with quiet_transformers():
         tokenizer = from_pretrained(AutoTokenizer, folder, **({"gguf_file": gguf} if gguf else {}))
     if chat_template not in (None, "default"):
-        tokenizer.chat_template = chat_template
+        tokenizer.chat_template = read_chat_template(chat_template)
     return tokenizer
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from strop.base_config import BaseConfig, follows
+from strop.problems import Problem
 
 
 class TokenizerConfig(BaseConfig):
@@ -15,7 +18,44 @@ class TokenizerConfig(BaseConfig):
     identity_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     name: str = follows("..model_name", standalone=..., min_length=1, description="A hub name or a folder.")
-    chat_template: str | None = Field(None, description="Jinja template; null or default is the tokenizer's own.")
+    chat_template: str | None = Field(
+        None,
+        description="Jinja template, or a file that holds one; null or default is the tokenizer's own, passthrough "
+        "joins the contents of the messages.",
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template, such as enable_thinking."
     )
+
+    @field_validator("chat_template")
+    @classmethod
+    def _read_file(cls, value: str | None) -> str | None:
+        """Put the text of a file in the place of its path, so that a saved run does not depend on the file."""
+        try:
+            return value if value == "passthrough" else read_chat_template(value)
+        except ValueError:
+            return value  # described by ``errors``
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        try:
+            read_chat_template(self.chat_template)
+        except ValueError as error:
+            fix = "Set it to an existing file, a template, default or passthrough."
+            yield Problem(f"{key}.chat_template", f"found {self.chat_template!r:.300}; {error}", fix)
+
+
+PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def read_chat_template(value: str | None) -> str | None:
+    """Return the template that a configuration names: the text of a file, or the value itself. Raises ValueError."""
+    if value is None or value == "default" or "{%" in value or "{{" in value:
+        return value
+    if value == "passthrough":
+        return PASSTHROUGH
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that no file can have
+        raise ValueError(
+            f"it is neither a Jinja template nor a file with one: {Path(value).absolute()!s:.300} cannot be read"
+        ) from error

@@ -27,6 +27,8 @@ class RecordedRules:
 
     max_length: int  # tokens of prompt and completion together
     final_turn_only: bool = False  # only the last assistant turn is in the loss (sft.only_unmask_final)
+    add_bos: bool = False  # begin with the tokenizer's bos_token if the template does not
+    add_generation_prompt: bool = True  # what opens an assistant turn is context; else it is in the loss
     add_eos: bool = True  # end the last turn in the loss with a stop token if the template does not
     stop_ids: tuple[int, ...] = ()  # the model's stop tokens; empty: the tokenizer's end of sequence
 
@@ -115,7 +117,9 @@ def _make_rollout(
 ) -> Rollout:
     eos: int | None = template.tokenizer.eos_token_id
     stops = rules.stop_ids or (() if eos is None else (eos,))
-    prompt, *spans = template.encode_spans(messages, loss_from=loss_from)
+    prompt, *spans = template.encode_spans(messages, loss_from=loss_from, opened=rules.add_generation_prompt)
+    if rules.add_bos:
+        prompt = _prepend_bos(prompt, template.tokenizer.bos_token_id)
     if not prompt.tokens:
         raise ValueError("its prompt has no tokens, but the first loss token is predicted from the last token of the prompt")
     spans = _move_stop_tokens(spans, stops)
@@ -153,6 +157,11 @@ def _move_stop_tokens(spans: Sequence[TokenSpan], stops: Sequence[int]) -> list[
             spans[index] = replace(reply, tokens=[*reply.tokens, following.tokens[0]])
             spans[index + 1] = replace(following, tokens=following.tokens[1:])
     return spans
+
+
+def _prepend_bos(prompt: TokenSpan, bos: int | None) -> TokenSpan:
+    """Begin the conversation with the token, if the tokenizer has one and the template did not write it."""
+    return prompt if bos is None or prompt.tokens[:1] == [bos] else replace(prompt, tokens=[bos, *prompt.tokens])
 
 
 def _append_stop_token(reply: TokenSpan, eos: int | None, stops: Sequence[int]) -> TokenSpan:

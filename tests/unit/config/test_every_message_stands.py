@@ -161,6 +161,9 @@ DROPPED: dict[str, str] = {
     "dtensor_cfg.lora_cfg.lora_A_init: {} is unknown{}": "the section's type says which values there are",
     "dtensor_cfg.lora_cfg: found dim = {}, alpha = {}, dropout = {}; dim must be at least 1, alpha above 0, dropout at least 0 and "
     "below 1": ("the section's limits say it, key by key"),
+    "messages_key and input_key or output_key are both set; keep the one to train on": (
+        "both may be set: messages are read where the data has them, as NeMo-RL's ResponseDataset reads them"
+    ),
 }
 
 

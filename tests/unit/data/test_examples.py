@@ -103,7 +103,7 @@ def test_squad_teaches_the_first_of_its_answers(tmp_path):
         "answers": {"text": ["19", "19."], "answer_start": [6]},
     }
     (example,) = conversations(DataSource(dataset_name=jsonl(tmp_path, row)))
-    assert example.messages == (user("It is 19.\n\nWhat?"), assistant("19"))
+    assert example.messages == (system("It is 19."), user("What?"), assistant("19"))
     assert example.metadata == {"id": "5", "title": "T"}
     with pytest.raises(DataError, match=r"rows\.jsonl:1: 'answers' is .*without a first text"):
         parse_messages(tmp_path, {**row, "answers": {"text": [], "answer_start": []}})
@@ -171,8 +171,14 @@ def test_columns_that_make_no_conversation_are_errors(row, message, tmp_path):
 def test_a_key_that_is_set_must_be_there(tmp_path):
     with pytest.raises(DataError, match=r"rows\.jsonl:1 has no key 'chat'; its keys are \['messages'\]. Set messages_key"):
         parse_messages(tmp_path, {"messages": TALK}, messages_key="chat")
-    with pytest.raises(DataError, match="messages_key and input_key or output_key are both set"):
-        parse_messages(tmp_path, {"messages": TALK, "q": "a"}, messages_key="messages", input_key="q")
+
+
+def test_messages_are_read_in_place_of_two_columns_where_all_are_named_and_the_data_has_them(tmp_path):
+    named = {"messages_key": "messages", "input_key": "q", "output_key": "a"}
+    assert parse_messages(tmp_path, {"messages": TALK, "q": "?", "a": "!"}, **named) == parse_messages(
+        tmp_path, {"messages": TALK}
+    )
+    assert parse_messages(tmp_path, {"q": "?", "a": "!"}, **named) == (user("?"), assistant("!"))
 
 
 def test_ids_are_places_in_the_unsplit_data_and_size_and_repeat_count(tmp_path):

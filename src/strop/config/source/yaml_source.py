@@ -52,9 +52,10 @@ class ConfigSource:
 
 
 def get_at(tree: Any, path: KeyPath) -> Any:
-    """Return the value at a path through mappings; None if there is none."""
+    """Return the value at a path through mappings and lists; None if there is none."""
     for name in path:
-        tree = tree.get(name) if isinstance(tree, Mapping) else None
+        index = _list_index(tree, name)
+        tree = tree[index] if index is not None else tree.get(name) if isinstance(tree, Mapping) else None
     return tree
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from strop.data.messages import (
@@ -23,7 +23,7 @@ from strop.data.prompt_template import PromptTemplate
 from strop.data.sources.builtin import BuiltinDataset
 from strop.data.sources.records import DataError, Record, Records, get_text, get_value, has_key
 from strop.data.sources.source import DataSource
-from strop.types import Message
+from strop.types import Message, system
 
 MessageTuple = tuple[Message, ...]
 PartsT = TypeVar("PartsT", covariant=True)
@@ -95,11 +95,15 @@ class MessagesLayout(_ColumnLayout):
     """A conversation in one column."""
 
     messages: ColumnKey
+    system: ColumnKey | None = None  # of a system prompt to put before them
 
     def read(self, record: Record, template: PromptTemplate, where: str) -> MessageTuple:
         at = self.messages.location(where)
         value = get_value(record, self.messages.key, self.messages.option, where)
-        return check_conversation(make_prompt(parse_messages(value, at), template, at), at)
+        messages = parse_messages(value, at)
+        if self.system is not None and record.get(self.system.key) is not None:
+            messages = (system(get_text(record, self.system.key, self.system.option, where)), *messages)
+        return check_conversation(make_prompt(messages, template, at), at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +125,7 @@ class QuestionAnswerLayout(_ColumnLayout):
 
 @dataclass(frozen=True, kw_only=True)
 class SquadLayout(_ColumnLayout):
-    """SQuAD (1606.05250): a passage, a question on it, and answer spans, of which the first is trained on."""
+    """SQuAD (1606.05250): a passage as the system prompt, a question on it, and answer spans, of which the first is trained on."""
 
     context: ColumnKey = ColumnKey("context", "input_key")
     question: ColumnKey = ColumnKey("question", "input_key")
@@ -134,8 +138,9 @@ class SquadLayout(_ColumnLayout):
                 f"{where}: 'answers' is {record.get('answers')!r:.80}, without a first text; remove questions that have no answer"
             )
         answer = make_completion(get_text(record, "answers.text.0", "output_key", where), (), where)
+        prompt = make_prompt(question, replace(template, system=None), self.question.location(where))
         return check_conversation(
-            (*make_prompt(f"{context}\n\n{question}", template, self.question.location(where)), *answer),
+            (system(context), *prompt, *answer),
             self.answers.location(where),
         )
 
@@ -172,6 +177,30 @@ class ChosenRejectedLayout(_ColumnLayout):
             ),
             where,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedCompletionsLayout(_ColumnLayout):
+    """Messages, and a list of two completions, each with its messages and its rank; the lower rank is the better one."""
+
+    prompt: ColumnKey = ColumnKey("context", "input_key")
+    completions: ColumnKey = ColumnKey("completions", "chosen_key")
+
+    def read(self, record: Record, template: PromptTemplate, where: str) -> CompletionPair:
+        at = self.completions.location(where)
+        ranked = get_value(record, self.completions.key, self.completions.option, where)
+        if not isinstance(ranked, list | tuple) or len(ranked) != 2:
+            raise DataError(f"{at} is {ranked!r:.80}, not a list of two completions, each an object with rank and completion")
+        ranks = [_parse_number(get_value(each, "rank", "chosen_key", at), at, "that ranks a completion") for each in ranked]
+        if ranks[0] == ranks[1]:
+            raise DataError(f"{at}: both completions have the rank {ranks[0]:g}, so there is no preference. Remove the record")
+        better, worse = ranked if ranks[0] < ranks[1] else (ranked[1], ranked[0])
+        prompt = self.prompt.get_text_or_messages(record, where)
+        chosen, rejected = (
+            make_completion(get_text_or_messages(each, "completion", "chosen_key", at), _as_messages(prompt), at)
+            for each in (better, worse)
+        )
+        return check_distinct(CompletionPair(make_prompt(prompt, template, self.prompt.location(where)), chosen, rejected), where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,12 +265,13 @@ def find_conversation_layout(source: DataSource, builtin: BuiltinDataset, record
     answer = _answer_column(source, builtin, record)
     messages = _messages_column(source, record)
     named = source.input_key is not None or source.output_key is not None
-    if named and source.messages_key is not None:
-        raise DataError("messages_key and input_key or output_key are both set; keep the one to train on")
+    named = named and not (source.messages_key is not None and has_key(record, source.messages_key))
     if not named and source.messages_key is None and all(key in record for key in ("context", "question", "answers")):
         return SquadLayout()
     if messages is not None and not named:
-        return MessagesLayout(messages=messages)
+        return MessagesLayout(
+            messages=messages, system=None if source.system_key is None else ColumnKey(source.system_key, "system_key")
+        )
     if question is not None and answer is not None:
         return QuestionAnswerLayout(question=question, answer=answer)
     raise _unknown_layout("a conversation", records, "messages_key, or input_key and output_key")
@@ -255,6 +285,8 @@ def find_pair_layout(source: DataSource, builtin: BuiltinDataset, records: Recor
     named = source.chosen_key is not None or source.rejected_key is not None
     if not named and all(has_key(record, key) for key in ("context", "response1", "response2", "overall_preference")):
         return HelpSteer3Layout()
+    if not named and all(key in record for key in ("context", "completions")):
+        return RankedCompletionsLayout()
     if chosen is None or rejected is None:
         raise _unknown_layout(
             "a pair", records, "chosen_key and rejected_key (and input_key, where the prompt has its own column)"

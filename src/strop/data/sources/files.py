@@ -20,6 +20,11 @@ from strop.data.sources.records import DataError, Record, Records
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
 
+def is_url(name: str) -> bool:
+    """Return whether a data set is a file at an address, which the library ``datasets`` downloads and keeps."""
+    return name.startswith(("https://", "http://", "hf://"))
+
+
 def open_file(path: Path) -> Records:
     """Open a data file. Raises DataError if it is missing, empty or malformed."""
     try:

@@ -10,18 +10,26 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from strop.data.sources.files import is_url
 from strop.data.sources.in_memory import DatasetRecords
 from strop.data.sources.records import DataError, Records
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0  # for the first answer of the hub
+URL_LOADERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # by the ending of an address; others are JSON
 
 
 def open_hub(name: str, subset: str | None, split: str) -> Records:
-    """Open a split of a dataset on the hub. Raises DataError if it does not exist, needs a login, or is unreachable and not cached."""
+    """Open a split of a dataset on the hub, or a file at an address.
+
+    Raises DataError if it does not exist, needs a login, or is unreachable and not cached.
+    """
+    if is_url(name):
+        return _open_split(name, subset, split)
     unreachable = _check_hub(name)
     if unreachable is None:
         return _open_split(name, subset, split)
@@ -64,6 +72,11 @@ def _load_split(name: str, subset: str | None, split: str) -> Any:
     import datasets  # type: ignore[import-untyped,unused-ignore]
 
     try:
+        if is_url(name):
+            return datasets.load_dataset(URL_LOADERS.get(Path(name).suffix, "json"), data_files=name, split=split)
+        if "," in (subset or ""):
+            parts = (datasets.load_dataset(name, each, split=split) for each in str(subset).split(","))
+            return datasets.concatenate_datasets(list(parts))
         return datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # datasets raises many classes; their messages list the splits or subsets
         raise DataError(f"the dataset {name!r} (subset {subset!r}, split {split!r}) cannot be loaded: {error}") from error

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from strop.data.sources.builtin import BUILTIN_DATASETS, BuiltinDataset
-from strop.data.sources.files import FILE_SUFFIXES, check_file, iter_csv, open_file, parse_object, refuse_utf16, shorten_path
+from strop.data.sources.files import check_file, iter_csv, open_file, parse_object, refuse_utf16, shorten_path
 from strop.data.sources.in_memory import ListRecords
 from strop.data.sources.records import DataError, Record, Records
+from strop.data.sources.source import check_hub_name, is_local
 
 FIRST_ROWS = 8
 LARGEST_READ = 64 * 2**20  # bytes; the rows of a larger file are estimated
@@ -41,8 +42,10 @@ class FirstRecords(ListRecords):
 
 def peek_dataset(name: str, subset: str | None = None, split: str | None = None) -> Peek | None:
     """Return the beginning of a dataset; None for one of the hub that is not in the local cache. Raises DataError."""
-    if name not in BUILTIN_DATASETS and (Path(name).suffix in FILE_SUFFIXES or _exists(name)):
+    if name not in BUILTIN_DATASETS and is_local(name):
         return peek_file(Path(name))
+    if name not in BUILTIN_DATASETS:
+        check_hub_name(name)
     builtin = BUILTIN_DATASETS.get(name) or BuiltinDataset(name)
     file = _find_cached(builtin.hub, subset or builtin.subset, split or builtin.split)
     return None if file is None else _peek_arrow_files(name, [file])
@@ -50,7 +53,7 @@ def peek_dataset(name: str, subset: str | None = None, split: str | None = None)
 
 def format_rows(name: str | None) -> str:
     """Format the number of rows of a local file; empty for other data and for a file that cannot be read."""
-    if name is None or name in BUILTIN_DATASETS or not (Path(name).suffix in FILE_SUFFIXES or _exists(name)):
+    if name is None or name in BUILTIN_DATASETS or not is_local(name):
         return ""
     try:
         found = peek_file(Path(name))
@@ -59,13 +62,6 @@ def format_rows(name: str | None) -> str:
     if found.rows is None:
         return ""
     return f"{found.rows:,} row{'' if found.rows == 1 else 's'}" if found.exact else f"about {found.rows:,} rows"
-
-
-def _exists(name: str) -> bool:
-    try:
-        return Path(name).exists()
-    except (OSError, ValueError):
-        return False
 
 
 def peek_file(path: Path) -> Peek:

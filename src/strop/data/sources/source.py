@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from strop.data.data_config import DataEntryConfig
 from strop.data.messages import get_prompt_text, get_text_or_messages, last_message_text
 from strop.data.prompt_template import PromptTemplate, parse_prompt_template, read_text_file
 from strop.data.sources.builtin import BUILTIN_DATASETS, BuiltinDataset
-from strop.data.sources.files import FILE_SUFFIXES, open_file
+from strop.data.sources.choices import Choices
+from strop.data.sources.files import FILE_SUFFIXES, is_url, open_file
 from strop.data.sources.in_memory import open_rows
 from strop.data.sources.records import DataError, Record, Records, get_text, has_key
 from strop.data.sources.split import split_by_question
@@ -23,6 +25,8 @@ from strop.user_code import suggest_names
 Part = Literal["train", "validation"]  # of the entry that ``split_validation_size`` divides
 
 log = logging.getLogger(__name__)
+
+HUB_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*/[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,7 @@ class DataSource:
     chosen_key: str | None = None  # pairs: the better completion; default: chosen
     rejected_key: str | None = None  # pairs: the worse completion; default: rejected
     label_key: str | None = None  # unpaired preferences: whether the completion is desirable; default: label
+    system_key: str | None = None  # recorded data: a system prompt to put before the messages
     margin_key: str | None = None  # pairs: by how much the chosen one is better; default: margin, if present
     prompt_file: str | None = None  # text with {question} (or {}) where the question goes
     system_prompt: str | None = None
@@ -104,12 +109,22 @@ class DataSource:
         system_prompt = read_text_file(file, "system_prompt_file").strip() if file else self.system_prompt
         if self.prompt_file is None:
             return PromptTemplate(system=system_prompt)
-        text = read_text_file(self.prompt_file, "prompt_file").rstrip("\n")
+        text = read_text_file(self.prompt_file, "prompt_file")
+        builtin = BUILTIN_DATASETS.get(self.dataset_name or "")
+        if builtin is not None and builtin.choices is not None and "{question}" not in text and "{}" not in text:
+            return PromptTemplate(f"{text}\n\n", system=system_prompt)  # an instruction, above the question and its options
         return parse_prompt_template(text, repr(self.prompt_file), system_prompt)
 
     def load_rows(self, *, needs_answers: bool = True) -> Sequence[Row]:
         """Return the rows, read lazily. Raises DataError for invalid data; answers may be missing if ``needs_answers`` is false."""
         builtin, records = self.open_records()
+        if self.messages_key is not None and has_key(records[0], f"{self.messages_key}.1"):
+            return replace(  # a conversation of a question and its answer
+                self,
+                input_key=f"{self.messages_key}.0.content",
+                output_key=f"{self.messages_key}.1.content",
+                messages_key=None,
+            ).load_rows(needs_answers=needs_answers)
         input_key = self.input_key or _find_column(records, "input_key", builtin.input_key, ("prompt",))
         output_key = self.output_key or _find_column(records, "output_key", builtin.output_key, ("solution", "completion"))
         has_answers = needs_answers or self.output_key is not None or has_key(records[0], output_key)
@@ -126,6 +141,7 @@ class DataSource:
             input_key=input_key,
             output_key=output_key if has_answers else None,
             answer_marker=builtin.answer_marker,
+            choices=builtin.choices,
         )
         validate_rows(rows, len(rows.indices), records)
         return rows
@@ -146,17 +162,33 @@ class DataSource:
             raise DataError("dataset_name is not set, but a dataset is needed here; set it to a file or a dataset of the hub")
         if name in BUILTIN_DATASETS:
             builtin = BUILTIN_DATASETS[name]
-        elif Path(name).suffix in FILE_SUFFIXES or Path(name).exists():
+        elif is_local(name):
             return BuiltinDataset(""), open_file(Path(name))
-        elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
-            builtin = BuiltinDataset(name)
         else:
-            raise DataError(
-                f"{name!r} is not a file, not an OWNER/NAME of the hub and not a built-in dataset{suggest_names(name, BUILTIN_DATASETS)}"
-            )
+            check_hub_name(name)
+            builtin = BuiltinDataset(name)
         from strop.data.sources.hub import open_hub
 
         return builtin, open_hub(builtin.hub, self.subset or builtin.subset, self.split or builtin.split)
+
+
+def is_local(name: str) -> bool:
+    """Return whether a name of a data set is that of a file or folder of this machine, whether or not there is one."""
+    try:
+        return not is_url(name) and (Path(name).suffix in FILE_SUFFIXES or Path(name).exists())
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def check_hub_name(name: str) -> None:
+    """Raise DataError for a name that neither the hub nor an address of a file can have."""
+    if is_url(name) or HUB_NAME.fullmatch(name):
+        return
+    unexpanded = "; ${oc.env:NAME} reads an environment variable" if "$" in name else ""
+    raise DataError(
+        f"{name!r} is not a file, not an OWNER/NAME of the hub and not a built-in dataset{suggest_names(name, BUILTIN_DATASETS)}"
+        f"{unexpanded}"
+    )
 
 
 def validate_rows(rows: Sequence[object], count: int, records: Records) -> None:
@@ -195,6 +227,7 @@ class Rows(Sequence[Row]):
     input_key: str
     output_key: str | None  # None: without answers
     answer_marker: str | None
+    choices: Choices | None = None
 
     def __len__(self) -> int:
         return len(self.indices) * self.repeat
@@ -214,5 +247,7 @@ class Rows(Sequence[Row]):
         prompt = get_text_or_messages(record, self.input_key, "input_key", where)
         if isinstance(prompt, str) and not prompt.strip():
             raise DataError(f"{where}: {self.input_key!r} is empty; a row needs a question")
+        if self.choices is not None and isinstance(prompt, str):
+            prompt, answer = self.choices.read(record, prompt, answer, where)
         # The id is the position in the unsplit data: the same in every run.
         return Row(id=f"{self.records.name}:{index}", prompt=prompt, answer=answer, metadata=dict(record))

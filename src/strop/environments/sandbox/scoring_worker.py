@@ -22,7 +22,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 from strop.environments.sandbox.seccomp import confine
@@ -83,7 +83,13 @@ def load_reasoning_gym() -> Callable[..., Callable[[], float]]:
     return prepare
 
 
-SCORER_LOADERS = {"math_verify": load_math_verify, "reasoning_gym": load_reasoning_gym}
+def load_dapo() -> Callable[..., Callable[[], float]]:
+    from strop.environments.sandbox.dapo_verifier import score_dapo
+
+    return lambda reference, answer: partial(score_dapo, reference, answer)
+
+
+SCORER_LOADERS = {"math_verify": load_math_verify, "dapo": load_dapo, "reasoning_gym": load_reasoning_gym}
 
 
 def main() -> None:

@@ -1,17 +1,260 @@
-"""Section ``data``: data sets, their columns, prompts."""
+"""Section ``data``: data sets, their columns, prompts, and files that prompts and chat templates are in."""
 
 from __future__ import annotations
 
-from strop.config.recipes.rules import Refused, Rule, Unused
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from strop.base_config import fields_of
+from strop.config.recipes.difference import Effect
+from strop.config.recipes.nemo_rl.data_names import DATASET_FORMATS, MEDIA_DATASETS, MISSING_DATASETS, DatasetFormat
+from strop.config.recipes.recipe import Recipe
+from strop.config.recipes.rules import Rule, Unused, is_switched_off
+from strop.data.data_config import DataEntryConfig
+from strop.data.sources.builtin import BUILTIN_DATASETS
+from strop.problems import COMMAND_LINE
+
+PROMPT = "prompt_file, the system prompt and the chat template make a prompt of a question, as it does"
+PROCESSORS = {
+    "default": PROMPT,
+    "math_hf_data_processor": PROMPT,
+    "math_data_processor": PROMPT,
+    "multichoice_qa_processor": "a built-in data set with options shows them below its question",
+    "sft_processor": "the chat template cuts a conversation into loss tokens and context",
+    "kd_data_processor": "it hands raw text to distillation across tokenizers",
+    "nemo_gym_data_processor": "its prompts are made by NeMo-Gym",
+    "vlm_hf_data_processor": "it reads images, video and audio",
+}
+MISSING_PROCESSORS = {"helpsteer3_data_processor": "it writes the preferred answer into the prompt that the policy is to answer"}
+SEPARATE_SYSTEM_PROMPT = ("math_data_processor", "multichoice_qa_processor")
+EXAMPLE_DATALOADER = "example_custom_dataloader"
+
+
+def translate_entries(recipe: Recipe) -> None:
+    """Translate each entry of the data, with what it inherits from ``data.default``."""
+    default = recipe.value("data.default") or {}
+    for key, entry in list(_list_entries(recipe)):
+        merged = {**default, **entry} if isinstance(default, Mapping) else dict(entry)
+        _translate_processor(recipe, key, merged)
+        _translate_dataset(recipe, key, merged)
+        _translate_other_keys(recipe, key, merged)
+    for name in ("processor", "data_path", "prompt_key", *(name for kind in DATASET_FORMATS.values() for name in kind.keys)):
+        if recipe.is_set(key := f"data.default.{name}") and not recipe.is_own_key(key):
+            recipe.unused(key, "each entry of data.train and data.validation has it now")
+    if recipe.value("data.default.dataset_name") in DATASET_FORMATS:
+        recipe.unused("data.default.dataset_name", "each entry of data.train and data.validation has it now")
+
+
+def _list_entries(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if not recipe.is_own_key("data.train"):  # of an evaluation, the section is the entry
+        entry = recipe.value("data")
+        yield from [("data", entry)] if isinstance(entry, Mapping) else []
+        return
+    for part in ("train", "validation"):
+        entries = recipe.value(f"data.{part}")
+        if isinstance(entries, Mapping):
+            yield f"data.{part}", entries
+        elif isinstance(entries, list):
+            yield from [(f"data.{part}.{index}", entry) for index, entry in enumerate(entries) if isinstance(entry, Mapping)]
+
+
+def _translate_processor(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> None:
+    name = entry.get("processor")
+    if name is None:
+        _drop(recipe, f"{key}.processor", PROMPT)
+    elif name not in PROCESSORS:
+        why = MISSING_PROCESSORS.get(str(name), "a processor is code of NeMo-RL, and this one is not built in")
+        recipe.refuse(
+            _place(recipe, key, "processor"),
+            f"found {name!r:.80}: {why}",
+            "Write the prompts into a column of the data, and name it in input_key.",
+        )
+    else:
+        _drop(recipe, f"{key}.processor", PROCESSORS[name])
+        if name in SEPARATE_SYSTEM_PROMPT and (entry.get("system_prompt_file") or entry.get("system_prompt")):
+            recipe.note(
+                _place(recipe, key, "processor"),
+                Effect.CHANGED,
+                f"the system prompt and the question are rendered as one conversation; {name} renders each alone, and joins the texts",
+            )
+
+
+def _translate_dataset(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> None:
+    name, path = entry.get("dataset_name"), entry.get("data_path")
+    if name in MEDIA_DATASETS or name == "NemoGymDataset":
+        for option in ("data_path", "download_dir", "allowed_problem_types", "max_samples", "repeat"):
+            if not recipe.is_own_key(f"{key}.{option}"):
+                _drop(recipe, f"{key}.{option}", f"it is an option of {name}")
+        return
+    if kind := DATASET_FORMATS.get(str(name)):
+        _name_path(recipe, key, str(name), kind, entry)
+    elif why := MISSING_DATASETS.get(str(name)) or _describe_class(name):
+        for option in ("data_files", "text_key", "characters_per_sample"):
+            _drop(recipe, f"{key}.{option}", f"it is an option of {name}")
+        fix = f"Write the rows to a file, such as rows.jsonl, and set {key}.dataset_name=rows.jsonl."
+        if entry.get("processor") == "kd_data_processor":
+            recipe.unused(_place(recipe, key, "dataset_name"), PROCESSORS["kd_data_processor"])
+        else:
+            recipe.refuse(_place(recipe, key, "dataset_name"), f"found {name!r:.80}, but {why}", fix)
+    elif path is not None and name is None:
+        recipe.rename(_place(recipe, key, "data_path"), f"{key}.dataset_name", path)
+    else:
+        _drop(recipe, f"{key}.data_path", f"{name} is not read from a path")
+
+
+def _name_path(recipe: Recipe, key: str, name: str, kind: DatasetFormat, entry: Mapping[str, Any]) -> None:
+    """Name the path itself, and the columns that a format of NeMo-RL reads unless other keys say so."""
+    path, place = entry.get("data_path"), _place(recipe, key, "data_path")
+    if path is None:
+        fix = f"Set {key}.data_path to a file or to OWNER/NAME of the hub."
+        return recipe.refuse(_place(recipe, key, "dataset_name"), f"found {name}, but no data_path to read", fix)
+    recipe.set(f"{key}.dataset_name", path, because=place)
+    recipe.note(place, Effect.RENAMED, f"{key}.dataset_name={path} here, with the columns of {name}")
+    for option, (own, usual) in kind.keys.items():
+        if (column := entry.get(option, usual)) is not None:
+            recipe.set(f"{key}.{own}", column, because=_place(recipe, key, option))
+        if option != own:
+            recipe.drop(f"{key}.{option}")
+    recipe.drop(f"{key}.data_path")
+    recipe.drop(f"{key}.use_preserving_dataset")
+    if name.lower().startswith("openai") and entry.get("tool_key") is not None:
+        recipe.refuse(
+            _place(recipe, key, "tool_key"),
+            f"found {entry['tool_key']!r:.80}, but definitions of tools are not passed to the chat template in this version",
+            "Write them into the system message of the data.",
+        )
+
+
+def _translate_other_keys(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> None:
+    for option, own in (("problem_key", "input_key"), ("solution_key", "output_key"), ("prompt_key", "input_key")):
+        if recipe.is_set(f"{key}.{option}"):
+            recipe.rename(f"{key}.{option}", f"{key}.{own}")
+    if recipe.is_set(f"{key}.max_samples"):
+        if is_switched_off(entry.get("max_samples")):
+            recipe.unused(f"{key}.max_samples", "it is switched off")
+        else:
+            text = f"{key}.size={entry['max_samples']} takes the first rows; NeMo-RL draws as many by the seed"
+            recipe.rename(f"{key}.max_samples", f"{key}.size", effect=Effect.CHANGED, text=text)
+    _drop(recipe, f"{key}.file_format", "the ending of the file says it")
+    _drop(recipe, f"{key}.download_dir", "HF_HOME says where data sets are kept")
+
+
+def translate_preference_validation(recipe: Recipe) -> None:
+    """``val_data_paths``: files of preferences by name."""
+    key = "data.val_data_paths"
+    paths = recipe.value(key)
+    if isinstance(paths, Mapping) and paths:
+        recipe.set("data.validation", [{"dataset_name": path} for path in paths.values()], because=key)
+        text = "data.validation lists the files; their metrics are of all of them together, not one by one"
+        recipe.note(key, Effect.CHANGED, text)
+        recipe.drop(key)
+    elif recipe.is_set(key):
+        recipe.unused(key, "it is switched off")
+
+
+def translate_dataloaders(recipe: Recipe) -> None:
+    """Several data loaders: as many tasks of each entry in a step, which is what equal weights are."""
+    loader, number = "data.custom_dataloader", "data.num_prompts_per_dataloader"
+    switch = "data.use_multiple_dataloader"
+    entries = recipe.value("data.train")
+    unweighted = isinstance(entries, list) and len(entries) > 1 and not any(entry.get("weight") for entry in entries)
+    if not recipe.value(switch):
+        if recipe.is_set(switch) and unweighted:
+            for index in range(len(entries)):
+                recipe.set(f"data.train.{index}.weight", None, because=switch)
+        for key in (switch, loader, number):
+            _drop(recipe, key, "the entries of data.train are joined, and a larger one has a larger share")
+        return
+    name = str(recipe.value(loader, ""))
+    if name.rpartition(".")[2] != EXAMPLE_DATALOADER:
+        recipe.refuse(
+            loader if recipe.is_set(loader) else switch,
+            f"found {name or True!r:.80}, but which entry a task is of is drawn by weight, not by code",
+            "Set data.train.N.weight of each entry, and data.use_multiple_dataloader=false.",
+        )
+    else:
+        recipe.note(switch, Effect.RENAMED, "equal weights of the entries of data.train say it here")
+    for key in (switch, loader, number):
+        recipe.drop(key)
+
+
+def drop_stray_keys(recipe: Recipe) -> None:
+    """Drop keys of an entry that stand in ``data`` itself: only an evaluation reads them there."""
+    for name in fields_of(DataEntryConfig):
+        if not recipe.is_own_key(f"data.{name}"):
+            _drop(
+                recipe,
+                f"data.{name}",
+                "NeMo-RL does not read it here either; data.train, data.validation and data.default have it",
+            )
+
+
+def warn_of_null_template(recipe: Recipe) -> None:
+    """Say what null means in a recipe of NeMo-RL, which has keys that Strop does not have."""
+    for key in recipe.find("*tokenizer.chat_template"):
+        if recipe.differences and recipe.is_written(key) and recipe.value(key) is None:
+            text = (
+                "null is the tokenizer's own template here; NeMo-RL joins the contents of the messages, which is passthrough here"
+            )
+            recipe.note(key, Effect.CHANGED, text)
+
+
+def find_named_files(recipe: Recipe) -> None:
+    """Find files that are not in the working directory beside the recipe that names them, or in a folder above it."""
+    patterns = ("data*.prompt_file", "data*.system_prompt_file", "*tokenizer.chat_template")
+    for key in [key for pattern in patterns for key in recipe.find(pattern)]:
+        value = recipe.value(key)
+        if not isinstance(value, str) or not _is_missing_path(value, template=key.endswith("chat_template")):
+            continue
+        origin = recipe.source.find_origin(tuple(key.split(".")))
+        if origin is None or not isinstance(origin.source, Path) or origin.source == COMMAND_LINE:
+            continue
+        folder = origin.source.resolve().parent
+        found = next((above / value for above in (folder, *folder.parents) if (above / value).is_file()), None)
+        if found is not None:
+            recipe.set(key, str(found), because=key)
+        elif not Path(value).is_absolute():
+            recipe.refuse(
+                key,
+                f"there is no file {value} in the working directory {Path.cwd()}, nor in {folder} or a folder above it",
+                "Set the path of an existing file, absolute or relative to one of these.",
+            )
+
+
+def _is_missing_path(value: str, *, template: bool) -> bool:
+    try:
+        return (not template or value.endswith(".jinja")) and "\n" not in value and not Path(value).is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def _describe_class(name: Any) -> str:
+    """Why an importable class of a data set is refused; empty for other names."""
+    parts = str(name).split(".")
+    is_class = len(parts) > 1 and all(part.isidentifier() for part in parts) and parts[-1][:1].isupper()
+    return "a class of NeMo-RL's data sets cannot be loaded here" if is_class and name not in BUILTIN_DATASETS else ""
+
+
+def _place(recipe: Recipe, key: str, option: str) -> str:
+    """Return the key that sets an option of an entry: its own, or that of ``data.default``."""
+    places = (f"{at}.{option}" for at in (key, "data.default"))
+    return next(filter(recipe.is_written, places), f"{key}.{option}")
+
+
+def _drop(recipe: Recipe, key: str, why: str) -> None:
+    if recipe.is_set(key):
+        recipe.unused(key, why)
+
 
 DATA_RULES: tuple[Rule, ...] = (
     Unused("data.num_workers", "tasks are read in the driver process"),
-    Refused(
-        ("data.use_multiple_dataloader",),
-        "one order is drawn over all entries",
-        "List the entries under data.train, with their weights. Remove the key.",
-    ),
-    Unused("data*.processor", "input_key, output_key, prompt_file and the environment turn a row into a task"),
-    Unused("data*.add_bos", "the chat template determines it"),
-    Unused("data*.add_generation_prompt", "the chat template determines it"),
+    translate_dataloaders,
+    translate_preference_validation,
+    translate_entries,
+    drop_stray_keys,
+    find_named_files,
+    warn_of_null_template,
+    Unused("data.add_system_prompt", "only the game of NeMo-RL's sliding puzzle reads it"),
+    Unused("data.default.video_*", "models read only text"),
 )

@@ -1,0 +1,59 @@
+"""The letter that answers a multiple-choice question, as simple-evals extracts it: in English, or in one of many languages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+# How a final answer is announced. The first of these that is followed by a letter counts, wherever it stands.
+_ANNOUNCEMENTS = (
+    *(r"Answer\s*:", "Answer\\s*:\u200b\u200b\u200b\u200b\u200b\u200b"),
+    *(r"উত্তর\s*:", r"उत्तर\s*:", "উত্তরঃ", r"Antwort\s*:", r"답변\s*:", r"정답\s*:", r"답\s*:"),
+    *(r"答案\s*：", r"答案\s*:", r"答\s*：", r"答\s*:", r"答复\s*：", r"答曰\s*："),
+    *(
+        "الإجابة:",
+        "الجواب:",
+        "إجابة:",
+        "الإجابة النهائية:",
+        "الإجابة الصحيحة:",
+        "الإجابة الصحيحة هي:",
+        "الإجابة هي:",
+        "الجواب النهائي:",
+    ),
+    *(r"Respuesta\s*:", r"Risposta\s*:", r"答え\s*:", r"答え\s*：", r"回答\s*:", r"回答\s*：", r"解答\s*:"),
+    *(r"Jawaban\s*:", r"Réponse\s*:", r"Resposta\s*:", r"Jibu\s*:", r"Idahun\s*:"),
+    *(r"Ìdáhùn\s*:", r"Idáhùn\s*:", r"Àmọ̀nà\s*:", r"Àdáhùn\s*:", r"Ànúgọ\s*:", r"Àṣàyàn\s*:"),
+)
+_ENGLISH = re.compile(r"Answer\s*:[ \t]*([A-Z])", re.IGNORECASE)
+_MULTILINGUAL = tuple(
+    re.compile(f"{announcement}[ \t]*([A-D]|[أ-د]|[অ]|[ব]|[ড]|[ঢ]|[Ａ]|[Ｂ]|[Ｃ]|[Ｄ])", re.IGNORECASE)
+    for announcement in _ANNOUNCEMENTS
+)
+_LETTERS = str.maketrans(dict(zip("أبجدঅবডঢＡＢＣＤ", "ABCDABCDABCD", strict=True)))
+_MARKUP = (*("**", "$\\boxed{", "}$", "\\$", "$\\text{", "$", "\\mathrm{", "\\{", "\\text", "\\(", "\\mathbf{", "{", "\\boxed"),)
+
+
+def extract_english_choice(text: str) -> str | None:
+    """Return the letter after the first "Answer:", or None."""
+    found = _ENGLISH.search(remove_markup(text))
+    return found[1] if found else None
+
+
+def extract_multilingual_choice(text: str) -> str | None:
+    """Return the letter, in Latin script, after the first announcement of the list that has one; None if none does."""
+    text = remove_markup(text)
+    found = next(filter(None, (pattern.search(text) for pattern in _MULTILINGUAL)), None)
+    return found[1].translate(_LETTERS) if found else None
+
+
+def remove_markup(text: str) -> str:
+    """Remove Markdown and LaTeX around a letter."""
+    for markup in _MARKUP:
+        text = text.replace(markup, "")
+    return text
+
+
+CHOICE_EXTRACTORS: Mapping[str, Callable[[str], str | None]] = {
+    "english_multichoice": extract_english_choice,
+    "multilingual_multichoice": extract_multilingual_choice,
+}
