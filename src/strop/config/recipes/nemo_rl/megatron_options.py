@@ -53,13 +53,15 @@ def translate_options(recipe: Recipe, section: str) -> None:
 
 
 def _translate_experts(recipe: Recipe, section: str) -> None:
-    """Mixtures of experts: the torch learner trains the router, without a loss that balances its load."""
+    """Mixtures of experts: no loss balances the load of the router, and its bias does not change."""
+    frozen = f"{section}.freeze_moe_router"
+    if recipe.is_set(frozen):
+        recipe.rename(frozen, f"{section.split('.')[0]}.freeze_moe_router")
     mixture = recipe.value(f"{section}.expert_model_parallel_size", 1) > 1
     changed, no_experts = Effect.CHANGED, "it is about mixtures of experts"
     balancing = not is_switched_off(recipe.value(f"{section}.moe_router_load_balancing_type", "none"))
     balancing = balancing and recipe.value(f"{section}.moe_aux_loss_coeff", 1.0) != 0
     notes: dict[str, tuple[bool, str]] = {
-        "freeze_moe_router": (mixture, "the router is trained with the rest of the model"),
         "moe_router_load_balancing_type": (balancing, "no loss that balances the load of experts is added"),
         "moe_router_bias_update_rate": (mixture, "the router's expert bias stays as the model has it"),
         "moe_router_dtype": (mixture, "the router computes in the data type that the model's own code chooses"),

@@ -101,7 +101,7 @@ def test_the_torch_learner_trains_with_megatron_s_rate_warm_up_and_sizes(recipe:
     policy = loaded.config.policy
     assert policy.optimizer.name == "torch.optim.AdamW" and not policy.optimizer.decay_vectors
     assert policy.optimizer.kwargs == {"lr": 3e-7, "weight_decay": 0.01, "betas": [0.9, 0.95], "eps": 1e-7}
-    assert policy.max_grad_norm == 0.5 and policy.scheduler_unit == "batch"
+    assert policy.freeze_moe_router and policy.max_grad_norm == 0.5 and policy.scheduler_unit == "batch"
     (stage,) = policy.scheduler.stages
     assert stage.name == "constant" and stage.kwargs == {"warmup_steps": 13, "warmup_init_ratio": pytest.approx(0.1)}
     torch = policy.dtensor_cfg
@@ -142,12 +142,12 @@ def test_a_recipe_without_an_optimizer_of_megatron_s_keeps_the_policy_s(recipe: 
 
 CHANGES = [
     ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size", "no pipeline stages"),
-    ({"expert_model_parallel_size": 4}, "freeze_moe_router", "the router is trained"),
-    ({"expert_model_parallel_size": 4, "freeze_moe_router": "false", "moe_router_dtype": "fp64"}, "moe_router_dtype", "the model's own code"),
+    ({"expert_model_parallel_size": 4, "moe_router_bias_update_rate": 0.001}, "moe_router_bias_update_rate", "bias stays"),
+    ({"expert_model_parallel_size": 4, "moe_router_dtype": "fp64"}, "moe_router_dtype", "the model's own code"),
     ({"moe_router_load_balancing_type": "aux_loss"}, "moe_router_load_balancing_type", "no loss that balances"),
     ({"mtp_num_layers": 2, "mtp_detach_heads": "true", "mtp_loss_scaling_factor": 0.3}, "mtp_num_layers", "not trained"),
     (
-        {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "freeze_moe_router": "false"},
+        {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2},
         "expert_model_parallel_size", "over 4 ranks instead of 2",
     ),
 ]  # fmt: skip
