@@ -174,6 +174,13 @@ def test_what_the_torch_learner_does_otherwise_is_said_and_warned_of(
         ("scheduler.lr_decay_style=triangle", "scheduler.lr_decay_style", "none of constant, linear"),
         ("peft={enabled: true, dim: 8, alpha: 32, lora_B_init_method: normal}", "peft.lora_B_init_method", "B starts at zero"),
         ("some_new_option=3", "some_new_option", "is not known"),
+        ("optimizer.exp_avg_dtype=bf16", "optimizer.exp_avg_dtype", "is not known"),
+        ("scheduler.lr_warmup_samples=3", "scheduler.lr_warmup_samples", "is not known"),
+        ("freeze_config.freeze_language_model=true", "freeze_config.freeze_language_model", "nothing that models of text have"),
+        ("tensor_model_parallel_size=two", "tensor_model_parallel_size", "a whole number of at least 1"),
+        ("optimizer.lr=3e-7x", "optimizer.lr", "a number of at least 0"),
+        ("scheduler=none", "scheduler", "a section"),
+        ("env_vars=[A]", "env_vars", "a section, with the variables under it"),
     ],
 )
 def test_what_the_torch_learner_cannot_do_is_refused_at_its_key(recipe: Path, option: str, key: str, text: str) -> None:
@@ -184,6 +191,11 @@ def test_what_the_torch_learner_cannot_do_is_refused_at_its_key(recipe: Path, op
 def test_a_loss_of_multi_token_prediction_that_trains_the_model_is_refused(recipe: Path) -> None:
     options = [f"policy.megatron_cfg.{option}" for option in ("mtp_num_layers=2", "mtp_loss_scaling_factor=0.3")]
     assert list(refusals(recipe, TORCH, *options)) == ["policy.megatron_cfg.mtp_num_layers"]
+
+
+@pytest.mark.parametrize("key", ["policy.megatron_cfg=7", "policy.megatron_cfg.enabled=perhaps"])
+def test_a_section_of_the_wrong_kind_is_refused_as_it_is_of_other_sections(recipe: Path, key: str) -> None:
+    assert list(refusals(recipe, key)) == [key.partition("=")[0]]
 
 
 def test_adapters_of_fused_layers_become_adapters_of_their_parts(recipe: Path) -> None:
