@@ -96,6 +96,24 @@ def test_policy_value_and_teacher_are_refused_together() -> None:
     assert critic.dtensor_cfg.enabled and critic.optimizer.kwargs["lr"] == 1e-5
 
 
+def test_a_teacher_for_megatron_core_goes_the_way_of_its_student() -> None:
+    on = "megatron_cfg={enabled: true, tensor_model_parallel_size: 1, apply_rope_fusion: true, optimizer: {lr: 1e-5}}"
+    recipe = [
+        "policy.model_name=m",
+        "teacher.model_name=t",
+        "data.train.env_name=math",
+        "env.math={}",
+        f"policy.{on}",
+        f"teacher.{on}",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, recipe, root=TRAINING_RUNS["distillation"])
+    assert [problem.key for problem in caught.value.problems] == ["policy.megatron_cfg.enabled"]
+    loaded = load_config(None, [*recipe, TORCH], root=TRAINING_RUNS["distillation"])
+    assert loaded.config.policy.optimizer.kwargs["lr"] == 1e-5
+    assert "a teacher only scores" in {d.key: d.text for d in loaded.differences}["teacher.megatron_cfg"]
+
+
 def test_the_torch_learner_trains_with_megatron_s_rate_warm_up_and_sizes(recipe: Path) -> None:
     loaded = load(recipe, TORCH)
     policy = loaded.config.policy
