@@ -20,7 +20,7 @@ from strop.learner.parallel.rank_zero_loading import load_on_rank_zero
 from strop.learner.parallel.sharded import parallelize_head, parallelize_network
 from strop.learner.torch.scorer import NetworkScorer
 from strop.models.loading import cast_weights
-from strop.models.network import Network
+from strop.models.network import Network, freeze_routers
 from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
@@ -57,6 +57,7 @@ class Case:
     packed: bool = True
     checkpointing: bool = False
     lora: bool = False
+    frozen_routers: bool = False
     value: bool = False  # train a separate critic
     head: bool = False  # train a critic that is a head on the policy
     rank_zero_loading: bool = False
@@ -95,6 +96,8 @@ def build_network(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda 
     if case.lora:
         model = with_random_adapters(model, dim=4)
         _double(model, case.dtype)
+    if case.frozen_routers:
+        assert freeze_routers(model)
     kind = ValueNetwork if case.value else Network
     return kind(model, precision=case.precision or case.dtype, chunk=5, packed=case.packed)
 

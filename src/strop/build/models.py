@@ -28,7 +28,7 @@ from strop.models.classifiers import load_classifier, set_pad_token
 from strop.models.loading import ModelNotFound, cast_weights, find_stop_token_ids, load_model, load_tokenizer
 from strop.models.lora import add_adapters, count_parameters
 from strop.models.malloc import reuse_freed_memory
-from strop.models.network import Network, disable_dropout
+from strop.models.network import Network, disable_dropout, freeze_routers
 from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
@@ -200,6 +200,8 @@ def _make_network(make: Callable[..., Any], model: Any, config: ModelConfig, loa
     make = partial(make, precision=PRECISIONS[config.precision])
     network = loader.make_network(model, make) if config.sequence_packing.enabled else make(model, packed=False)
     cast_weights(model, PRECISIONS[config.weights_dtype])
+    if config.freeze_moe_router:
+        log.info("%d routers of experts are frozen", len(freeze_routers(model)))
     return network
 
 

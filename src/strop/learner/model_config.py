@@ -19,7 +19,7 @@ from strop.problems import Problem
 class ModelConfig(BaseConfig):
     """A model and its training."""
 
-    identity_keys: ClassVar[tuple[str, ...]] = ("model_name", "hf_config_overrides", "weights_dtype")
+    identity_keys: ClassVar[tuple[str, ...]] = ("model_name", "hf_config_overrides", "weights_dtype", "freeze_moe_router")
     unrelated_keys: ClassVar[tuple[str, ...]] = (
         "device",
         "num_threads",
@@ -63,6 +63,9 @@ class ModelConfig(BaseConfig):
     )
     logprob_chunk_size: int | None = Field(
         1024, ge=1, description="Tokens with float32 logits in memory at once; null is all of a micro-batch (tokens)."
+    )
+    freeze_moe_router: bool = Field(
+        False, description="Do not train the weights that choose the experts of a token; nothing in a model without experts."
     )
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient to this norm; null does not clip.")
     optimizer: OptimizerConfig = subsection(OptimizerConfig)

@@ -274,3 +274,16 @@ def disable_dropout(model: nn.Module) -> Sequence[str]:
             module.attention_dropout = 0.0  # type: ignore[assignment]
             names.append("attention_dropout")
     return names
+
+
+def freeze_routers(model: nn.Module) -> Sequence[str]:
+    """Stop training the weights that choose the experts of each token, and return their names; none in a model without experts."""
+    names = [
+        f"{name}.{child}.weight"
+        for name, block in model.named_modules()
+        for child in ("gate", "router")
+        if isinstance(getattr(block, "experts", None), nn.Module) and hasattr(getattr(block, child, None), "weight")
+    ]
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    return names

@@ -122,6 +122,22 @@ def test_the_run_s_steps_are_the_length_of_a_schedule_that_sets_none(tiny_model_
     assert rates[0] > rates[15] > rates[29] > 0 and made.optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.parametrize(("unit", "first_batches"), [("batch", [0.1, 0.2, 0.3]), ("optimizer_step", [0.1, 0.5, 0.9])])
+def test_a_warm_up_of_ten_lasts_ten_batches_of_four_optimizer_steps(
+    unit: str, first_batches: list[float], tiny_model_folder: Path
+) -> None:
+    batches = ["grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=4"]
+    schedule = ["policy.scheduler={name: constant, kwargs: {warmup_steps: 10}}", "policy.optimizer.kwargs.lr=1.0"]
+    found = config("grpo", tiny_model_folder, *batches, *schedule, f"policy.scheduler_unit={unit}")
+    made = learners(found, load_policy(found.policy), GRPO())["policy"]
+    rates = []
+    for _ in range(12):
+        for parameter in made.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        rates.append(made.step()["lr"].value)
+    assert rates[::4] == pytest.approx(first_batches)
+
+
 # --- learners ----------------------------------------------------------------------------------------------------------------------
 
 

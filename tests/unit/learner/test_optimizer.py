@@ -10,11 +10,12 @@ from torch import nn
 
 from strop.learner.torch.optimizer import (
     load_optimizer,
+    make_optimizer,
     make_parameter_groups,
     make_scheduler,
     matches_any,
 )
-from strop.learner.torch.optimizer_config import OptimizerGroupConfig
+from strop.learner.torch.optimizer_config import OptimizerConfig, OptimizerGroupConfig
 from support.learners import make_named_optimizer, make_scheduler_config
 
 NAMES = (
@@ -358,3 +359,11 @@ def _bytes(tensor: torch.Tensor) -> int:
         [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]] if hasattr(tensor, "__tensor_flatten__") else [tensor]
     )
     return sum(part.numel() * part.element_size() for part in parts)
+
+
+def test_weights_of_one_dimension_are_not_decayed_where_megatron_does_not() -> None:
+    ours = [(name, nn.Parameter(torch.ones(2) if "norm" in name or "bias" in name else torch.ones(2, 2))) for name in NAMES]
+    config = OptimizerConfig(kwargs={"lr": 0.1, "weight_decay": 0.5}, decay_vectors=False, no_decay=("embed",))
+    groups = make_optimizer(config, ours).param_groups
+    decays = {name: group["weight_decay"] for group in groups for name in group["param_names"]}
+    assert decays == {name: 0.5 if name.endswith(("proj.weight", "head.weight")) else 0.0 for name in NAMES}

@@ -275,3 +275,10 @@ def test_a_resumed_run_follows_the_number_of_steps_in_force() -> None:
     resumed.load_state_dict(scheduler.state_dict())
     wanted = follow(make_scheduler(make_scheduler_config(*schedule), longer, total_steps=20), longer, 20)
     assert follow(resumed, second, 15)[1:] == wanted[6:]
+
+
+def test_a_warm_up_with_a_first_rate_is_a_line_from_it_to_the_whole_rate() -> None:
+    for name in SCHEDULES:
+        found = ratios(name, 5, total_steps=40, warmup_steps=4, warmup_init_ratio=0.2)
+        assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0]), name
+    assert ratios("constant", 3, warmup_steps=2, warmup_init_ratio=0.0) == [0.0, 0.5, 1.0]

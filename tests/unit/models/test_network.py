@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strop.models.loading import ModelNotFound, find_stop_token_ids, load_model, load_tokenizer
-from strop.models.network import Network, disable_dropout
+from strop.models.network import Network, disable_dropout, freeze_routers
 from strop.sampling import Sampling
 from support.models import FAMILIES, WINDOW, build
 from support.rollouts import pack_grpo, simple_groups
@@ -125,3 +125,13 @@ def test_configuration_overrides_reach_the_model_and_unknown_ones_are_refused(ti
 def test_a_folder_that_is_not_there_is_named() -> None:
     with pytest.raises(ModelNotFound, match=r"there is no folder \./nowhere"):
         load_model("./nowhere")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_frozen_routers_are_those_that_choose_experts_and_nothing_else(family: str) -> None:
+    model = build(family)
+    frozen = set(freeze_routers(model))
+    experts = {name.split(".experts.")[0] for name, _ in model.named_parameters() if ".experts." in name}
+    assert {name.rpartition(".gate")[0] for name in frozen} == experts and len(experts) in (1, 2)
+    assert frozen == {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert not freeze_routers(build("llama"))

@@ -144,7 +144,7 @@ def _apply_weights_dtype(model: nn.Module, weights_dtype: torch.dtype | None) ->
             "weights_dtype=float32"
         )
     cast_weights(model, weights_dtype)
-    for parameter in trained:
+    for parameter in model.parameters():  # frozen ones too: the weights of a group are gathered in one dtype
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     return MixedPrecisionPolicy(param_dtype=weights_dtype, reduce_dtype=torch.float32)
 

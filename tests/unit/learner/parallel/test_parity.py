@@ -32,6 +32,7 @@ CASES: dict[str, Case] = {
     "fsdp 2, checkpointing, few groups": Case(sizes=ParallelDims(shard=2), shapes=FEW, checkpointing=True),
     "fsdp 2, tied, sequence ratios": Case(sizes=ParallelDims(shard=2), family="qwen2", algorithm="gspo"),
     "fsdp 2, experts": Case(sizes=ParallelDims(shard=2), family="qwen3_moe"),
+    "fsdp 2, experts, frozen routers": Case(sizes=ParallelDims(shard=2), family="qwen3_moe", frozen_routers=True),
     "fsdp 2, padded rows": Case(sizes=ParallelDims(shard=2), packed=False),
     "fsdp 2, sft": Case(sizes=ParallelDims(shard=2), algorithm="sft"),
     "fsdp 2, dpo": Case(sizes=ParallelDims(shard=2), algorithm="dpo"),
@@ -64,6 +65,10 @@ CASES: dict[str, Case] = {
     ),
 }
 COARSE: dict[str, tuple[Case, Differences]] = {
+    "fsdp 2, frozen routers, bfloat16 weights": (
+        Case(sizes=ParallelDims(shard=2), family="qwen3_moe", frozen_routers=True, steps=1, **BF16),
+        BFLOAT16,
+    ),
     "fsdp 2, float32": (Case(sizes=ParallelDims(shard=2), dtype=torch.float32), FLOAT32),
     "context 2, softcap, float32": (Case(sizes=ParallelDims(context=2), family="gemma2", dtype=torch.float32), FLOAT32),
     "fsdp 2, autocast": (
@@ -84,6 +89,8 @@ BOUNDS = {**{name: (case, EXACT) for name, case in CASES.items()}, **COARSE}
 KEPT = (  # each way of dividing, each kind of model and of loss at least once
     "fsdp 2, tied, sequence ratios",
     "fsdp 2, experts",
+    "fsdp 2, experts, frozen routers",
+    "fsdp 2, frozen routers, bfloat16 weights",
     "fsdp 2, padded rows",
     "fsdp 2, sft",
     "fsdp 2, dpo",

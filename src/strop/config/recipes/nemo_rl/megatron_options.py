@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import describe, is_switched_off
 
+SIZES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size", "sequence_parallel", "activation_checkpointing",
+)  # fmt: skip
+NUMBERS = (
+    "optimizer.lr", "optimizer.min_lr", "optimizer.weight_decay", "optimizer.adam_beta1", "optimizer.adam_beta2",
+    "optimizer.adam_eps", "optimizer.sgd_momentum", "optimizer.clip_grad", "scheduler.start_weight_decay",
+    "scheduler.end_weight_decay", "scheduler.lr_decay_iters", "scheduler.lr_warmup_iters", "scheduler.lr_warmup_init",
+    "scheduler.lr_warmup_fraction", "scheduler.lr_wsd_decay_iters", "mtp_num_layers", "mtp_loss_scaling_factor",
+)  # fmt: skip
+TRANSLATED = (  # what stands in one key of the torch learner
+    *(number for number in NUMBERS if "." in number), "optimizer.optimizer", "optimizer.bf16", "optimizer.fp16",
+    "optimizer.decoupled_weight_decay", "scheduler.lr_decay_style", "scheduler.lr_wsd_decay_style", "scheduler.weight_decay_incr_style",
+    *(f"peft.{name}" for name in (
+        "enabled", "target_modules", "exclude_modules", "dim", "alpha", "dropout", "dropout_position", "lora_A_init_method",
+        "lora_B_init_method",
+    )),
+)  # fmt: skip
 SPEED = "it changes the speed of Megatron Core's kernels and communication"
 MEMORY = "it changes memory and speed"
 TOWERS = "it is about images and sound, and models here read only text"
@@ -34,32 +51,80 @@ UNUSED_OPTIONS: Mapping[str, tuple[str, ...]] = {  # why -> options
     ),
     "metrics of experts are not logged": ("moe_per_layer_logging", "track_moe_metrics"),
     "it is about FP8, which is switched off": ("first_last_layers_bf16", "num_layers_at_*_in_bf16"),
+    "masters and moments are float32, sharded over the ranks; dtensor_cfg.cpu_offload=true keeps them in the CPU's memory": (
+        "optimizer.params_dtype", "optimizer.use_distributed_optimizer", "optimizer.use_precision_aware_optimizer",
+        "optimizer.optimizer_cpu_offload", "optimizer.optimizer_offload_fraction", "optimizer.overlap_*",
+    ),
+    "a resumed run follows the configuration": ("scheduler.*_opt_param_scheduler",),
+    "adapters are float32, and each rank has those of its layers": ("peft.lora_dtype", "peft.a2a_experimental"),
     TOWERS: ("freeze_config", "freeze_vision_*", "freeze_sound_*", "radio_*"),
 }  # fmt: skip
 
 
 def translate_options(recipe: Recipe, section: str) -> None:
     """Note what becomes of every option of ``megatron_cfg`` that has no counterpart, and refuse those that are not known."""
+    for name in TRANSLATED:
+        recipe.drop(f"{section}.{name}")
     for translate in (_translate_experts, _translate_multi_token_prediction, _refuse_low_precision, _move_environment):
         translate(recipe, section)
     for why, names in UNUSED_OPTIONS.items():
         for name in names:
             for key in list(recipe.find(f"{section}.{name}")):
                 recipe.unused(key, why)
-    for key in list(recipe.find(f"{section}.*")):
+    for key in _remaining(recipe, section):
         if key != f"{section}.enabled":
             what = f"found {describe(recipe.value(key))}, but what this option of Megatron Core would be here is not known"
             recipe.refuse(key, what, "Remove the key.")
 
 
+def _remaining(recipe: Recipe, section: str) -> list[str]:
+    """Return the options that no rule has dropped, those of the optimizer, the schedule and the adapters one by one."""
+    keys = list(recipe.find(f"{section}.*"))
+    inner = {f"{section}.{name}" for name in ("optimizer", "scheduler", "peft")}
+    return [leaf for key in keys for leaf in (recipe.find(f"{key}.*") if key in inner else [key])]
+
+
+def refuse_wrong_switch(recipe: Recipe, model: str) -> bool:
+    """Refuse a section whose ``enabled`` is neither true nor false; return whether it is."""
+    key = f"{model}.megatron_cfg.enabled"
+    if isinstance(recipe.value(key, False), bool):
+        return False
+    _refuse_value(recipe, key, "true or false")
+    recipe.drop(f"{model}.megatron_cfg")
+    return True
+
+
+def refuse_wrong_values(recipe: Recipe, section: str) -> bool:
+    """Refuse values of another type than Megatron Core's; return whether there are any."""
+    found = len(recipe.differences)
+    for name in ("optimizer", "scheduler", "peft", "fp8_cfg"):
+        if not isinstance(recipe.value(f"{section}.{name}", {}), Mapping):
+            _refuse_value(recipe, f"{section}.{name}", "a section, with keys under it")
+    for name in SIZES:
+        value = recipe.value(f"{section}.{name}", 1)
+        if "size" in name and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            _refuse_value(recipe, f"{section}.{name}", "a whole number of at least 1")
+    for name in NUMBERS:
+        value = recipe.value(f"{section}.{name}", 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            _refuse_value(recipe, f"{section}.{name}", "a number of at least 0")
+    return len(recipe.differences) > found
+
+
+def _refuse_value(recipe: Recipe, key: str, wanted: str) -> None:
+    recipe.refuse(key, f"found {describe(recipe.value(key))}; it must be {wanted}", "Correct it.")
+
+
 def _translate_experts(recipe: Recipe, section: str) -> None:
-    """Mixtures of experts: the torch learner trains the router, without a loss that balances its load."""
+    """Mixtures of experts: no loss balances the load of the router, and its bias does not change."""
+    frozen = f"{section}.freeze_moe_router"
+    if recipe.is_set(frozen):
+        recipe.rename(frozen, f"{section.split('.')[0]}.freeze_moe_router")
     mixture = recipe.value(f"{section}.expert_model_parallel_size", 1) > 1
     changed, no_experts = Effect.CHANGED, "it is about mixtures of experts"
     balancing = not is_switched_off(recipe.value(f"{section}.moe_router_load_balancing_type", "none"))
     balancing = balancing and recipe.value(f"{section}.moe_aux_loss_coeff", 1.0) != 0
     notes: dict[str, tuple[bool, str]] = {
-        "freeze_moe_router": (mixture, "the router is trained with the rest of the model"),
         "moe_router_load_balancing_type": (balancing, "no loss that balances the load of experts is added"),
         "moe_router_bias_update_rate": (mixture, "the router's expert bias stays as the model has it"),
         "moe_router_dtype": (mixture, "the router computes in the data type that the model's own code chooses"),
@@ -95,6 +160,9 @@ def _translate_multi_token_prediction(recipe: Recipe, section: str) -> None:
 
 
 def _refuse_low_precision(recipe: Recipe, section: str) -> None:
+    tower = f"{section}.freeze_config.freeze_language_model"
+    if recipe.value(tower, False):
+        recipe.refuse(tower, "found true, but then nothing that models of text have is trained", "Set it to false.")
     if recipe.value(f"{section}.fp8_cfg.enabled", False):
         text = "found true, but training in FP8 is not in this version"
         recipe.refuse(f"{section}.fp8_cfg.enabled", text, f"Set {section}.fp8_cfg.enabled=false to train in bfloat16.")
@@ -119,6 +187,9 @@ def move_environment(recipe: Recipe, key: str) -> None:
     if not recipe.is_set(key):
         return
     variables = recipe.value(key, {})
+    if not isinstance(variables, Mapping):
+        _refuse_value(recipe, key, "a section, with the variables under it")
+        return
     for name, value in variables.items():
         to = f"cluster.roles.learner.env_vars.{name}"
         if not recipe.is_set(to):
@@ -128,6 +199,3 @@ def move_environment(recipe: Recipe, key: str) -> None:
     else:
         recipe.note(key, Effect.UNUSED, "it is empty")
     recipe.drop(key)
-
-
-Translate = Callable[[Recipe, str], Any]

@@ -7,16 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from strop.config.recipes.difference import Effect
-from strop.config.recipes.nemo_rl.megatron_options import translate_options
+from strop.config.recipes.nemo_rl.megatron_options import SIZES, refuse_wrong_switch, refuse_wrong_values, translate_options
 from strop.config.recipes.nemo_rl.megatron_schedule import make_schedule_section
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule
 
 MODELS = ("policy", "value", "teacher")
-SIZES = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
-    "expert_tensor_parallel_size", "sequence_parallel", "activation_checkpointing",
-)  # fmt: skip
 FUSED_LAYERS = {  # Megatron's linear layers -> those of Hugging Face models
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
@@ -27,8 +23,9 @@ FUSED_LAYERS = {  # Megatron's linear layers -> those of Hugging Face models
 
 def choose_learner(recipe: Recipe) -> None:
     """Translate the sections of the models that Megatron Core would train, or refuse them all with one refusal."""
-    present = [model for model in MODELS if recipe.is_set(f"{model}.megatron_cfg")]
-    asked = [model for model in present if recipe.value(f"{model}.megatron_cfg.enabled") is True]
+    present = [model for model in MODELS if isinstance(recipe.value(f"{model}.megatron_cfg"), Mapping)]
+    present = [model for model in present if recipe.is_set(f"{model}.megatron_cfg") and not refuse_wrong_switch(recipe, model)]
+    asked = [model for model in present if recipe.value(f"{model}.megatron_cfg.enabled")]
     if recipe.value("policy.backend") == "torch":
         for model in asked:
             _translate_model(recipe, model)
@@ -51,6 +48,8 @@ def choose_learner(recipe: Recipe) -> None:
 def _translate_model(recipe: Recipe, model: str) -> None:
     """Move what ``megatron_cfg`` says of a model to the sections of the torch learner."""
     section = f"{model}.megatron_cfg"
+    if refuse_wrong_values(recipe, section):
+        return
     sizes = _translate_sizes(recipe, section)
     if model == "teacher":
         if recipe.is_own_key("teacher.dtensor_cfg"):
@@ -62,7 +61,7 @@ def _translate_model(recipe: Recipe, model: str) -> None:
         _translate_schedule(recipe, model)
     adapters = _translate_adapters(recipe, f"{section}.peft")
     _replace(recipe, f"{model}.dtensor_cfg", {"enabled": True, **sizes, **adapters}, section)
-    for name in ("optimizer", "scheduler", "peft", *SIZES):
+    for name in SIZES:
         recipe.drop(f"{section}.{name}")
     translate_options(recipe, section)
 
@@ -74,6 +73,8 @@ def _replace(recipe: Recipe, key: str, value: Any, section: str) -> None:
     """
     start, asked = recipe.layer_of("policy.backend"), recipe.layer_of(f"{section}.enabled")
     kept = {leaf: recipe.value(leaf) for leaf in _leaves(recipe, key) if recipe.layer_of(leaf) >= start > asked}
+    if not kept and recipe.value(key) not in (None, value) and recipe.is_set(key):
+        recipe.note(key, Effect.UNUSED, f"{section} says it where Megatron Core trains")
     recipe.set(key, value, because=f"{section}.enabled")
     for leaf, own in kept.items():
         recipe.set(leaf, own, because=leaf)
@@ -115,16 +116,7 @@ def _translate_optimizer(recipe: Recipe, model: str) -> None:
     shown = ", ".join(f"{option}={_show(value)}" for option, value in kwargs.items())
     recipe.note(key, Effect.RENAMED, f"{model}.optimizer is {torch_name} with {shown} here, without decay of biases and norms")
     limit = options.get("clip_grad", recipe.value(f"{model}.max_grad_norm"))
-    _replace(recipe, f"{model}.max_grad_norm", limit or None, f"{model}.megatron_cfg")
-    moved = [
-        name
-        for name in options
-        if name in ("optimizer_cpu_offload", "use_distributed_optimizer", "use_precision_aware_optimizer")
-    ]
-    for name in moved:
-        recipe.note(
-            f"{key}.{name}", Effect.UNUSED, "it changes memory; masters and moments are float32 here, and sharded over the ranks"
-        )
+    _replace(recipe, f"{model}.max_grad_norm", float(limit) if limit else None, f"{model}.megatron_cfg")
 
 
 def _find_weight_decay(recipe: Recipe, model: str) -> float:
@@ -147,7 +139,7 @@ def _translate_schedule(recipe: Recipe, model: str) -> None:
     try:
         scheduler = make_schedule_section(options, optimizer.get("lr") or 0.0, optimizer.get("min_lr") or 0.0)
     except ValueError as error:
-        recipe.refuse(f"{key}.lr_decay_style", str(error), f"Correct {key}.")
+        recipe.refuse(f"{key}.lr_decay_style", str(error), "Set it to one that is, with its options.")
         return
     _replace(recipe, f"{model}.scheduler", scheduler, f"{model}.megatron_cfg")
     arguments = ", ".join(f"{name}={_show(value)}" for name, value in (scheduler or {}).get("kwargs", {}).items())
@@ -204,6 +196,8 @@ def _translate_adapters(recipe: Recipe, key: str) -> dict[str, Any]:
     """Return ``lora_cfg`` for the adapters of ``megatron_cfg.peft``, if they are enabled."""
     options: Mapping[str, Any] = recipe.value(key, {})
     if not options.get("enabled"):
+        if recipe.is_set(key):
+            recipe.unused(key, "it is switched off")
         return {}
     if (start := options.get("lora_B_init_method", "zero")) != "zero":
         recipe.refuse(f"{key}.lora_B_init_method", f"found {start!r}, but B starts at zero here", "Set it to zero.")
@@ -212,7 +206,7 @@ def _translate_adapters(recipe: Recipe, key: str) -> dict[str, Any]:
     names = {"dim": "dim", "alpha": "alpha", "dropout": "dropout", "dropout_position": "dropout_position"}
     values = {own: options[name] for name, own in {**names, "lora_A_init_method": "lora_A_init"}.items() if name in options}
     values |= {"target_modules": _split_layers(targets), "exclude_modules": _split_layers(excluded)}
-    layers = ", ".join(values["target_modules"]) or "all linear layers"
+    layers = ", ".join(values["target_modules"]) or "all linear layers but the output layer"
     recipe.note(
         key,
         Effect.CHANGED,

@@ -96,12 +96,30 @@ def test_policy_value_and_teacher_are_refused_together() -> None:
     assert critic.dtensor_cfg.enabled and critic.optimizer.kwargs["lr"] == 1e-5
 
 
+def test_a_teacher_for_megatron_core_goes_the_way_of_its_student() -> None:
+    on = "megatron_cfg={enabled: true, tensor_model_parallel_size: 1, apply_rope_fusion: true, optimizer: {lr: 1e-5}}"
+    recipe = [
+        "policy.model_name=m",
+        "teacher.model_name=t",
+        "data.train.env_name=math",
+        "env.math={}",
+        f"policy.{on}",
+        f"teacher.{on}",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, recipe, root=TRAINING_RUNS["distillation"])
+    assert [problem.key for problem in caught.value.problems] == ["policy.megatron_cfg.enabled"]
+    loaded = load_config(None, [*recipe, TORCH], root=TRAINING_RUNS["distillation"])
+    assert loaded.config.policy.optimizer.kwargs["lr"] == 1e-5
+    assert "a teacher only scores" in {d.key: d.text for d in loaded.differences}["teacher.megatron_cfg"]
+
+
 def test_the_torch_learner_trains_with_megatron_s_rate_warm_up_and_sizes(recipe: Path) -> None:
     loaded = load(recipe, TORCH)
     policy = loaded.config.policy
     assert policy.optimizer.name == "torch.optim.AdamW" and not policy.optimizer.decay_vectors
     assert policy.optimizer.kwargs == {"lr": 3e-7, "weight_decay": 0.01, "betas": [0.9, 0.95], "eps": 1e-7}
-    assert policy.max_grad_norm == 0.5 and policy.scheduler_unit == "batch"
+    assert policy.freeze_moe_router and policy.max_grad_norm == 0.5 and policy.scheduler_unit == "batch"
     (stage,) = policy.scheduler.stages
     assert stage.name == "constant" and stage.kwargs == {"warmup_steps": 13, "warmup_init_ratio": pytest.approx(0.1)}
     torch = policy.dtensor_cfg
@@ -142,12 +160,12 @@ def test_a_recipe_without_an_optimizer_of_megatron_s_keeps_the_policy_s(recipe: 
 
 CHANGES = [
     ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size", "no pipeline stages"),
-    ({"expert_model_parallel_size": 4}, "freeze_moe_router", "the router is trained"),
-    ({"expert_model_parallel_size": 4, "freeze_moe_router": "false", "moe_router_dtype": "fp64"}, "moe_router_dtype", "the model's own code"),
+    ({"expert_model_parallel_size": 4, "moe_router_bias_update_rate": 0.001}, "moe_router_bias_update_rate", "bias stays"),
+    ({"expert_model_parallel_size": 4, "moe_router_dtype": "fp64"}, "moe_router_dtype", "the model's own code"),
     ({"moe_router_load_balancing_type": "aux_loss"}, "moe_router_load_balancing_type", "no loss that balances"),
     ({"mtp_num_layers": 2, "mtp_detach_heads": "true", "mtp_loss_scaling_factor": 0.3}, "mtp_num_layers", "not trained"),
     (
-        {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2, "freeze_moe_router": "false"},
+        {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 2},
         "expert_model_parallel_size", "over 4 ranks instead of 2",
     ),
 ]  # fmt: skip
@@ -174,6 +192,13 @@ def test_what_the_torch_learner_does_otherwise_is_said_and_warned_of(
         ("scheduler.lr_decay_style=triangle", "scheduler.lr_decay_style", "none of constant, linear"),
         ("peft={enabled: true, dim: 8, alpha: 32, lora_B_init_method: normal}", "peft.lora_B_init_method", "B starts at zero"),
         ("some_new_option=3", "some_new_option", "is not known"),
+        ("optimizer.exp_avg_dtype=bf16", "optimizer.exp_avg_dtype", "is not known"),
+        ("scheduler.lr_warmup_samples=3", "scheduler.lr_warmup_samples", "is not known"),
+        ("freeze_config.freeze_language_model=true", "freeze_config.freeze_language_model", "nothing that models of text have"),
+        ("tensor_model_parallel_size=two", "tensor_model_parallel_size", "a whole number of at least 1"),
+        ("optimizer.lr=3e-7x", "optimizer.lr", "a number of at least 0"),
+        ("scheduler=none", "scheduler", "a section"),
+        ("env_vars=[A]", "env_vars", "a section, with the variables under it"),
     ],
 )
 def test_what_the_torch_learner_cannot_do_is_refused_at_its_key(recipe: Path, option: str, key: str, text: str) -> None:
@@ -184,6 +209,11 @@ def test_what_the_torch_learner_cannot_do_is_refused_at_its_key(recipe: Path, op
 def test_a_loss_of_multi_token_prediction_that_trains_the_model_is_refused(recipe: Path) -> None:
     options = [f"policy.megatron_cfg.{option}" for option in ("mtp_num_layers=2", "mtp_loss_scaling_factor=0.3")]
     assert list(refusals(recipe, TORCH, *options)) == ["policy.megatron_cfg.mtp_num_layers"]
+
+
+@pytest.mark.parametrize("key", ["policy.megatron_cfg=7", "policy.megatron_cfg.enabled=perhaps"])
+def test_a_section_of_the_wrong_kind_is_refused_as_it_is_of_other_sections(recipe: Path, key: str) -> None:
+    assert list(refusals(recipe, key)) == [key.partition("=")[0]]
 
 
 def test_adapters_of_fused_layers_become_adapters_of_their_parts(recipe: Path) -> None:
