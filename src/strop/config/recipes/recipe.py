@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ class Recipe:
         self.root = root
         self.source = source
         self.differences: list[Difference] = []
+        self.explained: list[str] = []  # patterns of keys of which a refusal has said what there is to say
         self._written = source  # as the recipe was read
         self._changed: set[KeyPath] = set()
 
@@ -83,8 +84,9 @@ class Recipe:
         self.drop(key)
 
     def refuse(self, key: str, text: str, fix: str) -> None:
-        """Drop a key that asks for something that Strop would not do; the recipe is refused."""
-        self.note(key, Effect.REFUSED, text, fix)
+        """Drop a key that asks for something that Strop would not do; the recipe is refused, unless it is for a reason around this one."""
+        if not matches_any(key, self.explained):
+            self.note(key, Effect.REFUSED, text, fix)
         self.drop(key)
 
     def rename(self, key: str, to: str, value: Any = None, *, effect: Effect = Effect.RENAMED, text: str = "") -> None:
@@ -106,6 +108,13 @@ class Recipe:
                 origin = self.source.find_origin(path) or Origin("the recipe")
                 _, self.source = set_key(self.source, path, before, origin)
         return self.source
+
+
+def matches_any(key: str, patterns: Iterable[str]) -> bool:
+    """Return whether a key, or a section around it, matches one of the patterns."""
+    parts = key.split(".")
+    keys = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return any(fnmatchcase(inner, pattern) for pattern in patterns for inner in keys)
 
 
 def _get(tree: Any, key: str) -> Any:

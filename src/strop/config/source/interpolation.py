@@ -1,11 +1,12 @@
 """Interpolation with ``${...}``: absolute (``${policy.model_name}``), relative (``${.a}``, ``${..a}``), and arithmetic.
 
-``${mul:a,b}``, ``${add:a,b}``, ``${sub:a,b}`` and ``${div:a,b}`` nest; ``div`` of integers is an integer where it is exact.
-``${env:NAME}`` and ``${env:NAME,default}`` read the environment. ``\\${`` is a literal ``${``.
+``${mul:a,b}``, ``${add:a,b}``, ``${sub:a,b}``, ``${div:a,b}``, ``${max:a,b}`` and ``${min:a,b}`` nest; ``div`` of integers is an integer
+where it is exact. ``${env:NAME}`` and ``${env:NAME,default}`` (or ``oc.env``) read the environment. ``\\${`` is a literal ``${``.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -18,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from strop.config.source.yaml_source import KeyPath
 
 LARGEST = 10**30  # of a result; what lies beyond is a mistake, or made to fill the memory
+UNSET_VARIABLE = "the environment variable"
 MOST_COPIES = 10_000  # how often a text may occur in another through interpolations
 LONGEST_INTERPOLATED = 10_000  # characters
 
@@ -53,6 +55,8 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "add": _arithmetic(lambda *numbers: sum(numbers)),
     "sub": _arithmetic(lambda a, b: a - b),
     "div": _arithmetic(_divide),
+    "max": _arithmetic(max),
+    "min": _arithmetic(min),
     "env": _read_environment,
 }
 
@@ -102,10 +106,17 @@ def _is_parsable(path: KeyPath, text: str, errors: dict[KeyPath, str]) -> bool:
             f"{text!r:.200} has {len(text)} characters, too many to read ${{...}} in them; write \\${{ for a literal ${{"
         )
         return False
+    if not _parses(text):
+        errors[path] = f"{text!r} cannot be read as an interpolation; write ${{section.key}}, or \\${{ for a literal ${{"
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _parses(text: str) -> bool:
     try:
         OmegaConf.create({"value": text})
     except (OmegaConfBaseException, RecursionError):
-        errors[path] = f"{text!r} cannot be read as an interpolation; write ${{section.key}}, or \\${{ for a literal ${{"
         return False
     return True
 
@@ -122,13 +133,15 @@ def _resolve_value(tree: DictConfig, path: KeyPath, text: str, errors: dict[KeyP
 
 
 def _find_child(node: DictConfig, name: str) -> Any:
-    return next((key for key in node if str(key) == name), name)
+    return name if name in node else next((key for key in node if str(key) == name), name)
 
 
 def _explain(error: Exception) -> str:
     if isinstance(error, RecursionError) or "ecursive" in str(error) or "recursion" in str(error):
         return "it refers to itself"
     first = str(error).splitlines()[0]
+    if variable := re.search(r"[Ee]nvironment variable '?(?P<name>\w+)'? (?:is not set|not found)", first):
+        return f"{UNSET_VARIABLE} {variable['name']} is not set"
     missing = re.search(r"(?:Interpolation key|Error resolving key) '(?P<key>[^']*)'", first)
     return f"there is no key {missing['key']}" if missing else first
 

@@ -10,13 +10,15 @@ from strop.config.recipes.nemo_rl.model_rules import MODEL_RULES
 from strop.config.recipes.nemo_rl.run_rules import RUN_RULES
 from strop.config.recipes.nemo_rl.teacher_rules import TEACHER_RULES
 from strop.config.recipes.nemo_rl.training_rules import TRAINING_RULES
+from strop.config.recipes.nemo_rl.unsupported_rules import UNSUPPORTED_RULES
 from strop.config.recipes.rules import Rule
 
 NEMO_RL_RULES: tuple[Rule, ...] = (
+    *TEACHER_RULES,
+    *UNSUPPORTED_RULES,
     *RUN_RULES,
     *ENVIRONMENT_RULES,
     *TRAINING_RULES,
-    *TEACHER_RULES,
     *MEGATRON_RULES,
     *MODEL_RULES,
     *GENERATION_RULES,
