@@ -82,12 +82,12 @@ def load_source(
     config, invalid = validate_source(source, root)
     invalid = [problem for problem in invalid if not translation.explains(problem.key)]
     problems += unnamed + contradictions + translation.problems + invalid + ([] if invalid else find_infinite_numbers(source))
+    if config is not None and check and len(problems) == len(translation.problems):
+        errors = [problem for problem in run_checks.find_errors(config) if not translation.explains(problem.key)]
+        problems += [_with_origin(problem, source) for problem in errors]
     if config is None or problems:
         raise ConfigError(problems)
     if check:
-        errors = [_with_origin(problem, source) for problem in run_checks.find_errors(config)]
-        if errors:
-            raise ConfigError(errors)
         warnings += [_with_origin(problem, source) for problem in run_checks.find_warnings(config)]
     return LoadedConfig(config, tuple(warnings), source.files, tuple(overrides), translation.differences, source)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +30,7 @@ class Recipe:
         self.explained: list[str] = []  # patterns of keys of which a refusal has said what there is to say
         self._written = source  # as the recipe was read
         self._changed: set[KeyPath] = set()
+        self._listed: tuple[ConfigSource | None, list[str]] = (None, [])
 
     @cached_property
     def resolved(self) -> Mapping[str, Any]:
@@ -56,7 +58,20 @@ class Recipe:
 
     def find(self, pattern: str) -> Iterator[str]:
         """Yield the keys and sections that the recipe writes and ``pattern`` (as in ``fnmatch``) matches, outermost first."""
-        yield from _find(self.source.values, pattern, ())
+        if not any(character in pattern for character in "*?["):
+            yield from [pattern] if self.is_set(pattern) else []
+            return
+        matches, section = re.compile(translate(pattern)).match, "."
+        for key in self._keys():
+            if not key.startswith(section) and matches(key):
+                section = f"{key}."
+                yield key
+
+    def _keys(self) -> list[str]:
+        """Return every key and section that the recipe writes now, each section before its keys."""
+        if self._listed[0] is not self.source:
+            self._listed = self.source, list(_iter_keys(self.source.values, ""))
+        return self._listed[1]
 
     def set(self, key: str, value: Any, *, because: str) -> None:
         """Set a key, which counts as written where the key ``because`` of the recipe is."""
@@ -126,13 +141,11 @@ def _get(tree: Any, key: str) -> Any:
     return tree
 
 
-def _find(values: Mapping[str, Any], pattern: str, prefix: KeyPath) -> Iterator[str]:
+def _iter_keys(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for name, value in values.items():
-        path = (*prefix, str(name))
-        if fnmatchcase(key := ".".join(path), pattern):
-            yield key
-        elif isinstance(value, Mapping):
-            yield from _find(value, pattern, path)
+        yield f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _iter_keys(value, f"{prefix}{name}.")
 
 
 def _interpolated(value: Any, path: KeyPath) -> Iterator[KeyPath]:

@@ -88,8 +88,9 @@ def engine(backend: str, name: str, *options: str) -> Unsupported:
     return Unsupported(
         (f"*generation.backend={backend}",),
         f"the {name} generation backend is not in this version",
-        "Set policy.generation.backend=vllm, with its options in policy.generation.vllm_cfg.",
+        "Set policy.generation.backend to vllm, or to torch, the engine built into Strop.",
         details=tuple(f"*generation.{option}" for option in options),
+        hides=("*generation.*",),
     )
 
 
