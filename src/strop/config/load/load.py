@@ -5,6 +5,7 @@ files + overrides -> keys of NeMo-RL translated -> defaults of the schema -> int
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +30,8 @@ from strop.config.recipes.difference import Difference
 from strop.config.recipes.translation import translate_source
 from strop.config.schema.run_config import TRAINING_RUNS, GrpoRunConfig, TrainingRunConfig
 from strop.config.source import keys, yaml_text
-from strop.config.source.defaults import add_defaults
-from strop.config.source.interpolation import UNSET_VARIABLE, escape_interpolations, referenced_keys, resolve_interpolations
+from strop.config.source.defaults import resolve_source
+from strop.config.source.interpolation import UNSET_VARIABLE, escape_interpolations, referenced_keys
 from strop.config.source.yaml_source import ConfigSource, KeyPath, apply_overrides, describe_type, get_at, read_config_file
 from strop.problems import ConfigError, Origin, Problem
 
@@ -180,7 +181,8 @@ def _without_key(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
 
 def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT | None, list[Problem]]:
     """Return the configuration (None if it is invalid) and the problems of single keys."""
-    resolved, unresolved = resolve_interpolations(add_defaults(source.values, root))
+    shared, unresolved = resolve_source(source, root)
+    resolved = copy.deepcopy(shared)
     problems = [
         Problem(".".join(path), reason, _suggest_target(source, path, reason, root), source.find_origin(path))
         for path, reason in unresolved.items()

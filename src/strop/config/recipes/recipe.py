@@ -10,8 +10,7 @@ from typing import Any
 
 from strop.base_config import BaseConfig, KeyPath
 from strop.config.recipes.difference import Difference, Effect
-from strop.config.source.defaults import add_defaults
-from strop.config.source.interpolation import resolve_interpolations
+from strop.config.source.defaults import resolve_source
 from strop.config.source.keys import find_field
 from strop.config.source.yaml_source import ConfigSource, delete_key, get_at, set_key
 from strop.problems import COMMAND_LINE, Origin
@@ -35,7 +34,7 @@ class Recipe:
     @cached_property
     def resolved(self) -> Mapping[str, Any]:
         """Everything that the recipe sets, on top of the schema's defaults, as it was read; unresolvable values are None."""
-        return resolve_interpolations(add_defaults(self._written.values, self.root))[0]
+        return resolve_source(self._written, self.root)[0]
 
     def value(self, key: str, default: Any = None) -> Any:
         """Return what the recipe sets a key to, or the schema's default; ``default`` for a key that has neither, or is null."""
@@ -116,7 +115,7 @@ class Recipe:
         """Return the translated source. A key whose ``${...}`` would now say something else gets the value that it had."""
         if self.source is self._written:
             return self.source
-        now, _ = resolve_interpolations(add_defaults(self.source.values, self.root))
+        now, _ = resolve_source(self.source, self.root)
         for path in list(_interpolated(self.source.values, ())):
             before, after = (_get(tree, ".".join(path)) for tree in (self.resolved, now))
             if before != after and before is not None and not any(path[: len(own)] == own for own in self._changed):

@@ -13,7 +13,7 @@ from typing import Any
 import strop.config.recipes
 from strop.config.recipes.difference import Difference
 from strop.config.source import yaml_text
-from strop.config.source.yaml_source import ConfigSource
+from strop.config.source.yaml_source import ConfigSource, parse_once
 
 DEFAULT = "nemo-rl"  # whose keys are Strop's
 
@@ -48,7 +48,7 @@ def list_formats() -> dict[str, RecipeFormat]:
 def find_format(path: Path) -> RecipeFormat:
     """Return the format of a file, which is the default where no other matches."""
     try:
-        values, _ = yaml_text.parse(path.read_text(encoding="utf-8"))
+        values, _ = parse_once(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml_text.YamlError):
         return list_formats()[DEFAULT]  # which says what is wrong with the file
     found = (other for other in list_formats().values() if isinstance(values, dict) and other.matches(values))

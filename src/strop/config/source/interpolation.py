@@ -182,7 +182,8 @@ def _resolve_value(tree: DictConfig, path: KeyPath, text: str, errors: dict[KeyP
 
 
 def _find_child(node: DictConfig, name: str) -> Any:
-    return name if name in node else next((key for key in node if str(key) == name), name)
+    keys = node.keys()  # "in node" would resolve the value
+    return name if name in keys else next((key for key in keys if str(key) == name), name)
 
 
 def _explain(error: Exception) -> str:

@@ -21,9 +21,9 @@ from strop.problems import COMMAND_LINE, PYTHON, ConfigError, Origin, Problem
 KeyPath: TypeAlias = tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ConfigSource:
-    """Nested values, and the file and line of each."""
+    """Nested values, and the file and line of each. Equal only to itself, so that what is derived from it can be kept."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
@@ -125,7 +125,7 @@ def _read_single_file(path: Path, inheriting: tuple[Path, ...]) -> tuple[ConfigS
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(yaml_text.LONGEST_TEXT + 1)
-        values, lines = _parse_once(text)
+        values, lines = parse_once(text)
     except OSError as error:
         raise ConfigError([describe_missing_file(path, inheriting, error)]) from error
     except UnicodeDecodeError as error:
@@ -157,7 +157,7 @@ def _read_single_file(path: Path, inheriting: tuple[Path, ...]) -> tuple[ConfigS
     return ConfigSource(values, origins, (path,)), bases
 
 
-def _parse_once(text: str) -> tuple[Any, dict[KeyPath, int]]:
+def parse_once(text: str) -> tuple[Any, dict[KeyPath, int]]:
     """Parse a file; many recipes of a folder inherit from the same few."""
     values, lines = _parse(text)
     return _copy_values(values), lines
@@ -282,14 +282,22 @@ def _not_a_section(path: KeyPath, depth: int, value: Any, parent: Any, origin: O
 def delete_key(source: ConfigSource, path: KeyPath, origin: Origin) -> tuple[Problem | None, ConfigSource]:
     """Remove a key that a file sets, so that the schema's default holds."""
     dotted = ".".join(path)
-    values = _copy_values(source.values)
-    parent = get_at(values, path[:-1])
-    if not isinstance(parent, dict) or path[-1] not in parent:
+    parent = get_at(source.values, path[:-1])
+    if not isinstance(parent, Mapping) or path[-1] not in parent:
         fix = "~key removes a key that the file sets; this key is not set."
         return Problem(f"~{dotted}", f"{dotted} is not set", fix, origin), source
-    del parent[path[-1]]
+    values = _without(source.values, path)
     origins = {key: where for key, where in source.origins.items() if key[: len(path)] != path}
     return None, ConfigSource(values, origins, source.files)
+
+
+def _without(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
+    kept = dict(values)
+    if len(path) == 1:
+        del kept[path[0]]
+    else:
+        kept[path[0]] = _without(kept[path[0]], path[1:])
+    return kept
 
 
 def _copy_values(value: Any) -> Any:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule
 from strop.config.recipes.unsupported import Unsupported
+from strop.config.source.yaml_source import get_at
 
 MODALITY_DATASETS = (
     "clevr-cogent", "geometry3k", "refcoco", "mmpr-tiny", "audiomcq", "avqa", "daily-omni", "intent-train", "intent-bench",
     "general-conversation-jsonl",
 )  # fmt: skip
-MODALITY_ENVIRONMENTS = ("vlm", "clevr-cogent", "geometry3k", "refcoco", "mmpr-tiny")
 
 NEMO_GYM = Unsupported(
     (
@@ -21,7 +21,7 @@ NEMO_GYM = Unsupported(
         "data.*dataset_name=NemoGymDataset",
         "data.*env_name=nemo_gym",
         "*generation.vllm_cfg.expose_http_server",
-        "env.nemo_gym",
+        "env.nemo_gym.config_paths",
     ),
     "NeMo-Gym is not in this version",
     "Write the reward as a function (env.NAME.reward=file.py:function) or a class (env.NAME.type=file.py:Class), with data.train of your own.",
@@ -29,11 +29,9 @@ NEMO_GYM = Unsupported(
         "*generation.vllm_cfg.http_server_serving_chat_kwargs",
         "*generation.vllm_cfg.reasoning_parser_plugin",
         "env.should_*",
-        "grpo.invalid_tool_call_*",
-        "grpo.penalize_invalid_tool_call",
         "sif_dir",
     ),
-    hides=("env.*", "data.*", "grpo.*malformed_thinking*", "reward_penalties"),
+    hides=("env.*", "data.*", "grpo.*invalid_tool_call*", "grpo.*malformed_thinking*", "reward_penalties"),
 )
 MULTIMODAL = Unsupported(
     (
@@ -46,16 +44,13 @@ MULTIMODAL = Unsupported(
         "*generation.vllm_cfg.limit_mm_per_prompt",
         "*generation.vllm_cfg.video",
         "*generation.vllm_kwargs.limit_mm_per_prompt",
-        "grpo.deduplicate_multimodal_data",
         "*generation.vllm_cfg.reset_encoder_cache_after_weight_update",
         *(f"data.*dataset_name={name}" for name in MODALITY_DATASETS),
-        *(f"data.*env_name={name}" for name in MODALITY_ENVIRONMENTS),
         "data.*processor=vlm_*",
     ),
     "models read only text in this version, no images, sound or video",
     "Take a recipe on text, or set policy.model_name and data.train to a language model and texts.",
-    details=("data.*video_*", "*generation.bad_words", "data.*download_dir", "data.*allowed_problem_types"),
-    hides=("data.*", "env.*", "*.automodel_kwargs.freeze_config*"),
+    hides=("data.*", "env.*", "*generation.bad_words", "*.automodel_kwargs.freeze_config"),
 )
 FP8 = Unsupported(
     (
@@ -78,7 +73,6 @@ QUANTIZATION = Unsupported(
         "*generation.quant_*",
         "*generation.real_quant_*",
         "policy.disable_modelopt_layer_spec",
-        "policy.dequantize_base_checkpoint",
     ),
 )
 
@@ -158,6 +152,17 @@ BAD_WORDS = Unsupported(
 )
 
 
+def drop_frozen_towers(recipe: Recipe) -> None:
+    """Drop what freezes the towers of images and sound, through which a run on text sends no gradient."""
+    for key in list(recipe.find("*.automodel_kwargs.freeze_config")):
+        if recipe.value(f"{key}.freeze_language_model"):
+            fix = "Set it to false; policy.dtensor_cfg.lora_cfg trains a small part of it."
+            recipe.refuse(f"{key}.freeze_language_model", "found true, but it is what a run on text trains", fix)
+        recipe.unused(key, "a run on text sends no gradient through the towers of images and sound")
+        if not get_at(recipe.source.values, tuple(key.split(".")[:-1])):
+            recipe.drop(key.rpartition(".")[0])
+
+
 def refuse_template(recipe: Recipe) -> None:
     """Refuse a recipe that leaves the model to whoever runs it."""
     key = "policy.model_name" if recipe.is_own_key("policy.model_name") else "generation.model_name"
@@ -182,4 +187,5 @@ UNSUPPORTED_RULES: tuple[Rule, ...] = (
     BEST_AT_K,
     CUSTOM_DATALOADER,
     BAD_WORDS,
+    drop_frozen_towers,
 )
