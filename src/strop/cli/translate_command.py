@@ -57,12 +57,9 @@ def _translate_file(options: argparse.Namespace, command_line: str) -> int:
     if options.json:
         values = translated.loaded.source.values
         differences = [_as_json(difference) for difference in translated.differences]
-        print(
-            json.dumps({"kind": translated.kind, "values": values, "differences": differences}, indent=1, ensure_ascii=False)
-        )
+        print(json.dumps({"kind": translated.kind, "values": values, "differences": differences}, indent=1, ensure_ascii=False))
         return 0
-    title = f"{command_line}; start it with: strop {translated.kind} --config FILE"
-    print(render_recipe(translated, title), end="")
+    print(render_recipe(translated, command_line), end="")
     return 0
 
 

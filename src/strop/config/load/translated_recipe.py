@@ -51,9 +51,10 @@ def translate_recipe(path: Path, overrides: Sequence[str] = (), library: str = "
     return TranslatedRecipe(read.kind, loaded, (*read.differences, *loaded.differences))
 
 
-def render_recipe(translated: TranslatedRecipe, title: str) -> str:
+def render_recipe(translated: TranslatedRecipe, made_by: str) -> str:
     """Return YAML in Strop's keys that loads to the same configuration without differences, with each difference as a comment."""
-    comments = [title, *_describe_differences(translated.differences)]
+    start = f"start it with: strop {translated.kind} --config FILE"
+    comments = [f"made by: {made_by}", start, *_describe_differences(translated.differences)]
     lines = [line for comment in comments for line in _wrap(comment)]
     return "\n".join(lines) + "\n" + yaml_text.dump(translated.loaded.source.values)
 

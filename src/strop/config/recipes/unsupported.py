@@ -31,7 +31,7 @@ class Unsupported:
         if asking:
             recipe.refuse(asking[0], f"found {describe(recipe.value(asking[0]))}, but {self.why}", self.fix)
             recipe.explained += [*asking, *about, *self.hides]
-        for key in [key for pattern in about for key in foreign_keys(recipe, pattern)]:
+        for key in dict.fromkeys(key for pattern in about for key in foreign_keys(recipe, pattern)):
             if asking:
                 recipe.drop(key)
             else:

@@ -134,7 +134,9 @@ def _count_copies(texts: Mapping[KeyPath, str]) -> dict[KeyPath, int]:
     copies = dict.fromkeys(texts, 1)
     for _ in range(DEEPEST_CHAIN):
         counted = {
-            path: min(1 + sum(copies[other] for target in _targets(path, text) for other in inside.get(target, ())), MOST_COPIES + 1)
+            path: min(
+                1 + sum(copies[other] for target in _targets(path, text) for other in inside.get(target, ())), MOST_COPIES + 1
+            )
             for path, text in texts.items()
         }
         if counted == copies:

@@ -90,7 +90,7 @@ def read_config_file(path: Path, inheriting: tuple[Path, ...] = ()) -> ConfigSou
         if len(source.files) > MOST_FILES:
             message = f"the file inherits from more than {MOST_FILES} files, counting each as often as it is named"
             raise ConfigError([Problem("defaults", message, "Name fewer.", Origin(path))])
-    return _inherit(source, own)
+    return _inherit(source, own) if bases else own
 
 
 MOST_FILES = 100

@@ -20,7 +20,9 @@ def translate_logprobs_mode(recipe: Recipe) -> None:
         off = {"temperature": (1,), "top_p": (1,), "top_k": (-1,), "min_p": (0,)}
         cut = [name for name, values in off.items() if recipe.value(f"{section}.{name}", values[0]) not in values]
         if not cut:
-            recipe.note(key, Effect.RENAMED, "processed_logprobs here, which are the same at temperature 1 without top_k, top_p and min_p")
+            recipe.note(
+                key, Effect.RENAMED, "processed_logprobs here, which are the same at temperature 1 without top_k, top_p and min_p"
+            )
             recipe.set(key, "processed_logprobs", because=key)
         else:
             changed = ", ".join(f"{section}.{name}={recipe.value(f'{section}.{name}')}" for name in cut)

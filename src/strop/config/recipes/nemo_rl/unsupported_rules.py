@@ -166,7 +166,7 @@ def drop_frozen_towers(recipe: Recipe) -> None:
 def refuse_template(recipe: Recipe) -> None:
     """Refuse a recipe that leaves the model to whoever runs it."""
     key = "policy.model_name" if recipe.is_own_key("policy.model_name") else "generation.model_name"
-    if recipe.is_set(key) and recipe.value(key) is None:
+    if recipe.is_set(key) and get_at(recipe.source.values, tuple(key.split("."))) is None:
         recipe.refuse(key, "found null: the file is a template that leaves the model open", f"Set {key}=...")
         section = key.partition(".")[0]
         recipe.explained += [f"{section}.model_name", f"{section}.tokenizer.name", "tokenizer.name"]
