@@ -135,7 +135,8 @@ def test_another_library_is_a_format_that_reads_its_files(
         return ReadRecipe("grpo", ConfigSource.from_python(values), (changed,))
 
     other = RecipeFormat("other", lambda values: "trainer" in values, read)
-    monkeypatch.setattr(recipe_format, "list_formats", lambda formats=recipe_format.list_formats(): {"other": other, **formats})
+    formats = {"other": other, **recipe_format.list_formats()}
+    monkeypatch.setattr(recipe_format, "list_formats", lambda: formats)
     path = recipes / "other.yaml"
     path.write_text("defaults: [{model: hf}]\ntrainer: {save_freq: 3}")
     assert find_format(path) is other and find_format(recipes / "base.yaml").name == "nemo-rl"

@@ -57,7 +57,7 @@ def test_resolvers_of_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
         "d": "${oc.env:STROP_SOME_FOLDER}/x",
         "e": "${oc.env:NO_SUCH,y}",
     }
-    resolved, errors = resolve_interpolations(values)
+    resolved, errors = resolve_interpolations({**values, "e": "${oc.env:NO_SUCH,y}"})
     assert resolved == {"a": 3, "b": 8, "c": 1.5, "d": "/data/x", "e": "y"} and not errors
 
 

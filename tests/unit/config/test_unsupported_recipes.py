@@ -1,4 +1,4 @@
-"""What whole recipes of NeMo-RL need and this version lacks: one refusal for each, at the key that asks, and nothing that follows from it."""
+"""What whole recipes of NeMo-RL need and this version lacks: one refusal for each, at the key that asks, and nothing of its details."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ policy:
   is_vlm: true
   tokenizer: {video: {num_frames: 8}}
   generation: {bad_words: ["<image>"], vllm_cfg: {limit_mm_per_prompt: {audio: 1}}}
-data: {train: {dataset_name: clevr-cogent, env_name: clevr-cogent}, default: {processor: vlm_hf_data_processor, video_target_num_patches: 9}}
+data:
+  train: {dataset_name: clevr-cogent, env_name: clevr-cogent}
+  default: {processor: vlm_hf_data_processor, video_target_num_patches: 9}
 env: {clevr-cogent: {reward_functions: [{name: format, weight: 0.2}]}}
 """
 QUANTISED = """

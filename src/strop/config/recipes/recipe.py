@@ -140,10 +140,10 @@ def _get(tree: Any, key: str) -> Any:
     return tree
 
 
-def _iter_keys(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    for name, value in values.items():
+def _iter_keys(values: Mapping[str, Any] | list[Any], prefix: str) -> Iterator[str]:
+    for name, value in values.items() if isinstance(values, Mapping) else enumerate(values):
         yield f"{prefix}{name}"
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping | list):
             yield from _iter_keys(value, f"{prefix}{name}.")
 
 

@@ -54,9 +54,10 @@ class ConfigSource:
 
 
 def get_at(tree: Any, path: KeyPath) -> Any:
-    """Return the value at a path through mappings; None if there is none."""
+    """Return the value at a path through mappings and lists; None if there is none."""
     for name in path:
-        tree = tree.get(name) if isinstance(tree, Mapping) else None
+        index = _list_index(tree, name)
+        tree = tree[index] if index is not None else tree.get(name) if isinstance(tree, Mapping) else None
     return tree
 
 
@@ -291,12 +292,14 @@ def delete_key(source: ConfigSource, path: KeyPath, origin: Origin) -> tuple[Pro
     return None, ConfigSource(values, origins, source.files)
 
 
-def _without(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
-    kept = dict(values)
+def _without(tree: Any, path: KeyPath) -> Any:
+    """Return mappings and lists without the key at a path through them."""
+    kept = list(tree) if isinstance(tree, list) else dict(tree)
+    key: Any = int(path[0]) if isinstance(tree, list) else path[0]
     if len(path) == 1:
-        del kept[path[0]]
+        del kept[key]
     else:
-        kept[path[0]] = _without(kept[path[0]], path[1:])
+        kept[key] = _without(kept[key], path[1:])
     return kept
 
 

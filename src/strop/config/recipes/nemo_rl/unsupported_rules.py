@@ -24,7 +24,7 @@ NEMO_GYM = Unsupported(
         "env.nemo_gym.config_paths",
     ),
     "NeMo-Gym is not in this version",
-    "Write the reward as a function (env.NAME.reward=file.py:function) or a class (env.NAME.type=file.py:Class), with data.train of your own.",
+    "Write the reward as a function (env.NAME.reward=file.py:function) or a class (env.NAME.type=file.py:Class), and name your data.",
     details=(
         "*generation.vllm_cfg.http_server_serving_chat_kwargs",
         "*generation.vllm_cfg.reasoning_parser_plugin",
