@@ -47,6 +47,10 @@ class Recipe:
         parent = get_at(self.source.values, path[:-1]) if len(path) > 1 else self.source.values
         return isinstance(parent, Mapping) and path[-1] in parent
 
+    def is_written(self, key: str) -> bool:
+        """Return whether the recipe, as it was read, writes a key or a section (null counts)."""
+        return tuple(key.split(".")) in self._written.origins
+
     def is_on_command_line(self, key: str) -> bool:
         origin = self.source.find_origin(tuple(key.split(".")))
         return origin is not None and origin.source == COMMAND_LINE
