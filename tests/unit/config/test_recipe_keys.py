@@ -70,3 +70,14 @@ def test_how_batches_and_weights_travel_is_left_out() -> None:
 @pytest.mark.parametrize("key", ["cap_max_tokens_to_context=true", "enable_thinking=true", "enforce_monotonicity=false"])
 def test_keys_of_the_engine_that_nothing_reads_are_left_out(key: str) -> None:
     assert list(effects(load(f"policy.generation.vllm_cfg.{key}")).values()) == [Effect.UNUSED]
+
+
+def test_the_fused_adam_of_transformer_engine_is_the_one_of_torch() -> None:
+    loaded = load(
+        "policy.optimizer.name=transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+        "policy.optimizer.kwargs={lr: 1.0e-6, master_weights: true, store_param_remainders: true, exp_avg_dtype: torch.bfloat16}",
+    )
+    optimizer = loaded.config.policy.optimizer
+    assert optimizer.name == "torch.optim.AdamW" and optimizer.kwargs["lr"] == 1e-6
+    assert not {"master_weights", "store_param_remainders", "exp_avg_dtype"} & set(optimizer.kwargs)
+    assert effects(loaded) == {"policy.optimizer.name": Effect.CHANGED}

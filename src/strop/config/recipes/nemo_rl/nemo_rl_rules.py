@@ -7,6 +7,7 @@ from strop.config.recipes.nemo_rl.environment_rules import ENVIRONMENT_RULES
 from strop.config.recipes.nemo_rl.generation_rules import GENERATION_RULES
 from strop.config.recipes.nemo_rl.megatron_rules import MEGATRON_RULES
 from strop.config.recipes.nemo_rl.model_rules import MODEL_RULES
+from strop.config.recipes.nemo_rl.optimizer_rules import OPTIMIZER_RULES
 from strop.config.recipes.nemo_rl.run_rules import RUN_RULES
 from strop.config.recipes.nemo_rl.teacher_rules import TEACHER_RULES
 from strop.config.recipes.nemo_rl.training_rules import TRAINING_RULES
@@ -21,6 +22,7 @@ NEMO_RL_RULES: tuple[Rule, ...] = (
     *TRAINING_RULES,
     *MEGATRON_RULES,
     *MODEL_RULES,
+    *OPTIMIZER_RULES,
     *GENERATION_RULES,
     *DATA_RULES,
 )
