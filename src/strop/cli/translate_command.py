@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 MOST_KEYS = 3  # of a reason
 
 
-def translate(arguments: Sequence[str], command_line: str) -> int:
-    """Run ``strop translate``. Return 0, or 2 for a recipe that is refused."""
+def make_parser() -> argparse.ArgumentParser:
     from strop.config.recipes.recipe_format import list_formats
 
     parser = RunParser(
@@ -37,6 +36,12 @@ def translate(arguments: Sequence[str], command_line: str) -> int:
     parser.add_argument(
         "--from", dest="library", choices=("auto", *list_formats()), default="auto", help="whose recipe it is (default: auto)"
     )
+    return parser
+
+
+def translate(arguments: Sequence[str], command_line: str) -> int:
+    """Run ``strop translate``. Return 0, or 2 for a recipe that is refused."""
+    parser = make_parser()
     options = parser.parse_intermixed_args(arguments)
     if options.all and not options.recipe.is_dir():
         parser.error(f"--all takes a folder, and {options.recipe} is none")
