@@ -7,6 +7,7 @@ the parent section.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
@@ -163,7 +164,7 @@ def default_of(section: BaseConfig, name: str) -> Any:
 
 def to_tree(section: BaseConfig, *, mode: Literal["python", "json"] = "json") -> dict[str, Any]:
     """Return the values of a section as nested dicts, as they would be written in YAML."""
-    tree: dict[str, Any] = TypeAdapter(type(section)).dump_python(section, mode=mode)
+    tree: dict[str, Any] = _adapter(type(section)).dump_python(section, mode=mode)
     return tree
 
 
@@ -180,9 +181,16 @@ def redact_secrets(value: Any, parent: str = "") -> Any:
 
 
 def to_json(section: BaseConfig) -> str:
-    return TypeAdapter(type(section)).dump_json(section).decode()
+    return _adapter(type(section)).dump_json(section).decode()
 
 
 def validate_section(model: type[SectionT], values: Mapping[str, Any]) -> SectionT:
     """Return the section with these values, which may be nested mappings. Raises pydantic's ValidationError."""
-    return TypeAdapter(model).validate_python(values)
+    validated: SectionT = _adapter(model).validate_python(values)
+    return validated
+
+
+@functools.cache
+def _adapter(model: type[BaseConfig]) -> TypeAdapter[Any]:
+    """Return pydantic's validator of a section, which takes longer to make than a configuration to validate."""
+    return TypeAdapter(model)

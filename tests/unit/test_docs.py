@@ -20,7 +20,7 @@ import torch
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.build.algorithm.run_algorithm import make_rollout_algorithm
-from strop.cli import plot_command, rollouts_command
+from strop.cli import plot_command, rollouts_command, translate_command
 from strop.cli.eval_command import is_model_name, make_eval_parser
 from strop.cli.export_command import make_export_parser
 from strop.cli.serve_command import make_serve_parser
@@ -194,8 +194,9 @@ def test_commands_name_configurations_that_load(
     page: Path, words: list[str], workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(workplace)
-    if words[1] in ("plot", "rollouts"):
-        {"plot": plot_command, "rollouts": rollouts_command}[words[1]].make_parser().parse_args(words[2:])
+    parsers = {"plot": plot_command, "rollouts": rollouts_command, "translate": translate_command}
+    if words[1] in parsers:
+        parsers[words[1]].make_parser().parse_args([word for word in words[2:] if word != ">"])
         return
     if "..." in words or words[1] in ("doctor", "config", "init", "--help"):
         return

@@ -70,7 +70,8 @@ def make_tracker(config: TrainingRunConfig) -> CompositeTracker:
 
         project, name = logger.wandb.project, logger.wandb.name or config.run_name
         settings = redact_secrets(to_tree(config))
-        trackers.append(WandbTracker(folder, project=project, name=name, config=settings, aliases=logger.metric_aliases))
+        options = {"entity": logger.wandb.entity, "config": settings, "aliases": logger.metric_aliases}
+        trackers.append(WandbTracker(folder, project=project, name=name, **options))
     return CompositeTracker(trackers)
 
 

@@ -94,8 +94,10 @@ class CheckpointingConfig(BaseConfig):
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_metric(key)
-        yield from self._check_deadline(key)
         yield from self._check_resume(key)
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        yield from self._warn_unused_deadline(key)
 
     def _check_metric(self, key: str) -> Iterator[Problem]:
         if not self.enabled or self.metric_name is None:
@@ -110,13 +112,13 @@ class CheckpointingConfig(BaseConfig):
                 f"Set null (keep the newest), train:group/name, val:group/name, or one of {choices}.",
             )
 
-    def _check_deadline(self, key: str) -> Iterator[Problem]:
+    def _warn_unused_deadline(self, key: str) -> Iterator[Problem]:
         if self.checkpoint_must_save_by is None or self.saving_enabled:
             return
         off = "enabled" if not self.enabled else "save_period"
         yield Problem(
             f"{key}.checkpoint_must_save_by",
-            f"found {self.checkpoint_must_save_by}, but no checkpoints are saved: checkpointing.{off} is {getattr(self, off)}",
+            f"it has no effect: no checkpoints are saved: checkpointing.{off} is {getattr(self, off)}",
             f"Set it to null, or set checkpointing.{off} so that checkpoints are saved.",
         )
 

@@ -26,6 +26,7 @@ from strop.cli.plot_command import plot
 from strop.cli.rollouts_command import rollouts
 from strop.cli.serve_command import serve
 from strop.cli.train_command import TRAINING, train_run
+from strop.cli.translate_command import translate
 from strop.monitoring.console.message_style import discard_output
 from strop.user_code import suggest_names
 
@@ -44,6 +45,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     "start": {
         "init": Command(init, "write a starter: configuration, sample data, a reward or a tool"),
         "config": Command(config, "list every key with its default and what it does"),
+        "translate": Command(translate, "print a recipe of another library in Strop's keys"),
     },
     "train": {section: Command(partial(train_run, section), meaning) for section, meaning in TRAINING.items()},
     "look": {

@@ -18,6 +18,7 @@ class WandbConfig(BaseConfig):
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     project: str = Field("strop", description="Project name.")
+    entity: str | None = Field(None, description="Team or user that the project belongs to; null is the one that is logged in.")
     name: str | None = Field(None, description="Run name; null is run_name, and without one Weights & Biases chooses.")
 
 

@@ -47,6 +47,9 @@ NONE_TRAINS = (
 
 # The old message -> what says it now.
 REWORDED: dict[str, str] = {
+    "found {}, but no checkpoints are saved: checkpointing.{} is {}": (
+        "it has no effect: no checkpoints are saved: checkpointing.{} is {}"
+    ),
     "policy.model_name: {} has the shards of a distributed checkpoint; convert them first: python examples/converters/convert_dcp_to_hf.py "
     "--dcp-ckpt-path {} --hf-ckpt-path FOLDER": (
         "policy.model_name: {} has the shards of a distributed checkpoint; convert them first: strop export {} FOLDER, or "

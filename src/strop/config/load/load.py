@@ -5,9 +5,10 @@ files + overrides -> keys of NeMo-RL translated -> defaults of the schema -> int
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -30,8 +31,8 @@ from strop.config.recipes.difference import Difference
 from strop.config.recipes.translation import translate_source
 from strop.config.schema.run_config import TRAINING_RUNS, GrpoRunConfig, TrainingRunConfig
 from strop.config.source import keys, yaml_text
-from strop.config.source.defaults import add_defaults
-from strop.config.source.interpolation import escape_interpolations, referenced_keys, resolve_interpolations
+from strop.config.source.defaults import resolve_source
+from strop.config.source.interpolation import UNSET_VARIABLE, escape_interpolations, referenced_keys
 from strop.config.source.yaml_source import ConfigSource, KeyPath, apply_overrides, describe_type, get_at, read_config_file
 from strop.problems import ConfigError, Origin, Problem
 
@@ -47,6 +48,7 @@ class LoadedConfig(Generic[ConfigT]):
     files: tuple[Path, ...]  # the file and all files it inherits from, base first
     overrides: tuple[str, ...]
     differences: tuple[Difference, ...] = ()  # of keys of other libraries from what they are here
+    source: ConfigSource = field(default_factory=ConfigSource)  # what was set, translated, with its ${...}
 
 
 def load_config(
@@ -66,23 +68,37 @@ def load_config(
     """
     source = ConfigSource() if path is None else read_config_file(Path(path))
     refuse_other_kind(source, path, root)
-    source = source.overlay(ConfigSource.from_python(values or {}))
+    return load_source(source.overlay(ConfigSource.from_python(values or {})), overrides, root=root, check=check, has_gpus=has_gpus)
+
+
+def load_source(
+    source: ConfigSource,
+    overrides: Sequence[str] = (),
+    *,
+    root: type[ConfigT],
+    check: bool = True,
+    has_gpus: bool | None = None,
+) -> LoadedConfig[ConfigT]:
+    """Load and validate what was read of a configuration, with overrides. Raises ConfigError, which lists every problem found."""
     source, problems = apply_overrides(source, overrides, root)
+    if open_values := find_missing_values(source):
+        raise ConfigError(problems + open_values)
     source, unnamed = name_run(source, overrides)
     source, contradictions = resolve_synonyms(source, root)
     translation = translate_source(source, root)
     source, warnings = translation.source, translation.warnings
     config, invalid = validate_source(source, root)
+    invalid = [problem for problem in invalid if not translation.explains(problem.key)]
     problems += unnamed + contradictions + translation.problems + invalid + ([] if invalid else find_infinite_numbers(source))
+    if config is not None and check and len(problems) == len(translation.problems):
+        config = resolve_auto_backend(config, has_gpus=has_gpus)
+        errors = [problem for problem in run_checks.find_errors(config) if not translation.explains(problem.key)]
+        problems += [_with_origin(problem, source) for problem in errors]
     if config is None or problems:
         raise ConfigError(problems)
     if check:
-        config = resolve_auto_backend(config, has_gpus=has_gpus)
-        errors = [_with_origin(problem, source) for problem in run_checks.find_errors(config)]
-        if errors:
-            raise ConfigError(errors)
         warnings += [_with_origin(problem, source) for problem in run_checks.find_warnings(config)]
-    return LoadedConfig(config, tuple(warnings), source.files, tuple(overrides), translation.differences)
+    return LoadedConfig(config, tuple(warnings), source.files, tuple(overrides), translation.differences, source)
 
 
 def refuse_other_kind(source: ConfigSource, path: Path | str | None, root: type[BaseConfig]) -> None:
@@ -92,6 +108,17 @@ def refuse_other_kind(source: ConfigSource, path: Path | str | None, root: type[
     if len(kinds) == 1 and own != kinds[0]:
         message = f"{path} is a configuration of `strop {kinds[0]}`: it has a section {kinds[0]}, and none of `strop {own}`"
         raise ConfigError([Problem("", message, f"Start strop {kinds[0]} --config {path}, or name a file with a section {own}.")])
+
+
+def find_missing_values(source: ConfigSource) -> list[Problem]:
+    """Return a problem for each value that a file leaves to whoever inherits from it, as ``???``."""
+    return [
+        Problem(
+            key := ".".join(path), "found ???: the file leaves this value open", f"Set it: {key}=...", source.find_origin(path)
+        )
+        for path, value in iter_values(source.values)
+        if value == "???"
+    ]
 
 
 def find_infinite_numbers(source: ConfigSource) -> list[Problem]:
@@ -162,9 +189,10 @@ def _without_key(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
 
 def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT | None, list[Problem]]:
     """Return the configuration (None if it is invalid) and the problems of single keys."""
-    resolved, unresolved = resolve_interpolations(add_defaults(source.values, root))
+    shared, unresolved = resolve_source(source, root)
+    resolved = copy.deepcopy(shared)
     problems = [
-        Problem(".".join(path), reason, _suggest_target(source, path, root), source.find_origin(path))
+        Problem(".".join(path), reason, _suggest_target(source, path, reason, root), source.find_origin(path))
         for path, reason in unresolved.items()
         if path in source.origins
     ]
@@ -255,8 +283,11 @@ def suggest_keys(path: KeyPath, root: type[BaseConfig]) -> str:
     return f"The sections are {', '.join(sections)}. `strop config` lists every key."
 
 
-def _suggest_target(source: ConfigSource, path: KeyPath, root: type[BaseConfig]) -> str:
-    """Suggest the nearest key for an interpolation of an unknown key."""
+def _suggest_target(source: ConfigSource, path: KeyPath, reason: str, root: type[BaseConfig]) -> str:
+    """Suggest what to export, or the nearest key for an interpolation of an unknown key."""
+    if UNSET_VARIABLE in reason:
+        variable = reason.partition(f"{UNSET_VARIABLE} ")[2].split()[0]
+        return f"Run export {variable}=..., or write a default: ${{oc.env:{variable},DEFAULT}}."
     value: Any = source.values
     for name in path:
         value = value[int(name)] if isinstance(value, list) else value.get(name) if isinstance(value, Mapping) else None

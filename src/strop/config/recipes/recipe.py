@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase, translate
 from functools import cached_property
 from typing import Any
 
 from strop.base_config import BaseConfig, KeyPath
 from strop.config.recipes.difference import Difference, Effect
-from strop.config.source.defaults import add_defaults
-from strop.config.source.interpolation import resolve_interpolations
+from strop.config.source.defaults import resolve_source
 from strop.config.source.keys import find_field
 from strop.config.source.yaml_source import ConfigSource, delete_key, get_at, set_key
 from strop.problems import COMMAND_LINE, Origin
@@ -26,13 +26,15 @@ class Recipe:
         self.root = root
         self.source = source
         self.differences: list[Difference] = []
+        self.explained: list[str] = []  # patterns of keys of which a refusal has said what there is to say
         self._written = source  # as the recipe was read
         self._changed: set[KeyPath] = set()
+        self._listed: tuple[ConfigSource | None, list[str]] = (None, [])
 
     @cached_property
     def resolved(self) -> Mapping[str, Any]:
         """Everything that the recipe sets, on top of the schema's defaults, as it was read; unresolvable values are None."""
-        return resolve_interpolations(add_defaults(self._written.values, self.root))[0]
+        return resolve_source(self._written, self.root)[0]
 
     def value(self, key: str, default: Any = None) -> Any:
         """Return what the recipe sets a key to, or the schema's default; ``default`` for a key that has neither, or is null."""
@@ -66,7 +68,20 @@ class Recipe:
 
     def find(self, pattern: str) -> Iterator[str]:
         """Yield the keys and sections that the recipe writes and ``pattern`` (as in ``fnmatch``) matches, outermost first."""
-        yield from _find(self.source.values, pattern, ())
+        if not any(character in pattern for character in "*?["):
+            yield from [pattern] if self.is_set(pattern) else []
+            return
+        matches, section = re.compile(translate(pattern)).match, "."
+        for key in self._keys():
+            if not key.startswith(section) and matches(key):
+                section = f"{key}."
+                yield key
+
+    def _keys(self) -> list[str]:
+        """Return every key and section that the recipe writes now, each section before its keys."""
+        if self._listed[0] is not self.source:
+            self._listed = self.source, list(_iter_keys(self.source.values, ""))
+        return self._listed[1]
 
     def set(self, key: str, value: Any, *, because: str) -> None:
         """Set a key, which counts as written where the key ``because`` of the recipe is."""
@@ -94,8 +109,9 @@ class Recipe:
         self.drop(key)
 
     def refuse(self, key: str, text: str, fix: str) -> None:
-        """Drop a key that asks for something that Strop would not do; the recipe is refused."""
-        self.note(key, Effect.REFUSED, text, fix)
+        """Drop a key that asks for something that Strop would not do; the recipe is refused, unless it is for a reason around this one."""
+        if not matches_any(key, self.explained):
+            self.note(key, Effect.REFUSED, text, fix)
         self.drop(key)
 
     def rename(self, key: str, to: str, value: Any = None, *, effect: Effect = Effect.RENAMED, text: str = "") -> None:
@@ -110,13 +126,20 @@ class Recipe:
         """Return the translated source. A key whose ``${...}`` would now say something else gets the value that it had."""
         if self.source is self._written:
             return self.source
-        now, _ = resolve_interpolations(add_defaults(self.source.values, self.root))
+        now, _ = resolve_source(self.source, self.root)
         for path in list(_interpolated(self.source.values, ())):
             before, after = (_get(tree, ".".join(path)) for tree in (self.resolved, now))
             if before != after and before is not None and not any(path[: len(own)] == own for own in self._changed):
                 origin = self.source.find_origin(path) or Origin("the recipe")
                 _, self.source = set_key(self.source, path, before, origin)
         return self.source
+
+
+def matches_any(key: str, patterns: Iterable[str]) -> bool:
+    """Return whether a key, or a section around it, matches one of the patterns."""
+    parts = key.split(".")
+    keys = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return any(fnmatchcase(inner, pattern) for pattern in patterns for inner in keys)
 
 
 def _get(tree: Any, key: str) -> Any:
@@ -128,15 +151,11 @@ def _get(tree: Any, key: str) -> Any:
     return tree
 
 
-def _find(values: Mapping[str, Any], pattern: str, prefix: KeyPath) -> Iterator[str]:
-    for name, value in values.items():
-        path = (*prefix, str(name))
-        if fnmatchcase(key := ".".join(path), pattern):
-            yield key
-        elif isinstance(value, Mapping):
-            yield from _find(value, pattern, path)
-        elif isinstance(value, list):
-            yield from _find({str(index): item for index, item in enumerate(value)}, pattern, path)
+def _iter_keys(values: Mapping[str, Any] | list[Any], prefix: str) -> Iterator[str]:
+    for name, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+        yield f"{prefix}{name}"
+        if isinstance(value, Mapping | list):
+            yield from _iter_keys(value, f"{prefix}{name}.")
 
 
 def _interpolated(value: Any, path: KeyPath) -> Iterator[KeyPath]:

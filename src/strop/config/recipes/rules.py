@@ -88,6 +88,8 @@ def describe(value: Any) -> str:
     if isinstance(value, Mapping):
         names = [str(name) for name in value]
         return "a section with " + ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
+        return f"a list of {len(value)}"
     return f"{value!r:.80}"
 
 

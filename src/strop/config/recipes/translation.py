@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from strop.base_config import BaseConfig
 from strop.config.recipes.difference import Difference, Effect
 from strop.config.recipes.nemo_rl.nemo_rl_rules import NEMO_RL_RULES
-from strop.config.recipes.recipe import Recipe
+from strop.config.recipes.recipe import Recipe, matches_any
 from strop.config.recipes.rules import apply_rules
 from strop.config.source.yaml_source import ConfigSource
 from strop.problems import Problem
@@ -21,6 +21,11 @@ class Translation:
 
     source: ConfigSource
     differences: tuple[Difference, ...]
+    explained: tuple[str, ...] = ()  # patterns of keys of which a refusal has said what there is to say
+
+    def explains(self, key: str) -> bool:
+        """Return whether a problem with a key follows from a refusal."""
+        return matches_any(key, self.explained)
 
     @property
     def problems(self) -> list[Problem]:
@@ -47,4 +52,5 @@ def translate_source(source: ConfigSource, root: type[BaseConfig]) -> Translatio
     recipe = Recipe(source, root)
     apply_rules(recipe, NEMO_RL_RULES)
     place = {".".join(path): index for index, path in enumerate(source.origins)}
-    return Translation(recipe.finish(), tuple(sorted(recipe.differences, key=lambda difference: place.get(difference.key, 0))))
+    differences = sorted(recipe.differences, key=lambda difference: place.get(difference.key, 0))
+    return Translation(recipe.finish(), tuple(differences), tuple(recipe.explained))

@@ -1,11 +1,12 @@
 """Interpolation with ``${...}``: absolute (``${policy.model_name}``), relative (``${.a}``, ``${..a}``), and arithmetic.
 
-``${mul:a,b}``, ``${add:a,b}``, ``${sub:a,b}`` and ``${div:a,b}`` nest; ``div`` of integers is an integer where it is exact.
-``${env:NAME}`` and ``${env:NAME,default}`` read the environment. ``\\${`` is a literal ``${``.
+``${mul:a,b}``, ``${add:a,b}``, ``${sub:a,b}``, ``${div:a,b}``, ``${max:a,b}`` and ``${min:a,b}`` nest; ``div`` of integers is an integer
+where it is exact. ``${env:NAME}`` and ``${env:NAME,default}`` (or ``oc.env``) read the environment. ``\\${`` is a literal ``${``.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -18,7 +19,10 @@ from omegaconf.errors import OmegaConfBaseException
 from strop.config.source.yaml_source import KeyPath
 
 LARGEST = 10**30  # of a result; what lies beyond is a mistake, or made to fill the memory
+UNSET_VARIABLE = "the environment variable"
 MOST_COPIES = 10_000  # how often a text may occur in another through interpolations
+DEEPEST_CHAIN = 40  # of texts that refer to each other: what doubles at each link has long been found
+UNKNOWN_TARGET = re.compile(r"\$\{(?!\.*[A-Za-z_][\w.]*\}|[a-z_.]+:)")  # a name that is itself interpolated, or has brackets
 LONGEST_INTERPOLATED = 10_000  # characters
 
 
@@ -53,6 +57,8 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "add": _arithmetic(lambda *numbers: sum(numbers)),
     "sub": _arithmetic(lambda a, b: a - b),
     "div": _arithmetic(_divide),
+    "max": _arithmetic(max),
+    "min": _arithmetic(min),
     "env": _read_environment,
 }
 
@@ -69,7 +75,7 @@ def resolve_interpolations(values: Mapping[str, Any]) -> tuple[dict[str, Any], d
     errors: dict[KeyPath, str] = {}
     readable = _map_strings(values, lambda path, text: text if _is_parsable(path, text, errors) else None)
     readable = _drop_bombs(readable, errors)
-    tree = OmegaConf.create(readable)
+    tree = OmegaConf.create(_keep_referenced(readable))
     resolved: dict[str, Any] = _map_strings(readable, lambda path, text: _resolve_value(tree, path, text, errors))
     return resolved, errors
 
@@ -84,16 +90,65 @@ def _map_strings(value: Any, change: Any, path: KeyPath = ()) -> Any:
 
 def _drop_bombs(values: dict[str, Any], errors: dict[KeyPath, str]) -> dict[str, Any]:
     """Return the values without texts that could grow beyond measure: each repeats others, which repeat others."""
-    texts: dict[KeyPath, str] = {}
-    _map_strings(values, lambda path, text: texts.setdefault(path, text))
-    targets = {name for text in texts.values() for target in re.findall(r"\$\{([\w.]+)\}", text) for name in target.split(".")}
-    repeating = [path for path, text in texts.items() if text.count("${") > 1 and targets & set(path)]
-    if math.prod(texts[path].count("${") for path in repeating) <= MOST_COPIES:
+    texts = _collect_texts(values)
+    copies = _count_copies(texts)
+    unknown = [text.count("${") for text in texts.values() if UNKNOWN_TARGET.search(text)]
+    if sum(copies.values()) <= MOST_COPIES and math.prod(unknown) <= MOST_COPIES:
         return values
-    for path in repeating:
-        errors[path] = f"{texts[path]!r:.200} cannot be resolved: it repeats texts that repeat others; write its value"
+    for path in texts:
+        if texts[path].count("${") > 1:
+            errors[path] = f"{texts[path]!r:.200} cannot be resolved: it repeats texts that repeat others; write its value"
     dropped: dict[str, Any] = _map_strings(values, lambda path, text: None if path in errors else text)
     return dropped
+
+
+def _keep_referenced(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the texts with ``${...}``, and the values that they refer to. A tree of OmegaConf with all values takes long to make."""
+    texts = _collect_texts(values)
+    if any(UNKNOWN_TARGET.search(text) for text in texts.values()):
+        return values
+    needed = {target for path, text in texts.items() for target in _targets(path, text)}
+    around = {path[:length] for path in (*needed, *texts) for length in range(len(path) + 1)}
+
+    def keep(value: Any, path: KeyPath) -> Any:
+        if not isinstance(value, Mapping) or path in needed:
+            return value
+        return {key: keep(inner, (*path, str(key))) for key, inner in value.items() if (*path, str(key)) in around}
+
+    kept: dict[str, Any] = keep(values, ())
+    return kept
+
+
+def _collect_texts(values: Mapping[str, Any]) -> dict[KeyPath, str]:
+    texts: dict[KeyPath, str] = {}
+    _map_strings(values, lambda path, text: texts.setdefault(path, text))
+    return texts
+
+
+def _count_copies(texts: Mapping[KeyPath, str]) -> dict[KeyPath, int]:
+    """Return how many texts are read to resolve each text, counting one as often as it is read; more than MOST_COPIES for too many."""
+    inside: dict[KeyPath, list[KeyPath]] = {}
+    for path in texts:
+        for length in range(1, len(path) + 1):
+            inside.setdefault(path[:length], []).append(path)
+    copies = dict.fromkeys(texts, 1)
+    for _ in range(DEEPEST_CHAIN):
+        counted = {
+            path: min(
+                1 + sum(copies[other] for target in _targets(path, text) for other in inside.get(target, ())), MOST_COPIES + 1
+            )
+            for path, text in texts.items()
+        }
+        if counted == copies:
+            break
+        copies = counted
+    return copies
+
+
+def _targets(path: KeyPath, text: str) -> Iterator[KeyPath]:
+    """Yield the paths that a text at ``path`` refers to, as often as it does. One that is itself interpolated is not known."""
+    for dots, name in re.findall(r"\$\{(\.*)([A-Za-z_][\w.]*)\}", text):
+        yield (*(path[: -len(dots)] if dots else ()), *name.split("."))
 
 
 def _is_parsable(path: KeyPath, text: str, errors: dict[KeyPath, str]) -> bool:
@@ -102,10 +157,17 @@ def _is_parsable(path: KeyPath, text: str, errors: dict[KeyPath, str]) -> bool:
             f"{text!r:.200} has {len(text)} characters, too many to read ${{...}} in them; write \\${{ for a literal ${{"
         )
         return False
+    if not _parses(text):
+        errors[path] = f"{text!r} cannot be read as an interpolation; write ${{section.key}}, or \\${{ for a literal ${{"
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _parses(text: str) -> bool:
     try:
         OmegaConf.create({"value": text})
     except (OmegaConfBaseException, RecursionError):
-        errors[path] = f"{text!r} cannot be read as an interpolation; write ${{section.key}}, or \\${{ for a literal ${{"
         return False
     return True
 
@@ -122,13 +184,16 @@ def _resolve_value(tree: DictConfig, path: KeyPath, text: str, errors: dict[KeyP
 
 
 def _find_child(node: DictConfig, name: str) -> Any:
-    return next((key for key in node if str(key) == name), name)
+    keys = node.keys()  # "in node" would resolve the value
+    return name if name in keys else next((key for key in keys if str(key) == name), name)
 
 
 def _explain(error: Exception) -> str:
     if isinstance(error, RecursionError) or "ecursive" in str(error) or "recursion" in str(error):
         return "it refers to itself"
     first = str(error).splitlines()[0]
+    if variable := re.search(r"[Ee]nvironment variable '?(?P<name>\w+)'? (?:is not set|not found)", first):
+        return f"{UNSET_VARIABLE} {variable['name']} is not set"
     missing = re.search(r"(?:Interpolation key|Error resolving key) '(?P<key>[^']*)'", first)
     return f"there is no key {missing['key']}" if missing else first
 

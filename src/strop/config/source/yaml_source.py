@@ -1,11 +1,13 @@
 """The values of configuration files and overrides, with their origins.
 
-read_config_file  read a YAML file and the files it inherits from (``defaults:``), base first
+read_config_file  read a YAML file and the files it inherits from (``defaults:``), base first; ``_override_: true`` in a section
+                  replaces that of the base
 apply_overrides   apply ``a.b=c`` and other overrides from the command line
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +21,9 @@ from strop.problems import COMMAND_LINE, PYTHON, ConfigError, Origin, Problem
 KeyPath: TypeAlias = tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ConfigSource:
-    """Nested values, and the file and line of each."""
+    """Nested values, and the file and line of each. Equal only to itself, so that what is derived from it can be kept."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
@@ -85,14 +87,27 @@ def read_config_file(path: Path, inheriting: tuple[Path, ...] = ()) -> ConfigSou
     own, bases = _read_single_file(path, inheriting)
     source = ConfigSource()
     for base in bases:
-        source = source.overlay(read_config_file(path.parent / base, (*inheriting, path)))
+        source = _inherit(source, read_config_file(path.parent / base, (*inheriting, path)))
         if len(source.files) > MOST_FILES:
             message = f"the file inherits from more than {MOST_FILES} files, counting each as often as it is named"
             raise ConfigError([Problem("defaults", message, "Name fewer.", Origin(path))])
-    return source.overlay(own)
+    return _inherit(source, own) if bases else own
 
 
 MOST_FILES = 100
+REPLACES = "_override_"  # in a section at the top of a file, as NeMo-RL reads it: nothing of the base's section is left
+
+
+def _inherit(base: ConfigSource, own: ConfigSource) -> ConfigSource:
+    """Return ``own`` on top of ``base``, without those sections of the base that it replaces."""
+    marked = {name: section for name, section in own.values.items() if isinstance(section, Mapping) and section.get(REPLACES)}
+    if marked:
+        kept = {name: section for name, section in base.values.items() if name not in marked}
+        base = ConfigSource(kept, {path: at for path, at in base.origins.items() if path[0] not in marked}, base.files)
+        unmarked = {name: {key: value for key, value in section.items() if key != REPLACES} for name, section in marked.items()}
+        origins = {path: at for path, at in own.origins.items() if path[1:] != (REPLACES,)}
+        own = ConfigSource({**own.values, **unmarked}, origins, own.files)
+    return base.overlay(own)
 
 
 def check_path(path: Path, inheriting: Sequence[Path]) -> None:
@@ -111,7 +126,7 @@ def _read_single_file(path: Path, inheriting: tuple[Path, ...]) -> tuple[ConfigS
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(yaml_text.LONGEST_TEXT + 1)
-        values, lines = yaml_text.parse(text)
+        values, lines = parse_once(text)
     except OSError as error:
         raise ConfigError([describe_missing_file(path, inheriting, error)]) from error
     except UnicodeDecodeError as error:
@@ -141,6 +156,15 @@ def _read_single_file(path: Path, inheriting: tuple[Path, ...]) -> tuple[ConfigS
         )
     origins = {key: Origin(path, line) for key, line in lines.items() if key[0] != "defaults"}
     return ConfigSource(values, origins, (path,)), bases
+
+
+def parse_once(text: str) -> tuple[Any, dict[KeyPath, int]]:
+    """Parse a file; many recipes of a folder inherit from the same few."""
+    values, lines = _parse(text)
+    return _copy_values(values), lines
+
+
+_parse = functools.lru_cache(maxsize=64)(yaml_text.parse)
 
 
 def describe_missing_file(path: Path, inheriting: Sequence[Path], error: OSError) -> Problem:
@@ -259,14 +283,24 @@ def _not_a_section(path: KeyPath, depth: int, value: Any, parent: Any, origin: O
 def delete_key(source: ConfigSource, path: KeyPath, origin: Origin) -> tuple[Problem | None, ConfigSource]:
     """Remove a key that a file sets, so that the schema's default holds."""
     dotted = ".".join(path)
-    values = _copy_values(source.values)
-    parent = get_at(values, path[:-1])
-    if not isinstance(parent, dict) or path[-1] not in parent:
+    parent = get_at(source.values, path[:-1])
+    if not isinstance(parent, Mapping) or path[-1] not in parent:
         fix = "~key removes a key that the file sets; this key is not set."
         return Problem(f"~{dotted}", f"{dotted} is not set", fix, origin), source
-    del parent[path[-1]]
+    values = _without(source.values, path)
     origins = {key: where for key, where in source.origins.items() if key[: len(path)] != path}
     return None, ConfigSource(values, origins, source.files)
+
+
+def _without(tree: Any, path: KeyPath) -> Any:
+    """Return mappings and lists without the key at a path through them."""
+    kept = list(tree) if isinstance(tree, list) else dict(tree)
+    key: Any = int(path[0]) if isinstance(tree, list) else path[0]
+    if len(path) == 1:
+        del kept[key]
+    else:
+        kept[key] = _without(kept[key], path[1:])
+    return kept
 
 
 def _copy_values(value: Any) -> Any:

@@ -2,21 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from strop.config.recipes.difference import Effect
+from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Refused, Rule, Unused
 
 WEIGHT_SYNC = "policy.generation.weight_sync configures how weights are sent"
-FP8 = "rollouts use the trained weights, not FP8"
+
+
+def translate_logprobs_mode(recipe: Recipe) -> None:
+    """Accept raw log-probabilities where they are those of the sampling distribution."""
+    for key in list(recipe.find("*generation.vllm_cfg.logprobs_mode")):
+        if recipe.value(key) != "raw_logprobs":
+            continue
+        section = key.removesuffix(".vllm_cfg.logprobs_mode")
+        off = {"temperature": (1,), "top_p": (1,), "top_k": (-1,), "min_p": (0,)}
+        cut = [name for name, values in off.items() if recipe.value(f"{section}.{name}", values[0]) not in values]
+        if not cut:
+            recipe.note(
+                key, Effect.RENAMED, "processed_logprobs here, which are the same at temperature 1 without top_k, top_p and min_p"
+            )
+            recipe.set(key, "processed_logprobs", because=key)
+        else:
+            changed = ", ".join(f"{section}.{name}={recipe.value(f'{section}.{name}')}" for name in cut)
+            recipe.refuse(
+                key,
+                f"found 'raw_logprobs', but with {changed} tokens are sampled from another distribution, of which the learner computes "
+                "log-probabilities",
+                "Set it to processed_logprobs.",
+            )
+
+
+def translate_env_vars(recipe: Recipe) -> None:
+    """Write the values of environment variables as texts, which they are for a process."""
+    for key in list(recipe.find("*generation.vllm_cfg.env_vars")):
+        variables = recipe.value(key, {})
+        if isinstance(variables, Mapping) and not all(isinstance(value, str) for value in variables.values()):
+            for name, value in variables.items():
+                if not isinstance(value, str):
+                    recipe.set(f"{key}.{name}", "" if value is None else str(value), because=f"{key}.{name}")
+        elif variables == {} and recipe.is_set(key):
+            recipe.drop(key)
+
 
 GENERATION_RULES: tuple[Rule, ...] = (
+    translate_logprobs_mode,
+    translate_env_vars,
     Unused("*generation.port_range_*", "free ports are chosen automatically"),
-    Refused(
-        ("*generation.refit_transport",),
-        "this is NeMo-RL's transport",
-        "Use policy.generation.weight_sync.transport. Remove the key.",
-    ),
     Unused("*generation.refit_*", WEIGHT_SYNC),
-    Unused("*generation.real_quant_export_cpu_offload", "quantised models are not in this version"),
-    Unused("*generation.mcore_generation_config", "the Megatron generation backend is not in this version"),
+    Unused("*.refit_buffer_size_gb", WEIGHT_SYNC),
     Unused("*generation.vllm_cfg.use_tqdm", "the console shows the progress of a step"),
     Unused("*generation.vllm_cfg.*vllm_metrics_logger*", "the engine's statistics are logged at every step"),
     Unused("*generation.vllm_cfg.load_format", "weights are published by the learner"),
@@ -27,9 +62,8 @@ GENERATION_RULES: tuple[Rule, ...] = (
         "Use policy.generation.vllm_kwargs. Remove the key.",
     ),
     Unused("*generation.vllm_cfg.*_refit_*", WEIGHT_SYNC),
-    Refused(("*generation.vllm_cfg.reset_encoder_cache_after_weight_update",), "models read only text", "Remove the key."),
-    Refused(("*generation.vllm_cfg.use_deep_gemm",), FP8, "Remove the key."),
-    Refused(
-        ("*generation.vllm_cfg.num_first_layers_in_bf16", "*generation.vllm_cfg.num_last_layers_in_bf16"), FP8, "Remove the key."
-    ),
+    Unused("*generation.vllm_cfg.cap_max_tokens_to_context", "a completion ends at the engine's context anyway"),
+    Unused("*generation.vllm_cfg.enable_thinking", "NeMo-RL does not read it; policy.tokenizer.chat_template_kwargs sets it"),
+    Unused("*generation.vllm_cfg.enforce_monotonicity", "NeMo-RL does not read it"),
+    Unused("*generation.vllm_cfg.enable_expert_parallel", "NeMo-RL does not read it; expert_parallel_size says it"),
 )

@@ -7,18 +7,23 @@ from strop.config.recipes.nemo_rl.environment_rules import ENVIRONMENT_RULES
 from strop.config.recipes.nemo_rl.generation_rules import GENERATION_RULES
 from strop.config.recipes.nemo_rl.megatron_rules import MEGATRON_RULES
 from strop.config.recipes.nemo_rl.model_rules import MODEL_RULES
+from strop.config.recipes.nemo_rl.optimizer_rules import OPTIMIZER_RULES
 from strop.config.recipes.nemo_rl.run_rules import RUN_RULES
 from strop.config.recipes.nemo_rl.teacher_rules import TEACHER_RULES
 from strop.config.recipes.nemo_rl.training_rules import TRAINING_RULES
+from strop.config.recipes.nemo_rl.unsupported_rules import UNSUPPORTED_RULES
 from strop.config.recipes.rules import Rule
 
 NEMO_RL_RULES: tuple[Rule, ...] = (
+    *TEACHER_RULES,
+    *UNSUPPORTED_RULES,
     *RUN_RULES,
     *ENVIRONMENT_RULES,
     *TRAINING_RULES,
     *MEGATRON_RULES,
     *TEACHER_RULES,
     *MODEL_RULES,
+    *OPTIMIZER_RULES,
     *GENERATION_RULES,
     *DATA_RULES,
 )

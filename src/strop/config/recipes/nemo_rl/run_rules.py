@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
+from strop.config.recipes.difference import Effect
 from strop.config.recipes.recipe import Recipe
-from strop.config.recipes.rules import Refused, Rule, Unused, is_switched_off
+from strop.config.recipes.rules import Refused, Renamed, Rule, Unused, is_switched_off
 
 
 def refuse_other_sections(recipe: Recipe) -> None:
@@ -11,13 +14,11 @@ def refuse_other_sections(recipe: Recipe) -> None:
     commands = {section: section for section in ("grpo", "sft", "dpo", "rm", "ppo", "distillation")}
     purposes = {
         "teacher": "a run with a teacher",
-        "on_policy_distillation": "a run with a teacher",
         "value": "a run with a critic",
     }
     for section, command in {
         **commands,
         "teacher": "distillation",
-        "on_policy_distillation": "distillation",
         "value": "ppo",
     }.items():
         if not recipe.is_set(section) or recipe.is_own_key(section):
@@ -31,6 +32,26 @@ def refuse_other_sections(recipe: Recipe) -> None:
                 f"this is not a section of strop {getattr(recipe.root, 'section', 'eval')}",
                 f"Use strop {command} for {purpose}. Remove the key.",
             )
+
+
+def translate_fault_tolerance(recipe: Recipe) -> None:
+    """Save as often as the recipe does for resuming: the newest checkpoint is always kept, the others are ranked."""
+    key, period = "checkpointing.ft_save_period", "checkpointing.save_period"
+    often, latest = recipe.value(key), recipe.value("checkpointing.ft_keep_latest_k")
+    if isinstance(often, int) and often > 0:
+        saved = recipe.value(period)
+        every = math.gcd(often, saved) if isinstance(saved, int) and saved > 0 else often
+        recipe.set(period, every, because=key)
+        text = f"checkpointing.save_period={every} here: the newest checkpoint is always kept to resume from, beside the keep_top_k best"
+        recipe.note(key, Effect.CHANGED, text)
+        recipe.drop(key)
+    elif recipe.is_set(key):
+        recipe.unused(key, "it is switched off")
+    if recipe.is_set("checkpointing.ft_keep_latest_k"):
+        one = latest in (None, 1)
+        text = "the newest checkpoint is always kept" if one else f"the newest checkpoint is kept here, not the newest {latest}"
+        recipe.note("checkpointing.ft_keep_latest_k", Effect.UNUSED if one else Effect.CHANGED, text)
+        recipe.drop("checkpointing.ft_keep_latest_k")
 
 
 RUN_RULES: tuple[Rule, ...] = (
@@ -49,5 +70,12 @@ RUN_RULES: tuple[Rule, ...] = (
     Unused("logger.gpu_monitoring", "GPUs are not monitored in this version"),
     Unused("logger.wandb.log_nemo_gym_full_result_tables", "every rollout is stored, see logger.rollouts"),
     Unused("cluster.master_port_range_*", "free ports are chosen automatically"),
-    Refused(("data_plane",), "NeMo-RL's TransferQueue is not in this version", "Set data_plane.enabled=false."),
+    Unused("data_plane", "it only says how batches travel between processes, and changes no number"),
+    translate_fault_tolerance,
+    Renamed("checkpointing.is_async", "checkpointing.async_save"),
+    Unused("*._override_", "only a section at the top of a file that inherits replaces that of the base, as in NeMo-RL"),
+    Unused("grpo.deduplicate_multimodal_data", "it saves memory with images and sound"),
+    Unused("grpo.debug_payload_metrics", "it measures how batches travel between processes"),
+    Unused("grpo.calculate_advantages_on_gpu", "it changes where advantages are computed, not what they are"),
+    Unused("*skip_reference_policy_logprobs_calculation", "they are computed only where a KL term needs them"),
 )

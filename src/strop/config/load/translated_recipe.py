@@ -1,0 +1,77 @@
+"""A recipe of another library as a configuration of Strop."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.config.load.load import LoadedConfig, load_source
+from strop.config.recipes.difference import Difference, Effect
+from strop.config.recipes.recipe_format import find_format, list_formats
+from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig
+from strop.config.source import yaml_text
+from strop.problems import ConfigError, Problem
+
+LONGEST_LINE = 130
+NO_RUN = "the file configures no run: it has none of the sections grpo, ppo, distillation, sft, dpo, rm and eval"
+
+
+class NotARun(ConfigError):
+    """A YAML file that does not configure a run."""
+
+
+@dataclass(frozen=True)
+class TranslatedRecipe:
+    """What a recipe is here."""
+
+    kind: str  # of run: grpo, sft, ..., eval
+    loaded: LoadedConfig[Any]
+    differences: tuple[Difference, ...]
+
+    @property
+    def changes_meaning(self) -> bool:
+        return any(difference.effect is Effect.CHANGED for difference in self.differences)
+
+
+def translate_recipe(path: Path, overrides: Sequence[str] = (), library: str = "auto") -> TranslatedRecipe:
+    """Read a recipe of a library, with overrides in Strop's keys. Raises ConfigError with every reason why it cannot run."""
+    read = (find_format(path) if library == "auto" else list_formats()[library]).read(path)
+    if read.kind is None:
+        raise NotARun([Problem("", NO_RUN, "Name the configuration of a run.")])
+    refused = [difference.to_problem() for difference in read.differences if difference.effect is Effect.REFUSED]
+    try:
+        loaded = load_source(read.source, overrides, root=TRAINING_RUNS.get(read.kind, EvalRunConfig))
+    except ConfigError as error:
+        raise ConfigError([*refused, *error.problems]) from error
+    if refused:
+        raise ConfigError(refused)
+    return TranslatedRecipe(read.kind, loaded, (*read.differences, *loaded.differences))
+
+
+def render_recipe(translated: TranslatedRecipe, made_by: str) -> str:
+    """Return YAML in Strop's keys that loads to the same configuration without differences, with each difference as a comment."""
+    start = f"start it with: strop {translated.kind} --config FILE"
+    comments = [f"made by: {made_by}", start, *_describe_differences(translated.differences)]
+    lines = [line for comment in comments for line in _wrap(comment)]
+    return "\n".join(lines) + "\n" + yaml_text.dump(translated.loaded.source.values)
+
+
+def _describe_differences(differences: Sequence[Difference]) -> Iterator[str]:
+    for effect, heading in ((Effect.CHANGED, "differs in meaning"), (Effect.RENAMED, "says the same in another key")):
+        for difference in differences:
+            if difference.effect is effect:
+                yield f"{heading}: {difference.key}: {difference.text}"
+    reasons: dict[str, list[str]] = {}
+    for difference in differences:
+        if difference.effect is Effect.UNUSED:
+            reasons.setdefault(difference.text, []).append(difference.key)
+    for reason, keys in reasons.items():
+        yield f"left out: {', '.join(keys)}: {reason}"
+
+
+def _wrap(comment: str) -> list[str]:
+    text = " ".join(comment.split())
+    return textwrap.wrap(text, LONGEST_LINE, initial_indent="# ", subsequent_indent="#     ", break_long_words=False)

@@ -1,0 +1,191 @@
+"""What whole recipes of NeMo-RL need and this version lacks: each is one refusal, whatever number of keys is about it.
+
+They come before all other rules, which then say nothing of keys that only follow from it.
+"""
+
+from __future__ import annotations
+
+from strop.config.recipes.recipe import Recipe
+from strop.config.recipes.rules import Rule
+from strop.config.recipes.unsupported import Unsupported
+from strop.config.source.yaml_source import get_at
+
+MODALITY_DATASETS = (
+    "clevr-cogent", "geometry3k", "refcoco", "mmpr-tiny", "audiomcq", "avqa", "daily-omni", "intent-train", "intent-bench",
+    "general-conversation-jsonl",
+)  # fmt: skip
+
+NEMO_GYM = Unsupported(
+    (
+        "env.should_use_nemo_gym",
+        "data.*dataset_name=NemoGymDataset",
+        "data.*env_name=nemo_gym",
+        "*generation.vllm_cfg.expose_http_server",
+        "env.nemo_gym.config_paths",
+    ),
+    "NeMo-Gym is not in this version",
+    "Write the reward as a function (env.NAME.reward=file.py:function) or a class (env.NAME.type=file.py:Class), and name your data.",
+    details=(
+        "*generation.vllm_cfg.http_server_serving_chat_kwargs",
+        "*generation.vllm_cfg.reasoning_parser_plugin",
+        "env.should_*",
+        "sif_dir",
+    ),
+    hides=("env.*", "data.*", "grpo.*invalid_tool_call*", "grpo.*malformed_thinking*", "reward_penalties"),
+)
+MULTIMODAL = Unsupported(
+    (
+        "policy.is_vlm",
+        "*.tokenizer.audio",
+        "*.tokenizer.video",
+        "tokenizer.audio",
+        "tokenizer.video",
+        "*.tokenizer.use_processor",
+        "*generation.vllm_cfg.limit_mm_per_prompt",
+        "*generation.vllm_cfg.video",
+        "*generation.vllm_kwargs.limit_mm_per_prompt",
+        "*generation.vllm_cfg.reset_encoder_cache_after_weight_update",
+        *(f"data.*dataset_name={name}" for name in MODALITY_DATASETS),
+        "data.*processor=vlm_*",
+    ),
+    "models read only text in this version, no images, sound or video",
+    "Take a recipe on text, or set policy.model_name and data.train to a language model and texts.",
+    hides=("data.*", "env.*", "*generation.bad_words", "*.automodel_kwargs.freeze_config"),
+)
+FP8 = Unsupported(
+    (
+        "*generation.vllm_cfg.precision=fp8",
+        "*generation.vllm_cfg.is_mx",
+        "*generation.vllm_cfg.use_deep_gemm",
+        "*generation.vllm_cfg.num_first_layers_in_bf16",
+        "*generation.vllm_cfg.num_last_layers_in_bf16",
+    ),
+    "rollouts use the trained weights, not FP8",
+    "Set policy.generation.vllm_cfg.precision=bfloat16, and remove the other keys of FP8.",
+    details=("*generation.vllm_cfg.quantization_ignored_layer_kws",),
+)
+QUANTIZATION = Unsupported(
+    ("policy.quant_cfg", "*generation.quant_cfg", "*generation.real_quant"),
+    "quantisation-aware training (ModelOpt) is not in this version",
+    "Set policy.quant_cfg=null, policy.generation.quant_cfg=null and policy.generation.real_quant=false to train unquantised weights.",
+    details=(
+        "policy.quant_*",
+        "*generation.quant_*",
+        "*generation.real_quant_*",
+        "policy.disable_modelopt_layer_spec",
+    ),
+)
+
+
+def engine(backend: str, name: str, *options: str) -> Unsupported:
+    """Return what becomes of an inference engine that Strop does not have."""
+    return Unsupported(
+        (f"*generation.backend={backend}",),
+        f"the {name} generation backend is not in this version",
+        "Set policy.generation.backend to vllm, or to torch, the engine built into Strop.",
+        details=tuple(f"*generation.{option}" for option in options),
+        hides=("*generation.*",),
+    )
+
+
+ENGINES = (
+    engine("trtllm", "TensorRT-LLM", "trtllm_cfg", "trtllm_kwargs"),
+    engine("dynamo", "Dynamo", "dynamo_cfg"),
+    engine("sglang", "SGLang", "sglang_cfg", "use_async_rollouts"),
+    engine("megatron", "Megatron", "mcore_generation_config"),
+)
+CROSS_TOKENIZER = Unsupported(
+    ("teachers=[[]*", "loss_fn.xtoken_loss", "loss_fn.gold_loss"),
+    "distillation from teachers with another tokenizer is not in this version",
+    "Name one teacher with the student's vocabulary: teacher.model_name=...",
+    details=(
+        *(
+            f"loss_fn.{name}"
+            for name in (
+                "alpha", "ce_loss_scale", "dynamic_loss_scaling", "exact_token_match_only", "kd_loss_mode", "kl_loss_weight",
+                "normalize_teacher_by_vocab", "reverse_kl", "sum_weights_metric", "temperature", "uncommon_topk", "vocab_topk",
+            )
+        ),
+        "token_aligner",
+    ),
+    hides=("teacher", "data.*", "distillation.*"),
+)  # fmt: skip
+ON_POLICY_DISTILLATION = Unsupported(
+    ("on_policy_distillation", "grpo.adv_estimator.name=opd"),
+    "GRPO with a teacher for each agent (on_policy_distillation) is not in this version",
+    "Use strop distillation, where teachers.NAME.env_names says whose rollouts each teacher scores.",
+    details=("_teachers",),
+)
+ROUTER_REPLAY = Unsupported(
+    ("policy.router_replay",),
+    "the learner chooses experts itself: replaying the engine's routing (R3) is not in this version",
+    "Set policy.router_replay.enabled=false.",
+)
+DRAFT_MODEL = Unsupported(
+    ("policy.draft",),
+    "training a draft model beside the policy is not in this version",
+    "Set policy.draft.enabled=false; policy.generation.vllm_cfg.speculation drafts without training.",
+    hides=("policy.generation.vllm_kwargs.speculative_config",),
+)
+SINGLE_CONTROLLER = Unsupported(
+    ("async_rl",),
+    "NeMo-RL's single controller is not in this version",
+    "Remove async_rl; grpo.async_grpo.enabled=true and grpo.async_grpo.max_trajectory_age_steps train asynchronously.",
+)
+BEST_AT_K = Unsupported(
+    ("grpo.use_best_at_k", "grpo.use_combined_training"),
+    "advantages of best@k are not in this version",
+    "Set it to false; algorithm.name=pass_at_k trains for the best of k samples.",
+    details=("grpo.best_at_k_*", "grpo.combined_training_*"),
+)
+CUSTOM_DATALOADER = Unsupported(
+    ("data.custom_dataloader",),
+    "data loaders of NeMo-RL are code of its own",
+    "Write the order of tasks as an environment (env.NAME.type=file.py:Class), or weights of the entries of data.train.",
+    details=("data.num_prompts_per_dataloader",),
+    hides=("data.use_multiple_dataloader",),
+)
+BAD_WORDS = Unsupported(
+    ("*generation.bad_words",),
+    "words cannot be forbidden: the learner would compute log-probabilities of another distribution than the engine sampled",
+    "Remove the key, and let the reward count them.",
+)
+
+
+def drop_frozen_towers(recipe: Recipe) -> None:
+    """Drop what freezes the towers of images and sound, through which a run on text sends no gradient."""
+    for key in list(recipe.find("*.automodel_kwargs.freeze_config")):
+        if recipe.value(f"{key}.freeze_language_model"):
+            fix = "Set it to false; policy.dtensor_cfg.lora_cfg trains a small part of it."
+            recipe.refuse(f"{key}.freeze_language_model", "found true, but it is what a run on text trains", fix)
+        recipe.unused(key, "a run on text sends no gradient through the towers of images and sound")
+        if not get_at(recipe.source.values, tuple(key.split(".")[:-1])):
+            recipe.drop(key.rpartition(".")[0])
+
+
+def refuse_template(recipe: Recipe) -> None:
+    """Refuse a recipe that leaves the model to whoever runs it."""
+    key = "policy.model_name" if recipe.is_own_key("policy.model_name") else "generation.model_name"
+    if recipe.is_set(key) and get_at(recipe.source.values, tuple(key.split("."))) is None:
+        recipe.refuse(key, "found null: the file is a template that leaves the model open", f"Set {key}=...")
+        section = key.partition(".")[0]
+        recipe.explained += [f"{section}.model_name", f"{section}.tokenizer.name", "tokenizer.name"]
+
+
+UNSUPPORTED_RULES: tuple[Rule, ...] = (
+    refuse_template,
+    NEMO_GYM,
+    MULTIMODAL,
+    FP8,
+    QUANTIZATION,
+    *ENGINES,
+    CROSS_TOKENIZER,
+    ON_POLICY_DISTILLATION,
+    ROUTER_REPLAY,
+    DRAFT_MODEL,
+    SINGLE_CONTROLLER,
+    BEST_AT_K,
+    CUSTOM_DATALOADER,
+    BAD_WORDS,
+    drop_frozen_towers,
+)

@@ -1,0 +1,159 @@
+"""What whole recipes of NeMo-RL need and this version lacks: one refusal for each, at the key that asks, and nothing of its details."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strop.config import TRAINING_RUNS, ConfigError, LoadedConfig, Problem, load_config
+from strop.config.recipes.difference import Effect
+
+BASE = """
+policy: {model_name: m, generation: {backend: vllm, vllm_cfg: {precision: bfloat16}}}
+grpo: {val_period: 0}
+checkpointing: {metric_name: null}
+data: {train: {dataset_name: gsm8k, env_name: math}}
+env: {math: {num_workers: 8}}
+"""
+GYM = """
+env:
+  should_use_nemo_gym: true
+  should_log_nemo_gym_responses: false
+  should_mask_flagged_samples: true
+  nemo_gym: {config_paths: [a.yaml], uv_venv_dir: "${oc.env:NOT_SET_ANYWHERE}/venvs", thinking_tags: ["<think>"]}
+data:
+  train: {dataset_name: NemoGymDataset, env_name: nemo_gym, data_path: train.jsonl}
+  default: {processor: nemo_gym_data_processor}
+policy:
+  generation:
+    vllm_cfg:
+      expose_http_server: true
+      reasoning_parser_plugin: parser.py
+      http_server_serving_chat_kwargs: {enable_auto_tools: true, tool_parser: hermes}
+grpo: {invalid_tool_call_advantage: -5, penalize_invalid_tool_call: true, penalize_malformed_thinking: true}
+sif_dir: /images
+"""
+IMAGES = """
+policy:
+  is_vlm: true
+  tokenizer: {video: {num_frames: 8}}
+  generation: {bad_words: ["<image>"], vllm_cfg: {limit_mm_per_prompt: {audio: 1}}}
+data:
+  train: {dataset_name: clevr-cogent, env_name: clevr-cogent}
+  default: {processor: vlm_hf_data_processor, video_target_num_patches: 9}
+env: {clevr-cogent: {reward_functions: [{name: format, weight: 0.2}]}}
+"""
+QUANTISED = """
+policy:
+  quant_cfg: NVFP4_DEFAULT_CFG
+  quant_calib_data: cnn_dailymail
+  quant_calib_size: 512
+  disable_modelopt_layer_spec: true
+  generation: {quant_cfg: NVFP4_DEFAULT_CFG, real_quant: true, real_quant_ignore: [lm_head]}
+"""
+FP8 = """
+policy: {generation: {vllm_cfg: {precision: fp8, use_deep_gemm: true, is_mx: true, quantization_ignored_layer_kws: [q_proj]}}}
+"""
+TEACHERS = """
+on_policy_distillation: {enabled: true, teacher_model_by_agent_name: {math: "${_teachers.general}"}}
+_teachers: {general: /teacher}
+"""
+
+
+def load(tmp_path: Path, recipe: str, *overrides: str, kind: str = "grpo") -> LoadedConfig:
+    (tmp_path / "base.yaml").write_text(BASE)
+    path = tmp_path / "recipe.yaml"
+    path.write_text("defaults: base.yaml\n" + recipe)
+    return load_config(path, overrides, root=TRAINING_RUNS[kind])
+
+
+def refusals(tmp_path: Path, recipe: str, *overrides: str, kind: str = "grpo") -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, recipe, *overrides, kind=kind)
+    return caught.value.problems
+
+
+def engine(name: str, options: str) -> str:
+    return f"policy: {{generation: {{backend: {name}, colocated: {{enabled: false}}, {options}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "why"),
+    [
+        (GYM, "env.should_use_nemo_gym", "NeMo-Gym is not in this version"),
+        (IMAGES, "policy.is_vlm", "models read only text"),
+        (QUANTISED, "policy.quant_cfg", "quantisation-aware training"),
+        (FP8, "policy.generation.vllm_cfg.precision", "rollouts use the trained weights, not FP8"),
+        (TEACHERS, "on_policy_distillation", "a teacher for each agent"),
+        (engine("trtllm", "trtllm_cfg: {precision: x}, trtllm_kwargs: {a: 1}"), "policy.generation.backend", "TensorRT-LLM"),
+        (engine("dynamo", "dynamo_cfg: {engine: vllm}"), "policy.generation.backend", "the Dynamo generation backend"),
+        (engine("sglang", "sglang_cfg: {tp_size: 1}"), "policy.generation.backend", "the SGLang generation backend"),
+        (engine("megatron", "mcore_generation_config: {max_tokens: 9}"), "policy.generation.backend", "the Megatron generation"),
+        ("policy: {router_replay: {enabled: true}}", "policy.router_replay", "(R3)"),
+        ("policy: {draft: {enabled: true, model_name: d, num_layers: null}}", "policy.draft", "training a draft model"),
+        ("async_rl: {sampler: {name: in_order}, max_buffered_rollouts: 64}", "async_rl", "single controller"),
+        ("grpo: {use_best_at_k: true, best_at_k_k: 8, best_at_k_m: 1000}", "grpo.use_best_at_k", "best@k"),
+        ("data: {custom_dataloader: a.b.loader, num_prompts_per_dataloader: 16}", "data.custom_dataloader", "code of its own"),
+        ("policy: {generation: {bad_words: [no]}}", "policy.generation.bad_words", "words cannot be forbidden"),
+        ("policy: {model_name: null}", "policy.model_name", "a template that leaves the model open"),
+    ],
+)
+def test_a_recipe_shows_one_problem_for_one_cause(recipe: str, key: str, why: str, tmp_path: Path) -> None:
+    (problem,) = refusals(tmp_path, recipe)
+    assert problem.key == key and why in problem.message and problem.fix
+    assert problem.origin is not None and problem.origin.source == tmp_path / "recipe.yaml"
+
+
+def test_teachers_with_another_tokenizer_are_one_problem(tmp_path: Path) -> None:
+    recipe = """
+distillation: {max_num_steps: 3}
+teachers: [{model_name: t, projection_matrix_path: null, weight: 1.0}, {model_name: u}]
+loss_fn: {xtoken_loss: false, uncommon_topk: 8192, kd_loss_mode: sum, temperature: 1.0}
+"""
+    (problem,) = refusals(tmp_path, recipe.replace("grpo", "distillation"), "~grpo", kind="distillation")
+    assert problem.key == "teachers" and "found a list of 2" in problem.message and "another tokenizer" in problem.message
+
+
+def test_two_causes_are_two_problems(tmp_path: Path) -> None:
+    assert [problem.key for problem in refusals(tmp_path, GYM + "async_rl: {sampler: {name: in_order}}\n")] == [
+        "env.should_use_nemo_gym",
+        "async_rl",
+    ]
+
+
+def test_what_is_switched_off_is_left_out(tmp_path: Path) -> None:
+    loaded = load(
+        tmp_path,
+        """
+policy:
+  quant_cfg: null
+  router_replay: {enabled: false}
+  draft: {enabled: false, loss_weight: 0.1}
+  generation:
+    bad_words: []
+    mcore_generation_config: {max_tokens: 9}
+    vllm_cfg: {expose_http_server: false, use_deep_gemm: false, num_last_layers_in_bf16: 0}
+on_policy_distillation: null
+grpo: {use_best_at_k: false, best_at_k_k: 8, deduplicate_multimodal_data: true}
+data_plane: {enabled: true, impl: transfer_queue}
+""",
+    )
+    left_out = {difference.key for difference in loaded.differences if difference.effect is Effect.UNUSED}
+    assert len(loaded.differences) == len(left_out)
+    assert {"policy.draft", "grpo.best_at_k_k", "data_plane", "on_policy_distillation"} <= left_out
+
+
+def test_an_environment_of_ones_own_may_be_named_nemo_gym(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def right(task, rollout):\n    return 1.0\n")
+    recipe = f"env: {{nemo_gym: {{reward: '{tmp_path}/mine.py:right'}}}}\ndata: {{train: {{env_name: math}}}}"
+    assert not load(tmp_path, recipe).differences
+
+
+def test_frozen_towers_are_left_out_and_a_frozen_language_model_is_refused(tmp_path: Path) -> None:
+    recipe = (
+        "policy: {dtensor_cfg: {automodel_kwargs: {freeze_config: {freeze_vision_tower: true, freeze_language_model: FROZEN}}}}"
+    )
+    (difference,) = load(tmp_path, recipe.replace("FROZEN", "false")).differences
+    assert difference.effect is Effect.UNUSED and difference.key.endswith("freeze_config")
+    assert refusals(tmp_path, recipe.replace("FROZEN", "true"))[0].key.endswith("freeze_language_model")
