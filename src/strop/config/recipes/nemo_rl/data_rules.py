@@ -13,7 +13,6 @@ from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule, Unused, is_switched_off
 from strop.config.source.yaml_source import get_at
 from strop.data.data_config import DataEntryConfig
-from strop.problems import COMMAND_LINE
 
 PROMPT = "prompt_file, the system prompt and the chat template make a prompt of a question, as it does"
 PROCESSORS = {
@@ -223,7 +222,7 @@ def find_named_files(recipe: Recipe) -> None:
         if not isinstance(value, str) or not _is_missing_path(value, template=key.endswith("chat_template")):
             continue
         origin = recipe.source.find_origin(tuple(key.split(".")))
-        if origin is None or not isinstance(origin.source, Path) or origin.source == COMMAND_LINE:
+        if origin is None or not isinstance(origin.source, Path):
             continue
         folder = origin.source.resolve().parent
         found = next((above / value for above in (folder, *folder.parents) if (above / value).is_file()), None)
