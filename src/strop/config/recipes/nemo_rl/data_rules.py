@@ -214,7 +214,10 @@ def warn_of_null_template(recipe: Recipe) -> None:
 
 
 def find_named_files(recipe: Recipe) -> None:
-    """Find files that are not in the working directory beside the recipe that names them, or in a folder above it."""
+    """Find files that are not in the working directory beside the recipe that names them, or in a folder above it.
+
+    One that is nowhere is left to the checks, which a saved run is read without.
+    """
     patterns = ("data*.prompt_file", "data*.system_prompt_file", "*tokenizer.chat_template")
     for key in [key for pattern in patterns for key in recipe.find(pattern)]:
         value = get_at(recipe.source.values, tuple(key.split(".")))
@@ -228,12 +231,6 @@ def find_named_files(recipe: Recipe) -> None:
         found = next((above / value for above in (folder, *folder.parents) if (above / value).is_file()), None)
         if found is not None:
             recipe.set(key, str(found), because=key)
-        elif not Path(value).is_absolute():
-            recipe.refuse(
-                key,
-                f"there is no file {value} in the working directory {Path.cwd()}, nor in {folder} or a folder above it",
-                "Set the path of an existing file, absolute or relative to one of these.",
-            )
 
 
 def _is_missing_path(value: str, *, template: bool) -> bool:
