@@ -101,7 +101,8 @@ class DataEntryConfig(BaseConfig):
         for name in ("prompt_file", "system_prompt_file", *(("dataset_name",) if self.is_file else ())):
             path = getattr(self, name)
             if path is not None and not _is_file(path):
-                where = "" if Path(path).is_absolute() else f" in the working directory {Path.cwd()}"
+                beside = "" if name == "dataset_name" else ", nor in the folder of the configuration that names it or one above"
+                where = "" if Path(path).is_absolute() else f" in the working directory {Path.cwd()}{beside}"
                 yield Problem(
                     f"{key}.{name}",
                     f"there is no file {path}{where}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,20 @@ def test_the_loop_is_set_as_the_configuration_says():
     )
     assert (found.groups_per_step, found.steps_per_batch, found.update_epochs, found.max_staleness) == (6, 3, 2, 3)
     assert found.max_groups_per_step == 30 and found.save_period == 7 and not found.share_prefixes
+
+
+def test_options_of_an_environment_are_checked_before_a_model_is_loaded(monkeypatch, tmp_path):
+    async def load(*_: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(rollout_run, "make_backend", load)
+    tracker = SimpleNamespace(progress=lambda _: None, note=lambda _: None)
+    for option in ("{max_operandd: 3}", "{max_operand: many}"):
+        wrong = config(f"env.arithmetic={option}")
+        with pytest.raises(EnvironmentConfigError, match="max_operand"):
+            asyncio.run(rollout_run.build_rollout_run(wrong, make_rollout_algorithm(wrong), tracker))
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        asyncio.run(rollout_run.build_rollout_run(config(), make_rollout_algorithm(config()), tracker))
 
 
 ASYNCHRONOUS = ("grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2", "grpo.num_prompts_per_step=4")

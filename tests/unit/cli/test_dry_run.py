@@ -144,6 +144,13 @@ def test_a_dataset_of_the_hub_that_is_not_cached_is_named_as_not_looked_at(
         (["policy.model_name=modle/step_1/weights"], "did you mean model?"),
         (["policy.model_name=model"], "policy.model_name: the folder model has no model (no config.json, no .gguf file)"),
         (["policy.model_name=typeless"], "names no model_type"),
+        (["policy.model_name=$HF_HOME/model"], "${oc.env:NAME} reads an environment variable"),
+        (["policy.model_name=“Qwen/Qwen2.5-1.5B”"], "is neither a folder nor a name that the hub can have"),
+        (["env.math={}", "data.train.dataset_name=$HF_HOME/rows"], "${oc.env:NAME} reads an environment variable"),
+        (["env.math={}", "data.train.dataset_name=“gsm8k”"], "did you mean 'gsm8k'?"),
+        (["env.math={}", "data.train.dataset_name=/no/such/data"], "'/no/such/data' is not a file"),
+        (["env.math={math_verify_impl: prime}"], "env.math.math_verify_impl: found 'prime'"),
+        (["env.math={verifier: prime}"], "the option verifier of the environment math is 'prime'"),
         (["env.arithmetic={max_operand: 3, no_such: 1}"], "has no option 'no_such'"),
     ],
 )

@@ -248,3 +248,74 @@ def test_a_rollout_joins_to_the_rendering_up_to_the_last_taught_token(turns, nam
 
 
 TEMPLATES = {name: template_of(family) for name, family in FAMILIES.items()}
+
+
+SFT_TEMPLATE = (  # without a beginning of its own, and with what opens an answer in the message before
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'Question: ' + message['content'] + ' Answer:' }}"
+    "{% else %}{{ ' ' + message['content'] }}{% endif %}{% endfor %}"
+)
+
+
+def encode_turns(tokenizer, messages, *, add_bos: bool, add_generation_prompt: bool) -> tuple[list[int], list[bool]]:
+    """NeMo-RL's way to tokens: each message is what it adds to the rendered text, tokenized alone; assistant messages are trained on."""
+    tokens: list[int] = []
+    in_loss: list[bool] = []
+    before = ""
+    for index, message in enumerate(messages):
+        text = tokenizer.apply_chat_template(
+            [each.as_dict() for each in messages[: index + 1]],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt and message.role in ("user", "tool"),
+        )
+        common = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), min(len(before), len(text)))
+        chunk = text[common:]
+        if index == 0 and add_bos and not chunk.startswith(tokenizer.bos_token):
+            chunk = tokenizer.bos_token + chunk
+        if index == len(messages) - 1 and not chunk.rstrip("\n").endswith(tokenizer.eos_token):
+            chunk += tokenizer.eos_token
+        ids = tokenizer(chunk, add_special_tokens=False)["input_ids"]
+        tokens += ids
+        in_loss += [message.role == "assistant"] * len(ids)
+        before = text
+    return tokens, in_loss
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("add_bos", [True, False])
+@pytest.mark.parametrize("name", ["chatml", "llama3", "mistral", "sft"])
+def test_tokens_and_loss_are_those_of_nemo_rl_up_to_white_space_after_a_turn(
+    name: str, add_bos: bool, add_generation_prompt: bool
+) -> None:
+    template = template_of(FAMILIES.get(name, CHATML))
+    if name == "sft":
+        template.tokenizer.chat_template = SFT_TEMPLATE
+    rules = RecordedRules(max_length=512, add_bos=add_bos, add_generation_prompt=add_generation_prompt)
+    for messages in ((user("12 + 7?"), assistant("19")), (user("Hi"), assistant("Hello."), user("2+2?"), assistant("4"))):
+        (rollout,) = demonstration_group(0, "data", talk(*messages), template, rules).rollouts
+        assert not rollout.error
+        tokens, in_loss = rollout.prompt.tolist(), [False] * len(rollout.prompt)
+        for turn in rollout.turns:
+            tokens += turn.tokens.tolist()
+            in_loss += [turn.author == "policy"] * len(turn.tokens)
+        expected, expected_loss = encode_turns(
+            template.tokenizer, messages, add_bos=add_bos, add_generation_prompt=add_generation_prompt
+        )
+        assert expected[: len(tokens)] == tokens and not template.tokenizer.decode(expected[len(tokens) :]).strip()
+        differing = [index for index, pair in enumerate(zip(in_loss, expected_loss, strict=False)) if pair[0] != pair[1]]
+        assert not template.tokenizer.decode([tokens[index] for index in differing]).strip()
+
+
+def test_a_beginning_is_added_once_and_only_where_the_tokenizer_has_one() -> None:
+    rules = RecordedRules(max_length=512, add_bos=True)
+    for family, added in ((CHATML, 1), (LLAMA3, 0)):
+        template = template_of(family)
+        with_bos, without = (
+            demonstration_group(0, "data", talk(user("1?"), assistant("2")), template, each).rollouts[0].prompt.tolist()
+            for each in (rules, RULES)
+        )
+        assert with_bos == [template.tokenizer.bos_token_id] * added + without
+        assert with_bos.count(template.tokenizer.bos_token_id) == 1
+    template = template_of()
+    template.tokenizer.bos_token = None
+    (rollout,) = demonstration_group(0, "data", talk(user("1?"), assistant("2")), template, rules).rollouts
+    assert rollout.prompt.tolist() == template.encode_prompt([user("1?")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from strop.problems import Problem
 from strop.user_code import find_near_paths
 
 ADAPTERS_FILE = "adapter_config.json"
+
+
+HUB_MODEL = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*", re.ASCII)
 
 
 def find_model_problems(config: BaseConfig) -> Iterator[Problem]:
@@ -56,6 +60,9 @@ def explain_missing_model(name: str) -> str | None:
         where = "" if path.is_absolute() else f" in the working directory {Path.cwd()}"
         near = find_near_paths(path)
         return f"there is no folder {name:.300}{where}" + (f"; did you mean {near[0]}?" if near else "")
+    if not HUB_MODEL.fullmatch(name):
+        hint = "; ${oc.env:NAME} reads an environment variable" if "$" in name else ""
+        return f"{name!r:.300} is neither a folder nor a name that the hub can have{hint}"
     return None
 
 

@@ -184,10 +184,12 @@ def check_hub_name(name: str) -> None:
     """Raise DataError for a name that neither the hub nor an address of a file can have."""
     if is_url(name) or HUB_NAME.fullmatch(name):
         return
+    known = [
+        each for each in BUILTIN_DATASETS if not each.startswith("mmlu_") or name.startswith("mmlu")
+    ]  # one language is enough
     unexpanded = "; ${oc.env:NAME} reads an environment variable" if "$" in name else ""
     raise DataError(
-        f"{name!r} is not a file, not an OWNER/NAME of the hub and not a built-in dataset{suggest_names(name, BUILTIN_DATASETS)}"
-        f"{unexpanded}"
+        f"{name!r} is not a file, not an OWNER/NAME of the hub and not a built-in dataset{suggest_names(name, known)}{unexpanded}"
     )
 
 

@@ -11,9 +11,8 @@ from strop.config.recipes.difference import Effect
 from strop.config.recipes.nemo_rl.data_names import DATASET_FORMATS, MEDIA_DATASETS, MISSING_DATASETS, DatasetFormat
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule, Unused, is_switched_off
+from strop.config.source.yaml_source import get_at
 from strop.data.data_config import DataEntryConfig
-from strop.data.sources.builtin import BUILTIN_DATASETS
-from strop.problems import COMMAND_LINE
 
 PROMPT = "prompt_file, the system prompt and the chat template make a prompt of a question, as it does"
 PROCESSORS = {
@@ -21,7 +20,7 @@ PROCESSORS = {
     "math_hf_data_processor": PROMPT,
     "math_data_processor": PROMPT,
     "multichoice_qa_processor": "a built-in data set with options shows them below its question",
-    "sft_processor": "the chat template cuts a conversation into loss tokens and context",
+    "sft_processor": "the chat template cuts a conversation into loss tokens and context; white space after the end of a turn is context",
     "kd_data_processor": "it hands raw text to distillation across tokenizers",
     "nemo_gym_data_processor": "its prompts are made by NeMo-Gym",
     "vlm_hf_data_processor": "it reads images, video and audio",
@@ -33,6 +32,11 @@ EXAMPLE_DATALOADER = "example_custom_dataloader"
 
 def translate_entries(recipe: Recipe) -> None:
     """Translate each entry of the data, with what it inherits from ``data.default``."""
+    names = (get_at(recipe.source.values, tuple(key.split("."))) for key in recipe.find("data*.dataset_name"))
+    if all(_is_own_name(name) for name in names) and all(
+        recipe.is_own_key(".".join(path)) for path in recipe.source.origins if path[0] == "data"
+    ):
+        return
     default = recipe.value("data.default") or {}
     for key, entry in list(_list_entries(recipe)):
         merged = {**default, **entry} if isinstance(default, Mapping) else dict(entry)
@@ -44,6 +48,11 @@ def translate_entries(recipe: Recipe) -> None:
             recipe.unused(key, "each entry of data.train and data.validation has it now")
     if recipe.value("data.default.dataset_name") in DATASET_FORMATS:
         recipe.unused("data.default.dataset_name", "each entry of data.train and data.validation has it now")
+
+
+def _is_own_name(name: Any) -> bool:
+    foreign = name is None or "${" in str(name) or name in DATASET_FORMATS or name in MISSING_DATASETS
+    return not foreign and not _describe_class(name)
 
 
 def _list_entries(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -112,7 +121,7 @@ def _name_path(recipe: Recipe, key: str, name: str, kind: DatasetFormat, entry: 
     recipe.set(f"{key}.dataset_name", path, because=place)
     recipe.note(place, Effect.RENAMED, f"{key}.dataset_name={path} here, with the columns of {name}")
     for option, (own, usual) in kind.keys.items():
-        if (column := entry.get(option, usual)) is not None:
+        if (column := entry.get(option) or usual) is not None:
             recipe.set(f"{key}.{own}", column, because=_place(recipe, key, option))
         if option != own:
             recipe.drop(f"{key}.{option}")
@@ -143,13 +152,15 @@ def _translate_other_keys(recipe: Recipe, key: str, entry: Mapping[str, Any]) ->
 def translate_preference_validation(recipe: Recipe) -> None:
     """``val_data_paths``: files of preferences by name."""
     key = "data.val_data_paths"
+    if not recipe.is_set(key):
+        return
     paths = recipe.value(key)
     if isinstance(paths, Mapping) and paths:
         recipe.set("data.validation", [{"dataset_name": path} for path in paths.values()], because=key)
         text = "data.validation lists the files; their metrics are of all of them together, not one by one"
         recipe.note(key, Effect.CHANGED, text)
         recipe.drop(key)
-    elif recipe.is_set(key):
+    else:
         recipe.unused(key, "it is switched off")
 
 
@@ -157,10 +168,12 @@ def translate_dataloaders(recipe: Recipe) -> None:
     """Several data loaders: as many tasks of each entry in a step, which is what equal weights are."""
     loader, number = "data.custom_dataloader", "data.num_prompts_per_dataloader"
     switch = "data.use_multiple_dataloader"
+    if not recipe.is_set(switch):
+        return
     entries = recipe.value("data.train")
     unweighted = isinstance(entries, list) and len(entries) > 1 and not any(entry.get("weight") for entry in entries)
     if not recipe.value(switch):
-        if recipe.is_set(switch) and unweighted:
+        if unweighted:
             for index in range(len(entries)):
                 recipe.set(f"data.train.{index}.weight", None, because=switch)
         for key in (switch, loader, number):
@@ -201,25 +214,23 @@ def warn_of_null_template(recipe: Recipe) -> None:
 
 
 def find_named_files(recipe: Recipe) -> None:
-    """Find files that are not in the working directory beside the recipe that names them, or in a folder above it."""
+    """Find files that are not in the working directory beside the recipe that names them, or in a folder above it.
+
+    One that is nowhere is left to the checks, which a saved run is read without.
+    """
     patterns = ("data*.prompt_file", "data*.system_prompt_file", "*tokenizer.chat_template")
     for key in [key for pattern in patterns for key in recipe.find(pattern)]:
-        value = recipe.value(key)
+        value = get_at(recipe.source.values, tuple(key.split(".")))
+        value = recipe.value(key) if isinstance(value, str) and "${" in value else value
         if not isinstance(value, str) or not _is_missing_path(value, template=key.endswith("chat_template")):
             continue
         origin = recipe.source.find_origin(tuple(key.split(".")))
-        if origin is None or not isinstance(origin.source, Path) or origin.source == COMMAND_LINE:
+        if origin is None or not isinstance(origin.source, Path):
             continue
         folder = origin.source.resolve().parent
         found = next((above / value for above in (folder, *folder.parents) if (above / value).is_file()), None)
         if found is not None:
             recipe.set(key, str(found), because=key)
-        elif not Path(value).is_absolute():
-            recipe.refuse(
-                key,
-                f"there is no file {value} in the working directory {Path.cwd()}, nor in {folder} or a folder above it",
-                "Set the path of an existing file, absolute or relative to one of these.",
-            )
 
 
 def _is_missing_path(value: str, *, template: bool) -> bool:
@@ -233,7 +244,7 @@ def _describe_class(name: Any) -> str:
     """Why an importable class of a data set is refused; empty for other names."""
     parts = str(name).split(".")
     is_class = len(parts) > 1 and all(part.isidentifier() for part in parts) and parts[-1][:1].isupper()
-    return "a class of NeMo-RL's data sets cannot be loaded here" if is_class and name not in BUILTIN_DATASETS else ""
+    return "a class of NeMo-RL's data sets cannot be loaded here" if is_class else ""
 
 
 def _place(recipe: Recipe, key: str, option: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule, is_switched_off
+from strop.config.source.yaml_source import get_at
 
 MATH_VERIFIERS = {"hf_math_verify": "math_verify", "dapo_math_verify": "dapo"}
 CHOICE_VERIFIERS = ("english_multichoice", "multilingual_multichoice")
@@ -28,13 +29,16 @@ REWARD_MODEL_LAYOUT = (
 
 def translate_environments(recipe: Recipe) -> None:
     """Translate the options of each environment. One that no data names is not made by NeMo-RL, and need not exist."""
+    written = get_at(recipe.source.values, ("env",))
+    if not isinstance(written, Mapping) or not any(written.get(alias) for alias in (*MISSING_ENVIRONMENTS, *TRANSLATIONS)):
+        return
     used = set(_used_aliases(recipe))
     for alias, options in list((recipe.value("env") or {}).items()):
         key = f"env.{alias}"
         if not isinstance(options, Mapping) or options.get("type") or {"reward", "rewards"} & set(options):
             continue
         if why := MISSING_ENVIRONMENTS.get(alias):
-            if used and alias not in used:
+            if used and alias not in used and not recipe.is_on_command_line(key):
                 recipe.unused(key, "no data names it")
             else:
                 recipe.refuse(key, f"{why}", OWN_REWARD.format(alias=alias))
