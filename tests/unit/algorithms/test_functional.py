@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strop.algorithms.functional import aggregate, clipped_surrogate, group_advantages, kl_estimate, sequence_mean, varies
+from strop.algorithms.functional import aggregate, clipped_surrogate, kl_estimate, sequence_mean, varies
+from strop.algorithms.group_advantages import group_advantages
 from support.rollouts import pack_grpo, simple_groups
 
 _rewards = st.lists(st.floats(-10, 10, allow_nan=False).map(lambda value: round(value, 3)), min_size=2, max_size=16)

@@ -10,6 +10,7 @@ from strop.algorithms.functional import aggregate, sequence_sum, varies
 from strop.algorithms.policy_gradient.composition import Composition
 from strop.algorithms.policy_gradient.parts import GroupRewards, Mismatch, PolicyTokens
 from strop.algorithms.policy_gradient.rewards import compared_rewards, rewards_by_name, shape_rewards, subtract_kl
+from strop.algorithms.policy_gradient.sequence_error import logged_errors, mask_sequence_errors
 from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group
@@ -45,13 +46,11 @@ class PolicyGradient(Composition):
             advantages = advantages.clamp(self.advantage_low, self.advantage_high)
         return replace(batch, advantages=advantages)
 
-    @property
-    def needs_step_outputs(self) -> bool:
-        return self.selection is not None or self.objective.needs_step_outputs or self.entropy_target is not None
-
     def prepare_step(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
         columns: dict[str, Tensor] = {}
         if outputs is not None:
+            if (threshold := self.seq_logprob_error_threshold) is not None:
+                batch = mask_sequence_errors(batch, self.old_logprobs(outputs.logprobs, batch)[1], threshold)
             if self.selection is not None:
                 columns["selected"] = self.selection.choose(self.policy_tokens(outputs, batch))
             if self.objective.needs_step_outputs:
@@ -106,7 +105,7 @@ class PolicyGradient(Composition):
         if "selected" in batch.columns:
             objective, columns = objective * batch.column("selected"), {**columns, "tokens_selected": batch.column("selected")}
         loss = -self._aggregate(objective, batch)
-        columns = {"probs_ratio": tokens.ratio, **columns}
+        columns = {"probs_ratio": tokens.ratio, **columns, **logged_errors(batch)}
         if self.kl is not None and self.kl.weight:
             kl = self.kl.estimate(outputs.logprobs, batch)
             columns["kl_penalty"] = kl

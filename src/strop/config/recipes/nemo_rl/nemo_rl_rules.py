@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from strop.config.recipes.nemo_rl.advantage_rules import ADVANTAGE_RULES
 from strop.config.recipes.nemo_rl.data_rules import DATA_RULES
 from strop.config.recipes.nemo_rl.environment_rules import ENVIRONMENT_RULES
 from strop.config.recipes.nemo_rl.generation_rules import GENERATION_RULES
+from strop.config.recipes.nemo_rl.loss_rules import LOSS_RULES
 from strop.config.recipes.nemo_rl.megatron_rules import MEGATRON_RULES
 from strop.config.recipes.nemo_rl.model_rules import MODEL_RULES
 from strop.config.recipes.nemo_rl.run_rules import RUN_RULES
@@ -15,6 +17,8 @@ from strop.config.recipes.rules import Rule
 NEMO_RL_RULES: tuple[Rule, ...] = (
     *RUN_RULES,
     *ENVIRONMENT_RULES,
+    *ADVANTAGE_RULES,
+    *LOSS_RULES,
     *TRAINING_RULES,
     *TEACHER_RULES,
     *MEGATRON_RULES,
