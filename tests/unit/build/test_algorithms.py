@@ -445,8 +445,8 @@ def test_clamps_of_the_kl_term_reach_an_algorithm_that_has_one_of_its_own() -> N
         ),
         (
             "grpo",
-            "loss_fn.disable_ppo_ratio=true loss_fn.ratio_clip_c=3",
-            "loss_fn.ratio_clip_c: found 3.0, but the objective of grpo is reinforce",
+            "loss_fn.use_cispo=true loss_fn.ratio_clip_c=3",
+            "loss_fn.ratio_clip_c: found 3.0, but the objective of grpo is cispo",
         ),
         (
             "grpo",

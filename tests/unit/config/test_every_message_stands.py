@@ -142,8 +142,6 @@ REWORDED: dict[str, str] = {
 DROPPED: dict[str, str] = {
     "found true, but with {}.async_{} rollouts come from older weights, so the ratio is not 1": ASYNCHRONOUS,
     "Set loss_fn.force_on_policy_ratio=false, or {}.async_{}.enabled=false.": ASYNCHRONOUS,
-    "on_policy_ratio (loss_fn.force_on_policy_ratio) sets the ratio to 1, but training is asynchronous: rollouts come from older weights, "
-    "so the ratio is not 1; set it to false, or train synchronously (async_grpo.enabled=false, async_ppo.enabled=false)": ASYNCHRONOUS,
     "Strop does not have this key of NeMo-RL": "the rules of strop.config.recipes say of each key why",
     "{}{}. Remove the key.": "the rules of strop.config.recipes say of each key what to do",
     "{}.scheduler: {} stages need {} milestones between them; found {}": "the section says it, and no scheduler is built without one",
