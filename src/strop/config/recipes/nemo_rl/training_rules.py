@@ -13,7 +13,6 @@ BEST_OF = ("use_best_at_k", "use_combined_training", "best_at_k_*", "combined_tr
 GYM_MESSAGES = (  # what NeMo-RL refuses too without NeMo-Gym, which marks the messages
     "grpo.invalid_tool_call_advantage",
     "grpo.malformed_thinking_advantage",
-    "reward_penalties",
 )
 
 
@@ -109,7 +108,7 @@ def refuse_message_penalties(recipe: Recipe) -> None:
     gym = recipe.value("env.should_use_nemo_gym", False)
     refused = False
     for key in [key for pattern in GYM_MESSAGES for key in recipe.find(pattern)]:
-        if is_switched_off(recipe.value(key)) or not (gym or _penalizes(recipe, key)):
+        if is_switched_off(recipe.value(key)):
             recipe.unused(key, "it is switched off")
         elif gym:
             recipe.unused(key, "it needs NeMo-Gym's messages")
@@ -122,12 +121,6 @@ def refuse_message_penalties(recipe: Recipe) -> None:
                 "Give the reward in the environment. Remove the key.",
             )
             refused = True
-
-
-def _penalizes(recipe: Recipe, key: str) -> bool:
-    """Return whether a section of penalties switches one on; token ids alone do not."""
-    value = recipe.value(key)
-    return not isinstance(value, dict) or any(on for name, on in value.items() if name.startswith("penalize_"))
 
 
 def _is_below(recipe: Recipe, key: str, bound: int) -> bool:

@@ -114,15 +114,11 @@ def test_penalties_on_messages_that_nemo_gym_marks_are_refused_once_and_with_nem
     penalties = [
         "grpo.invalid_tool_call_advantage=-5.0",
         "grpo.malformed_thinking_advantage=-5.0",
-        "reward_penalties={penalize_empty_final_answer: true, token_ids: {unwanted: [2]}}",
     ]
     (said,) = refusals("grpo", *penalties)
     assert said.startswith("command line: grpo.invalid_tool_call_advantage") and "NeMo-Gym marks" in said
-    off = [
-        "grpo.invalid_tool_call_advantage=null",
-        "reward_penalties={penalize_empty_final_answer: false, token_ids: {think_open: 12}}",
-    ]
-    assert of(load("grpo", *off), Effect.UNUSED).keys() == {"grpo.invalid_tool_call_advantage", "reward_penalties"}
+    off = load("grpo", "grpo.invalid_tool_call_advantage=null", "grpo.malformed_thinking_advantage=null")
+    assert len(of(off, Effect.UNUSED)) == 2
     assert not any(
         "penalt" in said or "advantage" in said for said in refusals("grpo", *penalties, "env.should_use_nemo_gym=true")
     )
