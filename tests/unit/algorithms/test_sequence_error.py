@@ -57,6 +57,15 @@ def test_the_loss_and_its_kl_term_are_those_of_the_rollouts_that_are_left() -> N
     )
 
 
+def test_a_step_that_has_no_rollout_left_has_no_loss_and_says_so() -> None:
+    mismatch = make_mismatch(log_ratios(5.0, 5.0), log_ratios(4.0))
+    outputs = TokenOutputs(mismatch.batch.rollout_logprobs + mismatch.log_ratio, torch.zeros(3))
+    algorithm = GRPO(seq_logprob_error_threshold=2.0)
+    loss, logged = algorithm.loss(outputs, algorithm.prepare_step(mismatch.batch, outputs))
+    assert float(loss) == 0.0
+    assert (logged["sequence_error_masked"].value, logged["sequence_error_mean"].value) == pytest.approx((1.0, 4.5), rel=1e-5)
+
+
 def test_with_several_optimizer_steps_the_learner_before_all_of_them_is_compared() -> None:
     mismatch = make_mismatch(log_ratios(5.0), log_ratios(1.0))
     batch = mismatch.batch.with_column("policy_logprobs", mismatch.batch.rollout_logprobs)

@@ -105,7 +105,7 @@ class PolicyGradient(Composition):
         if "selected" in batch.columns:
             objective, columns = objective * batch.column("selected"), {**columns, "tokens_selected": batch.column("selected")}
         loss = -self._aggregate(objective, batch)
-        columns = {"probs_ratio": tokens.ratio, **columns, **logged_errors(batch)}
+        columns = {"probs_ratio": tokens.ratio, **columns}
         if self.kl is not None and self.kl.weight:
             kl = self.kl.estimate(outputs.logprobs, batch)
             columns["kl_penalty"] = kl
@@ -118,7 +118,7 @@ class PolicyGradient(Composition):
             loss = loss - self.positive_nll * aggregate(outputs.logprobs * batch.column("positive"), batch)
         logged = {name: metrics.total(aggregate(column.detach(), batch).item()) for name, column in columns.items()}
         logged["probs_ratio_max"] = metrics.maximum(columns["probs_ratio"].max().item() if len(batch.target) else 0.0)
-        return loss, {**logged, "loss": metrics.total(loss.item())}
+        return loss, {**logged, **logged_errors(batch), "loss": metrics.total(loss.item())}
 
     def _aggregate(self, values: Tensor, batch: Batch) -> Tensor:
         return aggregate(values, batch, self.aggregation, self.constant_length)

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from strop import metrics
 from strop.algorithms.functional import bounded_exp, sequence_mean
 from strop.lazy_torch import Tensor, torch
+from strop.metrics import Metrics
 from strop.types import Batch
 
 PREFIX = "sequence_error/"  # of the columns that are logged; each holds one number for the whole optimizer step
@@ -46,6 +48,10 @@ def check_threshold(threshold: float | None) -> Iterator[str]:
         )
 
 
-def logged_errors(batch: Batch) -> dict[str, Tensor]:
-    """Return the columns that ``mask_sequence_errors`` added, by the names of their metrics."""
-    return {name.replace("/", "_"): column for name, column in batch.columns.items() if name.startswith(PREFIX)}
+def logged_errors(batch: Batch) -> Metrics:
+    """Return the metrics of what ``mask_sequence_errors`` did, also where no rollout is left."""
+    found = {name: float(column[0]) for name, column in batch.columns.items() if name.startswith(PREFIX) and len(column)}
+    return {
+        name.replace("/", "_"): metrics.maximum(value) if name == f"{PREFIX}max" else metrics.mean(value, batch.num_sequences)
+        for name, value in found.items()
+    }

@@ -106,4 +106,15 @@ def _written(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-ADVANTAGE_RULES: tuple[Rule, ...] = (translate_estimator,)
+def refuse_estimator_without_critic(recipe: Recipe) -> None:
+    """NeMo-RL's ppo can leave its critic out, which is another kind of run here."""
+    key = "ppo.adv_estimator.name"
+    if recipe.is_own_key(key) and recipe.value(key) == "raw_reward":
+        recipe.refuse(
+            key,
+            "found 'raw_reward', which has no critic, and strop ppo trains one",
+            "Use strop grpo with grpo.adv_estimator.name=raw_reward.",
+        )
+
+
+ADVANTAGE_RULES: tuple[Rule, ...] = (translate_estimator, refuse_estimator_without_critic)

@@ -127,3 +127,23 @@ def test_penalties_on_messages_that_nemo_gym_marks_are_refused_once_and_with_nem
 def test_rollouts_are_left_out_by_the_threshold_of_a_recipe() -> None:
     assert load("grpo", "grpo.seq_logprob_error_threshold=2").config.grpo.seq_logprob_error_threshold == 2.0
     assert load("ppo", "ppo.seq_logprob_error_threshold=2.0").config.ppo.seq_logprob_error_threshold == 2.0
+
+
+def test_a_teacher_s_training_keys_each_have_their_reason_and_what_would_change_it_is_refused() -> None:
+    keys = {
+        "teacher.train_global_batch_size=64": "the teacher is not trained",
+        "teacher.hf_config_overrides.router_aux_loss_coef=0": "the teacher is not trained",
+        "teacher.generation={backend: vllm}": "the teacher does not sample",
+        "teacher.logprob_batch_size=1": "teacher.logprob_mb_tokens cuts what the teacher reads",
+    }
+    said = of(load("distillation", *keys), Effect.UNUSED)
+    assert {key: said[key] for key in (key.partition("=")[0] for key in keys)} == {
+        key.partition("=")[0]: why for key, why in keys.items()
+    }
+    (refused,) = refusals("distillation", "teacher.hf_config_overrides.rope_scaling={factor: 4}")
+    assert "set teacher.model_name to the copy" in refused
+
+
+def test_ppo_without_a_critic_is_another_kind_of_run() -> None:
+    (said,) = refusals("ppo", "ppo.adv_estimator.name=raw_reward")
+    assert "has no critic" in said and "Use strop grpo with grpo.adv_estimator.name=raw_reward" in said
