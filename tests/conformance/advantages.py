@@ -46,6 +46,14 @@ GROUP_ADVANTAGES = [
         scale="follows",
         zero_sum=False,
     ),
+    GroupCase("group_relative", lambda rewards, *_: formulas.grpo_unbiased(rewards), {"deviation": "unbiased"}),
+    GroupCase(
+        "group_relative",
+        lambda rewards, *_: formulas.grpo_others(rewards),
+        {"leave_one_out": True, "deviation": "others"},
+        scale=None,  # where the others are equal, the credit is not divided
+        zero_sum=False,
+    ),
     GroupCase("leave_one_out", lambda rewards, *_: formulas.rloo(rewards), scale="follows"),
     GroupCase(
         "plain_reward", lambda rewards, *_: formulas.plain(rewards), relative=False, shift=False, scale="follows", zero_sum=False

@@ -47,6 +47,23 @@ def grpo_leave_one_out(rewards: Sequence[float]) -> list[float]:
     return [advantage / (deviation(rewards) + EPS) for advantage in rloo(rewards)]
 
 
+def grpo_unbiased(rewards: Sequence[float]) -> list[float]:
+    """GRPO over the deviation with Bessel's correction: sum of squares / (G - 1)."""
+    spread = deviation(rewards) * math.sqrt(len(rewards) / (len(rewards) - 1))
+    return [advantage / (spread + EPS) for advantage in dr_grpo(rewards)]
+
+
+def grpo_others(rewards: Sequence[float]) -> list[float]:
+    """RLOO's baseline over the unbiased deviation of the rewards that the baseline is the mean of (NeMo-RL); not divided where those
+    are equal, or only one.
+    """
+    credit = []
+    for i, advantage in enumerate(rloo(rewards)):
+        rest = [reward for j, reward in enumerate(rewards) if j != i]
+        credit.append(advantage if same(rest) else advantage / (deviation(rest) * math.sqrt(len(rest) / (len(rest) - 1)) + EPS))
+    return credit
+
+
 def plain(rewards: Sequence[float]) -> list[float]:
     """REINFORCE (Williams, 1992) without a baseline: A_i = R_i."""
     return list(rewards)
@@ -131,17 +148,18 @@ def reinforce_pp(
     return [[[next(flat) for _ in range(n)] for n in sizes] for sizes in lengths]
 
 
-def gdpo(batch: Sequence[Sequence[dict[str, float]]], weights: dict[str, float]) -> list[list[float]]:
+def gdpo(batch: Sequence[Sequence[dict[str, float]]], weights: dict[str, float], *, bessel: bool = False) -> list[list[float]]:
     """Each reward normalised in its group, summed with weights, then whitened over the batch's rollouts (2601.05242)."""
     summed: list[list[float]] = []
     for group in batch:
         total = [0.0 for _ in group]
         for name, weight in weights.items():
-            each = grpo([rewards[name] for rewards in group])
+            each = (grpo_unbiased if bessel else grpo)([rewards[name] for rewards in group])
             total = [so_far + weight * advantage for so_far, advantage in zip(total, each, strict=True)]
         summed.append(total)
-    flat = iter(whiten([value for row in summed for value in row]))
-    return [[next(flat) for _ in row] for row in summed]
+    values = [value for row in summed for value in row]
+    spread = deviation(values) * (math.sqrt(len(values) / (len(values) - 1)) if bessel else 1.0)
+    return [[(value - average(values)) / (spread + EPS) for value in row] for row in summed]
 
 
 def soft_overlong(length: int, *, max_length: int, buffer: int, penalty: float = 1.0) -> float:

@@ -210,6 +210,8 @@ def test_gdpo_normalises_each_reward_by_itself(step: Step) -> None:
     parts = [[dict(sample.parts) for sample in group] for group in step.groups]
     wanted = per_rollout(step, formulas.gdpo(parts, weights))
     assert_credit(credited(step, "decoupled_rewards", {"weights": weights}), wanted, step)
+    unbiased = per_rollout(step, formulas.gdpo(parts, weights, bessel=True))
+    assert_credit(credited(step, "decoupled_rewards", {"weights": weights, "deviation": "unbiased"}), unbiased, step)
 
 
 @STEP

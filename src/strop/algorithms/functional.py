@@ -25,30 +25,6 @@ def varies(rewards: Tensor) -> bool:
     return bool(spread > RELATIVE_ROUNDING * rewards.abs().max())
 
 
-def group_advantages(
-    rewards: Tensor, *, baseline: bool = True, leave_one_out: bool = False, normalize: bool = True, eps: float = EPS
-) -> Tensor:
-    """Return (r - baseline) / (population standard deviation + eps), [G] -> [G].
-
-    If the group does not vary, the result is exactly zero, or the unchanged rewards without a baseline.
-
-    The baseline is the group's mean (GRPO, arXiv 2402.03300) or, with ``leave_one_out``, the mean of the other rollouts (RLOO,
-    2402.14740). The scale is always the deviation of the whole group: dividing by a leave-one-out deviation would give a single success
-    too little credit, and the group a negative net credit. ``normalize=False`` is Dr.GRPO (2503.20783).
-    """
-    if not varies(rewards):
-        return torch.zeros_like(rewards) if baseline else rewards
-    centred = rewards
-    if baseline and leave_one_out:
-        count = len(rewards)
-        if count < 2:
-            raise ValueError("a leave-one-out baseline needs at least 2 rollouts a group")
-        centred = rewards - (rewards.sum() - rewards) / (count - 1)
-    elif baseline:
-        centred = rewards - rewards.mean()
-    return centred / (rewards.std(correction=0) + eps) if normalize else centred
-
-
 def whiten(values: Tensor, mask: Tensor, eps: float = EPS) -> Tensor:
     """Return (value - mean) / (population standard deviation + eps) over the counted tokens of a batch, [N] -> [N] float64.
 

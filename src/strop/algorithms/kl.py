@@ -16,20 +16,23 @@ REFERENCE_LOGPROBS = "reference_logprobs"  # a batch column, [N]: the reference'
 
 @dataclass(frozen=True, kw_only=True)
 class Kl:
-    """``weight`` x an estimate of KL(policy || reference), in one of three places.
+    """``weight`` x an estimate of KL(policy || reference), in one of four places.
 
     loss: added to the loss, with its gradient (GRPO). reward: the sum over a rollout is subtracted from its reward, before the baseline.
     token_reward: each token's estimate is subtracted from that token's reward, so that it lowers the credit of this and all earlier
-    tokens (PPO as in InstructGPT, arXiv 2203.02155; REINFORCE++, 2501.03262).
-    In a reward it is measured with the policy before the update, so that it is 0 where that policy is the reference, whoever sampled.
+    tokens (PPO as in InstructGPT, arXiv 2203.02155; REINFORCE++, 2501.03262). token_credit: subtracted from the credit of that token alone,
+    before the credit is whitened (NeMo-RL's reinforce_plus_plus).
+    Outside the loss it is measured with the policy before the update, so that it is 0 where that policy is the reference, whoever sampled.
     ``unbiased`` multiplies the estimate in the loss by the ratio of the policy to the sampler, so that the gradient of k1 and k3 is that
-    of the KL divergence itself, however old the samples are (2512.02556, 2506.09477).
+    of the KL divergence itself, however old the samples are (2512.02556, 2506.09477). ``score_gradient`` multiplies it by
+    exp(log pi - stop_gradient(log pi)), which is 1 and has the same gradient while the policy is the one that sampled (NeMo-RL's KL term).
     """
 
     weight: float = 0.01
     estimator: KlEstimator = "k3"
-    place: Literal["loss", "reward", "token_reward"] = "loss"
+    place: Literal["loss", "reward", "token_reward", "token_credit"] = "loss"
     unbiased: bool = False
+    score_gradient: bool = False
     input_clamp: float | None = 20.0  # nats
     output_clamp: float | None = 10.0
 
@@ -49,7 +52,9 @@ class Kl:
 
     def estimate(self, logprobs: Tensor, batch: Batch) -> Tensor:  # [N]
         reference = batch.column(REFERENCE_LOGPROBS)
-        return kl_estimate(logprobs, reference, self.estimator, input_clamp=self.input_clamp, output_clamp=self.output_clamp)
+        weights = (logprobs - logprobs.detach()).exp() if self.score_gradient and not self.unbiased else None
+        clamps = {"input_clamp": self.input_clamp, "output_clamp": self.output_clamp}
+        return kl_estimate(logprobs, reference, self.estimator, weights=weights, **clamps)
 
     def weigh(self, estimates: Tensor, log_ratio: Tensor) -> Tensor:
         """Return estimates in the loss [N], if ``unbiased`` times the ratio of policy to sampler, whose logarithm is ``log_ratio``."""

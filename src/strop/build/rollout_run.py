@@ -18,6 +18,7 @@ from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.build.tasks import make_training_tasks, make_validation_tasks
 from strop.config import RolloutRunConfig
 from strop.config.checks.device_counts import count_devices
+from strop.config.schema.run_config import GrpoRunConfig
 from strop.distributed.base import Cluster
 from strop.environments.mixture import Mixture
 from strop.generation.base import Generator
@@ -222,11 +223,13 @@ def make_evaluator(
 
 def make_episode_rules(config: RolloutRunConfig) -> EpisodeRules:
     scaling = config.rollout_training.reward_scaling
+    penalties = config.reward_penalties if isinstance(config, GrpoRunConfig) else None
     return EpisodeRules(
         max_turns=config.rollout_training.max_rollout_turns,
         max_length=config.policy.max_total_sequence_length,
         max_prompt_length=config.data.max_input_seq_length,
         scaling=scaling if scaling.enabled else None,
+        penalties=penalties if penalties is not None and penalties.enabled else None,
     )
 
 

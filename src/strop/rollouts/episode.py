@@ -15,6 +15,7 @@ from strop.environments.forks import run_in_one_process
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.watchdog.waits import waiting
+from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling, mix_seed
@@ -26,12 +27,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRules:
-    """Limits of an episode, and the scaling of its reward."""
+    """Limits of an episode, and what becomes of its reward."""
 
     max_turns: int = 1  # turns of the policy
     max_length: int = 4096  # tokens of the whole conversation
     max_prompt_length: int | None = None  # tokens of the first prompt; None: max_length - 1
     scaling: RewardScalingConfig | None = None
+    penalties: RewardPenaltiesConfig | None = None
 
 
 class PromptTooLong(ValueError):
@@ -76,6 +78,9 @@ async def run_group(
         rollouts = await asyncio.gather(*episodes)
         if compares:
             rollouts = await run_in_one_process(_score_group, environment, task, rollouts, rules.scaling)
+    if rules.penalties is not None:
+        least = 0.0 if rules.scaling is None else rules.scaling(0.0)
+        rollouts = [_penalize(rollout, rules.penalties, template, least) for rollout in rollouts]
     baseline = rollouts[samples] if greedy_baseline else None
     return Group(index=index, environment=name, version=version, rollouts=tuple(rollouts[:samples]), baseline=baseline)
 
@@ -101,6 +106,10 @@ async def _score_group(
 def _with_rewards(rollout: Rollout, scored: RewardResult, scaling: RewardScalingConfig | None) -> Rollout:
     reward = scored.reward if scaling is None else scaling(scored.reward)
     return replace(rollout, reward=reward, rewards=dict(scored.rewards))
+
+
+def _penalize(rollout: Rollout, penalties: RewardPenaltiesConfig, template: ChatTemplate, reward: float) -> Rollout:
+    return rollout if rollout.error is not None else penalties.apply(rollout, template.tokenizer, reward)
 
 
 def make_failed_group(index: int, version: int, error: Exception) -> Group:

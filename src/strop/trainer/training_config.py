@@ -76,7 +76,10 @@ class RewardShapingConfig(BaseConfig):
         description="Sampled tokens of the longest response (tokens).",
     )
     stop_properly_penalty_coef: float | None = Field(
-        None, ge=0, le=1, description="Multiply the rewards of truncated rollouts by this; null does not."
+        None,
+        ge=0,
+        le=1,
+        description="Multiply the rewards of truncated rollouts by this, in place of the penalty of long ones; null does not.",
     )
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strop.algorithms.functional import aggregate, clipped_surrogate, group_advantages, sequence_mean, varies
+from strop.algorithms.functional import aggregate, clipped_surrogate, sequence_mean, varies
+from strop.algorithms.group_advantages import group_advantages
 from strop.algorithms.kl import kl_estimate
 from support.rollouts import pack_grpo, simple_groups
 

@@ -36,6 +36,7 @@ def test_there_are_synonyms_to_check() -> None:
 
 
 OTHER_VALUES = {  # options that 0.25 does not suit
+    "advantage.deviation": "unbiased",
     "advantage.leave_one_out": "true",
     "advantage.normalize": "false",
     "advantage.baseline": "false",
@@ -49,6 +50,7 @@ OTHER_VALUES = {  # options that 0.25 does not suit
     "on_policy_ratio": "true",
     "overlong_filtering": "true",
     "policy_training_start_step": "7",
+    "seq_logprob_error_threshold": "2.5",
     "use_margin": "true",
 }
 

@@ -220,7 +220,7 @@ def test_parts_and_algorithms_from_outside_are_named_as_file_and_class(outside: 
 def test_an_outline_names_every_option_in_force() -> None:
     kwargs = {"corrections": [{"name": "tis", "cap": 3.0}], "kl": {"weight": 0.1}, "on_policy_ratio": True}
     line = format_algorithm("grpo", make_algorithm("grpo", kwargs))
-    assert "advantage group_relative(baseline=True, leave_one_out=False, normalize=True)" in line
+    assert "advantage group_relative(baseline=True, leave_one_out=False, normalize=True, deviation=population)" in line
     assert "objective clip(low=0.2, high=0.2)" in line
     assert "corrections tis(cap=3.0, floor=0.0, level=token)" in line
     assert "kl k3(weight=0.1, estimator=k3, place=loss" in line
@@ -266,7 +266,8 @@ FLAT: list[tuple[str, str, Algorithm]] = [
         "grpo.minus_baseline=false grpo.normalize_rewards=false",
         GRPO(advantage=GroupRelative(baseline=False, normalize=False)),
     ),
-    ("grpo", "grpo.adv_estimator.name=grpo", GRPO()),
+    ("grpo", "grpo.adv_estimator.name=grpo", GRPO(advantage=GroupRelative(leave_one_out=True, deviation="others"))),
+    ("grpo", "grpo.adv_estimator.name=group_relative", GRPO()),
     ("grpo", "grpo.adv_estimator.name=leave_one_out", GRPO(advantage=LeaveOneOut())),
     ("grpo", "grpo.advantage_clip_low=-2 grpo.advantage_clip_high=3", GRPO(advantage_low=-2.0, advantage_high=3.0)),
     (
@@ -456,8 +457,8 @@ def test_clamps_of_the_kl_term_reach_an_algorithm_that_has_one_of_its_own() -> N
         ),
         (
             "grpo",
-            "loss_fn.disable_ppo_ratio=true loss_fn.ratio_clip_c=3",
-            "loss_fn.ratio_clip_c: found 3.0, but the objective of grpo is reinforce",
+            "loss_fn.use_cispo=true loss_fn.ratio_clip_c=3",
+            "loss_fn.ratio_clip_c: found 3.0, but the objective of grpo is cispo",
         ),
         (
             "grpo",

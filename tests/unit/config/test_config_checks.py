@@ -121,12 +121,14 @@ def test_what_cannot_work_is_refused(override: str, reason: str) -> None:
     assert len(error.problems) == 1
 
 
-def test_an_on_policy_ratio_needs_one_step_per_batch_on_fresh_rollouts() -> None:
+def test_an_on_policy_ratio_needs_one_step_per_batch() -> None:
+    """The ratio is to the learner before the update, so the age of rollouts does not matter."""
     assert accepted("loss_fn.force_on_policy_ratio=true") == []
+    assert accepted("loss_fn.force_on_policy_ratio=true", "grpo.async_grpo.enabled=true") == []
+    assert "relative to the sampler" in dry_run_refusal("loss_fn.force_on_policy_ratio=true", "algorithm.ratio_to=sampler")
     for override in ("loss_fn.force_on_policy_ratio=true", "algorithm.on_policy_ratio=true"):
         said = dry_run_refusal(override, "grpo.update_epochs=2")
         assert "loss_fn.force_on_policy_ratio" in said and "there are 2 optimizer steps per batch" in said
-        assert "older weights" in dry_run_refusal(override, "grpo.async_grpo.enabled=true")
     ppo = ["loss_fn.force_on_policy_ratio=true", "ppo.ppo_epochs=2"]
     assert "there are 2 optimizer steps per batch" in dry_run_refusal(*ppo, root=PpoRunConfig)
 

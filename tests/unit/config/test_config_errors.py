@@ -103,16 +103,16 @@ def test_a_key_of_another_system_that_asks_for_nothing_is_left_out_with_a_warnin
     path = tmp_path / "run.yaml"
     path.write_text(
         SMALL
-        + "grpo: {val_period: 0, val_batch_size: 256, seq_logprob_error_threshold: null}\n"
+        + "grpo: {val_period: 0, val_batch_size: 256, batch_multiplier: 1}\n"
         + "data_plane: {enabled: false}\ncheckpointing: {metric_name: null}\n"
     )
     (warning,) = load_config(path, root=GrpoRunConfig).warnings
-    assert "grpo.val_batch_size, grpo.seq_logprob_error_threshold, data_plane" in str(warning)
+    assert "grpo.val_batch_size, grpo.batch_multiplier, data_plane" in str(warning)
 
 
 def test_a_key_of_another_system_that_asks_for_something_is_an_error(tmp_path: Path) -> None:
-    message = str(failure(tmp_path, "grpo: {seq_logprob_error_threshold: 2.0}"))
-    assert "grpo.seq_logprob_error_threshold" in message and "not in this version" in message
+    message = str(failure(tmp_path, "grpo: {malformed_thinking_advantage: -5.0}"))
+    assert "grpo.malformed_thinking_advantage" in message and "not in this version" in message
 
 
 def test_a_misspelled_section_in_an_override_is_reported_as_of_the_command_line_and_beside_other_mistakes(tmp_path: Path) -> None:

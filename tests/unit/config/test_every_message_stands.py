@@ -30,10 +30,7 @@ SEQUENCE_LEVEL = (
     "{} has one ratio per rollout, so a mean over tokens gives long rollouts more weight; set aggregation sequence_mean "
     "(loss_fn.token_level_loss=false, as GSPO does)"
 )
-ASYNCHRONOUS = (
-    "on_policy_ratio (loss_fn.force_on_policy_ratio) sets the ratio to 1, but training is asynchronous: rollouts come from older weights, "
-    "so the ratio is not 1; set it to false, or train synchronously (async_grpo.enabled=false, async_ppo.enabled=false)"
-)
+ASYNCHRONOUS = "the ratio is to the learner before the update, so the age of rollouts does not matter"
 # The rule is the section's; it is asked with the configured device, and by a run with the one it has.
 SLEEPS = (
     "found true, but asynchronous training samples while the learner trains, and an engine on the learner's GPU sleeps meanwhile"
@@ -94,8 +91,6 @@ REWORDED: dict[str, str] = {
     "found true, but a batch makes several optimizer steps, and from the second on the ratio is not 1": ON_POLICY,
     "on_policy_ratio sets the ratio to 1, but there are {} optimizer steps per batch, and from the second on the ratio is not 1; set it to "
     "false, or run one optimizer step per batch": ON_POLICY,
-    "found true, but with {}.async_{} rollouts come from older weights, so the ratio is not 1": ASYNCHRONOUS,
-    "Set loss_fn.force_on_policy_ratio=false, or {}.async_{}.enabled=false.": ASYNCHRONOUS,
     "found true, but {}.async_{} samples while the learner trains, and an engine on the learner's GPU sleeps meanwhile": SLEEPS,
     "policy.generation.colocated.enabled is true and training is asynchronous: an engine on the learner's GPU must sleep while the learner "
     "trains. Set it to false, with a GPU for each engine, or train synchronously": SLEEPS,
@@ -154,6 +149,8 @@ REWORDED: dict[str, str] = {
 
 # The old message -> why nothing says it any more.
 DROPPED: dict[str, str] = {
+    "found true, but with {}.async_{} rollouts come from older weights, so the ratio is not 1": ASYNCHRONOUS,
+    "Set loss_fn.force_on_policy_ratio=false, or {}.async_{}.enabled=false.": ASYNCHRONOUS,
     "Strop does not have this key of NeMo-RL": "the rules of strop.config.recipes say of each key why",
     "{}{}. Remove the key.": "the rules of strop.config.recipes say of each key what to do",
     "{}.scheduler: {} stages need {} milestones between them; found {}": "the section says it, and no scheduler is built without one",

@@ -186,8 +186,6 @@ def test_what_is_saved_with_a_run_of_any_kind_loads_back_equal(section: str, tmp
     ("section", "key", "said"),
     [
         ("sft", "logger.mlflow_enabled=true", "MLflow is not in this version"),
-        ("ppo", "ppo.seq_logprob_error_threshold=2.0", "it is not in this version"),
-        ("ppo", "ppo.async_ppo.max_generation_failures=3", "Use max_errors_in_a_row"),
         ("ppo", "value.dtensor_cfg.tensor_parallel_size=2", "a multiple of 2 devices must train"),
         ("ppo", "value.dtensor_cfg.context_parallel_size=2", "a multiple of 2 devices must train"),
         ("ppo", "value.dtensor_cfg.cpu_offload=true", "Set it to false"),

@@ -13,11 +13,13 @@ import torch
 
 from loop.fakes import FakeGenerator, Request
 from loop.tiny import tiny_tokenizer
+from strop.base_config import validate_section
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, reward
 from strop.generation.base import Completion
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_episode, run_group
+from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.sampling import Sampling
 from strop.types import Ending, Group, Message, Messages, Rollout, Task, assistant, user
@@ -420,3 +422,30 @@ def test_a_group_has_the_version_it_was_begun_with():
     )
     assert group.version == 3
     assert [rollout.turns[0].versions.tolist() for rollout in group.rollouts] == [[4], [4]]
+
+
+def test_a_penalised_rollout_has_the_reward_that_zero_is_scaled_to_also_in_a_group_that_is_compared():
+    texts = iter(["1", "2", "11"])
+    generator = FakeGenerator(TOKENIZER, lambda request: (ids(next(texts)), True))
+    penalties = validate_section(
+        RewardPenaltiesConfig, {"penalize_unwanted_tokens": True, "token_ids": {"unwanted": [ids("2")[0]]}}
+    )
+    scaling = RewardScalingConfig(source_max=32.0, target_min=-1.0, target_max=31.0)
+    group = asyncio.run(
+        run_group(
+            0,
+            "talk",
+            Compared(),
+            TASK,
+            samples=3,
+            generator=generator,
+            template=TEMPLATE,
+            sampling=Sampling(max_new_tokens=9),
+            rules=EpisodeRules(max_length=100, scaling=scaling, penalties=penalties),
+            seed=1,
+        )
+    )
+    penalized = {rollout.text: rollout.metrics["penalty/unwanted_tokens"] for rollout in group.rollouts}
+    assert penalized == {"1": 0.0, "2": 1.0, "11": 0.0}
+    rewards = {rollout.text: rollout.reward for rollout in group.rollouts}
+    assert rewards["2"] == -1.0 and rewards["1"] > -1.0 and rewards["11"] > -1.0

@@ -47,6 +47,8 @@ class PPO(PolicyGradient):
         yield from super().validate(plan)
         if self.value_scale <= 0:
             yield f"value_scale is {self.value_scale}: the critic would learn nothing; set it above 0"
+        if self.kl is not None and self.kl.weight and self.kl.place == "token_credit":
+            yield "kl.place is token_credit, which GAE would overwrite; set it to token_reward, or to loss"
         if self.value_clip is not None and self.value_clip <= 0:
             yield f"value_clip is {self.value_clip}: the values could not change; set it above 0, or to null for no clipping"
 

@@ -10,6 +10,7 @@ from strop.algorithms.functional import POLICY_LOGPROBS, aggregate, bounded_diff
 from strop.algorithms.policy_gradient.composition import Composition
 from strop.algorithms.policy_gradient.parts import GroupRewards, Mismatch, PolicyTokens
 from strop.algorithms.policy_gradient.rewards import compared_rewards, rewards_by_name, shape_rewards, subtract_kl
+from strop.algorithms.policy_gradient.sequence_error import logged_errors, mask_sequence_errors
 from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group
@@ -45,13 +46,11 @@ class PolicyGradient(Composition):
             advantages = advantages.clamp(self.advantage_low, self.advantage_high)
         return replace(batch, advantages=advantages)
 
-    @property
-    def needs_step_outputs(self) -> bool:
-        return self.selection is not None or self.objective.needs_step_outputs or self.entropy_target is not None
-
     def prepare_step(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
         columns: dict[str, Tensor] = {}
         if outputs is not None:
+            if (threshold := self.seq_logprob_error_threshold) is not None:
+                batch = mask_sequence_errors(batch, self.old_logprobs(outputs.logprobs, batch)[1], threshold)
             if self.selection is not None:
                 columns["selected"] = self.selection.choose(self.policy_tokens(outputs, batch))
             if self.objective.needs_step_outputs:
@@ -119,7 +118,7 @@ class PolicyGradient(Composition):
             loss = loss - self.positive_nll * aggregate(outputs.logprobs * batch.column("positive"), batch)
         logged = {name: metrics.total(aggregate(column.detach(), batch).item()) for name, column in columns.items()}
         logged["probs_ratio_max"] = metrics.maximum(columns["probs_ratio"].max().item() if len(batch.target) else 0.0)
-        return loss, {**logged, "loss": metrics.total(loss.item())}
+        return loss, {**logged, **logged_errors(batch), "loss": metrics.total(loss.item())}
 
     def _aggregate(self, values: Tensor, batch: Batch) -> Tensor:
         return aggregate(values, batch, self.aggregation, self.constant_length)

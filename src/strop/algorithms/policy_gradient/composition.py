@@ -10,6 +10,7 @@ from strop.algorithms.base import Algorithm, Plan
 from strop.algorithms.functional import POLICY_LOGPROBS, Aggregation
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.algorithms.policy_gradient.parts import Advantage, Correction, Objective, Selection, Shaping
+from strop.algorithms.policy_gradient.sequence_error import check_threshold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class Composition(Algorithm):
     advantage_high: float | None = None
     drop_constant_groups: bool = False  # dynamic sampling (DAPO): replace groups with equal rewards
     overlong_filtering: bool = False  # truncated rollouts count in the baseline, but not in the loss
+    # leave out rollouts whose mean exp|learner's log-probability - sampler's| is above this (NeMo-RL)
+    seq_logprob_error_threshold: float | None = None
 
     @property
     def requires(self) -> frozenset[str]:
@@ -45,6 +48,11 @@ class Composition(Algorithm):
     @property
     def greedy_baseline(self) -> bool:
         return self.advantage.greedy_baseline
+
+    @property
+    def needs_step_outputs(self) -> bool:
+        optional = (self.selection, self.entropy_target, self.seq_logprob_error_threshold)
+        return self.objective.needs_step_outputs or any(option is not None for option in optional)
 
     def validate(self, plan: Plan) -> Iterator[str]:
         """Yield a message for each problem of the composition: what is set, why it cannot work, and what to set instead."""
@@ -70,6 +78,7 @@ class Composition(Algorithm):
                 f"advantages are clipped to [{low}, {high}], which is empty; set advantage_clip_low below advantage_clip_high, or one of "
                 "them to null"
             )
+        yield from check_threshold(self.seq_logprob_error_threshold)
         if self.entropy_target is not None and not self.entropy_bonus:
             yield "entropy_target is set, but entropy_bonus is 0, so it has no effect; set both"
 
@@ -140,9 +149,4 @@ def _check_ratio(algorithm: Composition, plan: Plan) -> Iterator[str]:
         yield (
             f"on_policy_ratio (loss_fn.force_on_policy_ratio) sets the ratio to 1, but there are {plan.optimizer_steps} optimizer steps "
             "per batch, and from the second on the ratio is not 1; set it to false, or run one optimizer step per batch"
-        )
-    if algorithm.on_policy_ratio and plan.max_staleness:
-        yield (
-            "on_policy_ratio (loss_fn.force_on_policy_ratio) sets the ratio to 1, but training is asynchronous: rollouts come from older "
-            "weights, so the ratio is not 1; set it to false, or train synchronously (async_grpo.enabled=false, async_ppo.enabled=false)"
         )

@@ -37,7 +37,9 @@ def compared_rewards(group: Group, *, by_name: bool) -> list[Tensor]:
 
 
 def subtract_kl(kl: Kl, batch: Batch, advantage: Advantage) -> Batch:
-    """Subtract the KL term from the reward of each token or, with ``kl.place`` reward, of each rollout before its advantage."""
+    """Subtract the KL term from the reward or credit of each token or, with ``kl.place`` reward, from that of each rollout."""
+    if kl.place == "token_credit":
+        return replace(batch, advantages=(batch.advantages - kl.weight * kl.estimate(batch.rollout_logprobs, batch)).float())
     if kl.place == "token_reward":
         return replace(batch, advantages=(batch.advantages - kl.weight * kl.sum_to_go(batch)).float())
     rewards = batch.rewards - kl.weight * kl.sum_per_rollout(batch)

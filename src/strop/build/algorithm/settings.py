@@ -163,6 +163,6 @@ def _correction_settings(loss: LossConfig) -> Iterator[AlgorithmSetting]:
     if kind is not None:
         upper, lower = ("cap", "floor") if kind == "tis" else ("high", "low")
         options |= {upper: high, **({} if low is None else {lower: low})}
-    if loss.sequence_level_importance_ratios and kind in (None, "tis"):
+    if loss.sequence_level_importance_ratios and kind in (None, "tis", "icepop"):
         options["level"] = "sequence"
     yield AlgorithmSetting("loss_fn.use_importance_sampling_correction", "corrections", [options])

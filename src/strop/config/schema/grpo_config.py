@@ -19,7 +19,14 @@ class AdvantageConfig(BaseConfig):
     name: str | None = Field(
         None,
         description="Name of an advantage, such as group_relative or leave_one_out, or module:Class; null is the algorithm's "
-        "own.",
+        "own. NeMo-RL's grpo, gdpo, reinforce_plus_plus and raw_reward, and their options in this section, are translated.",
+    )
+    deviation: Literal["population", "unbiased", "others"] | None = sets(
+        "advantage.deviation",
+        None,
+        description="Deviation that advantages are divided by: population, unbiased (Bessel's correction), or others (the "
+        "unbiased one of the group's other rewards, NeMo-RL's with a leave-one-out baseline). null is the algorithm's own "
+        "(grpo: population).",
     )
 
 
@@ -46,6 +53,13 @@ class GrpoConfig(RolloutTrainingConfig):
     adv_estimator: AdvantageConfig = subsection(AdvantageConfig)
     advantage_clip_low: float | None = sets("advantage_low", None, description="Lower clip of advantages; null does not clip.")
     advantage_clip_high: float | None = sets("advantage_high", None, description="Upper clip of advantages; null does not clip.")
+    seq_logprob_error_threshold: float | None = sets(
+        "seq_logprob_error_threshold",
+        None,
+        ge=1,
+        description="Leave rollouts out of the loss whose mean exp|learner's log-probability - engine's| is above this, for "
+        "instance 2; null keeps all (ratio).",
+    )
     update_epochs: int = Field(1, ge=1, description="Optimizer passes over one batch of rollouts (passes).")
     async_grpo: AsyncConfig = subsection(AsyncConfig)
 
@@ -74,8 +88,12 @@ class LossConfig(BaseConfig):
         description="Estimator of the KL divergence: k1 (log ratio), k2 (half its square), k3 (non-negative, low variance). "
         "null is the algorithm's own (grpo: k3).",
     )
-    use_on_policy_kl_approximation: bool = sets(
-        "kl.unbiased", False, description="Multiply the KL estimate by the probability ratio, which makes its gradient unbiased."
+    use_on_policy_kl_approximation: bool | None = sets(
+        "kl.unbiased",
+        None,
+        description="Multiply the KL estimate by the probability ratio, which makes its gradient unbiased. false, as in NeMo-RL, "
+        "keeps the estimate and its gradient through the sampling probability (algorithm.kl.score_gradient); null is the "
+        "algorithm's own (grpo: neither).",
     )
     kl_input_clamp_value: float | None = Field(
         20.0, gt=0, description="Clamp log ratios to plus or minus this before the estimator; null does not clamp (nats)."

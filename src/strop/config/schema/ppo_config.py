@@ -64,6 +64,13 @@ class PpoConfig(RolloutTrainingConfig):
     )
     advantage_clip_low: float | None = sets("advantage_low", None, description="Lower clip of advantages; null does not clip.")
     advantage_clip_high: float | None = sets("advantage_high", None, description="Upper clip of advantages; null does not clip.")
+    seq_logprob_error_threshold: float | None = sets(
+        "seq_logprob_error_threshold",
+        None,
+        ge=1,
+        description="Leave rollouts out of the loss whose mean exp|learner's log-probability - engine's| is above this, for "
+        "instance 2; null keeps all (ratio).",
+    )
     adv_estimator: GaeConfig = subsection(GaeConfig)
     async_ppo: AsyncConfig = subsection(AsyncConfig)
 

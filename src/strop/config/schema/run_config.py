@@ -35,6 +35,7 @@ from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
 from strop.monitoring.logger_config import LoggerConfig
 from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
+from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.trainer.training_config import RecordedTrainingConfig, RolloutTrainingConfig, TrainingConfig
 
 
@@ -111,6 +112,7 @@ class GrpoRunConfig(RolloutRunConfig):
     section: ClassVar[str] = "grpo"
     grpo: GrpoConfig = subsection(GrpoConfig)
     loss_fn: LossConfig = subsection(LossConfig)
+    reward_penalties: RewardPenaltiesConfig = subsection(RewardPenaltiesConfig)
 
 
 class PpoRunConfig(RolloutRunConfig):

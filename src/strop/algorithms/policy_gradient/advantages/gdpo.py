@@ -5,12 +5,13 @@ Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from strop.algorithms.base import Plan
-from strop.algorithms.functional import EPS, group_advantages
+from strop.algorithms.functional import EPS
+from strop.algorithms.group_advantages import Deviation, group_advantages
 from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
@@ -24,17 +25,26 @@ class DecoupledRewards(Advantage):
 
     A reward that does not vary in a group adds exactly 0. The mean of the sum over the batch is 0, because it is 0 in each group; it is
     not subtracted again, so that groups without signal keep a credit of 0. The deviation in the batch is over rollouts, as in the paper
-    and TRL; verl whitens over tokens. ``weights`` maps the names of rewards to weights; rewards without a weight are ignored. Without
-    any weights, every reward has weight 1, including those an environment only logs, which ``validate`` rejects. The environment's own
-    weights are not used.
+    and TRL; verl whitens over tokens. ``weights`` maps the names of rewards to weights; rewards without a weight are ignored. A list has
+    one weight for each reward, in the order of their names, and null is weight 1 for each, including those that an environment only logs,
+    as in NeMo-RL. The environment's own weights are not used.
+
+    ``deviation`` is that of each group, and, unless it is population, both deviations have Bessel's correction. With others, the credit
+    of a group does not add up to 0, and the mean over the batch is subtracted.
     """
 
     needs_named_rewards: ClassVar[bool] = True
-    weights: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, float] | tuple[float, ...] | None = field(default_factory=dict)
+    leave_one_out: bool = False
+    normalize: bool = True
+    deviation: Deviation = "population"
 
     def validate(self, plan: Plan) -> Iterator[str]:
         yield from super().validate(plan)
         known = ", ".join(plan.environment_rewards) or "train/rewards/* in the log"
+        if not isinstance(self.weights, Mapping):
+            yield from self._check_unnamed_weights(plan, known)
+            return
         if len(self.weights) < 2:
             yield (
                 f"GDPO normalizes each reward separately and adds them, but {len(self.weights)} rewards have a weight; set the "
@@ -45,20 +55,45 @@ class DecoupledRewards(Advantage):
         if plan.environment_rewards and unknown:
             yield f"GDPO has weights for rewards that no environment returns: {', '.join(unknown)}; available are {known}"
 
+    def _check_unnamed_weights(self, plan: Plan, known: str) -> Iterator[str]:
+        found = len(plan.environment_rewards)
+        wanted = 2 if self.weights is None else len(self.weights)
+        if self.weights is not None and wanted < 2:
+            yield f"GDPO normalizes each reward separately and adds them, but has {wanted} weights; choose grpo for a single reward"
+        elif found and (found < wanted if self.weights is None else found != wanted):
+            needed = "at least 2 rewards" if self.weights is None else f"a reward for each of {wanted} weights"
+            yield f"GDPO needs {needed}, but the environments return {found}: {known}; set the weights by name, or choose grpo"
+
+    def named_weights(self, names: Iterable[str]) -> Mapping[str, float]:
+        """Return the weight of each reward. Raises ValueError if there are not as many weights as rewards."""
+        names = sorted(names)
+        if isinstance(self.weights, tuple):
+            if len(self.weights) != len(names):
+                raise ValueError(f"GDPO has {len(self.weights)} weights, but the rewards of this group are {names}")
+            return dict(zip(names, self.weights, strict=True))
+        return self.weights or dict.fromkeys(names, 1.0)
+
     def rollout_advantages(self, group: GroupRewards) -> Tensor:
         """Return the weighted sum of the normalized rewards, [G]. Raises ValueError if the group has no reward with a weight."""
-        weights = self.weights or dict.fromkeys(group.by_name, 1.0)
+        weights = self.named_weights(group.by_name)
         weighted = {name: rewards for name, rewards in group.by_name.items() if name in weights}
         if not weighted:
             raise ValueError(f"GDPO has weights for {sorted(weights)}, but the rewards of this group are {sorted(group.by_name)}")
-        return torch.stack([weights[name] * group_advantages(rewards) for name, rewards in weighted.items()]).sum(0)
+        return torch.stack([weights[name] * self._relative(rewards) for name, rewards in weighted.items()]).sum(0)
+
+    def _relative(self, rewards: Tensor) -> Tensor:
+        return group_advantages(rewards, leave_one_out=self.leave_one_out, normalize=self.normalize, deviation=self.deviation)
 
     def token_advantages(self, batch: Batch) -> Tensor:
         tokens = torch.bincount(batch.sequence, minlength=batch.num_sequences)
         sums = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.sequence, batch.advantages.double())
         credit = (sums / tokens.clamp(min=1))[tokens > 0]
-        deviation = credit.square().mean().sqrt()
-        return (batch.advantages.double() / (deviation + EPS)).to(batch.advantages.dtype)
+        if self.deviation == "population":
+            mean, deviation = 0.0, credit.square().mean().sqrt()
+        else:
+            mean = float(credit.mean()) if self.deviation == "others" else 0.0
+            deviation = ((credit - mean).square().sum() / max(len(credit) - 1, 1)).sqrt()
+        return ((batch.advantages.double() - mean) / (deviation + EPS)).to(batch.advantages.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strop.algorithms.base import Plan
-from strop.algorithms.functional import clipped_surrogate, group_advantages
+from strop.algorithms.functional import clipped_surrogate
+from strop.algorithms.group_advantages import Deviation, group_advantages
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective, PolicyTokens
 from strop.lazy_torch import Tensor
@@ -17,11 +18,12 @@ from strop.lazy_torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRelative(Advantage):
-    """(r - mean) / (population standard deviation + eps) within a group; exactly 0 if the group does not vary."""
+    """(r - mean) / (standard deviation + eps) within a group; exactly 0 if the group does not vary."""
 
     baseline: bool = True  # False: the plain reward
     leave_one_out: bool = False  # the baseline of a rollout is the mean of the others
     normalize: bool = True  # divide by the deviation
+    deviation: Deviation = "population"
 
     def validate(self, plan: Plan) -> Iterator[str]:
         if plan.group_size >= self.min_group_size or not (self.baseline or self.leave_one_out or self.normalize):
@@ -40,7 +42,9 @@ class GroupRelative(Advantage):
         )
 
     def rollout_advantages(self, group: GroupRewards) -> Tensor:
-        return group_advantages(group.rewards, baseline=self.baseline, leave_one_out=self.leave_one_out, normalize=self.normalize)
+        return group_advantages(
+            group.rewards, baseline=self.baseline, leave_one_out=self.leave_one_out, normalize=self.normalize, deviation=self.deviation,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.algorithms.functional import EPS, group_advantages, varies
+from strop.algorithms.functional import EPS, varies
+from strop.algorithms.group_advantages import group_advantages
 from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective

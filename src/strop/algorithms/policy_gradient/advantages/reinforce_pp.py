@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strop.algorithms.base import Plan
-from strop.algorithms.functional import group_advantages, whiten
+from strop.algorithms.functional import whiten
+from strop.algorithms.group_advantages import group_advantages
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient

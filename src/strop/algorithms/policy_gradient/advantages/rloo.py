@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.algorithms.functional import Aggregation, group_advantages
+from strop.algorithms.functional import Aggregation
+from strop.algorithms.group_advantages import group_advantages
 from strop.algorithms.policy_gradient.advantages.reinforce import Reinforce
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective

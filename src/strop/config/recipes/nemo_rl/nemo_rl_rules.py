@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from strop.config.recipes.nemo_rl.advantage_rules import ADVANTAGE_RULES
 from strop.config.recipes.nemo_rl.data_rules import DATA_RULES
 from strop.config.recipes.nemo_rl.environment_rules import ENVIRONMENT_RULES
 from strop.config.recipes.nemo_rl.generation_rules import GENERATION_RULES
+from strop.config.recipes.nemo_rl.loss_rules import LOSS_RULES
 from strop.config.recipes.nemo_rl.megatron_rules import MEGATRON_RULES
 from strop.config.recipes.nemo_rl.model_rules import MODEL_RULES
 from strop.config.recipes.nemo_rl.optimizer_rules import OPTIMIZER_RULES
@@ -19,6 +21,8 @@ NEMO_RL_RULES: tuple[Rule, ...] = (
     *UNSUPPORTED_RULES,
     *RUN_RULES,
     *ENVIRONMENT_RULES,
+    *ADVANTAGE_RULES,
+    *LOSS_RULES,
     *TRAINING_RULES,
     *MEGATRON_RULES,
     *TEACHER_RULES,

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from strop.config.recipes.rules import Rule, Unused
+from strop.config.recipes.rules import Refused, Rule, Unused
 
-TRAINING_KEYS = (
-    "train_*",
-    "generation*",
-    "optimizer*",
-    "scheduler",
-    "max_grad_norm",
-    "logprob_*",
-    "dtensor_cfg*",
-    "megatron_cfg*",
-    "dynamic_batching*",
-    "sequence_packing*",
-    "make_sequence_length_divisible_by",
-    "offload_optimizer_for_logprob",
-    "hf_config_overrides",
-    "max_total_sequence_length",
+ONLY_SCORES = "the teacher only scores"
+CUTS = "teacher.logprob_mb_tokens cuts what the teacher reads"
+WHY_UNUSED = {
+    "train_*": "the teacher is not trained",
+    "optimizer*": "the teacher is not trained",
+    "scheduler": "the teacher is not trained",
+    "max_grad_norm": "the teacher is not trained",
+    "offload_optimizer_for_logprob": "the teacher is not trained",
+    "hf_config_overrides.router_aux_loss_coef": "the teacher is not trained",
+    "generation*": "the teacher does not sample",
+    "logprob_*": CUTS,
+    "dynamic_batching*": CUTS,
+    "sequence_packing*": CUTS,
+    "make_sequence_length_divisible_by": "rows are packed without padding",
+    "max_total_sequence_length": "the teacher reads the student's rollouts whole",
+    "dtensor_cfg*": ONLY_SCORES,
+    "megatron_cfg*": ONLY_SCORES,
+}
+TEACHER_RULES: tuple[Rule, ...] = (
+    *(Unused(f"teacher.{key}", why) for key, why in WHY_UNUSED.items()),
+    Refused(
+        ("teacher.hf_config_overrides",),
+        "a teacher is read with the configuration in its folder",
+        "Change config.json in a copy of its folder, and set teacher.model_name to the copy. Remove the key.",
+    ),
 )
-TEACHER_RULES: tuple[Rule, ...] = tuple(Unused(f"teacher.{key}", "the teacher only scores") for key in TRAINING_KEYS)

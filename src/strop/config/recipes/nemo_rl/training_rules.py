@@ -1,25 +1,156 @@
-"""The training sections (``grpo``, ``ppo``, ``distillation``, ``sft``, ``dpo``, ``rm``) and their losses."""
+"""The training sections (``grpo``, ``ppo``, ``distillation``, ``sft``, ``dpo``, ``rm``): lengths, validation, filters, penalties."""
 
 from __future__ import annotations
 
-from strop.config.recipes.rules import Refused, Rule, Unused
+from strop.config.recipes.difference import Effect
+from strop.config.recipes.recipe import Recipe
+from strop.config.recipes.rules import Refused, Rule, Unused, is_switched_off
 
-IN_REWARD = "Give the reward in the environment. Remove the key."
+SECTIONS = ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
+UNTIL_FULL = "with dynamic sampling, groups are sampled until the batch is full"
+NOT_READ = "NeMo-RL does not read it either"
+BEST_OF = ("use_best_at_k", "use_combined_training", "best_at_k_*", "combined_training_*")
+GYM_MESSAGES = (  # what NeMo-RL refuses too without NeMo-Gym, which marks the messages
+    "grpo.invalid_tool_call_advantage",
+    "grpo.malformed_thinking_advantage",
+)
+
+
+def translate_lengths(recipe: Recipe) -> None:
+    """Translate numbers that stand for "off", "all" and "no limit"."""
+    for section in SECTIONS:
+        if not recipe.is_own_key(section):
+            continue
+        _replace_negative(recipe, f"{section}.val_period", 0, "0 here, no periodic validation")
+        _replace_negative(recipe, f"{section}.max_val_samples", None, "null here, all tasks")
+        _replace_negative(recipe, f"{section}.val_batches", -1, "-1 here, all batches", also_zero=True)
+        _replace_epochs(recipe, section)
+        _round_validation(recipe, section)
+    key = "checkpointing.save_period"
+    if _is_below(recipe, key, 0):
+        recipe.set(key, 1, because=key)
+        recipe.note(key, Effect.CHANGED, "NeMo-RL saves after every step, and 1 does here; 0 turns saving off")
+
+
+def _replace_negative(recipe: Recipe, key: str, value: int | None, text: str, *, also_zero: bool = False) -> None:
+    if _is_below(recipe, key, 1 if also_zero else 0) and recipe.value(key) != value:
+        recipe.set(key, value, because=key)
+        recipe.note(key, Effect.RENAMED, text)
+
+
+def _replace_epochs(recipe: Recipe, section: str) -> None:
+    key = f"{section}.max_num_epochs"
+    if not _is_below(recipe, key, 1):
+        return
+    recipe.set(key, None, because=key)
+    asynchronous = recipe.value(f"{section}.async_{section}.enabled", False)
+    if asynchronous:
+        recipe.note(key, Effect.RENAMED, "null here, no limit")
+    else:
+        recipe.note(key, Effect.CHANGED, "null here, no limit; NeMo-RL trains nothing unless it is asynchronous")
+
+
+def _round_validation(recipe: Recipe, section: str) -> None:
+    """NeMo-RL validates whole batches of ``val_batch_size`` tasks and leaves out the rest."""
+    key, most = f"{section}.val_batch_size", f"{section}.max_val_samples"
+    if not recipe.is_set(key):
+        return
+    size, tasks = recipe.value(key), recipe.value(most)
+    if isinstance(size, int) and isinstance(tasks, int) and 0 < size <= tasks and tasks % size:
+        recipe.rename(key, most, text=f"{most}={tasks - tasks % size} here: NeMo-RL validates whole batches of {size} tasks")
+        recipe.set(most, tasks - tasks % size, because=most if recipe.is_set(most) else section)
+    else:
+        recipe.unused(key, "validation goes through the same engine, which batches by itself")
+
+
+def translate_failures(recipe: Recipe) -> None:
+    """NeMo-RL tolerates so many failed groups in a row, and the next one ends the run."""
+    for section in SECTIONS:
+        for key in list(recipe.find(f"{section}.async_{section}.max_generation_failures")):
+            tolerated = recipe.value(key, 0)
+            if not recipe.value(f"{section}.async_{section}.enabled", False):
+                recipe.unused(key, "generation is not asynchronous")
+            elif isinstance(tolerated, int):
+                recipe.rename(key, f"{section}.max_errors_in_a_row", max(tolerated, 0) + 1)
+
+
+def translate_shaping(recipe: Recipe) -> None:
+    """In NeMo-RL the factor of truncated rollouts replaces the punishment of long ones."""
+    for section in ("grpo", "ppo", "distillation"):
+        shaping = f"{section}.reward_shaping"
+        replaced = recipe.value(f"{shaping}.enabled") and recipe.value(f"{shaping}.stop_properly_penalty_coef") is not None
+        penalty = f"{shaping}.overlong_buffer_penalty"
+        if replaced and recipe.is_own_key(shaping) and recipe.value(penalty, 0) != 0:
+            factor = f"{shaping}.stop_properly_penalty_coef"
+            recipe.set(penalty, 0.0, because=penalty if recipe.is_set(penalty) else factor)
+            recipe.note(factor, Effect.RENAMED, f"{penalty}=0 here: this factor replaces the punishment of long rollouts")
+
+
+def translate_best_of(recipe: Recipe) -> None:
+    """Drop best@k training, which NeMo-RL's recipes have switched off and its code no longer reads."""
+    on = [key for key in ("grpo.use_best_at_k", "grpo.use_combined_training") if recipe.is_set(key) and recipe.value(key)]
+    if on:
+        recipe.refuse(
+            on[0],
+            "found true, but credit for the best of k is an algorithm of its own here",
+            "Set it to false, and algorithm.name=pass_at_k to train for the best of k.",
+        )
+    for pattern in BEST_OF:
+        for key in list(recipe.find(f"grpo.{pattern}")):
+            if key in on:
+                recipe.drop(key)
+            else:
+                recipe.unused(key, NOT_READ)
+
+
+def refuse_message_penalties(recipe: Recipe) -> None:
+    """Refuse penalties on messages that only NeMo-Gym marks, once; a recipe of NeMo-Gym's is refused for that."""
+    gym = recipe.value("env.should_use_nemo_gym", False)
+    refused = False
+    for key in [key for pattern in GYM_MESSAGES for key in recipe.find(pattern)]:
+        if is_switched_off(recipe.value(key)):
+            recipe.unused(key, "it is switched off")
+        elif gym:
+            recipe.unused(key, "it needs NeMo-Gym's messages")
+        elif refused:
+            recipe.drop(key)
+        else:
+            recipe.refuse(
+                key,
+                "it acts on messages that NeMo-Gym marks, which is not in this version; NeMo-RL refuses it too without NeMo-Gym",
+                "Give the reward in the environment. Remove the key.",
+            )
+            refused = True
+
+
+def _is_below(recipe: Recipe, key: str, bound: int) -> bool:
+    value = recipe.value(key) if recipe.is_set(key) else None
+    return isinstance(value, int) and not isinstance(value, bool) and value < bound
+
 
 TRAINING_RULES: tuple[Rule, ...] = (
-    Unused(
-        "grpo.adv_estimator.*",
-        "grpo.adv_estimator.name chooses it; its options are grpo.normalize_rewards, grpo.use_leave_one_out_baseline, "
-        "grpo.minus_baseline and algorithm.kwargs.advantage",
-    ),
+    translate_lengths,
+    translate_failures,
+    translate_shaping,
+    translate_best_of,
+    refuse_message_penalties,
     Unused("*.val_batch_size", "validation goes through the same engine, which batches by itself"),
-    Unused("*.batch_multiplier", "with dynamic sampling, groups are sampled until the batch is full"),
-    Refused(("*.seq_logprob_error_threshold",), "it is not in this version", "Remove the key."),
-    Refused(("grpo.invalid_tool_call_advantage",), "it is not in this version", IN_REWARD),
-    Refused(("grpo.malformed_thinking_advantage",), "it is not in this version", IN_REWARD),
-    Refused(("*.async_*.max_generation_failures",), "it is not in this version", "Use max_errors_in_a_row. Remove the key."),
-    Refused(("reward_penalties",), "they are not in this version", IN_REWARD),
-    Unused("ppo.skip_reference_policy_logprobs_calculation", "they are computed only where a KL term needs them"),
-    Refused(("ppo.async_ppo.warmup_generation_lead_steps",), "it is not in this version", "Remove the key."),
-    Refused(("ppo.async_ppo.drop_incomplete_targets_on_restore",), "it is not in this version", "Remove the key."),
+    Unused("*.batch_multiplier", UNTIL_FULL),
+    Unused("*.dynamic_sampling_oversample_ratio", UNTIL_FULL),
+    Refused(
+        ("grpo.zero_variance_prompt_filtering",),
+        "NeMo-RL has no code for it",
+        "Set grpo.use_dynamic_sampling=true to replace groups with equal rewards. Remove the key.",
+    ),
+    Unused("grpo.penalize_invalid_tool_call", NOT_READ),
+    Unused("grpo.penalize_malformed_thinking", NOT_READ),
+    Unused("grpo.invalid_tool_call_strategy", NOT_READ),
+    Unused("grpo.num_val_generations_per_prompt", f"{NOT_READ}: it reads val_num_generations_per_prompt"),
+    Unused("*.calculate_advantages_on_gpu", "advantages are computed in the driver process"),
+    Unused("*.skip_reference_policy_logprobs_calculation", "they are computed only where a KL term needs them"),
+    Unused("ppo.async_ppo.warmup_generation_lead_steps", "it only lets generation run ahead while the policy does not change"),
+    Unused(
+        "ppo.async_ppo.drop_incomplete_targets_on_restore",
+        "groups in flight when a checkpoint was saved are sampled again by the run that continues",
+    ),
 )

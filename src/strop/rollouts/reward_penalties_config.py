@@ -1,0 +1,132 @@
+"""Section ``reward_penalties``: rollouts whose reward is set to 0 for how they are written, as in NeMo-RL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from pydantic import Field
+
+from strop.base_config import BaseConfig, subsection
+from strop.problems import Problem
+from strop.types import Rollout, Turn
+
+
+class PenaltyTokenIdsConfig(BaseConfig):
+    """Tokens that penalties look for."""
+
+    unwanted: tuple[int, ...] | None = Field(None, strict=False, description="Tokens that no turn of the policy may contain.")
+    think_open: int | None = Field(
+        None, ge=0, description="The token that opens thinking; null is thinking_tags' if that is one."
+    )
+    think_close: int | None = Field(
+        None, ge=0, description="The token that closes thinking; null is thinking_tags' if that is one."
+    )
+
+
+class RewardPenaltiesConfig(BaseConfig):
+    """What sets the reward of a rollout to 0. Each is logged as ``penalty/NAME``, 1 for a rollout that was penalised."""
+
+    penalize_duplicated_reasoning: bool = Field(False, description="An answer that repeats the thinking before it word by word.")
+    penalize_empty_final_answer: bool = Field(False, description="Nothing after the thinking of the last turn.")
+    penalize_unwanted_tokens: bool = Field(False, description="Any token of token_ids.unwanted in a turn of the policy.")
+    penalize_malformed_think_tag: bool = Field(
+        False,
+        description="Thinking that the policy opens itself, closes twice, or, where the prompt opens it, does not close.",
+    )
+    thinking_tags: tuple[str, str] = Field(
+        ("<think>", "</think>"), strict=False, description="The texts that open and close thinking."
+    )
+    token_ids: PenaltyTokenIdsConfig = subsection(PenaltyTokenIdsConfig)
+
+    @property
+    def enabled(self) -> bool:
+        return any(getattr(self, f"penalize_{name}") for name in PENALTIES)
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        if self.penalize_unwanted_tokens and not self.token_ids.unwanted:
+            yield Problem(
+                f"{key}.token_ids.unwanted",
+                f"found none, but {key}.penalize_unwanted_tokens is true",
+                "List the ids of the tokens, or set it to false.",
+            )
+        if (self.token_ids.think_open is None) != (self.token_ids.think_close is None):
+            yield Problem(f"{key}.token_ids", "one of think_open and think_close is null", "Set both, or both to null.")
+
+    def find_violations(self, rollout: Rollout, tokenizer: Any) -> dict[str, bool]:
+        """Return whether a rollout is penalised, for each penalty that is on."""
+        return {name: check(self, rollout, tokenizer) for name, check in PENALTIES.items() if getattr(self, f"penalize_{name}")}
+
+    def apply(self, rollout: Rollout, tokenizer: Any, reward: float) -> Rollout:
+        """Return the rollout with ``reward`` in place of its own if it is penalised."""
+        found = self.find_violations(rollout, tokenizer)
+        metrics = {**rollout.metrics, **{f"penalty/{name}": float(violated) for name, violated in found.items()}}
+        if not any(found.values()):
+            return replace(rollout, metrics=metrics)
+        return replace(rollout, metrics=metrics, reward=reward, rewards=dict.fromkeys(rollout.rewards, 0.0))
+
+    def think_tokens(self, tokenizer: Any) -> tuple[int, int] | None:
+        """Return the tokens that open and close thinking; None if a tag is not one token."""
+        ids = self.token_ids
+        if ids.think_open is not None and ids.think_close is not None:
+            return ids.think_open, ids.think_close
+        encoded = [tokenizer(tag, add_special_tokens=False)["input_ids"] for tag in self.thinking_tags]
+        return (int(encoded[0][0]), int(encoded[1][0])) if all(len(tokens) == 1 for tokens in encoded) else None
+
+    def split_thinking(self, text: str) -> tuple[str, str]:
+        """Return the thinking of a turn and what follows it."""
+        opening, closing = self.thinking_tags
+        thinking, closed, answer = text.rpartition(closing)
+        if not closed and opening in text:
+            thinking, answer = text, ""
+        return thinking.replace(opening, "").strip(), answer.strip()
+
+
+def is_duplicated(section: RewardPenaltiesConfig, rollout: Rollout, tokenizer: Any) -> bool:
+    pairs = [section.split_thinking(turn.text) for turn in rollout.policy_turns]
+    return any(thinking and thinking == answer for thinking, answer in pairs)
+
+
+def is_unanswered(section: RewardPenaltiesConfig, rollout: Rollout, tokenizer: Any) -> bool:
+    return not section.split_thinking(rollout.text)[1]
+
+
+def has_unwanted_tokens(section: RewardPenaltiesConfig, rollout: Rollout, tokenizer: Any) -> bool:
+    unwanted = set(section.token_ids.unwanted or ())
+    return any(not unwanted.isdisjoint(turn.tokens.tolist()) for turn in rollout.policy_turns)
+
+
+def is_malformed(section: RewardPenaltiesConfig, rollout: Rollout, tokenizer: Any) -> bool:
+    """Return whether the tags of a turn do not fit what stands before it, by tokens where tags are tokens, and by text."""
+    opening, closing = section.thinking_tags
+    if any(opening in turn.text or turn.text.count(closing) > 1 for turn in rollout.policy_turns):
+        return True
+    if (tokens := section.think_tokens(tokenizer)) is None:
+        return False
+    return any(_unbalanced(context, turn, *tokens) for context, turn in _turns_with_context(rollout))
+
+
+def _unbalanced(context: list[int], turn: Turn, opening: int, closing: int) -> bool:
+    left_open = context.count(opening) - context.count(closing)
+    sampled = turn.tokens.tolist()
+    return left_open not in (0, 1) or sampled.count(opening) > 0 or sampled.count(closing) != left_open
+
+
+def _turns_with_context(rollout: Rollout) -> Iterator[tuple[list[int], Turn]]:
+    """Yield each turn of the policy with the tokens since its last one."""
+    context = rollout.prompt.tolist()
+    for turn in rollout.turns:
+        if turn.sampled:
+            yield context, turn
+            context = []
+        else:
+            context = context + turn.tokens.tolist()
+
+
+PENALTIES = {  # penalize_NAME -> whether a rollout is penalised
+    "duplicated_reasoning": is_duplicated,
+    "empty_final_answer": is_unanswered,
+    "unwanted_tokens": has_unwanted_tokens,
+    "malformed_think_tag": is_malformed,
+}
