@@ -1,8 +1,8 @@
 """REINFORCE++ (arXiv 2501.03262): no group baseline; the credit is whitened over all tokens of the batch.
 
 A_t = R - beta x sum over this and later tokens of log pi_sampler - log pi_reference, then (A - mean) / deviation over the whole batch,
-then PPO's clip. A group may be a single rollout. The standard deviation is that of the population; verl and OpenRLHF use the same
-whitening over counted tokens.
+then PPO's clip. A group may be a single rollout. The standard deviation is that of the population; verl's
+whitening, over the same counted tokens, is Bessel-corrected.
 
 Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum, kl_penalty.
 """
