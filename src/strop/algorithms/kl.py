@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from strop.algorithms.functional import bounded_exp, logprobs_before_update, sequence_sum
+from strop.algorithms.functional import bounded_exp, logprobs_before_update, sequence_mean, sequence_sum
 from strop.lazy_torch import Tensor, torch
 from strop.types import Batch
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
 REFERENCE_LOGPROBS = "reference_logprobs"  # a batch column, [N]: the reference's log-probabilities of the predicted tokens
+KL_WEIGHT = "kl_weight"  # a batch column, [N] float64: the weight of a KL term that adapts, the same for all tokens
+KL_WEIGHT_NEXT = "train/kl_weight_next"  # a metric: that weight in the next batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,8 @@ class Kl:
     token_reward: each token's estimate is subtracted from that token's reward, so that it lowers the credit of this and all earlier
     tokens (PPO as in InstructGPT, arXiv 2203.02155; REINFORCE++, 2501.03262).
     In a reward it is measured with the policy before the update, so that it is 0 where that policy is the reference, whoever sampled.
+    With ``target``, the weight of a term in the reward is only the first one. After each batch of n rollouts it is multiplied by
+    1 + clip(estimate / target - 1, -0.2, 0.2) n / horizon (1909.08593), the estimate being a mean over rollouts of means over tokens.
     ``unbiased`` multiplies the estimate in the loss by the ratio of the policy to the sampler, so that the gradient of k1 and k3 is that
     of the KL divergence itself, however old the samples are (2512.02556, 2506.09477).
     """
@@ -32,6 +36,8 @@ class Kl:
     unbiased: bool = False
     input_clamp: float | None = 20.0  # nats
     output_clamp: float | None = 10.0
+    target: float | None = None  # nats: adapt the weight until the estimate of a token is this; None: a fixed weight
+    horizon: int = 10_000  # rollouts; the smaller, the faster the weight adapts
 
     def __post_init__(self) -> None:
         if self.weight < 0:
@@ -46,6 +52,28 @@ class Kl:
                 "unbiased gives the estimators k1 and k3 the gradient of the KL divergence, but with k2 it gives that of E[k2], another "
                 "quantity; set the estimator to k1 or k3, or unbiased to false, with which k2 has that gradient on-policy"
             )
+
+        if self.target is not None and (self.target <= 0 or self.horizon < 1 or self.place == "loss" or not self.weight):
+            raise ValueError(
+                f"target is {self.target}, horizon {self.horizon}, weight {self.weight} and place {self.place}: a target adapts the weight "
+                "of a KL term in the reward, from a weight above 0; set target above 0, horizon to at least 1 and place to reward or "
+                "token_reward, or target to null for a fixed weight"
+            )
+
+    def weight_in(self, batch: Batch) -> float:
+        """Return the weight in a batch: ``weight``, or what it has been adapted to."""
+        adapted = batch.columns.get(KL_WEIGHT)
+        return self.weight if adapted is None or not len(adapted) else float(adapted[0])
+
+    def report(self, batch: Batch) -> dict[str, float]:
+        """Return metrics of a weight that adapts; the next batch takes its own from KL_WEIGHT_NEXT."""
+        counted = batch.sequence_lengths > 0
+        if self.target is None or not counted.any():
+            return {}
+        weight, estimates = self.weight_in(batch), self.estimate(logprobs_before_update(batch), batch).double()
+        distance = float(sequence_mean(estimates, batch)[counted].mean())
+        change = min(max(distance / self.target - 1, -0.2), 0.2) * batch.num_sequences / self.horizon
+        return {"train/kl_weight": weight, "train/kl_to_reference": distance, KL_WEIGHT_NEXT: weight * (1 + change)}
 
     def estimate(self, logprobs: Tensor, batch: Batch) -> Tensor:  # [N]
         reference = batch.column(REFERENCE_LOGPROBS)

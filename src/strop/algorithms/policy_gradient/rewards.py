@@ -39,8 +39,8 @@ def compared_rewards(group: Group, *, by_name: bool) -> list[Tensor]:
 def subtract_kl(kl: Kl, batch: Batch, advantage: Advantage) -> Batch:
     """Subtract the KL term from the reward of each token or, with ``kl.place`` reward, of each rollout before its advantage."""
     if kl.place == "token_reward":
-        return replace(batch, advantages=(batch.advantages - kl.weight * kl.sum_to_go(batch)).float())
-    rewards = batch.rewards - kl.weight * kl.sum_per_rollout(batch)
+        return replace(batch, advantages=(batch.advantages - kl.weight_in(batch) * kl.sum_to_go(batch)).float())
+    rewards = batch.rewards - kl.weight_in(batch) * kl.sum_per_rollout(batch)
     lengths = torch.bincount(batch.sequence, minlength=batch.num_sequences).double()
     advantages = torch.zeros_like(rewards)
     for group in range(batch.num_groups):
