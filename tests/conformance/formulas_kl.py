@@ -23,7 +23,12 @@ def k3(now: Scalar, reference: float) -> Scalar:
     return (exp(d) - 1) - d
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+def absolute(now: Scalar, reference: float) -> Scalar:
+    """|log r| (2009.01325's code)."""
+    return abs(now - reference)
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
 
 
 def clamped(estimator: str, now: Scalar, reference: float, inside: float | None, outside: float | None) -> Scalar:

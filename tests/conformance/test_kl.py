@@ -33,7 +33,7 @@ from support.each import each
 
 NEAR = {name: step for name, step in STEPS.items() if name != "log ratios of 50"}
 STEP = each("step", NEAR.values(), ids=NEAR)
-ESTIMATOR = pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+ESTIMATOR = pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 token_mean = AGGREGATIONS["token_mean"]
 
 

@@ -9,7 +9,7 @@ from strop.algorithms.functional import bounded_exp, logprobs_before_update, seq
 from strop.lazy_torch import Tensor, torch
 from strop.types import Batch
 
-KlEstimator = Literal["k1", "k2", "k3"]
+KlEstimator = Literal["k1", "k2", "k3", "abs"]
 
 REFERENCE_LOGPROBS = "reference_logprobs"  # a batch column, [N]: the reference's log-probabilities of the predicted tokens
 KL_WEIGHT = "kl_weight"  # a batch column, [N] float64: the weight of a KL term that adapts, the same for all tokens
@@ -47,10 +47,11 @@ class Kl:
                 f"unbiased applies to a KL term in the loss, but the KL term is in the {self.place}: set place to loss or unbiased to false"
             )
 
-        if self.unbiased and self.estimator == "k2":
+        if self.unbiased and self.estimator in ("k2", "abs"):
             raise ValueError(
-                "unbiased gives the estimators k1 and k3 the gradient of the KL divergence, but with k2 it gives that of E[k2], another "
-                "quantity; set the estimator to k1 or k3, or unbiased to false, with which k2 has that gradient on-policy"
+                f"unbiased gives the estimators k1 and k3 the gradient of the KL divergence, but with {self.estimator} it gives that of "
+                f"E[{self.estimator}], another quantity; set the estimator to k1 or k3, or unbiased to false, with which k2 has that "
+                "gradient on-policy"
             )
 
         if self.target is not None and (self.target <= 0 or self.horizon < 1 or self.place == "loss" or not self.weight):
@@ -109,8 +110,8 @@ def kl_estimate(
 ) -> Tensor:
     """Estimate KL(policy || reference) per token from tokens that the policy sampled (Schulman, 2020), [N].
 
-    With d = log reference - log policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. ``input_clamp`` bounds d and ``output_clamp`` the
-    estimate, and with them the gradient of outliers.
+    With d = log reference - log policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, abs = |d|. ``input_clamp`` bounds d and
+    ``output_clamp`` the estimate, and with them the gradient of outliers.
     """
     difference = reference - logprobs
     if input_clamp is not None:
@@ -122,4 +123,6 @@ def kl_estimate(
             estimate = difference.square() / 2
         case "k3":
             estimate = torch.expm1(difference) - difference
+        case "abs":
+            estimate = difference.abs()
     return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)

@@ -47,6 +47,7 @@ NONE_TRAINS = (
 
 # The old message -> what says it now.
 REWORDED: dict[str, str] = {
+    "algorithm.kwargs: {} needs {}": "{}: {} needs {}",  # of algorithms and parts
     "policy.model_name: {} has the shards of a distributed checkpoint; convert them first: python examples/converters/convert_dcp_to_hf.py "
     "--dcp-ckpt-path {} --hf-ckpt-path FOLDER": (
         "policy.model_name: {} has the shards of a distributed checkpoint; convert them first: strop export {} FOLDER, or "
