@@ -75,7 +75,10 @@ class LossConfig(BaseConfig):
         "null is the algorithm's own (grpo: k3).",
     )
     use_on_policy_kl_approximation: bool = sets(
-        "kl.unbiased", False, description="Multiply the KL estimate by the probability ratio, which makes its gradient unbiased."
+        "kl.unbiased",
+        False,
+        description="Multiply the KL estimate in the loss by the ratio of policy to sampler, which gives k1 and k3 the gradient of "
+        "the KL divergence, also with stale rollouts; refused with k2.",
     )
     kl_input_clamp_value: float | None = Field(
         20.0, gt=0, description="Clamp log ratios to plus or minus this before the estimator; null does not clamp (nats)."
