@@ -43,6 +43,10 @@ def default(name: str, formula: Callable[..., list[float]], **options: Any) -> C
     return CorrectionCase(name, lambda row: formula(logs(row), **options))
 
 
+def divergence_rejection(**options: Any) -> CorrectionCase:
+    return CorrectionCase("divergence_rejection", lambda row: formulas.divergence_rejection(logs(row), **options), options)
+
+
 CORRECTIONS = [
     default("importance", formulas.importance),
     from_logs("importance", formulas.sequence_importance, "sequence"),
@@ -59,6 +63,20 @@ CORRECTIONS = [
     from_logs("sequence_mask_tis", formulas.sequence_mask_tis, low=0.8, high=1.2),
     from_logs("sequence_mask_tis", formulas.sequence_mask_tis, low=0.8, high=1.2, cap=1.05),
     from_logs("k3_rejection", formulas.k3_rejection, cap=0.05),
+    *(
+        divergence_rejection(estimator=estimator, level=level, high=high)
+        for estimator, level, high in [
+            ("k2", "token", 0.02),
+            ("k2", "sum", 0.3),
+            ("k2", "mean", 0.05),
+            ("k2", "max", 0.2),
+            ("k3", "token", 0.02),
+            ("k3", "sum", 0.3),
+            ("k3", "mean", 0.05),
+            ("k3", "max", 0.2),
+        ]
+    ),
+    *(divergence_rejection(estimator="k1", level=level, low=0.8, high=1.25) for level in ("token", "sum", "mean")),
     CorrectionCase("opsm", lambda row: formulas.opsm(drift(row), sum(row.advantage), delta=0.05), {"delta": 0.05}),
     CorrectionCase("kpop", lambda row: formulas.kpop(row.before, row.sampler, phi=0.02), {"phi": 0.02}),
     CorrectionCase("kpop", lambda row: formulas.kpop(row.before, row.sampler, phi=0.5), {"phi": 0.5}),

@@ -90,3 +90,12 @@ def kpop(before: Sequence[float], sampler: Sequence[float], *, phi: float) -> li
         p, q = math.exp(b), math.exp(s)
         kept.append(0.0 if max(bernoulli_kl(p, q), bernoulli_kl(q, p)) > phi else 1.0)
     return kept
+
+
+def divergence_rejection(logs: Sequence[float], *, estimator: str, level: str, low: float = 0.0, high: float) -> list[float]:
+    """verl's hard trust regions: token_k1 ... seq_max_k3, k1 = log w, k2 = (log w)^2 / 2, k3 = w - 1 - log w (k1 with its sign turned)."""
+    each = [{"k1": log, "k2": log**2 / 2, "k3": weight(log) - 1 - log}[estimator] for log in logs]
+    if level != "token" and logs:
+        whole = {"sum": sum(each), "mean": sum(each) / len(each), "max": max(each)}[level]
+        each = [whole] * len(logs)
+    return [float(low <= (weight(value) if estimator == "k1" else value) <= high) for value in each]

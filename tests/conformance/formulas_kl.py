@@ -23,7 +23,12 @@ def k3(now: Scalar, reference: float) -> Scalar:
     return (exp(d) - 1) - d
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+def absolute(now: Scalar, reference: float) -> Scalar:
+    """|log r| (2009.01325's code)."""
+    return abs(now - reference)
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
 
 
 def clamped(estimator: str, now: Scalar, reference: float, inside: float | None, outside: float | None) -> Scalar:
@@ -53,3 +58,12 @@ def to_come(row: Row, estimator: str, *, inside: float | None = None, outside: f
     """For token t: sum over s >= t of KL_s, what a return-to-go sees of a penalty in each token's reward."""
     each = [float(clamped(estimator, row.before[t], row.reference[t], inside, outside)) for t in row.tokens]
     return [sum(each[t:]) for t in row.tokens]
+
+
+def adapted(weight: float, rows: Sequence[Row], estimator: str, *, target: float, horizon: int) -> float:
+    """beta (1 + clip(KL / target - 1, -0.2, 0.2) n / K), KL a mean over n rollouts of means over their tokens (1909.08593, 2.2)."""
+    counted = [row for row in rows if row.counts and row.length]
+    means = [
+        sum(float(ESTIMATORS[estimator](row.before[t], row.reference[t])) for t in row.tokens) / row.length for row in counted
+    ]
+    return weight * (1 + float(clip(sum(means) / len(means) / target - 1, -0.2, 0.2)) * len(rows) / horizon)

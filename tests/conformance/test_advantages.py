@@ -203,6 +203,29 @@ def test_reinforce_pp_whitens_after_the_kl_penalty(step: Step) -> None:
 
 
 @STEP
+@pytest.mark.parametrize("gamma", [0.9, 0.3])
+def test_reinforce_pp_discounts_the_reward_at_the_last_token_and_later_kl_terms(gamma: float, step: Step) -> None:
+    """G_t = r_t + gamma G_{t+1}, r_t = -beta k1_t, and the reward too at the last token; then whitened."""
+    if step.name in ("log ratios of 50", "huge rewards"):
+        pytest.skip("the penalties cancel to seven digits")
+    kl = Kl(weight=0.05, estimator="k1", place="token_reward", input_clamp=None, output_clamp=None)
+    rows = Leaves(step).rows()
+    plain: list[list[float]] = []
+    for row in rows:
+        credit = [0.0] * row.length
+        for t in reversed(row.tokens):
+            own = -0.05 * float(formulas_kl.k1(row.before[t], row.reference[t])) + (row.reward if t == row.length - 1 else 0.0)
+            credit[t] = own + (gamma * credit[t + 1] if t + 1 < row.length else 0.0)
+        plain.append(credit)
+    white = iter(formulas.whiten([number for row, numbers in zip(rows, plain, strict=True) if row.counts for number in numbers]))
+    wanted = [[next(white) if row.counts else 0.0 for _ in row.tokens] for row in rows]
+    found = credited(step, "batch_whitened", {"gamma": gamma}, kl=kl)
+    for row, here, there in zip(rows, found, wanted, strict=True):
+        if row.counts:
+            assert here == pytest.approx(there, rel=1e-4, abs=1e-4), "the undiscounted credit is rounded to float32"
+
+
+@STEP
 def test_gdpo_normalises_each_reward_by_itself(step: Step) -> None:
     if any(not sample.length for sample in step.samples):
         pytest.skip("the batch's deviation is over rollouts with tokens: no column holds the credit of an empty one")

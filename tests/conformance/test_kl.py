@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,24 @@ from conformance import formulas_advantages, formulas_kl, formulas_policy
 from conformance.cases import STEPS, Step
 from conformance.compose import part, policy_gradient
 from conformance.formulas_common import AGGREGATIONS, Row, Scalar, constant
-from conformance.harness import EXACT, SINGLE, assert_same, groups_of, leaf, packed, through_formula, through_strop
-from strop.algorithms.kl import Kl, kl_estimate
+from conformance.harness import (
+    EXACT,
+    SINGLE,
+    Leaves,
+    assert_same,
+    column,
+    groups_of,
+    leaf,
+    packed,
+    through_formula,
+    through_strop,
+)
+from strop.algorithms.kl import KL_WEIGHT, KL_WEIGHT_NEXT, Kl, kl_estimate
 from support.each import each
 
 NEAR = {name: step for name, step in STEPS.items() if name != "log ratios of 50"}
 STEP = each("step", NEAR.values(), ids=NEAR)
-ESTIMATOR = pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+ESTIMATOR = pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 token_mean = AGGREGATIONS["token_mean"]
 
 
@@ -160,3 +172,27 @@ def test_a_far_reference_gives_a_finite_loss() -> None:
 def test_groups_are_what_the_harness_says() -> None:
     step = STEPS["random"]
     assert [len(group.rollouts) for group in groups_of(step)] == [len(group) for group in step.groups]
+
+
+@each("step", [STEPS[name] for name in ("random", "very unequal lengths", "every other rollout masked", "empty completions")])
+@pytest.mark.parametrize("place", ["reward", "token_reward"])
+@pytest.mark.parametrize("target", [0.01, 0.19, 5.0])
+def test_a_weight_that_adapts_is_its_formula_and_holds_from_the_next_batch_on(place: str, target: float, step: Step) -> None:
+    kl = Kl(weight=0.1, estimator="k3", place=place, target=target, horizon=50, input_clamp=None, output_clamp=None)  # type: ignore[arg-type]
+    subject, fixed = policy_gradient(kl=kl), policy_gradient(kl=replace(kl, target=None))
+    rows, weight = Leaves(step).rows(), 0.1
+    for _ in range(3):
+        batch = packed(step, subject).with_column(KL_WEIGHT, torch.full((len(column(step, "now")),), weight))
+        same = replace(fixed, kl=replace(kl, target=None, weight=weight))
+        assert torch.equal(subject.token_credit(batch).advantages, same.token_credit(packed(step, same)).advantages)
+        report = subject.report(batch)
+        assert report["train/kl_weight"] == weight
+        weight = formulas_kl.adapted(weight, rows, "k3", target=target, horizon=50)
+        assert report[KL_WEIGHT_NEXT] == pytest.approx(weight, rel=1e-12)
+        weight = report[KL_WEIGHT_NEXT]
+
+
+@pytest.mark.parametrize("wrong", [{"target": 0.0}, {"horizon": 0}, {"place": "loss"}, {"weight": 0.0}], ids=str)
+def test_a_target_that_nothing_can_adapt_to_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="a target adapts the weight of a KL term in the reward"):
+        Kl(**{"target": 0.1, "place": "reward", **wrong})

@@ -19,10 +19,11 @@ from strop.algorithms.critic.gae import VALUES, Gae
 from strop.algorithms.critic.ppo import PPO
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
+from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
-from strop.learner.client import AsyncColumnSource, LogprobColumn, ScorerClient, ValueColumn
+from strop.learner.client import AsyncColumnSource, LogprobColumn, PolicyColumns, ScorerClient, ValueColumn
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen
 from strop.learner.torch.teacher import SelfTeacher, TeacherLogprobs, TeacherTopK
@@ -114,12 +115,13 @@ def run_of(
 
     staleness = options.get("max_staleness", 0)
     learners = {"policy": learner_on(policy, rate), **({} if critic is None else {"value": critic})}
+    clients = {name: learner_client(learner) for name, learner in learners.items()}
     run = TrainingRun(
         options=TrainOptions(max_steps=steps, groups_per_step=groups, **options),
         algorithm=algorithm,
         stream=RolloutStream(group, slots=(staleness + 1) * groups, size=None, refill_on_release=staleness > 0),
-        learners={name: learner_client(learner) for name, learner in learners.items()},
-        columns=ColumnSources(algorithm.requires, scorers),
+        learners=clients,
+        columns=ColumnSources(algorithm.requires, {POLICY_LOGPROBS: PolicyColumns(clients["policy"]), **scorers}),
         weights=InProcessWeights([engine]),
         tracker=(tracker := Recorder()),
         rollouts=RolloutStore(folder, "none"),

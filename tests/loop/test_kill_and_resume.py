@@ -187,6 +187,19 @@ def test_a_run_whose_tasks_are_used_up_goes_on_when_it_is_given_more_passes(tiny
     assert list(metrics_of(tmp_path / "parts" / "logs")) == [1, 2, 3, 4, 5]
 
 
+def test_a_weight_that_adapts_goes_on_where_the_checkpoint_left_it(tiny, tmp_path):
+    """Two optimizer steps a batch, so the KL term in the reward is measured with the policy before the update."""
+    kl = {"weight": 0.1, "estimator": "k3", "place": "token_reward", "target": 1e-4, "horizon": 100}
+    changes = {"algorithm.kl": kl, "grpo.update_epochs": 2, "grpo.val_period": 0, "policy.optimizer.kwargs.lr": 0.01}
+    for folder, steps in (("parts", 2), ("parts", 4), ("whole", 4)):
+        assert grpo(tiny, tmp_path / folder, **changes, grpo__max_num_steps=steps).code == 0
+    parts, whole = (repeatable(metrics_of(tmp_path / folder / "logs")) for folder in ("parts", "whole"))
+    assert parts == whole
+    weights = [whole[step]["train/kl_weight"] for step in (1, 2, 3, 4)]
+    assert weights[0] == 0.1 and len(set(weights)) == 4
+    assert weights[1:] == [whole[step]["train/kl_weight_next"] for step in (1, 2, 3)]
+
+
 def test_an_asynchronous_run_loses_no_group_and_trains_on_none_twice(tiny, tmp_path):
     changes = {
         "grpo.async_grpo.enabled": True,

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from strop.algorithms.functional import bounded_exp, logprobs_before_update, sequence_sum
+from strop.algorithms.functional import bounded_exp, logprobs_before_update, sequence_mean, sequence_sum
 from strop.lazy_torch import Tensor, torch
 from strop.types import Batch
 
-KlEstimator = Literal["k1", "k2", "k3"]
+KlEstimator = Literal["k1", "k2", "k3", "abs"]
 
 REFERENCE_LOGPROBS = "reference_logprobs"  # a batch column, [N]: the reference's log-probabilities of the predicted tokens
+KL_WEIGHT = "kl_weight"  # a batch column, [N] float64: the weight of a KL term that adapts, the same for all tokens
+KL_WEIGHT_NEXT = "train/kl_weight_next"  # a metric: that weight in the next batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,8 @@ class Kl:
     tokens (PPO as in InstructGPT, arXiv 2203.02155; REINFORCE++, 2501.03262). token_credit: subtracted from the credit of that token alone,
     before the credit is whitened (NeMo-RL's reinforce_plus_plus).
     Outside the loss it is measured with the policy before the update, so that it is 0 where that policy is the reference, whoever sampled.
+    With ``target``, the weight of a term outside the loss is only the first one. After each batch of n rollouts it is multiplied by
+    1 + clip(estimate / target - 1, -0.2, 0.2) n / horizon (1909.08593), the estimate being a mean over rollouts of means over tokens.
     ``unbiased`` multiplies the estimate in the loss by the ratio of the policy to the sampler, so that the gradient of k1 and k3 is that
     of the KL divergence itself, however old the samples are (2512.02556, 2506.09477). ``score_gradient`` multiplies it by
     exp(log pi - stop_gradient(log pi)), which is 1 and has the same gradient while the policy is the one that sampled (NeMo-RL's KL term).
@@ -35,6 +39,8 @@ class Kl:
     score_gradient: bool = False
     input_clamp: float | None = 20.0  # nats
     output_clamp: float | None = 10.0
+    target: float | None = None  # nats: adapt the weight until the estimate of a token is this; None: a fixed weight
+    horizon: int = 10_000  # rollouts; the smaller, the faster the weight adapts
 
     def __post_init__(self) -> None:
         if self.weight < 0:
@@ -44,11 +50,34 @@ class Kl:
                 f"unbiased applies to a KL term in the loss, but the KL term is in the {self.place}: set place to loss or unbiased to false"
             )
 
-        if self.unbiased and self.estimator == "k2":
+        if self.unbiased and self.estimator in ("k2", "abs"):
             raise ValueError(
-                "unbiased gives the estimators k1 and k3 the gradient of the KL divergence, but with k2 it gives that of E[k2], another "
-                "quantity; set the estimator to k1 or k3, or unbiased to false, with which k2 has that gradient on-policy"
+                f"unbiased gives the estimators k1 and k3 the gradient of the KL divergence, but with {self.estimator} it gives that of "
+                f"E[{self.estimator}], another quantity; set the estimator to k1 or k3, or unbiased to false, with which k2 has that "
+                "gradient on-policy"
             )
+
+        if self.target is not None and (self.target <= 0 or self.horizon < 1 or self.place == "loss" or not self.weight):
+            raise ValueError(
+                f"target is {self.target}, horizon {self.horizon}, weight {self.weight} and place {self.place}: a target adapts the weight "
+                "of a KL term in the reward, from a weight above 0; set target above 0, horizon to at least 1 and place to reward or "
+                "token_reward, or target to null for a fixed weight"
+            )
+
+    def weight_in(self, batch: Batch) -> float:
+        """Return the weight in a batch: ``weight``, or what it has been adapted to."""
+        adapted = batch.columns.get(KL_WEIGHT)
+        return self.weight if adapted is None or not len(adapted) else float(adapted[0])
+
+    def report(self, batch: Batch) -> dict[str, float]:
+        """Return metrics of a weight that adapts; the next batch takes its own from KL_WEIGHT_NEXT."""
+        counted = batch.sequence_lengths > 0
+        if self.target is None or not counted.any():
+            return {}
+        weight, estimates = self.weight_in(batch), self.estimate(logprobs_before_update(batch), batch).double()
+        distance = float(sequence_mean(estimates, batch)[counted].mean())
+        change = min(max(distance / self.target - 1, -0.2), 0.2) * batch.num_sequences / self.horizon
+        return {"train/kl_weight": weight, "train/kl_to_reference": distance, KL_WEIGHT_NEXT: weight * (1 + change)}
 
     def estimate(self, logprobs: Tensor, batch: Batch) -> Tensor:  # [N]
         reference = batch.column(REFERENCE_LOGPROBS)
@@ -81,16 +110,19 @@ def kl_estimate(
     reference: Tensor,
     estimator: KlEstimator,
     *,
+    weights: Tensor | None = None,
     input_clamp: float | None = None,
     output_clamp: float | None = None,
 ) -> Tensor:
     """Estimate KL(policy || reference) per token from tokens that the policy sampled (Schulman, 2020), [N].
 
-    With d = log reference - log policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. ``input_clamp`` bounds d and ``output_clamp`` the
-    estimate, and with them the gradient of outliers.
+    With d = log reference - log policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, abs = |d|. ``input_clamp`` bounds d and
+    ``output_clamp`` the estimate, multiplied by ``weights`` [N], and with them the gradient of outliers.
     """
     difference = reference - logprobs
     if input_clamp is not None:
+        if weights is not None:
+            weights = torch.where(difference.abs() <= input_clamp, weights, weights.detach())
         difference = difference.clamp(-input_clamp, input_clamp)
     match estimator:
         case "k1":
@@ -99,4 +131,8 @@ def kl_estimate(
             estimate = difference.square() / 2
         case "k3":
             estimate = torch.expm1(difference) - difference
+        case "abs":
+            estimate = difference.abs()
+    if weights is not None:
+        estimate = weights * estimate
     return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)

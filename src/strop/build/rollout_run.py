@@ -61,7 +61,7 @@ async def build_rollout_run(
         tasks=len(train_source),
     )
     learners = await backend.build_learners(algorithm, sampling, count_optimizer_steps(options, train_source.size))
-    scorers = await make_scorers(config, backend, algorithm, learners, tracker)
+    scorers = await make_scorers(config, backend, algorithm, learners, tracker, last_metrics=lambda: run.last_metrics)
 
     bundle = backend.bundle
     checkpoints = make_checkpoints(config, bundle.tokenizer.save_pretrained)

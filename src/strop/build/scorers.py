@@ -9,7 +9,8 @@ from typing import Protocol
 from strop.algorithms.base import Algorithm
 from strop.algorithms.critic.gae import VALUES
 from strop.algorithms.functional import POLICY_LOGPROBS
-from strop.algorithms.kl import REFERENCE_LOGPROBS
+from strop.algorithms.kl import KL_WEIGHT, REFERENCE_LOGPROBS
+from strop.algorithms.policy_gradient.composition import Composition
 from strop.base_config import to_json
 from strop.build.algorithm.run_algorithm import count_steps_per_batch
 from strop.build.teachers import combine_teachers, find_teacher_columns
@@ -28,6 +29,7 @@ from strop.learner.client import (
 )
 from strop.learner.torch.reference_store import load_or_compute_reference
 from strop.monitoring.trackers.base import Tracker
+from strop.trainer.column_sources import AdaptedKlWeight
 from strop.trainer.run import TrainOptions
 from strop.types import Group
 
@@ -66,11 +68,12 @@ async def make_scorers(
     learners: Mapping[str, LearnerClient],
     tracker: Tracker,
     groups: Callable[[], Sequence[Group]] = list,
+    last_metrics: Callable[[], Mapping[str, float]] = dict,
 ) -> dict[str, AsyncColumnSource]:
     """Make the sources of the columns that the algorithm requires. Call it before a checkpoint is loaded.
 
     ``groups()`` returns every group that a run on recorded data will read, for reference log-probabilities that are computed once, before
-    training. Raises ValueError for a column without a source.
+    training. ``last_metrics()``: those of the last step. Raises ValueError for a column without a source.
     """
     scorers: dict[str, AsyncColumnSource] = {}
     if REFERENCE_LOGPROBS in algorithm.requires:
@@ -82,6 +85,8 @@ async def make_scorers(
         )
     if POLICY_LOGPROBS in algorithm.requires:
         scorers[POLICY_LOGPROBS] = PolicyColumns(learners["policy"]) if moves_away_from_sampler(config) else NoColumns()
+    if KL_WEIGHT in algorithm.requires and isinstance(algorithm, Composition) and algorithm.kl is not None:
+        scorers[KL_WEIGHT] = AdaptedKlWeight(algorithm.kl.weight, last_metrics)
     if VALUES in algorithm.requires and "value" in learners:
         scorers[VALUES] = ValueColumn(VALUES, learners["value"])
     if isinstance(config, DistillationRunConfig):

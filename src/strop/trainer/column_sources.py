@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from strop.algorithms.kl import KL_WEIGHT, KL_WEIGHT_NEXT
 from strop.learner.client import AsyncColumnSource
 from strop.types import Batch, Group
+
+
+@dataclass(frozen=True)
+class AdaptedKlWeight:
+    """The weight of a KL term that adapts, as the column KL_WEIGHT. It is in the last step's metrics, which a checkpoint holds."""
+
+    first: float
+    last_metrics: Callable[[], Mapping[str, float]]
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        weight = self.last_metrics().get(KL_WEIGHT_NEXT, self.first)
+        return {KL_WEIGHT: torch.full((len(batch.target),), weight, dtype=torch.float64)}
 
 
 @dataclass(frozen=True)

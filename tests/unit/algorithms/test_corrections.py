@@ -31,6 +31,13 @@ REWEIGHTING = {
 DROPPING = {
     "geometric_rejection": [{}, {"low": 0.9, "high": 1.2}],
     "k3_rejection": [{}, {"cap": 0.05}],
+    "divergence_rejection": [
+        {},
+        {"estimator": "k1", "level": "sum", "low": 0.5, "high": 2.0},
+        {"estimator": "k1", "level": "token", "low": 0.9, "high": 1.2},
+        {"estimator": "k2", "level": "max", "high": 0.1},
+        {"level": "sum", "high": 0.1},
+    ],
     "opsm": [{"delta": 0.0}, {}],
     "kpop": [{"phi": 0.02}, {}],
 }

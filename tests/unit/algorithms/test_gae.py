@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strop.algorithms.critic.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae, discounted_sums, place_at_last_token
+from strop.algorithms.critic.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae, place_at_last_token
 from strop.algorithms.policy_gradient.parts import GroupRewards
+from strop.algorithms.policy_gradient.rewards import discounted_sums
 from strop.data.splitting import select_rollouts
 from strop.types import Batch, observation_turn
 from support.rollouts import (

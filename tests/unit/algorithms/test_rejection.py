@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strop.algorithms.policy_gradient.corrections.divergence_rejection import DivergenceRejection
 from strop.algorithms.policy_gradient.corrections.kpop import Kpop
 from strop.algorithms.policy_gradient.corrections.opsm import Opsm
 from strop.algorithms.policy_gradient.corrections.rejection import GeometricRejection, K3Rejection
@@ -106,3 +107,19 @@ def test_the_default_bounds_keep_a_sampler_and_a_learner_that_agree() -> None:
 def test_bounds_that_drop_everything_are_refused(kind: type[Correction], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kind(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"high": 0.0}, "k3 is never negative"),
+        ({"low": 0.5}, "k3 is never negative"),
+        ({"estimator": "k1"}, "where sampler and learner agree exp\\(k1\\) is 1, and would be rejected"),
+        ({"estimator": "k1", "low": 2.0, "high": 1.0}, "contains no ratio of probabilities"),
+        ({"estimator": "k1", "level": "max", "low": 0.5, "high": 2.0}, "k1 has both signs"),
+    ],
+    ids=str,
+)
+def test_bounds_that_an_estimate_cannot_meet_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        DivergenceRejection(**options)

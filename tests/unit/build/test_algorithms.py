@@ -159,7 +159,7 @@ def test_a_mapping_of_numbers_is_no_part() -> None:
         (
             "grpo",
             {"corrections": [{"cap": 2.0}]},
-            "algorithm.kwargs.corrections.0: name the part; there are: geometric_rejection, icepop",
+            "algorithm.kwargs.corrections.0: name the part; there are: divergence_rejection, geometric_rejection, icepop",
         ),
         ("grpo", {"kl": {"name": "k3"}}, "Kl has no such option"),
         ("grpo", {"kl": {"weight": -1.0}}, "a negative one drives the policy away"),

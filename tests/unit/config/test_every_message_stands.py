@@ -47,6 +47,7 @@ REWORDED: dict[str, str] = {
     "found {}, but no checkpoints are saved: checkpointing.{} is {}": (
         "it has no effect: no checkpoints are saved: checkpointing.{} is {}"
     ),
+    "algorithm.kwargs: {} needs {}": "{}: {} needs {}",  # of algorithms and parts
     "policy.model_name: {} has the shards of a distributed checkpoint; convert them first: python examples/converters/convert_dcp_to_hf.py "
     "--dcp-ckpt-path {} --hf-ckpt-path FOLDER": (
         "policy.model_name: {} has the shards of a distributed checkpoint; convert them first: strop export {} FOLDER, or "

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from strop.trainer.column_sources import ColumnSources
+from strop.algorithms.kl import KL_WEIGHT, KL_WEIGHT_NEXT
+from strop.trainer.column_sources import AdaptedKlWeight, ColumnSources
 from strop.types import Batch, Group
 from support.rollouts import pack_grpo, simple_groups
 
@@ -32,3 +33,14 @@ def test_required_columns_are_filled_in_the_order_of_their_names_and_no_others()
     batch = asyncio.run(sources.fill(pack_grpo(groups), groups))
     assert asked == ["reference after []", "values after ['reference']"]
     assert (batch.column("values") == batch.rollout_logprobs + 1).all()
+
+
+def test_a_weight_that_adapts_is_what_the_metrics_of_the_last_step_say() -> None:
+    """A checkpoint has them, so a run that is continued has the weight that it would have had."""
+    last: dict[str, float] = {}
+    source = AdaptedKlWeight(0.1, lambda: last)
+    groups = simple_groups((4, (3, 1)))
+    batch = pack_grpo(groups)
+    assert set(asyncio.run(source.columns(batch, groups))[KL_WEIGHT].tolist()) == {0.1}
+    last[KL_WEIGHT_NEXT] = 0.12345678901234567
+    assert set(asyncio.run(source.columns(batch, groups))[KL_WEIGHT].tolist()) == {0.12345678901234567}

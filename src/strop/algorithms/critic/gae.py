@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from strop.algorithms.functional import RELATIVE_ROUNDING, whiten
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards
+from strop.algorithms.policy_gradient.rewards import discounted_sums
 from strop.lazy_torch import Tensor, torch
 from strop.types import Batch
 
@@ -76,22 +77,6 @@ class Gae(Advantage):
         next_values[:-1] = values[1:].where(same_rollout, 0.0)
         errors = batch.column(TOKEN_REWARDS) + self.gamma * next_values - values
         return discounted_sums(errors, self.gamma * lambdas, batch)
-
-
-def discounted_sums(values: Tensor, decay: Tensor, batch: Batch) -> Tensor:
-    """Sum decay^distance x value over each token and the later tokens of its rollout, [N] float64.
-
-    ``decay`` [N] float64, in [0, 1], is the same for all tokens of a rollout. The tokens of a rollout must be contiguous and in order, as
-    ``pack`` arranges them. The sums are computed by doubling, over 1, 2, 4, ... tokens, so that ten thousand tokens take fourteen steps.
-    """
-    sums, factor, span = values, decay, 1
-    longest = int(torch.bincount(batch.sequence).max())
-    while span < longest:
-        same_rollout = batch.sequence[span:] == batch.sequence[:-span]
-        later = (factor[:-span] * sums[span:]).where(same_rollout, 0.0)
-        sums = torch.cat([sums[:-span] + later, sums[-span:]])
-        factor, span = factor.square(), 2 * span
-    return sums
 
 
 def place_at_last_token(rewards: Tensor, batch: Batch) -> Tensor:

@@ -60,10 +60,10 @@ class PPO(PolicyGradient):
         """Return the reward of each token, [N] float64, with the KL term if it is part of the reward."""
         kl = self.kl if self.kl is not None and self.kl.weight else None
         if kl is not None and kl.place == "reward":
-            return place_at_last_token(batch.rewards - kl.weight * kl.sum_per_rollout(batch), batch)
+            return place_at_last_token(batch.rewards - kl.weight_in(batch) * kl.sum_per_rollout(batch), batch)
         rewards = place_at_last_token(batch.rewards, batch)
         if kl is not None and kl.place == "token_reward":
-            rewards = rewards - kl.weight * kl.estimate(logprobs_before_update(batch), batch).double()
+            rewards = rewards - kl.weight_in(batch) * kl.estimate(logprobs_before_update(batch), batch).double()
         return rewards
 
     def token_credit(self, batch: Batch) -> Batch:
@@ -101,7 +101,7 @@ class PPO(PolicyGradient):
         values, returns = (batch.column(name)[counted].double() for name in (VALUES, RETURNS))
         if not len(returns):
             return {}
-        logged = {"train/values_mean": float(values.mean()), "train/returns_mean": float(returns.mean())}
+        logged = super().report(batch) | {"train/values_mean": float(values.mean()), "train/returns_mean": float(returns.mean())}
         if varies(returns):
             unexplained = (returns - values).var(correction=0) / returns.var(correction=0)
             logged["train/explained_variance"] = 1 - float(unexplained)

@@ -46,6 +46,9 @@ class PolicyGradient(Composition):
             advantages = advantages.clamp(self.advantage_low, self.advantage_high)
         return replace(batch, advantages=advantages)
 
+    def report(self, batch: Batch) -> dict[str, float]:
+        return {} if self.kl is None else self.kl.report(batch)
+
     def prepare_step(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
         columns: dict[str, Tensor] = {}
         if outputs is not None:
@@ -73,16 +76,14 @@ class PolicyGradient(Composition):
     def old_logprobs(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return log-probabilities [N] from before the update: those in the denominator of the ratio, and the learner's.
 
-        With one optimizer step per batch, the learner's are the current ones. With ``ratio_to`` between, they are approximated from
-        those of the sampler and the current policy.
+        With one optimizer step per batch, the learner's are the current ones. ``ratio_to`` between approximates them.
         """
         current = logprobs.detach()
         learner = batch.columns.get(POLICY_LOGPROBS, current)
         if self.ratio_to == "between":
             learner = batch.rollout_logprobs + self.proximal_weight * bounded_difference(current, batch.rollout_logprobs)
-        if self.on_policy_ratio:
-            return current, learner
-        return (batch.rollout_logprobs if self.ratio_to == "sampler" else learner), learner
+        older = batch.rollout_logprobs if self.ratio_to == "sampler" else learner
+        return current if self.on_policy_ratio else older, learner
 
     def policy_tokens(self, outputs: TokenOutputs, batch: Batch) -> PolicyTokens:
         old_logprobs, _ = self.old_logprobs(outputs.logprobs, batch)

@@ -41,11 +41,27 @@ def subtract_kl(kl: Kl, batch: Batch, advantage: Advantage) -> Batch:
     if kl.place == "token_credit":
         return replace(batch, advantages=(batch.advantages - kl.weight * kl.estimate(batch.rollout_logprobs, batch)).float())
     if kl.place == "token_reward":
-        return replace(batch, advantages=(batch.advantages - kl.weight * kl.sum_to_go(batch)).float())
-    rewards = batch.rewards - kl.weight * kl.sum_per_rollout(batch)
+        return replace(batch, advantages=(batch.advantages - kl.weight_in(batch) * kl.sum_to_go(batch)).float())
+    rewards = batch.rewards - kl.weight_in(batch) * kl.sum_per_rollout(batch)
     lengths = torch.bincount(batch.sequence, minlength=batch.num_sequences).double()
     advantages = torch.zeros_like(rewards)
     for group in range(batch.num_groups):
         members = batch.group == group
         advantages[members] = advantage.rollout_advantages(GroupRewards(rewards=rewards[members], lengths=lengths[members]))
     return replace(batch, rewards=rewards, advantages=advantages.float()[batch.sequence])
+
+
+def discounted_sums(values: Tensor, decay: Tensor, batch: Batch) -> Tensor:
+    """Sum decay^distance x value over each token and the later tokens of its rollout, [N] float64.
+
+    ``decay`` [N] float64, in [0, 1], is the same for all tokens of a rollout. The tokens of a rollout must be contiguous and in order, as
+    ``pack`` arranges them. The sums are computed by doubling, over 1, 2, 4, ... tokens, so that ten thousand tokens take fourteen steps.
+    """
+    sums, factor, span = values, decay, 1
+    longest = int(torch.bincount(batch.sequence, minlength=1).max())
+    while span < longest:
+        same_rollout = batch.sequence[span:] == batch.sequence[:-span]
+        later = (factor[:-span] * sums[span:]).where(same_rollout, 0.0)
+        sums = torch.cat([sums[:-span] + later, sums[-span:]])
+        factor, span = factor.square(), 2 * span
+    return sums

@@ -91,9 +91,9 @@ class LossConfig(BaseConfig):
     use_on_policy_kl_approximation: bool | None = sets(
         "kl.unbiased",
         None,
-        description="Multiply the KL estimate by the probability ratio, which makes its gradient unbiased. false, as in NeMo-RL, "
-        "keeps the estimate and its gradient through the sampling probability (algorithm.kl.score_gradient); null is the "
-        "algorithm's own (grpo: neither).",
+        description="Multiply the KL estimate in the loss by the ratio of policy to sampler, which gives k1 and k3 the gradient of "
+        "the KL divergence, also with stale rollouts; refused with k2. false, as in NeMo-RL, keeps the estimate and its gradient "
+        "through the sampling probability (algorithm.kl.score_gradient); null is the algorithm's own (grpo: neither).",
     )
     kl_input_clamp_value: float | None = Field(
         20.0, gt=0, description="Clamp log ratios to plus or minus this before the estimator; null does not clamp (nats)."

@@ -2,7 +2,8 @@
 
 The credit is R - m. The loss is the sum over tokens, divided by rollouts x a constant length: set ``constant_length``, for example to the
 maximum response length. TRL's ``dr_grpo`` divides by max_completion_length, and by default still divides by the standard deviation;
-verl's seq-mean-token-sum-norm divides by the longest response of the batch unless a length is set, so its scale changes with the batch.
+verl's seq-mean-token-sum-norm divides by the longest response of the batch unless a length is set, so its scale changes with the batch,
+and not by the number of rollouts.
 
 Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
 """
