@@ -11,6 +11,7 @@ from strop import packages
 from strop.base_config import BaseConfig, changed_keys, follows, subsection
 from strop.generation.auto_engine import AutoEngine
 from strop.generation.torch.torch_config import TorchGenerationConfig
+from strop.generation.vllm.versions import describe_checked, unchecked_version
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE, VllmConfig
 from strop.problems import Problem
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
@@ -219,8 +220,18 @@ class GenerationConfig(BaseConfig):
         yield from self._warn_unused_engine_options(key)
         yield from self._warn_unused_resources(key)
         if self.uses_vllm:
+            yield from self._warn_unchecked_version(key)
             yield from self.vllm_cfg.vllm_warnings(f"{key}.vllm_cfg")
             yield from self._warn_weight_sync(key)
+
+    def _warn_unchecked_version(self, key: str) -> Iterator[Problem]:
+        if version := unchecked_version():
+            yield Problem(
+                f"{key}.backend",
+                f"vLLM {version} is installed, and Strop, which repairs and reads parts of it that change, was checked with "
+                f"{describe_checked()}",
+                "pip install -c constraints/gpu.txt vllm installs that one; what does not fit ends the engine when it starts.",
+            )
 
     def _warn_unused_engine_options(self, key: str) -> Iterator[Problem]:
         if self.uses_vllm:
