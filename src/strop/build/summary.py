@@ -229,11 +229,18 @@ def _summarize_evaluation(config: EvalRunConfig) -> list[str]:
     alias = environment_alias(config, config.data)
     return [
         f"model       {generation.model_name} on {device}, {precision}",
+        *format_auto_engine(generation),
         f"sampling    {config.eval.num_tests_per_prompt} a task, temperature {generation.temperature:g}, "
         f"at most {generation.max_new_tokens} new tokens",
         f"tasks       {_format_data(config.data)} ({alias})" if config.data.data_name and alias else f"tasks       {alias}",
         *_warn_unused_gpus(config),
     ]
+
+
+def format_auto_engine(generation: GenerationConfig) -> list[str]:
+    """Format the engine of an evaluation where ``auto`` chose it among those of a GPU."""
+    auto = generation.auto_engine if generation.backend == "auto" else None
+    return [] if auto is None else [f"engine      {'vLLM' if auto.name == 'vllm' else 'torch'} (backend auto: {auto.reason})"]
 
 
 def _format_device(device: str, threads: int | None) -> str:
