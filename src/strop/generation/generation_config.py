@@ -214,7 +214,7 @@ class GenerationConfig(BaseConfig):
         if self.backend == "auto" and self.auto_engine is not None and self.auto_engine.lacking:
             yield Problem(
                 f"{key}.backend",
-                f"found auto, which is the torch engine here: {self.auto_engine.reason}",
+                f"found auto, which is the torch engine here: {self.auto_engine.reason}{self.auto_engine.detail}",
                 f"Set {key}.backend=torch to choose it, or change what vLLM cannot do.",
             )
         yield from self._warn_unused_engine_options(key)
