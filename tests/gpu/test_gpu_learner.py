@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
+from strop.build.models import select_device
 from strop.learner.torch.scorer import NetworkScorer, offload
+from strop.models.attention import AttentionSpec, causal_mask, masked_attention
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
@@ -105,3 +107,26 @@ def test_logits_of_a_large_vocabulary_do_not_fill_the_memory() -> None:
     grown = torch.cuda.max_memory_allocated() - before
     assert grown < 8 * chunk * words * 4, "a few chunks at a time"
     assert grown < rows * words * 4 * 0.6
+
+
+def test_attention_to_a_shared_prefix_stores_no_scores() -> None:
+    """A mask and fewer key-value heads at once: torch has kernels for both only since some version, and falls back without a word."""
+    heads, groups, queries, keys = 16, 4, 2048, 4096
+    query = torch.randn(2, heads, queries, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    key, value = (torch.randn(2, groups, keys, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    mask = causal_mask(queries, keys, None, query.device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    masked_attention(query, key, value, mask, AttentionSpec(0, 0.125)).sum().backward()
+    scores = 2 * heads * queries * keys * 2  # bytes
+    assert torch.cuda.max_memory_allocated() - before < scores
+
+
+def test_a_run_on_another_gpu_than_the_first_computes_there() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU only")
+    select_device("cuda:1")
+    try:
+        assert torch.cuda.current_device() == 1
+    finally:
+        torch.cuda.set_device(0)

@@ -18,7 +18,7 @@ from strop.build.jobs.evaluation_job import (
 from strop.build.jobs.evaluation_report import EvaluationReport, compute_standard_errors
 from strop.build.models import load_policy, resolve_device, select_device
 from strop.build.run_folders import lock_evaluation_folder
-from strop.build.summary import summarize
+from strop.build.summary import format_auto_engine, summarize
 from strop.build.tasks import make_mixture
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import EvalRunConfig, RecordedRunConfig
@@ -53,6 +53,7 @@ def summarize_evaluation(evaluation: EvalRunConfig | CheckpointEvaluation) -> st
         return "\n".join([*lines, f"data        {names}, the loss of {config.algorithm.name}"])
     job = make_run_evaluation_job(evaluation.run, model)
     sampling = job.sampling
+    lines += format_auto_engine(config.policy.generation)
     first = "" if job.max_tasks is None else f", at most {job.max_tasks} tasks ({config.section}.max_val_samples)"
     lines += [
         f"sampling    {job.samples} a task, temperature {sampling.temperature:g}, at most {sampling.max_new_tokens} new tokens a turn, "

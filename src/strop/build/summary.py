@@ -18,6 +18,7 @@ from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, 
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.peek import format_rows
 from strop.generation.generation_config import GenerationConfig
+from strop.generation.torch.torch_config import LEAST_CACHE_GB
 from strop.generation.vllm.engine_gpus import choose_engine_gpus
 from strop.gpus import has_gpu, visible_gpus
 from strop.learner.model_config import ModelConfig
@@ -102,15 +103,17 @@ def _summarize_recorded(config: RecordedRunConfig) -> Iterator[str]:
 
 def _summarize_rollouts(config: RolloutRunConfig, devices: RunDevices) -> Iterator[str]:
     training, generation = config.rollout_training, config.policy.generation
+    on_gpu = devices.on_cpu is False
     if not devices.is_distributed:
         name = "cuda" if devices.on_cpu is False else resolve_device_name(config.policy.device)
+        on_gpu = name != "cpu"
         raise_problems(check_engine_device(config, name.partition(":")[0]))
-        if devices.on_cpu is None and name != "cpu" and generation.uses_vllm:
+        if devices.on_cpu is None and on_gpu and generation.uses_vllm:
             choose_engine_gpus(generation, int(name.partition(":")[2] or 0))
     steps = count_steps_per_batch(config) * training.epochs_per_batch
     ahead = _format_staleness(training.async_config) if training.max_staleness else "synchronous"
     yield from _format_other_models(config, devices)
-    yield f"generation  {_format_engine(generation, devices)}, {ahead}"
+    yield f"generation  {_format_engine(generation, devices, on_gpu=on_gpu)}, {ahead}"
     yield (
         f"step        {training.num_prompts_per_step} prompts x {training.num_generations_per_prompt} rollouts of at most "
         f"{generation.max_new_tokens} new tokens, {_count(steps, 'optimizer step')}"
@@ -176,15 +179,16 @@ def _format_staleness(section: AsyncConfig) -> str:
     return f"asynchronous, at most {section.max_trajectory_age_steps} steps old, {updates}{order}"
 
 
-def _format_engine(generation: GenerationConfig, devices: RunDevices) -> str:
+def _format_engine(generation: GenerationConfig, devices: RunDevices, *, on_gpu: bool) -> str:
     auto = generation.auto_engine if generation.backend == "auto" else None
     why = "" if auto is None else f" (backend auto: {auto.reason})"
-    return _format_engines(generation, devices) + why
+    return _format_engines(generation, devices, on_gpu=on_gpu) + why
 
 
-def _format_engines(generation: GenerationConfig, devices: RunDevices) -> str:
+def _format_engines(generation: GenerationConfig, devices: RunDevices, *, on_gpu: bool) -> str:
     if not generation.uses_vllm:
-        cache = f"{generation.torch_cfg.kv_cache_memory_gb:g} GiB of cache"
+        size = generation.torch_cfg.kv_cache_memory_gb
+        cache = "a tenth of the GPU's memory as cache" if size is None and on_gpu else f"{size or LEAST_CACHE_GB:g} GiB of cache"
         return f"torch engines, {cache} each" if devices.is_distributed else f"embedded torch engine in this process, {cache}"
     options = generation.vllm_cfg
     draft = f", drafts by {options.speculation.method}" if options.speculation.method else ""
@@ -225,11 +229,18 @@ def _summarize_evaluation(config: EvalRunConfig) -> list[str]:
     alias = environment_alias(config, config.data)
     return [
         f"model       {generation.model_name} on {device}, {precision}",
+        *format_auto_engine(generation),
         f"sampling    {config.eval.num_tests_per_prompt} a task, temperature {generation.temperature:g}, "
         f"at most {generation.max_new_tokens} new tokens",
         f"tasks       {_format_data(config.data)} ({alias})" if config.data.data_name and alias else f"tasks       {alias}",
         *_warn_unused_gpus(config),
     ]
+
+
+def format_auto_engine(generation: GenerationConfig) -> list[str]:
+    """Format the engine of an evaluation where ``auto`` chose it among those of a GPU."""
+    auto = generation.auto_engine if generation.backend == "auto" else None
+    return [] if auto is None else [f"engine      {'vLLM' if auto.name == 'vllm' else 'torch'} (backend auto: {auto.reason})"]
 
 
 def _format_device(device: str, threads: int | None) -> str:

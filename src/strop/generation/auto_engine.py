@@ -12,4 +12,5 @@ class AutoEngine:
 
     name: Literal["torch", "vllm"] = "torch"
     reason: str
+    detail: str = ""  # of the reason, for a warning
     lacking: bool = False  # whether vLLM would be taken if it could do what the configuration asks for

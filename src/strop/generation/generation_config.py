@@ -11,6 +11,7 @@ from strop import packages
 from strop.base_config import BaseConfig, changed_keys, follows, subsection
 from strop.generation.auto_engine import AutoEngine
 from strop.generation.torch.torch_config import TorchGenerationConfig
+from strop.generation.vllm.versions import describe_checked, unchecked_version
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE, VllmConfig
 from strop.problems import Problem
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
@@ -213,14 +214,24 @@ class GenerationConfig(BaseConfig):
         if self.backend == "auto" and self.auto_engine is not None and self.auto_engine.lacking:
             yield Problem(
                 f"{key}.backend",
-                f"found auto, which is the torch engine here: {self.auto_engine.reason}",
+                f"found auto, which is the torch engine here: {self.auto_engine.reason}{self.auto_engine.detail}",
                 f"Set {key}.backend=torch to choose it, or change what vLLM cannot do.",
             )
         yield from self._warn_unused_engine_options(key)
         yield from self._warn_unused_resources(key)
         if self.uses_vllm:
+            yield from self._warn_unchecked_version(key)
             yield from self.vllm_cfg.vllm_warnings(f"{key}.vllm_cfg")
             yield from self._warn_weight_sync(key)
+
+    def _warn_unchecked_version(self, key: str) -> Iterator[Problem]:
+        if version := unchecked_version():
+            yield Problem(
+                f"{key}.backend",
+                f"vLLM {version} is installed, and Strop, which repairs and reads parts of it that change, was checked with "
+                f"{describe_checked()}",
+                "pip install -c constraints/gpu.txt vllm installs that one; what does not fit ends the engine when it starts.",
+            )
 
     def _warn_unused_engine_options(self, key: str) -> Iterator[Problem]:
         if self.uses_vllm:

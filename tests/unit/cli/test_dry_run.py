@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from strop import cli
+from strop import cli, packages
 from strop.config import dump_config, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 
@@ -243,8 +243,23 @@ def test_what_a_gpu_cluster_would_do_is_shown_without_one(capsys: pytest.Capture
 
 
 def test_one_assumed_gpu_is_one_process_on_it(capsys: pytest.CaptureFixture[str]) -> None:
-    said = dry_run(capsys, "grpo", *RUN, "policy.device=auto", "--assume-gpus", "1")
+    said = dry_run(capsys, "grpo", *RUN, "policy.device=auto", "policy.generation.backend=torch", "--assume-gpus", "1")
     assert "policy      m on a GPU" in said and "none: the engine runs the learner's own module" in said
+
+
+def test_on_an_assumed_gpu_auto_is_vllm_and_it_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "is_installed", lambda package: True)
+    said = dry_run(capsys, "grpo", *RUN, "policy.device=auto", "--assume-gpus", "1")
+    assert "a vLLM engine in a process of its own, bfloat16 (backend auto: there are GPUs, and vLLM is installed)" in said
+    assert "weights     cuda_ipc" in said and "60% of each GPU's memory" in said
+    monkeypatch.setattr(packages, "is_installed", lambda package: package != "vllm")
+    said = dry_run(capsys, "grpo", *RUN, "policy.device=auto", "--assume-gpus", "1")
+    assert (
+        "embedded torch engine in this process, a tenth of the GPU's memory as cache (backend auto: vLLM is not installed)"
+        in said
+    )
 
 
 def test_an_assumption_that_contradicts_the_configuration_says_which_wins(capsys: pytest.CaptureFixture[str]) -> None:

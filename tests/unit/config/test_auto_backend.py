@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from strop import gpus, packages
+from strop.build import summary
 from strop.build.dry_run.assumed_cluster import describe_assumed
 from strop.build.rollout_run import engine_shares_module
 from strop.build.summary import summarize
@@ -145,9 +146,11 @@ def test_a_cluster_decides_for_a_driver_that_sees_other_devices() -> None:
     assert auto_backend.resolve_auto_backend(explicit, has_gpus=True) is explicit
 
 
-def test_evaluations_resolve_auto_too(tmp_path: Path) -> None:
+def test_evaluations_resolve_auto_too_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(None, ["generation.model_name=m", "env.math={}"], root=EvalRunConfig).config
     assert config.generation.uses_vllm
+    monkeypatch.setattr(summary, "resolve_device_name", lambda _: "cpu")
+    assert "engine      vLLM (backend auto: a GPU and vLLM are here)" in summarize(config)
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(load("data.validation.env_name=arithmetic").config))
     assert load_evaluated_run(file).config.policy.generation.uses_vllm

@@ -11,6 +11,7 @@ import torch
 
 from strop.generation.base import RequestTooLong
 from strop.generation.torch.model_runner import CachedRunner, RecomputeRunner, infer_cache_shape
+from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.models.network import Network
 from strop.sampling import Sampling, mix_seed
@@ -478,3 +479,9 @@ def test_closing_the_engine_answers_everyone_who_waits(network: Network) -> None
         return [task.exception() if not task.cancelled() else asyncio.CancelledError() for task in done]
 
     assert all(error is not None for error in asyncio.run(run()))
+
+
+def test_without_a_size_the_cache_is_a_tenth_of_a_gpu_and_on_a_cpu_two_gigabytes() -> None:
+    config = TorchGenerationConfig()
+    assert [config.cache_memory_gb(memory) for memory in (None, 8.0, 80.0)] == [2.0, 2.0, 8.0]
+    assert TorchGenerationConfig(kv_cache_memory_gb=0.5).cache_memory_gb(80.0) == 0.5

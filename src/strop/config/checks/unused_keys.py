@@ -18,6 +18,7 @@ Problems = Iterator[Problem]
 
 # Sections whose other keys are read where they are not enabled, or that have rules of their own about it.
 READ_WHERE_OFF = (SequencePackingConfig, DynamicBatchingConfig, ColocatedConfig, DtensorConfig, CheckpointingConfig)
+IGNORED = ("enabled", "match_all_linear")  # the second says what is so without it
 SWITCHED = (AsyncConfig,)  # often turned off on the command line only, to compare with synchronous training
 
 
@@ -25,7 +26,7 @@ def warn_sections_off(config: BaseConfig) -> Problems:
     for key, section in iter_sections(config):
         if isinstance(section, READ_WHERE_OFF + SWITCHED) or getattr(section, "enabled", True):
             continue
-        if unused := changed_keys(key, section, ignore=("enabled",)):
+        if unused := changed_keys(key, section, ignore=IGNORED):
             verb = "has" if len(unused) == 1 else "have"
             yield Problem(unused[0], f"{', '.join(unused)} {verb} no effect: {key}.enabled is false")
 

@@ -49,7 +49,7 @@ def _choose(config: TrainingRunConfig | EvalRunConfig, has_gpus: bool | None) ->
     known = _find_errors(_with_engine(config, None))
     refused = [problem for problem in _find_errors(_with_engine(config, vllm)) if problem not in known]
     if refused:
-        return AutoEngine(reason=f"with vLLM, {refused[0].key} is refused ({refused[0].message})", lacking=True)
+        return AutoEngine(reason=f"vLLM refuses {refused[0].key}", detail=f": {refused[0].message}", lacking=True)
     return vllm
 
 

@@ -73,6 +73,11 @@ class ModelRunner(Protocol):
         ...
 
 
+def _gpu_memory_gb(device: torch.device) -> float | None:
+    """Return the memory of a GPU (GiB); None for a CPU."""
+    return None if device.type != "cuda" else torch.cuda.get_device_properties(device).total_memory / 2**30
+
+
 class CachedRunner:
     """Runs a network with a key-value cache of fixed size."""
 
@@ -80,12 +85,13 @@ class CachedRunner:
         """Raises ValueError if the configured memory cannot hold one sequence of ``length`` tokens."""
         self.network = network
         self.shape = infer_cache_shape(network)
-        capacity = int(config.kv_cache_memory_gb * 2**30 // self.shape.bytes_per_token)  # tokens
+        memory = config.cache_memory_gb(_gpu_memory_gb(network.device))
+        capacity = int(memory * 2**30 // self.shape.bytes_per_token)  # tokens
         self.slots = min(config.max_num_seqs, capacity // length)
         if self.slots < 1:
             needed = length * self.shape.bytes_per_token / 2**30
             raise ValueError(
-                f"policy.generation.torch_cfg.kv_cache_memory_gb = {config.kv_cache_memory_gb:.3g} GiB holds {capacity} tokens, but one "
+                f"policy.generation.torch_cfg.kv_cache_memory_gb = {memory:.3g} GiB holds {capacity} tokens, but one "
                 f"sequence of policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB; raise the first or lower "
                 "the second"
             )

@@ -6,6 +6,8 @@ from pydantic import Field
 
 from strop.base_config import BaseConfig
 
+LEAST_CACHE_GB = 2.0
+
 
 class TorchGenerationConfig(BaseConfig):
     """The built-in torch engine: continuous batching on the learner's module, or with Ray in processes with their own weights."""
@@ -13,7 +15,9 @@ class TorchGenerationConfig(BaseConfig):
     num_engines: int | None = Field(
         None, ge=1, description="Engines in separate processes, with Ray; null is as many as fit the GPUs, else 1 (engines)."
     )
-    kv_cache_memory_gb: float = Field(2.0, gt=0, description="Memory of the KV cache (GiB).")
+    kv_cache_memory_gb: float | None = Field(
+        None, gt=0, description="Memory of the KV cache; null is 2 on a CPU, and a tenth of a GPU's memory, at least 2 (GiB)."
+    )
     max_num_seqs: int = Field(64, ge=1, description="Sequences decoded together (sequences).")
     prefill_tokens: int = Field(4096, ge=1, description="Prompt tokens in one forward pass (tokens).")
     prepack_weights: bool | None = Field(
@@ -22,3 +26,7 @@ class TorchGenerationConfig(BaseConfig):
         "device.",
     )
     cuda_graphs: bool = Field(True, description="Capture decoding steps as CUDA graphs on a GPU.")
+
+    def cache_memory_gb(self, gpu_memory_gb: float | None) -> float:
+        """Return the memory of the KV cache on a GPU with this much memory; None: on a CPU (GiB)."""
+        return self.kv_cache_memory_gb or max(LEAST_CACHE_GB, (gpu_memory_gb or 0.0) / 10)

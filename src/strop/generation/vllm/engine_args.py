@@ -52,7 +52,9 @@ class VllmLaunch:
     @property
     def env_vars(self) -> dict[str, str]:
         """Environment variables of the engine's processes."""
-        return {**self.environment, **self.config.vllm_cfg.env_vars}
+        # A fork of a process that has used CUDA cannot use it, and vLLM does not notice every use.
+        start = {} if self.on_cpu else {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        return {**start, **self.environment, **self.config.vllm_cfg.env_vars}
 
     @property
     def receivers(self) -> int:

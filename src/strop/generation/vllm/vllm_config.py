@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from strop.base_config import BaseConfig, Precision, default_of, follows, subsection
+from strop.generation.vllm.versions import describe_checked, unchecked_version
 from strop.problems import Problem
 
 # vLLM silently samples at this temperature instead of a lower one, and reports log-probabilities that do not match.
@@ -43,6 +44,12 @@ class SpeculationConfig(BaseConfig):
                 f"{key}.prompt_lookup_min",
                 f"found {self.prompt_lookup_min}, above prompt_lookup_max = {self.prompt_lookup_max}: no match has such a length",
                 f"Set it to {self.prompt_lookup_max} or less.",
+            )
+        if self.method == "draft_model" and (version := unchecked_version()):
+            yield Problem(
+                f"{key}.method",
+                f"found draft_model, but drafts are loaded in vLLM {describe_checked()} only, and {version} is installed",
+                f"Install vLLM {describe_checked()} (constraints/gpu.txt), or set it to ngram or null.",
             )
 
     def vllm_warnings(self, key: str) -> Iterator[Problem]:

@@ -1,4 +1,5 @@
 """Patches for bugs of the supported vLLM versions that change the sampled distribution or crash an engine, applied in worker processes.
+Each names the versions that it was checked with; one that does not fit another version refuses it, unless it is for drafts alone.
 
 A draft model is loaded with the policy's load format, whatever ``draft_load_config`` says. The policy starts with dummy weights, so the
 draft would too, but it never receives an update. The other bugs are in the CPU build:
@@ -13,19 +14,52 @@ draft would too, but it never receives an update. The other bugs are in the CPU 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from strop.generation.vllm.versions import installed_version
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmPatch:
+    """A bug of vLLM that is put right in a worker process."""
+
+    bug: str
+    apply: Callable[[], None]
+    checked: tuple[str, ...]  # versions of vLLM that have the bug, and in which it was seen to be gone with the patch
+    only_cpu: bool = True
+    only_drafts: bool = False  # speculation.method=draft_model, which is refused with versions that were not checked
+
 
 def apply_patches() -> None:
+    """Apply the patches for this platform. Raises RuntimeError if one does not fit the installed vLLM."""
     from vllm.platforms import current_platform
 
-    _patch_draft_loading()
-    if current_platform.is_cpu():
-        _patch_rejection_sampler()
-        _patch_chunked_prefill()
-        _patch_expert_packing()
+    for patch in PATCHES:
+        if current_platform.is_cpu() or not patch.only_cpu:
+            apply_patch(patch, installed_version() or "of an unknown version")
+
+
+def apply_patch(patch: VllmPatch, version: str) -> None:
+    if version not in patch.checked:
+        log.warning("vLLM %s: the repair of a bug (%s) was checked with %s only", version, patch.bug, " and ".join(patch.checked))
+    try:
+        patch.apply()
+    except (ImportError, AttributeError) as error:
+        if patch.only_drafts:
+            log.warning("vLLM %s: it is not applied (%s)", version, error)
+            return
+        raise RuntimeError(
+            f"vLLM {version} does not have what the repair of one of its bugs changes ({patch.bug}): {error}. Install a version that it "
+            f"was checked with, {' or '.join(patch.checked)} (constraints/cpu.txt, constraints/gpu.txt), or set "
+            "policy.generation.backend=torch"
+        ) from error
 
 
 def _patch_draft_loading() -> None:
@@ -102,3 +136,19 @@ def _patch_expert_packing() -> None:
             old_kernel.fused_experts.process_weights_after_loading(kwargs.get("layer") or args[0])
 
     UnquantizedFusedMoEMethod._setup_kernel = setup_and_pack
+
+
+PATCHES = (
+    VllmPatch(
+        bug="a draft model starts with random weights",
+        apply=_patch_draft_loading,
+        checked=("0.32.0",),
+        only_cpu=False,
+        only_drafts=True,
+    ),
+    VllmPatch(
+        bug="drafts are sampled with uninitialised memory as temperature", apply=_patch_rejection_sampler, checked=("0.32.0",)
+    ),
+    VllmPatch(bug="a prompt that is read in chunks ends the engine", apply=_patch_chunked_prefill, checked=("0.32.0",)),
+    VllmPatch(bug="experts compute with the weights before the last update", apply=_patch_expert_packing, checked=("0.32.0",)),
+)

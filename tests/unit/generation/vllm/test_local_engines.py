@@ -81,6 +81,12 @@ def test_an_engine_on_a_cpu_has_its_own_threads_or_as_many_as_the_learner() -> N
     assert threads(2, env_vars={"OMP_NUM_THREADS": "7"}) == "7"
 
 
+def test_engines_on_gpus_are_not_forks_of_a_process_that_has_used_cuda() -> None:
+    method = "VLLM_WORKER_MULTIPROC_METHOD"
+    assert environments()[0][method] == "spawn" and method not in environments(on_cpu=True)[0]
+    assert environments(env_vars={method: "forkserver"})[0][method] == "forkserver"
+
+
 def test_each_engine_writes_to_a_file_of_its_own() -> None:
     launch = VllmLaunch(config=GenerationConfig(vllm_cfg=VllmConfig(num_engines=2)), model="folder", on_cpu=True)
     engines = make_local_engines(launch, None, learner=torch.device("cpu"), stop_ids=(), threads=1, output_folder=Path("logs"))

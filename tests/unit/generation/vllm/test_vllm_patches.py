@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -43,3 +44,33 @@ def test_prompts_that_are_read_in_pieces_give_the_tokens_of_their_seeds(room: Ba
     for seed, prompt in enumerate(prompts[::10]):
         alone = room.run(served.pool.generate(prompt, sampling=sampling, seed=10 * seed)).tokens.tolist()
         assert alone == at_once[10 * seed]
+
+
+def raises(error: Exception) -> Callable[[], None]:
+    def apply() -> None:
+        raise error
+
+    return apply
+
+
+def test_a_patch_that_does_not_fit_refuses_the_version_and_names_those_that_do(caplog: pytest.LogCaptureFixture) -> None:
+    from strop.generation.vllm.vllm_patches import VllmPatch, apply_patch
+
+    missing = raises(AttributeError("no attribute 'sample'"))
+    patch = VllmPatch(bug="it crashes", apply=missing, checked=("0.32.0",))
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.40\.0 does not have .*it crashes.*checked with, 0\.32\.0 \(constraints"):
+        apply_patch(patch, "0.40.0")
+    assert "was checked with 0.32.0 only" in caplog.text
+    caplog.clear()
+    apply_patch(VllmPatch(bug="drafts", apply=missing, checked=("0.32.0",), only_drafts=True), "0.40.0")
+    assert "it is not applied" in caplog.text
+    caplog.clear()
+    apply_patch(VllmPatch(bug="it crashes", apply=lambda: None, checked=("0.32.0",)), "0.32.0")
+    assert not caplog.text
+
+
+def test_every_patch_was_checked_with_the_pinned_versions() -> None:
+    from strop.generation.vllm.versions import CHECKED_VERSIONS
+    from strop.generation.vllm.vllm_patches import PATCHES
+
+    assert all(set(patch.checked) == set(CHECKED_VERSIONS) for patch in PATCHES)

