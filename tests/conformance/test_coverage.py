@@ -15,6 +15,10 @@ from strop.algorithms import catalogue
 ALGORITHMS = {
     "sft": "test_sft_is_the_negative_log_likelihood",
     "kto": "test_kto_is_its_papers_formula",
+    "apo_zero_unpaired": "test_apo_zero_of_judgements_is_its_papers_formula",
+    "aot": "test_optimal_transport_is_its_formula_over_the_whole_step",
+    "aot_unpaired": "test_optimal_transport_is_its_formula_over_the_whole_step",
+    "online_dpo": "test_online_dpo_compares_the_best_with_the_worst_of_each_group",
     "reward_model": "test_a_reward_model_is_bradley_terry",
     "ppo": "test_the_policy_loss_is_ppos",
     "vapo": "test_vapo_adds_the_likelihood_of_correct_rollouts",
