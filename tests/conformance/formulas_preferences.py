@@ -291,7 +291,8 @@ def best_against_worst(groups: Sequence[Sequence[Row]], *, beta: float, kind: st
     pairs = []
     for rows in groups:
         best, worst = max(rows, key=lambda row: row.reward), min(rows, key=lambda row: row.reward)
-        if best.reward > worst.reward:
+        differ = best.reward - worst.reward > 1e-6 * max(abs(best.reward), abs(worst.reward))  # more than rounding
+        if differ and best.length + worst.length:
             pairs.append((best, worst))
     losses = [ipo(pair, beta=beta) if kind == "ipo" else dpo(pair, beta=beta) for pair in pairs]
     return mean(losses) if losses else 0.0

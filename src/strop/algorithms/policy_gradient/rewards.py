@@ -28,10 +28,14 @@ def rewards_by_name(group: Group) -> dict[str, Tensor]:
     }
 
 
-def compared_rewards(group: Group, *, by_name: bool) -> list[Tensor]:
+def compared_rewards(group: Group, advantage: Advantage) -> list[Tensor]:
     """Return the rewards that a group's credit is computed from. If none of them varies, the group has no signal."""
-    if by_name:
+    if advantage.needs_named_rewards:
         return list(rewards_by_name(group).values())
+    if advantage.needs_step_rewards and any(rollout.step_rewards for rollout in group.rollouts):
+        of_steps = torch.tensor([step.reward for rollout in group.rollouts for step in rollout.step_rewards], dtype=torch.float64)
+        sums = [sum(step.reward for step in rollout.step_rewards) for rollout in group.rollouts]
+        return [group.rewards - torch.tensor(sums, dtype=torch.float64), of_steps]
     baseline = [] if group.baseline is None else [group.baseline.reward]
     return [torch.cat([group.rewards, torch.tensor(baseline, dtype=torch.float64)])]
 
