@@ -14,7 +14,8 @@ from strop.lazy_torch import Tensor, torch
 class DiscoPOP(ComparedPreference):
     """(1 - w) x -log sigmoid(m) + w exp(-m), with m = beta (h(chosen) - h(rejected)) and w = sigmoid(m / ``tau``).
 
-    Pairs with a negative margin have DPO's loss, those with a positive one an exponential loss. It is not convex.
+    Pairs with a negative margin have DPO's loss, those with a positive one an exponential loss. It is not convex: with ``tau`` below 0.1,
+    as in the paper, it has a local minimum at a small negative margin, and its gradient at margin 0 lowers the margin.
     """
 
     tau: float = 0.05
