@@ -215,7 +215,7 @@ class RewardResult:
     reward: float  # the weighted sum of ``rewards``
     rewards: Mapping[str, float]
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the rollout, checked
-    steps: tuple[StepReward, ...] = ()  # the parts of ``reward`` that belong to steps
+    step_rewards: tuple[StepReward, ...] = ()  # the parts of ``reward`` that belong to steps
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def read_step_rewards(each: RewardFunction, task: Task, rollout: Rollout, return
 
 async def compute_group_rewards(environment: Environment[TaskT], task: TaskT, rollouts: Sequence[Rollout]) -> list[RewardResult]:
     """Compute every reward of a group in order, and add it to each rollout's. Raises RewardError."""
-    results = [RewardResult(rollout.reward, rollout.rewards, steps=rollout.step_rewards) for rollout in rollouts]
+    results = [RewardResult(rollout.reward, rollout.rewards, step_rewards=rollout.step_rewards) for rollout in rollouts]
     for name, each in environment.reward_functions.items():
         if not each.mark.group:
             continue

@@ -7,7 +7,7 @@ vocabulary of 150,000 that saves 1.2 MB of memory per token and pass, for one mo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
@@ -92,7 +92,7 @@ def token_logprobs(
     ]
     columns = [torch.cat(column) for column in zip(*outputs, strict=True)]
     squares = columns.pop() if squared_probs else None
-    return TokenOutputs(*columns, log_sum_sq_probs=squares)
+    return replace(TokenOutputs(*columns), log_sum_sq_probs=squares)
 
 
 def _split_optional(column: Tensor | None, chunk: int) -> Iterable[Tensor | None]:

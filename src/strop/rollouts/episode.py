@@ -101,7 +101,7 @@ async def _score_group(
 
 
 def _with_rewards(rollout: Rollout, scored: RewardResult, scaling: RewardScalingConfig | None) -> Rollout:
-    reward, steps = scored.reward, scored.steps
+    reward, steps = scored.reward, scored.step_rewards
     if scaling is not None:
         reward, steps = scaling(reward), tuple(replace(step, reward=scaling.slope * step.reward) for step in steps)
     return replace(rollout, reward=reward, rewards=dict(scored.rewards), step_rewards=steps)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from strop.algorithms.functional import EPS, group_advantages
+from strop.algorithms.functional import group_advantages
 from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
@@ -37,15 +37,17 @@ class StepRelative(Advantage):
 
     def token_advantages(self, batch: Batch) -> Tensor:
         outcome, advantages = batch.rewards - sum_of_steps(batch), batch.advantages.double()
-        options = {"leave_one_out": self.leave_one_out, "normalize": self.normalize, "eps": EPS}
-        of_rollouts = torch.cat([group_advantages(outcome[batch.group == group], **options) for group in range(batch.num_groups)])
+        compared = {"leave_one_out": self.leave_one_out, "normalize": self.normalize}
+        of_rollouts = torch.cat(
+            [group_advantages(outcome[batch.group == group], **compared) for group in range(batch.num_groups)]
+        )
         advantages = advantages + of_rollouts[batch.sequence]
         if STEP_REWARDS not in batch.columns:
             return advantages.to(batch.advantages.dtype)
         credit, group = torch.zeros_like(advantages), batch.group[batch.sequence]
         for index in range(batch.num_groups):
             steps = (batch.columns[STEP_ENDS] > 0) & (group == index)
-            credit[steps] = relative_steps(batch.columns[STEP_REWARDS][steps], batch.sequence[steps], **options)
+            credit[steps] = relative_steps(batch.columns[STEP_REWARDS][steps], batch.sequence[steps], **compared)
         return (advantages + sum_to_go(credit, batch)).to(batch.advantages.dtype)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from strop.algorithms.functional import varies
+from strop.algorithms.functional import EPS, varies
 from strop.lazy_torch import Tensor, torch
 from strop.types import Batch, Group
 
@@ -41,11 +41,11 @@ def sum_to_go(values: Tensor, batch: Batch) -> Tensor:
     return total[batch.sequence] - (running - values - before)
 
 
-def relative_steps(rewards: Tensor, rollout: Tensor, *, leave_one_out: bool, normalize: bool, eps: float) -> Tensor:
+def relative_steps(rewards: Tensor, rollout: Tensor, *, leave_one_out: bool, normalize: bool) -> Tensor:
     """Return the rewards of a group's steps less their baseline, [K] -> [K]. ``rollout`` [K] says which one each step is from.
 
     The baseline is the mean over all steps of the group, and with ``leave_one_out`` the mean over the other rollouts of the mean of
-    their steps. ``normalize`` divides by the population deviation over all steps + ``eps``. Rewards that do not vary give exactly 0.
+    their steps. ``normalize`` divides by the population deviation over all steps. Rewards that do not vary give exactly 0.
     """
     if not len(rewards) or not varies(rewards):
         return torch.zeros_like(rewards)
@@ -54,4 +54,4 @@ def relative_steps(rewards: Tensor, rollout: Tensor, *, leave_one_out: bool, nor
         means = torch.stack([rewards[rollout == one].mean() for one in rollout.unique()])
         own = means[torch.searchsorted(rollout.unique(), rollout)]
         centred = rewards - (means.sum() - own) / (len(means) - 1) if len(means) > 1 else torch.zeros_like(rewards)
-    return centred / (rewards.std(correction=0) + eps) if normalize else centred
+    return centred / (rewards.std(correction=0) + EPS) if normalize else centred
