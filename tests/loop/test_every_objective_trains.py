@@ -27,6 +27,7 @@ Logged = dict[int, dict[str, float]]
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "dr_grpo": {"loss_fn.constant_length": 4},
     "gdpo": {"algorithm.kwargs.advantage.weights": {"sevens": 1.0, "digits": 0.1}},
+    "process_supervision": {"env.graded.type": f"{Path(__file__).with_name('graded.py')}:GradedBySteps"},
     "vapo": {"ppo.policy_training_start_step": 3},
     "apo_down": {"dpo.max_num_steps": 80},
     "discopop": {

@@ -67,7 +67,7 @@ def config(section: str, model: Path, folder: Path, **changes: Any) -> list[str]
     [("grpo", "process_supervision"), pytest.param("ppo", "ppo", marks=pytest.mark.exhaustive)],
 )
 def test_rewards_of_turns_are_credited_stored_and_learned_from(section: str, name: str, tiny: Path, tmp_path: Path) -> None:
-    changes = {"algorithm.name": name, f"{section}.max_num_steps": 10, f"{section}.num_prompts_per_step": 8}
+    changes = {"algorithm.name": name, f"{section}.max_num_steps": 10}
     outcome = strop(section, *config(section, tiny, tmp_path, **changes), folder=tmp_path)
     assert outcome.code == 0, outcome.err
     logged = metrics_of(tmp_path / "logs")
@@ -82,6 +82,7 @@ def test_rewards_of_turns_are_credited_stored_and_learned_from(section: str, nam
         assert 1 <= logged[1]["train/steps_per_sample"] <= 3
 
 
+@pytest.mark.exhaustive
 def test_a_process_reward_that_does_not_fit_the_turns_says_so(tiny: Path, tmp_path: Path) -> None:
     arguments = config("grpo", tiny, tmp_path)
     (tmp_path / "talk.py").write_text(TALK.replace("for turn in rollout.policy_turns]", "for turn in rollout.policy_turns[1:]]"))

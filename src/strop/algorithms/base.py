@@ -48,6 +48,7 @@ class Plan:
     optimizer_steps: int = 1  # per batch
     max_staleness: int = 0
     environment_rewards: tuple[str, ...] = ()  # names, if known
+    step_rewards: bool = True  # whether an environment rewards steps of a rollout
 
 
 @dataclass(frozen=True, kw_only=True)

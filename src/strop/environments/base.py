@@ -154,6 +154,11 @@ class Environment(ABC, Generic[TaskT]):
         """Return the names of the rewards that an environment with these options has."""
         return tuple(reward_marks(cls))
 
+    @classmethod
+    def list_step_rewards(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of those that are ``per_turn``."""
+        return tuple(name for name, mark in reward_marks(cls).items() if mark.per_turn)
+
     def accuracy(self, rollout: Rollout) -> float:
         """Return the value that evaluation averages: the reward marked ``accuracy=True``, else the total reward. Failed rollouts get 0."""
         for name, each in self.reward_functions.items():

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from strop.algorithms.base import Plan
+from strop.algorithms.policy_gradient.process.process_supervision import StepRelative
 from strop.data.sources.source import DataSource
+from strop.environments.arithmetic import Arithmetic
 from strop.environments.base import Environment, EnvironmentConfigError, RewardError, RewardResult, reward
 from strop.environments.function_environment import FunctionEnvironment
 from strop.rollouts.episode import _with_rewards
@@ -94,3 +97,11 @@ def test_a_reward_is_not_of_a_group_and_per_turn_at_once() -> None:
     given = {"function": lambda task, rollouts: [0.0], "per_turn": True}
     with pytest.raises(EnvironmentConfigError, match="is of a group and per_turn; set one of them to false"):
         _ = FunctionEnvironment(reward=given).reward_functions
+
+
+def test_credit_for_steps_is_refused_where_nothing_rewards_them() -> None:
+    assert Steps.list_step_rewards({}) == ("steps",) and Arithmetic.list_step_rewards({}) == ()
+    given = {"rewards": {"a": {"function": lambda task, rollout: [], "per_turn": True}, "b": lambda task, rollout: 0.0}}
+    assert FunctionEnvironment.list_step_rewards(given) == ("a",)
+    (problem,) = StepRelative().validate(Plan(group_size=4, step_rewards=False))
+    assert "no environment of this run rewards steps; mark a reward with per_turn=True" in problem

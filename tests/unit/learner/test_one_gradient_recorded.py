@@ -26,6 +26,7 @@ from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.preference.exo_pair import EXOPair
 from strop.algorithms.preference.ipo import IPO
 from strop.algorithms.preference.nca_pair import NCAPair
+from strop.algorithms.preference.online.online_dpo import OnlineDPO
 from strop.algorithms.preference.optimal_transport.aot import AOT
 from strop.algorithms.preference.optimal_transport.aot_unpaired import AOTUnpaired
 from strop.algorithms.preference.reference_free.alphapo import AlphaPO
@@ -219,6 +220,21 @@ def test_the_gradient_of_dpo_is_that_of_the_formula_written_out(bench: Bench) ->
     loss.backward()
     assert result.metrics["loss"].value == pytest.approx(loss.item(), rel=1e-9)
     assert largest_difference(found, copy_gradients(model)) < EXACT
+
+
+def test_the_gradient_of_online_dpo_is_the_same_however_the_batch_is_cut(bench: Bench) -> None:
+    """Groups of three and two, one of them without a pair; a whole group may exceed the budget."""
+    rewards = [(0.2, 1.0, 0.0), (1.0, 1.0), (0.0, 0.5), (0.3, 0.3, 0.7)]
+    tokens = [[6, 7], [6, 7, 8], [9]]
+    groups = [recorded_group([4, 5], *tokens[: len(each)], rewards=each, index=index) for index, each in enumerate(rewards)]
+    algorithm = OnlineDPO(beta=0.3, sft_weight=0.2, ld_alpha=0.5)
+    batches = bench.batches(groups, algorithm)
+    wanted, result = bench.gradient(batches["alone"], algorithm, packed=False)
+    assert max(float(gradient.abs().max()) for gradient in wanted.values()) > 1e-3
+    for batch, packed, budget in ((batches["shared"], True, 10**9), (batches["shared"], True, 1), (batches["alone"], False, 8)):
+        found, other = bench.gradient(batch, algorithm, packed=packed, budget=budget)
+        assert largest_difference(found, wanted) < EXACT
+        assert other.metrics["loss"].value == pytest.approx(result.metrics["loss"].value, rel=1e-9)
 
 
 def test_the_reference_point_of_kto_is_the_learners_own_word(bench: Bench) -> None:

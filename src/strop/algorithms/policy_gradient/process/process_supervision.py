@@ -5,9 +5,11 @@ Metrics: those of ``grpo``; steps_per_sample, the mean number of rewarded steps 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from strop.algorithms.base import Plan
 from strop.algorithms.functional import group_advantages
 from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
@@ -30,6 +32,14 @@ class StepRelative(Advantage):
     needs_step_rewards: ClassVar[bool] = True
     leave_one_out: bool = False
     normalize: bool = True
+
+    def validate(self, plan: Plan) -> Iterator[str]:
+        yield from super().validate(plan)
+        if not plan.step_rewards:
+            yield (
+                f"{type(self).__name__} gives credit to steps, but no environment of this run rewards steps; mark a reward with "
+                "per_turn=True, or set algorithm.name to grpo"
+            )
 
     def rollout_advantages(self, group: GroupRewards) -> Tensor:
         """Return 0: outcome and steps are told apart when the batch has its columns."""
