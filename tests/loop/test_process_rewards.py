@@ -67,7 +67,7 @@ def config(section: str, model: Path, folder: Path, **changes: Any) -> list[str]
     [("grpo", "process_supervision"), pytest.param("ppo", "ppo", marks=pytest.mark.exhaustive)],
 )
 def test_rewards_of_turns_are_credited_stored_and_learned_from(section: str, name: str, tiny: Path, tmp_path: Path) -> None:
-    changes = {"algorithm.name": name, f"{section}.max_num_steps": 10}
+    changes = {"algorithm.name": name, f"{section}.max_num_steps": 10, "policy.optimizer.kwargs.lr": 0.01}
     outcome = strop(section, *config(section, tiny, tmp_path, **changes), folder=tmp_path)
     assert outcome.code == 0, outcome.err
     logged = metrics_of(tmp_path / "logs")
