@@ -101,6 +101,14 @@ def observation_turn(tokens: Sequence[int], text: str) -> Turn:
     )
 
 
+@dataclass(frozen=True)
+class StepReward:
+    """The reward of a step of a rollout, which ends at one of the tokens that the policy sampled."""
+
+    token: int  # index of its last token among the rollout's sampled tokens
+    reward: float  # weighted
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
     """One trajectory sampled for a task: the tokens of a prompt and of the turns after it.
@@ -117,6 +125,7 @@ class Rollout:
     turns: tuple[Turn, ...] = ()
     ending: Ending | None = None
     reward: float = 0.0  # the weighted sum of ``rewards``
+    step_rewards: tuple[StepReward, ...] = ()  # the parts of ``reward`` that belong to steps, in order
     rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # of the environment's own; it sets them during the episode
     error: str | None = None

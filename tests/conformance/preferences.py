@@ -52,4 +52,60 @@ PAIR_LOSSES = [
     case("apo_down", formulas.apo_down, 1.0, beta=2.0),
     case("slic", formulas.hinge, 1.0, beta=0.1),
     case("slic", formulas.hinge, 1.0, beta=2.0),
+    smoothed("exo_pair", formulas.exo, 0.5 * math.log(0.25 / 0.999e-3), 0.1, 1e-3),
+    smoothed("exo_pair", formulas.exo, 0.5 * math.log(0.25 / 0.21), 2.0, 0.3),
+    case("nca_pair", formulas.nca, 2 * math.log(2), beta=0.1),
+    case("nca_pair", formulas.nca, 2 * math.log(2), beta=2.0),
+    case("bco_pair", formulas.bco, 2 * math.log(2), beta=0.1),
+    case("bco_pair", formulas.bco, 2 * math.log(2), beta=2.0),
+    case("sppo_hard", formulas.sppo, 50.0, beta=0.1),
+    case("sppo_hard", formulas.sppo, 0.125, beta=2.0),
+    case("discopop", formulas.discopop, (math.log(2) + 1) / 2, beta=0.05),
+    case("discopop", formulas.discopop, (math.log(2) + 1) / 2, beta=1.0, tau=0.5),
+    *(
+        PairCase(
+            "dpo",
+            partial(formulas.dpo_of_divergence, beta=0.3, averaged=averaged, **options),
+            {
+                "beta": 0.3,
+                "average_log_probs": averaged,
+                "f_divergence_type": options["divergence"],
+                "f_alpha_divergence_coef": options.get("a", 0.5),
+            },
+            math.log(2),
+        )
+        for options in (
+            {"divergence": "forward_kl"},
+            {"divergence": "js_divergence"},
+            {"divergence": "alpha_divergence", "a": 0.7},
+            {"divergence": "alpha_divergence", "a": 1.0},
+        )
+        for averaged in (False, True)
+    ),
+    PairCase("dpo", partial(formulas.ld_dpo, beta=0.1, alpha=0.3), {"beta": 0.1, "ld_alpha": 0.3}, math.log(2)),
+    PairCase("dpo", partial(formulas.ld_dpo, beta=2.0, alpha=0.0), {"beta": 2.0, "ld_alpha": 0.0}, math.log(2)),
+    PairCase(
+        "alphapo",
+        partial(formulas.alphapo, beta=2.0, gamma=0.5, alpha=0.25, smoothing=0.1),
+        {"beta": 2.0, "gamma": 0.5, "label_smoothing": 0.1},
+    ),
+    PairCase("alphapo", partial(formulas.alphapo, beta=2.0, gamma=1.0, alpha=-0.5), {"alpha": -0.5}),
+    *(
+        PairCase(
+            "cpo",
+            partial(formulas.cpo, beta=0.1, kind=kind, averaged=averaged, smoothing=smoothing),
+            {
+                "loss_type": kind,
+                "average_log_probs": averaged,
+                "label_smoothing": smoothing,
+                "sft_weight": 0.0,
+            },
+        )
+        for kind, averaged, smoothing in (
+            ("sigmoid", False, 0.0),
+            ("sigmoid", False, 0.2),
+            ("hinge", False, 0.0),
+            ("ipo", True, 0.0),
+        )
+    ),
 ]

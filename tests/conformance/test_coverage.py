@@ -15,12 +15,18 @@ from strop.algorithms import catalogue
 ALGORITHMS = {
     "sft": "test_sft_is_the_negative_log_likelihood",
     "kto": "test_kto_is_its_papers_formula",
+    "apo_zero_unpaired": "test_apo_zero_of_judgements_is_its_papers_formula",
+    "aot": "test_optimal_transport_is_its_formula_over_the_whole_step",
+    "aot_unpaired": "test_optimal_transport_is_its_formula_over_the_whole_step",
+    "online_dpo": "test_online_dpo_compares_the_best_with_the_worst_of_each_group",
     "reward_model": "test_a_reward_model_is_bradley_terry",
+    "process_supervision": "test_process_supervision_is_the_sum_of_later_steps_normalised_over_their_group",
     "ppo": "test_the_policy_loss_is_ppos",
     "vapo": "test_vapo_adds_the_likelihood_of_correct_rollouts",
     "topk_distillation": "test_a_divergence_on_the_top_k_is_its_formula",
 }
 PARTS = {
+    "step_relative": "test_process_supervision_is_the_sum_of_later_steps_normalised_over_their_group",
     "gae": "test_advantages_and_returns_are_generalised_advantage_estimation",
     "reverse_kl": "test_the_teachers_advantage_is_its_formula",
     "batch_scaled": "test_lite_ppo_scales_by_the_deviation_of_the_batch",

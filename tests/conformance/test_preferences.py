@@ -96,6 +96,28 @@ def test_an_sft_term_beside_dpo_is_the_nll_of_the_chosen(how: str, step: Step) -
     assert_same(found, through_formula(loss, step))
 
 
+@PAIR_STEP
+@pytest.mark.parametrize("beta, smoothing", [(0.1, 0.0), (2.0, 0.2)])
+@pytest.mark.parametrize("name", ["aot", "aot_unpaired"])
+def test_optimal_transport_is_its_formula_over_the_whole_step(name: str, beta: float, smoothing: float, step: Step) -> None:
+    found = through_strop(algorithm(name, beta=beta, label_smoothing=smoothing), step)
+    formula = {"aot": formulas.aot, "aot_unpaired": formulas.aot_unpaired}[name]
+    assert_same(found, through_formula(lambda rows: formula(paired(rows), beta=beta, smoothing=smoothing), step), atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
+@each("rollouts", STEPS.values(), ids=STEPS)
+def test_online_dpo_compares_the_best_with_the_worst_of_each_group(kind: str, rollouts: Step) -> None:
+    counted = TAUGHT[rollouts.name]
+    found = through_strop(algorithm("online_dpo", beta=BETA, loss_type=kind), counted)
+
+    def loss(rows: list[Row]) -> Scalar:
+        groups = [[row for row in rows if row.group == place] for place in range(len(counted.groups))]
+        return formulas.best_against_worst(groups, beta=BETA, kind=kind)
+
+    assert_same(found, through_formula(loss, counted), atol=1e-11)
+
+
 # Supervised fine-tuning
 
 
@@ -136,6 +158,18 @@ def test_kto_is_its_papers_formula(desirable: float, undesirable: float, step: S
 
     def loss(rows: list[Row]) -> Scalar:
         return formulas.kto(rows[::2], rows[1::2], beta=BETA, desirable=desirable, undesirable=undesirable)
+
+    assert_same(found, through_formula(loss, step))
+
+
+@each("step", JUDGED.values(), ids=JUDGED)
+@pytest.mark.parametrize("desirable, undesirable", [(1.0, 1.0), (1.33, 0.8)])
+def test_apo_zero_of_judgements_is_its_papers_formula(desirable: float, undesirable: float, step: Step) -> None:
+    options = {"beta": BETA, "desirable_weight": desirable, "undesirable_weight": undesirable}
+    found = through_strop(algorithm("apo_zero_unpaired", **options), step)
+
+    def loss(rows: list[Row]) -> Scalar:
+        return formulas.apo_zero_unpaired(rows[::2], beta=BETA, desirable=desirable, undesirable=undesirable)
 
     assert_same(found, through_formula(loss, step))
 

@@ -35,3 +35,14 @@ class Graded(Environment[Task]):
     @reward(weight=1.0)
     def given(self, task: Task, rollout: Rollout) -> float:
         return self.easy * (task.question == "easy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradedBySteps(Graded):
+    """The share of sevens is the sum over the tokens of each: rewards of steps inside the turn, as far as tokens are characters."""
+
+    @reward(weight=1.0, accuracy=True, per_turn=True)
+    def sevens(self, task: Task, rollout: Rollout) -> list[dict[int, float]]:  # type: ignore[override]
+        (turn,) = rollout.policy_turns
+        length = max(len(turn.text), 1)
+        return [{index: (turn.text[index : index + 1] == "7") / length for index in range(len(turn.tokens))}]

@@ -62,7 +62,7 @@ def write_data(folder: Path) -> None:
 
 def recorded_config(section: str, model: Path, **changes: Any) -> dict[str, Any]:
     """Return the settings of six steps with four examples each, validated at every step. ``changes`` as in ``tiny_config``."""
-    data = "judgements" if changes.get("algorithm.name") == "kto" else DATA[section]
+    data = "judgements" if changes.get("algorithm.name") in ("kto", "apo_zero_unpaired") else DATA[section]
     settings: dict[str, Any] = {
         "policy.model_name": str(model),
         "policy.max_total_sequence_length": 64,

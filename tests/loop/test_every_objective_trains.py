@@ -27,8 +27,12 @@ Logged = dict[int, dict[str, float]]
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "dr_grpo": {"loss_fn.constant_length": 4},
     "gdpo": {"algorithm.kwargs.advantage.weights": {"sevens": 1.0, "digits": 0.1}},
+    "process_supervision": {"env.graded.type": f"{Path(__file__).with_name('graded.py')}:GradedBySteps"},
     "vapo": {"ppo.policy_training_start_step": 3},
     "apo_down": {"dpo.max_num_steps": 80},
+    "discopop": {
+        "algorithm.tau": 1.0
+    },  # with the paper's 0.05 its slope at margin 0 is positive: pairs begin by moving the wrong way
 }
 FAMILIES = (
     "grpo",  # a ratio for each token
@@ -53,6 +57,12 @@ AT_THE_REFERENCE = {  # the first loss of those that compare with a reference, w
     "apo_down": 1.0,
     "slic": 1.0,
     "kto": 0.5,
+    "apo_zero_unpaired": 0.5,
+    "nca_pair": 2 * math.log(2),
+    "bco_pair": 2 * math.log(2),
+    "discopop": (math.log(2) + 1) / 2,
+    "aot": math.log(2),
+    "aot_unpaired": math.log(2),
 }
 
 

@@ -23,6 +23,7 @@ class TokenOutputs:
     logprobs: Tensor  # [N] float32, differentiable
     entropy: Tensor  # [N] float32, of the same distribution, differentiable
     candidates: Tensor | None = None  # [N, K] log-probabilities of the tokens in the batch's column CANDIDATES, differentiable
+    log_sum_sq_probs: Tensor | None = None  # [N] log of the sum over the vocabulary of p^2, for a batch with SQUARED_PROBS
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ Outputs = TokenOutputs | ValueOutputs
 LossFn = Callable[[Any, Batch], tuple[Tensor, Metrics]]  # (outputs of the learner's network, batch) -> (loss, metrics)
 
 CANDIDATES = "candidates"  # a batch column, [N, K] int64: token ids whose log-probabilities the loss needs besides the target's
+SQUARED_PROBS = "squared_probs"  # a batch column, [N], of any content: the loss needs ``log_sum_sq_probs``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,7 @@ class Plan:
     optimizer_steps: int = 1  # per batch
     max_staleness: int = 0
     environment_rewards: tuple[str, ...] = ()  # names, if known
+    step_rewards: bool = True  # whether an environment rewards steps of a rollout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from strop.data.sources.source import DataSource, Part
 from strop.environments.base import Environment, EnvironmentConfigError
 from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.mixture import Component, Mixture
-from strop.environments.registry import list_rewards, make_environment
+from strop.environments.registry import list_rewards, list_step_rewards, make_environment
 from strop.environments.remote import EnvironmentDescription
 from strop.safety.exits import contain_exits
 
@@ -94,11 +94,12 @@ def _make_component(
     return Component(alias, environment, tasks, weight)
 
 
-def list_reward_names(config: RolloutRunConfig) -> tuple[str, ...]:
-    """Return the names of the rewards that the environments of the training tasks give."""
+def list_reward_names(config: RolloutRunConfig, of_steps: bool = False) -> tuple[str, ...]:
+    """Return the names of the rewards that the environments of the training tasks give; ``of_steps``: those of steps of a rollout only."""
+    listing = list_step_rewards if of_steps else list_rewards
     used = [resolve_alias(entry, config.env) for entry in config.data.train]
     aliases = {alias: _environment_config(config.env, alias) for alias in used}
-    listed = [_call_for_alias(alias, list_rewards, config.type_of(alias), config.options) for alias, config in aliases.items()]
+    listed = [_call_for_alias(alias, listing, config.type_of(alias), config.options) for alias, config in aliases.items()]
     return tuple(dict.fromkeys(name for names in listed for name in names))
 
 

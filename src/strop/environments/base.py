@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 from strop.data.messages import make_prompt
 from strop.data.sources.source import DataSource
 from strop.safety.exits import contain_exits
-from strop.types import Message, Messages, Rollout, Task, user
+from strop.types import Message, Messages, Rollout, StepReward, Task, user
 from strop.user_code import UserCodeError, describe_error, describe_value, import_attribute, suggest_names
 
 TaskT = TypeVar("TaskT", bound=Task)
@@ -59,6 +59,7 @@ class RewardMark:
     weight: float = 1.0
     accuracy: bool = False
     group: bool = False  # called once for all rollouts of a task
+    per_turn: bool = False  # a process reward: one for each turn of the policy
 
 
 @dataclass(frozen=True)
@@ -70,20 +71,29 @@ class RewardFunction:
     source: str  # where it is defined, for messages
 
 
-def reward(weight: float = 1.0, *, accuracy: bool = False, group: bool | None = None) -> Callable[[MethodT], MethodT]:
+def reward(
+    weight: float = 1.0, *, accuracy: bool = False, group: bool | None = None, per_turn: bool = False
+) -> Callable[[MethodT], MethodT]:
     """Mark a method ``(self, task, rollout) -> float | bool``, sync or async, as a reward that is logged under its name.
 
     The rollout's reward is the weighted sum of its rewards; a reward of weight 0 is only logged. Evaluation reports the reward
     marked ``accuracy=True`` as accuracy. With ``group`` the method is called once for all rollouts of a task, as
     ``(self, task, rollouts) -> Sequence[float | bool]``; None: if it has a parameter ``rollouts``. A plain function that is a reward
     (``strop.environments.function_environment``) may be marked too.
+
+    With ``per_turn`` it is a process reward, ``(self, task, rollout) -> Sequence``, with one item for each of ``rollout.policy_turns``:
+    a number, None for no reward, or for steps inside the turn a mapping from the index of a step's last token in the turn to a number. The
+    sum over all steps is the rollout's reward of that name; algorithms that give credit to tokens see each step
+    (``strop.algorithms.policy_gradient.process.steps``).
     """
     if callable(weight):
         raise TypeError("write @reward() or @reward(weight=...), with parentheses")
 
     def mark(method: MethodT) -> MethodT:
         of_group = takes_rollouts(method) if group is None else group
-        method.__reward__ = RewardMark(weight, accuracy, of_group)  # type: ignore[attr-defined]
+        if of_group and per_turn:
+            raise TypeError("a reward is of a group or per_turn, not both: a per_turn reward sees one rollout")
+        method.__reward__ = RewardMark(weight, accuracy, of_group, per_turn)  # type: ignore[attr-defined]
         return method
 
     return mark
@@ -143,6 +153,11 @@ class Environment(ABC, Generic[TaskT]):
     def list_rewards(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the rewards that an environment with these options has."""
         return tuple(reward_marks(cls))
+
+    @classmethod
+    def list_step_rewards(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of those that are ``per_turn``."""
+        return tuple(name for name, mark in reward_marks(cls).items() if mark.per_turn)
 
     def accuracy(self, rollout: Rollout) -> float:
         """Return the value that evaluation averages: the reward marked ``accuracy=True``, else the total reward. Failed rollouts get 0."""
@@ -205,6 +220,7 @@ class RewardResult:
     reward: float  # the weighted sum of ``rewards``
     rewards: Mapping[str, float]
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the rollout, checked
+    step_rewards: tuple[StepReward, ...] = ()  # the parts of ``reward`` that belong to steps
 
 
 @dataclass(frozen=True)
@@ -216,24 +232,58 @@ class Grade:
 async def compute_rewards(environment: Environment[TaskT], task: TaskT, rollout: Rollout) -> RewardResult:
     """Compute every reward of a single rollout in order. Raises RewardError if one raises or is not a finite number."""
     rewards: dict[str, float] = {}
+    steps: dict[int, float] = {}
     total = 0.0
     for name, each in environment.reward_functions.items():
         if each.mark.group:
             continue
         returned = await _call_reward(each, task, rollout)
+        weight = environment.reward_weights.get(name, each.mark.weight)
+        if each.mark.per_turn:
+            values = read_step_rewards(each, task, rollout, returned)
+            for token, step in values:
+                steps[token] = steps.get(token, 0.0) + weight * step
+            returned = math.fsum(step for _, step in values)
         if (value := to_number(returned)) is None:
             raise RewardError(
                 f"{each.source} returned {describe_value(returned)} on task {task.id!r}; a reward is a finite number or a bool"
             )
         rewards[name] = value
-        total += environment.reward_weights.get(name, each.mark.weight) * value
+        total += weight * value
     check_total(environment, task, total, rewards)
-    return RewardResult(total, rewards, _check_metrics(environment, task, rollout))
+    step_rewards = tuple(StepReward(token, steps[token]) for token in sorted(steps))
+    return RewardResult(total, rewards, _check_metrics(environment, task, rollout), step_rewards)
+
+
+def read_step_rewards(each: RewardFunction, task: Task, rollout: Rollout, returned: Any) -> list[tuple[int, float]]:
+    """Return (index of its last token among the sampled ones, reward) of each step of a ``per_turn`` reward. Raises RewardError."""
+    turns = rollout.policy_turns
+    wanted = (
+        f"a per_turn reward is a list with one item for each of the {len(turns)} turns of the policy: a finite number or a bool, None, or "
+        "a mapping from an index among the turn's tokens to a number"
+    )
+    listed = returned.tolist() if hasattr(returned, "tolist") else returned  # of NumPy or torch
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or len(listed) != len(turns):
+        raise RewardError(f"{each.source} returned {describe_value(returned)} on task {task.id!r}; {wanted}")
+    steps: list[tuple[int, float]] = []
+    start = 0
+    for number, (item, turn) in enumerate(zip(listed, turns, strict=True), 1):
+        length = len(turn.tokens)
+        given = item if isinstance(item, Mapping) else {} if item is None else {length - 1: item}
+        for token, value in given.items():
+            step, whole = to_number(value), isinstance(token, int) and not isinstance(item, Mapping)
+            if step is None or not isinstance(token, int) or not (whole or 0 <= token < length):
+                raise RewardError(
+                    f"{each.source} returned {describe_value(item)} for turn {number} ({length} tokens) on task {task.id!r}; {wanted}"
+                )
+            steps.append((max(start + token, 0), step))
+        start += length
+    return steps
 
 
 async def compute_group_rewards(environment: Environment[TaskT], task: TaskT, rollouts: Sequence[Rollout]) -> list[RewardResult]:
     """Compute every reward of a group in order, and add it to each rollout's. Raises RewardError."""
-    results = [RewardResult(rollout.reward, rollout.rewards) for rollout in rollouts]
+    results = [RewardResult(rollout.reward, rollout.rewards, step_rewards=rollout.step_rewards) for rollout in rollouts]
     for name, each in environment.reward_functions.items():
         if not each.mark.group:
             continue
@@ -248,7 +298,7 @@ async def compute_group_rewards(environment: Environment[TaskT], task: TaskT, ro
             )
         weight = environment.reward_weights.get(name, each.mark.weight)
         results = [
-            RewardResult(result.reward + weight * value, {**result.rewards, name: value})
+            replace(result, reward=result.reward + weight * value, rewards={**result.rewards, name: value})
             for result, value in zip(results, values, strict=True)
         ]
     for result in results:

@@ -27,7 +27,7 @@ from strop.environments.base import (
 )
 from strop.user_code import suggest_names
 
-OPTIONS = ("function", "weight", "accuracy", "group")
+OPTIONS = ("function", "weight", "accuracy", "group", "per_turn")
 CALLS = (
     "a reward is called with (task, rollout), or with (task, rollouts) for all rollouts of a prompt at once: rollout.text is the "
     "completion, task.answer the reference answer, task.metadata the row"
@@ -37,7 +37,7 @@ CALLS = (
 @dataclass(frozen=True, kw_only=True)
 class FunctionEnvironment(DatasetEnvironment):
     """Scores with functions, which may be async. Each is a Python function, ``file.py:name``, ``module:name``, or a mapping of
-    ``function`` with ``weight`` (default 1), ``accuracy`` and ``group``, as in ``strop.environments.base.reward``.
+    ``function`` with ``weight`` (default 1), ``accuracy``, ``group`` and ``per_turn``, as in ``strop.environments.base.reward``.
 
     Evaluation reports as accuracy the reward with ``accuracy: true``, else the only one annotated to return bool, else the only reward,
     else the total.
@@ -67,7 +67,15 @@ class FunctionEnvironment(DatasetEnvironment):
 
     @classmethod
     def list_rewards(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(cls(**{name: options[name] for name in ("reward", "rewards") if name in options}).reward_functions)
+        return tuple(cls._make_functions(options))
+
+    @classmethod
+    def list_step_rewards(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(name for name, each in cls._make_functions(options).items() if each.mark.per_turn)
+
+    @classmethod
+    def _make_functions(cls, options: Mapping[str, Any]) -> Mapping[str, RewardFunction]:
+        return cls(**{name: options[name] for name in ("reward", "rewards") if name in options}).reward_functions
 
     def _list_given(self) -> Iterator[tuple[str | None, Any]]:
         """Yield (name, what the configuration gives for it) of every reward; the name is None where the function's own counts."""
@@ -107,14 +115,20 @@ def _make_reward(name: str | None, given: Any) -> tuple[str, RewardFunction, boo
     _check_parameters(function, source)
     mark = getattr(function, "__reward__", None) or RewardMark(group=takes_rollouts(function))
     weight, group = options.get("weight", mark.weight), options.get("group", mark.group)
-    accuracy = options.get("accuracy", mark.accuracy or None)
+    accuracy, per_turn = options.get("accuracy", mark.accuracy or None), options.get("per_turn", mark.per_turn)
     if isinstance(weight, bool) or not is_finite(weight):
         raise EnvironmentConfigError(f"the weight of the reward {source} is {weight!r}; set it to a finite number")
-    for option, value in (("accuracy", accuracy), ("group", group)):
+    for option, value in (("accuracy", accuracy), ("group", group), ("per_turn", per_turn)):
         if value is not None and not isinstance(value, bool):
             raise EnvironmentConfigError(f"the option {option} of the reward {source} is {value!r}; set it to true or false")
+    if group and per_turn:
+        raise EnvironmentConfigError(f"the reward {source} is of a group and per_turn; set one of them to false")
     own_name: str = getattr(function, "__name__", type(function).__name__)
-    return name or own_name, RewardFunction(function, RewardMark(float(weight), group=bool(group)), source), accuracy
+    return (
+        name or own_name,
+        RewardFunction(function, RewardMark(float(weight), group=bool(group), per_turn=bool(per_turn)), source),
+        accuracy,
+    )
 
 
 def _check_parameters(function: Callable[..., Any], source: str) -> None:

@@ -51,6 +51,11 @@ def list_rewards(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
     return environment_class(name).list_rewards(options)
 
 
+def list_step_rewards(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the rewards of an environment that are of steps of a rollout. Raises EnvironmentConfigError."""
+    return environment_class(name).list_step_rewards(options)
+
+
 def environment_class(name: str) -> type[Environment[Any]]:
     """Return the class of a registered name, ``module:Class`` or ``path/to/file.py:Class``. Raises EnvironmentConfigError."""
     path = ENVIRONMENTS.get(name, name)

@@ -7,7 +7,7 @@ vocabulary of 150,000 that saves 1.2 MB of memory per token and pass, for one mo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
@@ -70,15 +70,18 @@ def token_logprobs(
     chunk: int,
     candidates: Tensor | None = None,
     kept: Tensor | None = None,
+    *,
+    squared_probs: bool = False,
 ) -> TokenOutputs:
     """hidden [N, H], target [N] -> log-probabilities and entropies [N], at least float32, under the sampling distribution.
 
     ``candidates`` [N, K] are further token ids to return log-probabilities of. ``kept`` [N, K], padded with -1, are the ids that each
-    target was sampled from: the distribution is then over these ids, not over those that the sampling filters keep of these logits. At
-    most ``chunk`` rows of float32 logits exist at a time. All outputs are differentiable; gradients that are not needed cost nothing.
+    target was sampled from: the distribution is then over these ids, not over those that the sampling filters keep of these logits.
+    ``squared_probs``: also return the log of the sum over the vocabulary of p^2, without gradient. At most ``chunk`` rows of float32
+    logits exist at a time. All other outputs are differentiable; gradients that are not needed cost nothing.
     """
     outputs = [
-        _chunk_outputs(rows, targets, head, sampling, chunk_candidates, chunk_kept)
+        _chunk_outputs(rows, targets, head, sampling, chunk_candidates, chunk_kept, squared_probs)
         for rows, targets, chunk_candidates, chunk_kept in zip(
             hidden.split(chunk),
             target.split(chunk),
@@ -87,7 +90,9 @@ def token_logprobs(
             strict=False,
         )
     ]
-    return TokenOutputs(*(torch.cat(column) for column in zip(*outputs, strict=True)))
+    columns = [torch.cat(column) for column in zip(*outputs, strict=True)]
+    squares = columns.pop() if squared_probs else None
+    return replace(TokenOutputs(*columns), log_sum_sq_probs=squares)
 
 
 def _split_optional(column: Tensor | None, chunk: int) -> Iterable[Tensor | None]:
@@ -95,43 +100,61 @@ def _split_optional(column: Tensor | None, chunk: int) -> Iterable[Tensor | None
 
 
 def _chunk_outputs(
-    hidden: Tensor, target: Tensor, head: LMHead, sampling: Sampling, candidates: Tensor | None, kept: Tensor | None
+    hidden: Tensor,
+    target: Tensor,
+    head: LMHead,
+    sampling: Sampling,
+    candidates: Tensor | None,
+    kept: Tensor | None,
+    squares: bool,
 ) -> tuple[Tensor, ...]:
-    """Return log-probabilities and entropies [n] of one chunk, and log-probabilities [n, K] of its candidates if any."""
-    if head.is_linear and candidates is None and kept is None and not sampling.filtered:
+    """Return log-probabilities and entropies [n] of one chunk, log-probabilities [n, K] of its candidates if any, and with ``squares``
+    the log of the sum of squared probabilities [n]."""
+    if head.is_linear and candidates is None and kept is None and not sampling.filtered and not squares:
         apply: Any = _ChunkLogprobs.apply
         outputs: tuple[Tensor, ...] = apply(hidden, head.weight, head.bias, target, sampling.temperature or 1.0)
         return outputs
     if torch.is_grad_enabled():
-        outputs = checkpoint(_autograd_outputs, hidden, target, head, sampling, candidates, kept, use_reentrant=False)
+        outputs = checkpoint(_autograd_outputs, hidden, target, head, sampling, candidates, kept, squares, use_reentrant=False)
         return outputs
-    return _autograd_outputs(hidden, target, head, sampling, candidates, kept)
+    return _autograd_outputs(hidden, target, head, sampling, candidates, kept, squares)
 
 
 def _autograd_outputs(
-    hidden: Tensor, target: Tensor, head: LMHead, sampling: Sampling, candidates: Tensor | None, kept: Tensor | None
+    hidden: Tensor,
+    target: Tensor,
+    head: LMHead,
+    sampling: Sampling,
+    candidates: Tensor | None,
+    kept: Tensor | None,
+    squares: bool,
 ) -> tuple[Tensor, ...]:
     """Compute the outputs of a chunk with autograd, for any head, filter and set of kept ids."""
     logits = head.compute_logits(hidden)
     if kept is not None:
-        return _kept_outputs(logits, target, sampling, candidates, kept)
+        return _kept_outputs(logits, target, sampling, candidates, kept, squares)
     logs = filtered_logits(logits, sampling, target).log_softmax(-1)
-    outputs = logs.gather(1, target[:, None]).squeeze(1), _entropy(logs)
-    return outputs if candidates is None else (*outputs, logs.gather(1, candidates))
+    outputs = [logs.gather(1, target[:, None]).squeeze(1), _entropy(logs)]
+    outputs += [] if candidates is None else [logs.gather(1, candidates)]
+    return *outputs, *_log_sum_sq_probs(logs, squares)
 
 
 def _kept_outputs(
-    logits: Tensor, target: Tensor, sampling: Sampling, candidates: Tensor | None, kept: Tensor
+    logits: Tensor, target: Tensor, sampling: Sampling, candidates: Tensor | None, kept: Tensor, squares: bool
 ) -> tuple[Tensor, ...]:
     """Return log-probabilities under the softmax over each row's kept ids; -inf for other candidates."""
     scaled = kept_logits(logits, kept, sampling)
     total = scaled.logsumexp(-1, keepdim=True)
     logprobs = (kept_logits(logits, target[:, None], sampling) - total).squeeze(1)
-    outputs = logprobs, _entropy(scaled - total)
-    if candidates is None:
-        return outputs
-    is_kept = (candidates[:, :, None] == kept[:, None, :]).any(-1)
-    return *outputs, (kept_logits(logits, candidates, sampling) - total).masked_fill(~is_kept, float("-inf"))
+    outputs = [logprobs, _entropy(scaled - total)]
+    if candidates is not None:
+        is_kept = (candidates[:, :, None] == kept[:, None, :]).any(-1)
+        outputs.append((kept_logits(logits, candidates, sampling) - total).masked_fill(~is_kept, float("-inf")))
+    return *outputs, *_log_sum_sq_probs(scaled - total, squares)
+
+
+def _log_sum_sq_probs(logs: Tensor, wanted: bool) -> tuple[Tensor, ...]:
+    return ((2 * logs.detach()).logsumexp(-1),) if wanted else ()
 
 
 def _entropy(logs: Tensor) -> Tensor:

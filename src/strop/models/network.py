@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from strop.algorithms.base import CANDIDATES, TokenOutputs, ValueOutputs
+from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, TokenOutputs, ValueOutputs
 from strop.models.adapters import disable_adapters
 from strop.models.attention import IMPLEMENTATION, AttentionPlan, TreePlan
 from strop.models.heads import LMHead, get_lm_head, token_logprobs
@@ -113,7 +113,7 @@ class Network:
         """Return log-probabilities and entropies of the batch's predicted tokens, [N] each, on the network's device.
 
         With a column ``candidates``, also return the log-probabilities [N, K] of these token ids. With a column ``kept_tokens``, the
-        distribution is restricted to these token ids.
+        distribution is restricted to these token ids. With a column ``squared_probs``, also return ``log_sum_sq_probs``.
         """
         columns = (batch.columns.get(CANDIDATES), batch.columns.get(KEPT_TOKENS))
         candidates, kept = (
@@ -122,7 +122,8 @@ class Network:
         target = self.token_sharding.shard_predictions(batch.target).to(self.device)
         with self.autocast():
             hidden = self.hidden(batch)
-            outputs = token_logprobs(hidden, target, self.head, sampling, self.chunk, candidates, kept)
+            squares = SQUARED_PROBS in batch.columns
+            outputs = token_logprobs(hidden, target, self.head, sampling, self.chunk, candidates, kept, squared_probs=squares)
         return self.token_sharding.gather_outputs(outputs, len(batch.target))
 
     def hidden(self, batch: Batch) -> Tensor:

@@ -98,14 +98,18 @@ async def _score_group(
     except Exception as error:
         log.debug("the rewards of the group of task %s failed", task.id, exc_info=error)
         message = describe_error(error)
-        scored = [replace(rollout, ending=Ending.ERROR, error=message, reward=0.0, rewards={}) for rollout in valid]
+        scored = [
+            replace(rollout, ending=Ending.ERROR, error=message, reward=0.0, rewards={}, step_rewards=()) for rollout in valid
+        ]
     by_sample = {rollout.sample: rollout for rollout in scored}
     return [by_sample.get(rollout.sample, rollout) for rollout in rollouts]
 
 
 def _with_rewards(rollout: Rollout, scored: RewardResult, scaling: RewardScalingConfig | None) -> Rollout:
-    reward = scored.reward if scaling is None else scaling(scored.reward)
-    return replace(rollout, reward=reward, rewards=dict(scored.rewards))
+    reward, steps = scored.reward, scored.step_rewards
+    if scaling is not None:
+        reward, steps = scaling(reward), tuple(replace(step, reward=scaling.slope * step.reward) for step in steps)
+    return replace(rollout, reward=reward, rewards=dict(scored.rewards), step_rewards=steps)
 
 
 def _penalize(rollout: Rollout, penalties: RewardPenaltiesConfig, template: ChatTemplate, reward: float) -> Rollout:

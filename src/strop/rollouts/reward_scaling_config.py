@@ -24,6 +24,11 @@ class RewardScalingConfig(BaseConfig):
         fraction = (clipped - self.source_min) / (self.source_max - self.source_min)
         return self.target_min + fraction * (self.target_max - self.target_min)
 
+    @property
+    def slope(self) -> float:
+        """The factor of a step's reward, which is a part of the rollout's."""
+        return (self.target_max - self.target_min) / (self.source_max - self.source_min)
+
     def errors(self, key: str) -> Iterator[Problem]:
         if self.enabled and self.source_min >= self.source_max:
             yield Problem(

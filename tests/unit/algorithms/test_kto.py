@@ -9,7 +9,7 @@ import torch
 
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.preference.kto import KTO, REFERENCE_POINT
+from strop.algorithms.preference.unpaired.kto import KTO, REFERENCE_POINT
 from strop.data.splitting import select_rollouts
 from strop.types import Batch
 from support.recorded import recorded_group

@@ -16,9 +16,9 @@ from strop.algorithms.preference.base import PairwisePreference
 from strop.algorithms.preference.cdpo import CDPO
 from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.preference.ipo import IPO
-from strop.algorithms.preference.orpo import ORPO, log_odds
+from strop.algorithms.preference.reference_free.orpo import ORPO, log_odds
+from strop.algorithms.preference.reference_free.simpo import SimPO
 from strop.algorithms.preference.robust_dpo import RobustDPO
-from strop.algorithms.preference.simpo import SimPO
 from strop.algorithms.preference.slic import SLiC
 
 FAMILY: dict[str, PairwisePreference] = {

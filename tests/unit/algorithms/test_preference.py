@@ -12,8 +12,8 @@ from strop.algorithms.base import TokenOutputs
 from strop.algorithms.preference.base import PairwisePreference
 from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.preference.ipo import IPO
-from strop.algorithms.preference.orpo import ORPO, log_odds
-from strop.algorithms.preference.simpo import SimPO
+from strop.algorithms.preference.reference_free.orpo import ORPO, log_odds
+from strop.algorithms.preference.reference_free.simpo import SimPO
 from strop.algorithms.supervised.sft import SFT
 from strop.data.splitting import select_rollouts
 from strop.types import Batch, Group

@@ -129,7 +129,7 @@ def test_a_mapping_of_numbers_is_no_part() -> None:
     ("name", "kwargs", "said"),
     [
         ("gprpo", {}, "algorithm.name: 'gprpo' is neither one of Strop's algorithms nor module:Class; did you mean 'grpo'?"),
-        ("GRPO", {}, "there are: apo_down"),
+        ("GRPO", {}, "there are: alphapo"),
         ("strop.algorithms.policy_gradient.advantages.grpo:GRPPO", {}, "has no 'GRPPO'; did you mean 'GRPO'?"),
         ("strop.algorithms.policy_gradient.advantages.grpo:GroupRelative", {}, "is not a subclass of strop"),
         ("strop.algorithms.policy_gradient.base:PolicyGradient", {}, "needs advantage, objective"),

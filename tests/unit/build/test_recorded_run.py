@@ -15,7 +15,7 @@ import pytest
 from loop.fakes import Recorder
 from strop.algorithms.base import Algorithm
 from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.preference.kto import KTO
+from strop.algorithms.preference.unpaired.kto import KTO
 from strop.algorithms.supervised.sft import SFT
 from strop.build.lifecycle import make_early_stop, resolve_metric
 from strop.build.models import LoadedPolicy

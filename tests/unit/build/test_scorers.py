@@ -20,7 +20,7 @@ from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.preference.simpo import SimPO
+from strop.algorithms.preference.reference_free.simpo import SimPO
 from strop.build.backend import LocalBackend
 from strop.build.models import LoadedPolicy, load_policy, make_learners, make_trained_networks
 from strop.build.scorers import count_optimizer_steps, make_scorers

@@ -160,7 +160,7 @@ async def group_of(environment: Any, task: Any, *, samples: int = 4, turns: int 
 
 def seen(group: Group) -> list[tuple[Any, ...]]:
     return [
-        (own.task.id, own.messages, own.tokens().tolist(), own.ending, own.reward, dict(own.rewards), own.error)
+        (own.task.id, own.messages, own.tokens().tolist(), own.ending, own.reward, dict(own.rewards), own.step_rewards, own.error)
         for own in group.rollouts
     ]
 
@@ -181,6 +181,23 @@ def test_rollouts_are_those_of_the_environment_in_this_process(
     assert there.title == "Notes" and there.reward_names == ("pages_written", "different")
     for thread in threads:
         assert thread.calls.count("open") == thread.calls.count("close") > 0
+
+
+BY_TURN = """
+    @reward(weight=0.5, per_turn=True)
+    def lengths(self, task, rollout):
+        return [{0: 1.0, len(turn.tokens) - 1: len(turn.text)} for turn in rollout.policy_turns]
+
+    def answer_key("""
+
+
+def test_rewards_of_turns_come_back_with_the_step_that_each_is_of(tmp_path: Path, threads: list[EnvironmentServerThread]) -> None:
+    (tmp_path / "notes.py").write_text(NOTES.replace("    def answer_key(", BY_TURN.lstrip("\n")))
+    name = f"{tmp_path / 'notes.py'}:Notes"
+    here, there = make_environment(name, {"pages": 2}), remote(threads, name, pages=2)
+    wanted, found = asyncio.run(group_of(here, 0)), asyncio.run(group_of(there, 0))
+    assert seen(found) == seen(wanted)
+    assert all(len(rollout.step_rewards) > len(rollout.policy_turns) > 1 for rollout in found.rollouts)
 
 
 FUNCTIONS = """

@@ -19,14 +19,25 @@ from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.preference.apo_down import APODown
 from strop.algorithms.preference.apo_zero import APOZero
+from strop.algorithms.preference.bco_pair import BCOPair
 from strop.algorithms.preference.cdpo import CDPO
+from strop.algorithms.preference.discopop import DiscoPOP
 from strop.algorithms.preference.dpo import DPO
+from strop.algorithms.preference.exo_pair import EXOPair
 from strop.algorithms.preference.ipo import IPO
-from strop.algorithms.preference.kto import KTO
-from strop.algorithms.preference.orpo import ORPO
+from strop.algorithms.preference.nca_pair import NCAPair
+from strop.algorithms.preference.online.online_dpo import OnlineDPO
+from strop.algorithms.preference.optimal_transport.aot import AOT
+from strop.algorithms.preference.optimal_transport.aot_unpaired import AOTUnpaired
+from strop.algorithms.preference.reference_free.alphapo import AlphaPO
+from strop.algorithms.preference.reference_free.cpo import CPO
+from strop.algorithms.preference.reference_free.orpo import ORPO
+from strop.algorithms.preference.reference_free.simpo import SimPO
 from strop.algorithms.preference.robust_dpo import RobustDPO
-from strop.algorithms.preference.simpo import SimPO
 from strop.algorithms.preference.slic import SLiC
+from strop.algorithms.preference.sppo_hard import SPPOHard
+from strop.algorithms.preference.unpaired.apo_zero_unpaired import APOZeroUnpaired
+from strop.algorithms.preference.unpaired.kto import KTO
 from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
 from strop.models.network import Network
@@ -59,6 +70,17 @@ ALGORITHMS: dict[str, Algorithm] = {
     "apo_zero": APOZero(),
     "apo_down": APODown(),
     "kto": KTO(beta=0.3, undesirable_weight=0.6),
+    "dpo_weighted": DPO(beta=0.3, use_weighting=True, ld_alpha=0.4, f_divergence_type="js_divergence"),
+    "aot": AOT(beta=0.3, label_smoothing=0.1, ld_alpha=0.4),
+    "aot_unpaired": AOTUnpaired(beta=0.3),
+    "cpo": CPO(),
+    "alphapo": AlphaPO(),
+    "exo_pair": EXOPair(beta=0.3),
+    "nca_pair": NCAPair(beta=0.3),
+    "bco_pair": BCOPair(beta=0.3),
+    "sppo_hard": SPPOHard(beta=0.3),
+    "discopop": DiscoPOP(beta=0.3),
+    "apo_zero_unpaired": APOZeroUnpaired(beta=0.3, undesirable_weight=0.6),
     "reward_model": RewardModel(),
     "reward_model_with_margin_and_centering": RewardModel(use_margin=True, centering=0.1),
     "reward_model_of_scores": RewardModel(kind="regression"),
@@ -198,6 +220,21 @@ def test_the_gradient_of_dpo_is_that_of_the_formula_written_out(bench: Bench) ->
     loss.backward()
     assert result.metrics["loss"].value == pytest.approx(loss.item(), rel=1e-9)
     assert largest_difference(found, copy_gradients(model)) < EXACT
+
+
+def test_the_gradient_of_online_dpo_is_the_same_however_the_batch_is_cut(bench: Bench) -> None:
+    """Groups of three and two, one of them without a pair; a whole group may exceed the budget."""
+    rewards = [(0.2, 1.0, 0.0), (1.0, 1.0), (0.0, 0.5), (0.3, 0.3, 0.7)]
+    tokens = [[6, 7], [6, 7, 8], [9]]
+    groups = [recorded_group([4, 5], *tokens[: len(each)], rewards=each, index=index) for index, each in enumerate(rewards)]
+    algorithm = OnlineDPO(beta=0.3, sft_weight=0.2, ld_alpha=0.5)
+    batches = bench.batches(groups, algorithm)
+    wanted, result = bench.gradient(batches["alone"], algorithm, packed=False)
+    assert max(float(gradient.abs().max()) for gradient in wanted.values()) > 1e-3
+    for batch, packed, budget in ((batches["shared"], True, 10**9), (batches["shared"], True, 1), (batches["alone"], False, 8)):
+        found, other = bench.gradient(batch, algorithm, packed=packed, budget=budget)
+        assert largest_difference(found, wanted) < EXACT
+        assert other.metrics["loss"].value == pytest.approx(result.metrics["loss"].value, rel=1e-9)
 
 
 def test_the_reference_point_of_kto_is_the_learners_own_word(bench: Bench) -> None:

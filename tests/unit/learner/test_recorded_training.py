@@ -15,11 +15,11 @@ from strop.algorithms.preference.apo_zero import APOZero
 from strop.algorithms.preference.cdpo import CDPO
 from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.preference.ipo import IPO
-from strop.algorithms.preference.kto import KTO
-from strop.algorithms.preference.orpo import ORPO
+from strop.algorithms.preference.reference_free.orpo import ORPO
+from strop.algorithms.preference.reference_free.simpo import SimPO
 from strop.algorithms.preference.robust_dpo import RobustDPO
-from strop.algorithms.preference.simpo import SimPO
 from strop.algorithms.preference.slic import SLiC
+from strop.algorithms.preference.unpaired.kto import KTO
 from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
 from strop.learner.client import AsyncColumnSource, LogprobColumn

@@ -16,7 +16,7 @@ from torch import Tensor
 from strop.algorithms.base import Algorithm, Outputs
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.algorithms.preference.dpo import DPO
-from strop.algorithms.preference.kto import KTO
+from strop.algorithms.preference.unpaired.kto import KTO
 from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
 from strop.learner.client import LogprobColumn

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from strop.algorithms.functional import RELATIVE_ROUNDING, whiten
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards
+from strop.algorithms.policy_gradient.process.steps import STEP_REWARDS, sum_of_steps
 from strop.algorithms.policy_gradient.rewards import discounted_sums
 from strop.lazy_torch import Tensor, torch
 from strop.types import Batch
@@ -77,6 +78,12 @@ class Gae(Advantage):
         next_values[:-1] = values[1:].where(same_rollout, 0.0)
         errors = batch.column(TOKEN_REWARDS) + self.gamma * next_values - values
         return discounted_sums(errors, self.gamma * lambdas, batch)
+
+
+def place_rewards(rewards: Tensor, batch: Batch) -> Tensor:
+    """Place the rewards of rollouts [S] at their tokens, [N] float64: those of steps where each ends, the rest at the last token."""
+    at_end = place_at_last_token(rewards - sum_of_steps(batch), batch)
+    return at_end + batch.columns[STEP_REWARDS] if STEP_REWARDS in batch.columns else at_end
 
 
 def place_at_last_token(rewards: Tensor, batch: Batch) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from strop import metrics
 from strop.algorithms.base import LossFn, Plan, ValueOutputs
-from strop.algorithms.critic.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae, place_at_last_token
+from strop.algorithms.critic.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae, place_rewards
 from strop.algorithms.functional import aggregate, logprobs_before_update, varies
 from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
@@ -25,7 +25,8 @@ from strop.types import Batch
 class PPO(PolicyGradient):
     """Two learners, ``policy`` and ``value``, which train on the same batch with separate optimizers. A group may be a single rollout.
 
-    The last token of a rollout gets the rollout's reward, and all others 0. ``kl.place`` says where the KL term goes: token_reward
+    The last token of a rollout gets the rollout's reward, less that of its steps, which is at the token where each step ends
+    (``strop.environments.base.reward`` with ``per_turn``); all others get 0. ``kl.place`` says where the KL term goes: token_reward
     subtracts weight x estimate from each token's reward (InstructGPT, with estimator k1), reward subtracts their sum from the last
     token's reward, and loss adds the term to the policy's loss.
 
@@ -60,8 +61,8 @@ class PPO(PolicyGradient):
         """Return the reward of each token, [N] float64, with the KL term if it is part of the reward."""
         kl = self.kl if self.kl is not None and self.kl.weight else None
         if kl is not None and kl.place == "reward":
-            return place_at_last_token(batch.rewards - kl.weight_in(batch) * kl.sum_per_rollout(batch), batch)
-        rewards = place_at_last_token(batch.rewards, batch)
+            return place_rewards(batch.rewards - kl.weight_in(batch) * kl.sum_per_rollout(batch), batch)
+        rewards = place_rewards(batch.rewards, batch)
         if kl is not None and kl.place == "token_reward":
             rewards = rewards - kl.weight_in(batch) * kl.estimate(logprobs_before_update(batch), batch).double()
         return rewards

@@ -21,8 +21,7 @@ class PolicyGradient(Composition):
     """loss = -aggregate(objective x corrections x selection) + KL term - entropy bonus."""
 
     def keep(self, group: Group) -> bool:
-        by_name = self.advantage.needs_named_rewards
-        return not self.drop_constant_groups or any(varies(rewards) for rewards in compared_rewards(group, by_name=by_name))
+        return not self.drop_constant_groups or any(varies(rewards) for rewards in compared_rewards(group, self.advantage))
 
     def rewards(self, group: Group) -> Tensor:
         return shape_rewards(group.rollouts, self.shaping)

@@ -79,6 +79,7 @@ class Advantage(Part):
 
     greedy_baseline: ClassVar[bool] = False  # needs a greedy rollout for each group
     needs_named_rewards: ClassVar[bool] = False  # reads rewards by name
+    needs_step_rewards: ClassVar[bool] = False  # reads the rewards of steps
     divides_by_mean: ClassVar[bool] = False  # divides by the mean reward as a success rate, so no reward may be negative
     min_group_size: ClassVar[int] = 2
     requires: ClassVar[frozenset[str]] = frozenset()  # columns that ``token_advantages`` reads

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from strop.algorithms.functional import logprobs_before_update
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Shaping
 from strop.lazy_torch import Tensor, torch
@@ -28,10 +29,14 @@ def rewards_by_name(group: Group) -> dict[str, Tensor]:
     }
 
 
-def compared_rewards(group: Group, *, by_name: bool) -> list[Tensor]:
+def compared_rewards(group: Group, advantage: Advantage) -> list[Tensor]:
     """Return the rewards that a group's credit is computed from. If none of them varies, the group has no signal."""
-    if by_name:
+    if advantage.needs_named_rewards:
         return list(rewards_by_name(group).values())
+    if advantage.needs_step_rewards and any(rollout.step_rewards for rollout in group.rollouts):
+        of_steps = torch.tensor([step.reward for rollout in group.rollouts for step in rollout.step_rewards], dtype=torch.float64)
+        sums = [sum(step.reward for step in rollout.step_rewards) for rollout in group.rollouts]
+        return [group.rewards - torch.tensor(sums, dtype=torch.float64), of_steps]
     baseline = [] if group.baseline is None else [group.baseline.reward]
     return [torch.cat([group.rewards, torch.tensor(baseline, dtype=torch.float64)])]
 
@@ -39,7 +44,8 @@ def compared_rewards(group: Group, *, by_name: bool) -> list[Tensor]:
 def subtract_kl(kl: Kl, batch: Batch, advantage: Advantage) -> Batch:
     """Subtract the KL term from the reward or credit of each token or, with ``kl.place`` reward, from that of each rollout."""
     if kl.place == "token_credit":
-        return replace(batch, advantages=(batch.advantages - kl.weight * kl.estimate(batch.rollout_logprobs, batch)).float())
+        estimates = kl.estimate(logprobs_before_update(batch), batch)
+        return replace(batch, advantages=(batch.advantages - kl.weight_in(batch) * estimates).float())
     if kl.place == "token_reward":
         return replace(batch, advantages=(batch.advantages - kl.weight_in(batch) * kl.sum_to_go(batch)).float())
     rewards = batch.rewards - kl.weight_in(batch) * kl.sum_per_rollout(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.algorithms.preference.base import ReferencedPreference
+from strop.algorithms.preference.referenced import ReferencedPreference
 from strop.lazy_torch import Tensor
 
 

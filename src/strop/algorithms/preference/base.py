@@ -5,7 +5,8 @@ A pair is a group of two rollouts, the chosen and the rejected completion. A pai
     h(y) = sum over the loss tokens of y of log pi(token) - log pi_ref(token)
     loss = preference_weight x mean over pairs of pair_loss(h(chosen), h(rejected)) + sft_weight x -log pi(chosen)
 
-With ``average_log_probs``, h is the mean over those tokens. Without a reference, h is computed from log pi only.
+With ``average_log_probs``, h is the mean over those tokens. Without a reference, h is computed from log pi only. Losses with a reference
+are in ``referenced``.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from typing import ClassVar, Literal
 from strop import metrics
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.algorithms.functional import sequence_mean, sequence_sum
-from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.algorithms.preference.pairs import mean_over_pairs, pair_advantages, view_as_pairs
-from strop.lazy_torch import Tensor
+from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group
 
@@ -69,7 +69,7 @@ class PairwisePreference(Algorithm):
         """Add the weights of the SFT term, which depend on the number of chosen tokens of the whole optimizer step."""
         if not self.sft_weight:
             return batch
-        chosen = batch.mask.double() * (batch.sequence % 2 == 0)
+        chosen = batch.mask.double() * self.chosen_tokens(batch)
         match self.sft_aggregation:
             case "token_mean":
                 weight = chosen / chosen.sum().clamp(min=1)
@@ -80,12 +80,11 @@ class PairwisePreference(Algorithm):
         return batch.with_column(SFT_WEIGHT, weight)
 
     def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-        counted = view_as_pairs(batch.sequence_lengths, batch).sum(1) > 0
-        logprobs = self._per_completion(outputs.logprobs, batch)
-        reference = batch.column(REFERENCE_LOGPROBS) if REFERENCE_LOGPROBS in self.requires else None
-        compared = logprobs if reference is None else self._per_completion(outputs.logprobs - reference, batch)
-        preference = self.pair_loss(*compared.unbind(1))
-        rewards = self.reward_scale * compared.detach()
+        counted = self.as_pairs(batch.sequence_lengths, batch).sum(1) > 0
+        logprobs = self.per_completion(outputs.logprobs, batch)
+        scores = self.scores(outputs, batch)
+        preference = self.pair_losses(scores, outputs, batch)
+        rewards = self.reward_scale * scores.detach()
         columns = {
             "preference_loss": preference.detach(),
             "accuracy": (rewards[:, 0] > rewards[:, 1]).double(),
@@ -103,46 +102,42 @@ class PairwisePreference(Algorithm):
             logged["sft_loss"] = sft.item()
         return loss, {name: metrics.total(value) for name, value in {**logged, "loss": loss.item()}.items()}
 
-    def _per_completion(self, values: Tensor, batch: Batch) -> Tensor:
+    def scores(self, outputs: TokenOutputs, batch: Batch) -> Tensor:
+        """Return h of each completion, [P, 2] float64."""
+        return self.per_completion(outputs.logprobs, batch)
+
+    def pair_losses(self, scores: Tensor, outputs: TokenOutputs, batch: Batch) -> Tensor:
+        """Return the loss of each pair, [P] float64, from h of its completions, [P, 2]."""
+        return self.pair_loss(*scores.unbind(1))
+
+    def as_pairs(self, values: Tensor, batch: Batch) -> Tensor:
+        """Arrange a column of rollouts [S] as (chosen, rejected), [P, 2]."""
+        return view_as_pairs(values, batch)
+
+    def chosen_tokens(self, batch: Batch) -> Tensor:
+        """Return which tokens belong to a chosen completion, [N] bool."""
+        return batch.sequence % 2 == 0
+
+    def per_completion(self, values: Tensor, batch: Batch) -> Tensor:
         """Reduce to one number per completion, [N] -> [P, 2], in float64 because float32 sums over thousands of tokens are inaccurate."""
         reduce = sequence_mean if self.average_log_probs else sequence_sum
-        return view_as_pairs(reduce(values.double(), batch), batch)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferencedPreference(PairwisePreference):
-    """Base class of pair losses with a reference policy. ``beta`` is the cost of moving away from it: 0.05 in NeMo-RL, 0.1 in papers."""
-
-    beta: float = 0.05
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive("beta", self.beta)
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({REFERENCE_LOGPROBS})
-
-    @property
-    def reward_scale(self) -> float:
-        return self.beta
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoisyPreference(ReferencedPreference):
-    """Base class of pair losses for noisy labels: ``label_smoothing`` is the share of pairs whose label is wrong."""
-
-    label_smoothing: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(
-                f"label_smoothing is {self.label_smoothing}: it is the share of pairs with a wrong label; set it to at least 0 and below "
-                "0.5, at which labels contain no information"
-            )
+        return self.as_pairs(reduce(values.double(), batch), batch)
 
 
 def require_positive(name: str, value: float) -> None:
     if value <= 0:
         raise ValueError(f"{name} is {value}: it must be above 0")
+
+
+def check_label_smoothing(value: float) -> None:
+    if not 0 <= value < 0.5:
+        raise ValueError(
+            f"label_smoothing is {value}: it is the share of pairs with a wrong label; set it to at least 0 and below 0.5, at which labels "
+            "contain no information"
+        )
+
+
+def smoothed_logistic(margin: Tensor, smoothing: float) -> Tensor:
+    """Return -(1 - e) log sigmoid(margin) - e log sigmoid(-margin), with e = ``smoothing``."""
+    logsigmoid = torch.nn.functional.logsigmoid
+    return -logsigmoid(margin) if not smoothing else -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)

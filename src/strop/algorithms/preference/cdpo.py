@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.algorithms.preference.base import NoisyPreference
-from strop.lazy_torch import Tensor, torch
+from strop.algorithms.preference.base import smoothed_logistic
+from strop.algorithms.preference.referenced import NoisyPreference
+from strop.lazy_torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,5 +17,4 @@ class CDPO(NoisyPreference):
     """
 
     def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        logsigmoid, scaled = torch.nn.functional.logsigmoid, self.beta * (chosen - rejected)
-        return -(1 - self.label_smoothing) * logsigmoid(scaled) - self.label_smoothing * logsigmoid(-scaled)
+        return smoothed_logistic(self.beta * (chosen - rejected), self.label_smoothing)

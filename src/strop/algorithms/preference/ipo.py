@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.algorithms.preference.base import ReferencedPreference
+from strop.algorithms.preference.referenced import ComparedPreference
 from strop.lazy_torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class IPO(ReferencedPreference):
+class IPO(ComparedPreference):
     """(h(chosen) - h(rejected) - 1 / (2 beta))^2, with beta the paper's tau: the gap has a finite target.
 
     In the paper h is a sum over tokens. Its authors averaged over tokens in their experiments, as do TRL and the default here;

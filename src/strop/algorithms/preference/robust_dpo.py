@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.algorithms.preference.base import NoisyPreference
+from strop.algorithms.preference.referenced import NoisyPreference
 from strop.lazy_torch import Tensor, torch
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.algorithms.preference.base import ReferencedPreference
+from strop.algorithms.preference.referenced import ComparedPreference
 from strop.lazy_torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class SLiC(ReferencedPreference):
+class SLiC(ComparedPreference):
     """max(0, 1 - beta (h(chosen) - h(rejected))). A pair with a gap of at least 1 / beta has no gradient.
 
     The original SLiC-HF has no reference and adds an SFT term (``sft_weight``).

@@ -28,6 +28,7 @@ def make_rollout_algorithm(config: RolloutRunConfig) -> Algorithm:
         optimizer_steps=count_steps_per_batch(config) * training.epochs_per_batch,
         max_staleness=training.max_staleness,
         environment_rewards=list_reward_names(config),
+        step_rewards=bool(list_reward_names(config, of_steps=True)),
     )
     check_algorithm(algorithm, plan)
     return algorithm

@@ -71,7 +71,8 @@ class DpoAlgorithmConfig(AlgorithmConfig):
     name: str = Field(
         "dpo",
         min_length=1,
-        description="dpo, ipo, cdpo, robust_dpo, simpo, orpo, apo_zero, apo_down, slic, kto, or module:Class.",
+        description="dpo, ipo, cdpo, robust_dpo, exo_pair, nca_pair, bco_pair, sppo_hard, discopop, aot, aot_unpaired, apo_zero, apo_down, "
+        "slic, simpo, alphapo, cpo, orpo, kto, apo_zero_unpaired, or module:Class.",
     )
 
 

@@ -175,7 +175,7 @@ def _build_schema(pa: Any) -> pyarrow.Schema:
         "turns": pa.list_(
             pa.struct([
                 ("role", pa.string()), ("text", pa.string()), ("start", pa.int64()), ("end", pa.int64()), ("sampled", pa.bool_()),
-                ("versions", pa.list_(pa.int32())),
+                ("versions", pa.list_(pa.int32())), ("reward", pa.float64()),
             ])
         ),
         "metrics": pa.map_(pa.string(), pa.float64()),

@@ -19,18 +19,29 @@ class TurnRecord:
     end: int
     sampled: bool  # by the policy
     versions: tuple[int, ...]  # of the weights that sampled it, in order, each once; empty for the environment
+    reward: float | None = None  # the sum of the rewards of its steps, weighted; None if it has none
 
 
 def make_turn_records(rollout: Rollout) -> tuple[TurnRecord, ...]:
     """Return the messages of a rollout after its prompt."""
     records: list[TurnRecord] = []
-    start, next_message = 0, len(rollout.prompt_messages)
+    start, next_message, first = 0, len(rollout.prompt_messages), 0
     for turn in rollout.turns:
         messages = rollout.messages[next_message : next_message + turn.num_messages]
         named = [(message.role, turn.text if turn.sampled else message.content) for message in messages]
         versions = tuple(dict.fromkeys(turn.versions.tolist())) if turn.sampled else ()
         for role, text in named or [("assistant" if turn.sampled else "user", turn.text)]:
             end = start + len(turn.tokens)
-            records.append(TurnRecord(role=role, text=text, start=start, end=end, sampled=turn.sampled, versions=versions))
+            reward = _sum_steps(rollout, first, first + len(turn.tokens)) if turn.sampled else None
+            records.append(
+                TurnRecord(role=role, text=text, start=start, end=end, sampled=turn.sampled, versions=versions, reward=reward)
+            )
+        first += len(turn.tokens) if turn.sampled else 0
         start, next_message = start + len(turn.tokens), next_message + turn.num_messages
     return tuple(records)
+
+
+def _sum_steps(rollout: Rollout, start: int, end: int) -> float | None:
+    """Sum the rewards of the steps that end at sampled tokens [start, end)."""
+    rewards = [step.reward for step in rollout.step_rewards if start <= step.token < end]
+    return float(sum(rewards)) if rewards else None

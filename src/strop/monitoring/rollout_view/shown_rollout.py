@@ -22,7 +22,7 @@ class ShownMessage:
     role: str
     text: str
     sampled: bool
-    note: str = ""  # its tokens and the weights that sampled it
+    note: str = ""  # its tokens, the weights that sampled it, and the reward of its steps
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def show_rollout(record: RolloutRecord, limit: int | None) -> ShownRollout:
 def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
     prompt = [ShownMessage(message["role"], message["content"], sampled=False) for message in record.prompt_messages]
     turns = [
-        ShownMessage(turn.role, turn.text, turn.sampled, _describe_turn(turn.end - turn.start, turn.versions))
+        ShownMessage(turn.role, turn.text, turn.sampled, _describe_turn(turn.end - turn.start, turn.versions, turn.reward))
         for turn in record.turns
     ]
     if turns or record.prompt_messages:
@@ -57,9 +57,9 @@ def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
     ]
 
 
-def _describe_turn(tokens: int, versions: tuple[int, ...]) -> str:
+def _describe_turn(tokens: int, versions: tuple[int, ...], reward: float | None = None) -> str:
     weights = f", weights of step {'-'.join(map(str, dict.fromkeys((versions[0], versions[-1]))))}" if versions else ""
-    return f"{tokens} tokens{weights}"
+    return f"{tokens} tokens{weights}" + ("" if reward is None else f", reward {_number(reward)}")
 
 
 def _list_facts(record: RolloutRecord) -> list[tuple[str, str]]:

@@ -1,0 +1,107 @@
+"""Whole runs whose environment rewards turns, and steps inside them; and online DPO, which a kill does not change."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loop.killing import Kill
+from loop.kinds import sampling_config
+from loop.runs import metrics_of, overrides, repeatable, strop
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
+
+pytestmark = pytest.mark.slow
+
+TALK = """
+from dataclasses import dataclass
+
+from strop.environments.base import Environment, GeneratedTasks, reward
+from strop.types import Task, user
+
+
+@dataclass(frozen=True, kw_only=True)
+class Talk(Environment[Task]):
+    '''Two turns. The share of sevens of a turn is its reward, and each digit of the second is one of a step inside the turn.'''
+
+    def tasks(self, data):
+        return GeneratedTasks(data.size or 1000, lambda index: Task(id=str(index), question="hard"))
+
+    async def respond(self, task, rollout):
+        return None if len(rollout.policy_turns) == 2 else (user("again"),)
+
+    @reward(per_turn=True)
+    def sevens(self, task, rollout):
+        return [turn.text.count("7") / max(len(turn.text), 1) for turn in rollout.policy_turns]
+
+    @reward(weight=0.1, per_turn=True)
+    def digits(self, task, rollout):
+        first, *others = rollout.policy_turns
+        return [None, *({0: turn.text[:1].isdigit(), len(turn.tokens) - 1: turn.text[-1:].isdigit()} for turn in others)]
+
+    @reward(weight=0.5)
+    def two(self, task, rollout):
+        return len(rollout.policy_turns) == 2
+"""
+
+
+def config(section: str, model: Path, folder: Path, **changes: Any) -> list[str]:
+    (folder / "talk.py").write_text(TALK)
+    settings: Mapping[str, Any] = {
+        "env.graded.type": "talk.py:Talk",
+        f"{section}.max_rollout_turns": 2,
+        f"{section}.val_period": 0,
+        "data.validation.env_name": ...,
+        "data.validation.size": ...,
+        "checkpointing.metric_name": None,
+        **changes,
+    }
+    return overrides(sampling_config(section, model, **settings))
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [("grpo", "process_supervision"), pytest.param("ppo", "ppo", marks=pytest.mark.exhaustive)],
+)
+def test_rewards_of_turns_are_credited_stored_and_learned_from(section: str, name: str, tiny: Path, tmp_path: Path) -> None:
+    changes = {"algorithm.name": name, f"{section}.max_num_steps": 10, "policy.optimizer.kwargs.lr": 0.01}
+    outcome = strop(section, *config(section, tiny, tmp_path, **changes), folder=tmp_path)
+    assert outcome.code == 0, outcome.err
+    logged = metrics_of(tmp_path / "logs")
+    assert logged[10]["train/rewards/sevens"] > logged[1]["train/rewards/sevens"] + 0.2, "the sum over two turns"
+    for record in RolloutStore(tmp_path / "logs").read_all():
+        turns = [turn for turn in record.turns if turn.sampled]
+        of_steps = [turn.reward for turn in turns if turn.reward is not None]
+        assert len(of_steps) == len(turns), "every turn has a reward"
+        assert record.reward == pytest.approx(sum(of_steps) + 0.5 * record.rewards["two"], abs=1e-6)
+        assert all(turn.reward is None for turn in record.turns if not turn.sampled)
+    if name == "process_supervision":
+        assert 1 <= logged[1]["train/steps_per_sample"] <= 3
+
+
+@pytest.mark.exhaustive
+def test_a_process_reward_that_does_not_fit_the_turns_says_so(tiny: Path, tmp_path: Path) -> None:
+    arguments = config("grpo", tiny, tmp_path)
+    (tmp_path / "talk.py").write_text(TALK.replace("for turn in rollout.policy_turns]", "for turn in rollout.policy_turns[1:]]"))
+    outcome = strop("grpo", *arguments, folder=tmp_path)
+    assert outcome.code == 1 and "Traceback" not in outcome.err
+    assert "a per_turn reward is a list with one item for each of the" in outcome.err
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["online_dpo", "process_supervision"])
+def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, tiny: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "whole", tmp_path / "killed"]
+    for folder in folders:
+        folder.mkdir()
+    arguments = config("grpo", tiny, tmp_path, **{"algorithm.name": name, "env.graded.type": f"{tmp_path}/talk.py:Talk"})
+    assert strop("grpo", *arguments, folder=folders[0]).code == 0
+    for kill in (Kill("at a save", 1), Kill("at the optimizer step", 3), Kill("at the log", 2)):
+        assert strop("grpo", *arguments, folder=folders[1], before=kill).code == -signal.SIGKILL
+    assert strop("grpo", *arguments, folder=folders[1]).code == 0
+    wanted, found = (repeatable(metrics_of(folder / "logs")) for folder in folders)
+    assert found == wanted
+    assert list(RolloutStore(folders[1] / "logs").read_all()) == list(RolloutStore(folders[0] / "logs").read_all())
