@@ -7,7 +7,6 @@ the parent section.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
@@ -190,7 +189,11 @@ def validate_section(model: type[SectionT], values: Mapping[str, Any]) -> Sectio
     return validated
 
 
-@functools.cache
 def _adapter(model: type[BaseConfig]) -> TypeAdapter[Any]:
     """Return pydantic's validator of a section, which takes longer to make than a configuration to validate."""
-    return TypeAdapter(model)
+    if model not in _ADAPTERS:
+        _ADAPTERS[model] = TypeAdapter(model)
+    return _ADAPTERS[model]
+
+
+_ADAPTERS: dict[type[BaseConfig], TypeAdapter[Any]] = {}

@@ -131,7 +131,7 @@ def test_a_prompt_file_is_text_and_no_format_string() -> None:
 
 
 def test_an_interpolation_runs_no_code() -> None:
-    assert sorted(RESOLVERS) == ["add", "div", "env", "mul", "sub"]
+    assert sorted(RESOLVERS) == ["add", "div", "env", "max", "min", "mul", "sub"]
 
 
 LISTENERS = """

@@ -94,7 +94,6 @@ def engine(name: str, options: str) -> str:
         ("policy: {draft: {enabled: true, model_name: d, num_layers: null}}", "policy.draft", "training a draft model"),
         ("async_rl: {sampler: {name: in_order}, max_buffered_rollouts: 64}", "async_rl", "single controller"),
         ("grpo: {use_best_at_k: true, best_at_k_k: 8, best_at_k_m: 1000}", "grpo.use_best_at_k", "best@k"),
-        ("data: {custom_dataloader: a.b.loader, num_prompts_per_dataloader: 16}", "data.custom_dataloader", "code of its own"),
         ("policy: {generation: {bad_words: [no]}}", "policy.generation.bad_words", "words cannot be forbidden"),
         ("policy: {model_name: null}", "policy.model_name", "a template that leaves the model open"),
     ],
@@ -148,12 +147,3 @@ def test_an_environment_of_ones_own_may_be_named_nemo_gym(tmp_path: Path) -> Non
     (tmp_path / "mine.py").write_text("def right(task, rollout):\n    return 1.0\n")
     recipe = f"env: {{nemo_gym: {{reward: '{tmp_path}/mine.py:right'}}}}\ndata: {{train: {{env_name: math}}}}"
     assert not load(tmp_path, recipe).differences
-
-
-def test_frozen_towers_are_left_out_and_a_frozen_language_model_is_refused(tmp_path: Path) -> None:
-    recipe = (
-        "policy: {dtensor_cfg: {automodel_kwargs: {freeze_config: {freeze_vision_tower: true, freeze_language_model: FROZEN}}}}"
-    )
-    (difference,) = load(tmp_path, recipe.replace("FROZEN", "false")).differences
-    assert difference.effect is Effect.UNUSED and difference.key.endswith("freeze_config")
-    assert refusals(tmp_path, recipe.replace("FROZEN", "true"))[0].key.endswith("freeze_language_model")

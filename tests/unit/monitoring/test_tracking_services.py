@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from strop.build.lifecycle import make_tracker
+from strop.config import GrpoRunConfig, load_config
 from strop.monitoring.trackers.base import CompositeTracker
 from strop.monitoring.trackers.tensorboard import TensorBoardTracker
 from strop.monitoring.trackers.wandb import ID_FILE, WandbTracker
@@ -170,3 +172,15 @@ def test_a_service_that_goes_away_does_not_stop_the_run(
     trackers.log(1, {"train/loss": 1.0})
     trackers.log(2, {"train/loss": 1.0})
     assert caplog.text.count("the network is down") == 1
+
+
+@pytest.mark.usefixtures("online")
+def test_the_configured_project_and_team_reach_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    keys = ("wandb_enabled=true", "wandb.project=adding", "wandb.entity=team", f"log_dir={tmp_path}", "console=none")
+    overrides = ["policy.model_name=m", "data.train.env_name=arithmetic", "env.arithmetic={}", *(f"logger.{key}" for key in keys)]
+    tracker = make_tracker(load_config(None, overrides, root=GrpoRunConfig, check=False).config)
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.close()
+    assert service.asked[0]["entity"] == "team" and service.asked[0]["project"] == "adding"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from strop.base_config import BaseConfig, KeyPath, fields_of, followed_keys, section_model
 from strop.config.source import keys
@@ -12,12 +12,16 @@ from strop.config.source.interpolation import resolve_interpolations
 from strop.config.source.yaml_source import ConfigSource
 
 
-@functools.lru_cache(maxsize=8)  # a translation and the validation after it resolve the same source
 def resolve_source(source: ConfigSource, model: type[BaseConfig]) -> tuple[Mapping[str, Any], Mapping[KeyPath, str]]:
     """Return what a source sets on top of the schema's defaults, resolved, and an error for each value that cannot be resolved.
 
     Both are shared: copy before changing them.
     """
+    return _resolve(source, cast("Any", model))
+
+
+@functools.lru_cache(maxsize=8)  # a translation and the validation after it resolve the same source
+def _resolve(source: ConfigSource, model: type[BaseConfig]) -> tuple[Mapping[str, Any], Mapping[KeyPath, str]]:
     return resolve_interpolations(add_defaults(source.values, model))
 
 

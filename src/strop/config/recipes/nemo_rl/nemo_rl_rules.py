@@ -13,7 +13,7 @@ from strop.config.recipes.nemo_rl.optimizer_rules import OPTIMIZER_RULES
 from strop.config.recipes.nemo_rl.run_rules import RUN_RULES
 from strop.config.recipes.nemo_rl.teacher_rules import TEACHER_RULES
 from strop.config.recipes.nemo_rl.training_rules import TRAINING_RULES
-from strop.config.recipes.nemo_rl.unsupported_rules import UNSUPPORTED_RULES
+from strop.config.recipes.nemo_rl.unsupported_rules import UNSUPPORTED_RULES, explain_learner
 from strop.config.recipes.rules import Rule
 
 NEMO_RL_RULES: tuple[Rule, ...] = (
@@ -30,4 +30,5 @@ NEMO_RL_RULES: tuple[Rule, ...] = (
     *OPTIMIZER_RULES,
     *GENERATION_RULES,
     *DATA_RULES,
+    explain_learner,
 )

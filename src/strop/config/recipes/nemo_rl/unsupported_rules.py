@@ -5,6 +5,7 @@ They come before all other rules, which then say nothing of keys that only follo
 
 from __future__ import annotations
 
+from strop.config.recipes.difference import Effect
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule
 from strop.config.recipes.unsupported import Unsupported
@@ -111,10 +112,11 @@ CROSS_TOKENIZER = Unsupported(
     hides=("teacher", "data.*", "distillation.*"),
 )  # fmt: skip
 ON_POLICY_DISTILLATION = Unsupported(
-    ("on_policy_distillation", "grpo.adv_estimator.name=opd"),
+    ("on_policy_distillation",),
     "GRPO with a teacher for each agent (on_policy_distillation) is not in this version",
     "Use strop distillation, where teachers.NAME.env_names says whose rollouts each teacher scores.",
     details=("_teachers",),
+    hides=("grpo.adv_estimator.name",),
 )
 ROUTER_REPLAY = Unsupported(
     ("policy.router_replay",),
@@ -138,13 +140,6 @@ BEST_AT_K = Unsupported(
     "Set it to false; algorithm.name=pass_at_k trains for the best of k samples.",
     details=("grpo.best_at_k_*", "grpo.combined_training_*"),
 )
-CUSTOM_DATALOADER = Unsupported(
-    ("data.custom_dataloader",),
-    "data loaders of NeMo-RL are code of its own",
-    "Write the order of tasks as an environment (env.NAME.type=file.py:Class), or weights of the entries of data.train.",
-    details=("data.num_prompts_per_dataloader",),
-    hides=("data.use_multiple_dataloader",),
-)
 BAD_WORDS = Unsupported(
     ("*generation.bad_words",),
     "words cannot be forbidden: the learner would compute log-probabilities of another distribution than the engine sampled",
@@ -152,15 +147,10 @@ BAD_WORDS = Unsupported(
 )
 
 
-def drop_frozen_towers(recipe: Recipe) -> None:
-    """Drop what freezes the towers of images and sound, through which a run on text sends no gradient."""
-    for key in list(recipe.find("*.automodel_kwargs.freeze_config")):
-        if recipe.value(f"{key}.freeze_language_model"):
-            fix = "Set it to false; policy.dtensor_cfg.lora_cfg trains a small part of it."
-            recipe.refuse(f"{key}.freeze_language_model", "found true, but it is what a run on text trains", fix)
-        recipe.unused(key, "a run on text sends no gradient through the towers of images and sound")
-        if not get_at(recipe.source.values, tuple(key.split(".")[:-1])):
-            recipe.drop(key.rpartition(".")[0])
+def explain_learner(recipe: Recipe) -> None:
+    """Say nothing of the torch learner that a recipe switches off, once it is refused for the learner that it asks for."""
+    if any(difference.effect is Effect.REFUSED and ".megatron_cfg." in difference.key for difference in recipe.differences):
+        recipe.explained.append("*.dtensor_cfg.enabled")
 
 
 def refuse_template(recipe: Recipe) -> None:
@@ -185,7 +175,5 @@ UNSUPPORTED_RULES: tuple[Rule, ...] = (
     DRAFT_MODEL,
     SINGLE_CONTROLLER,
     BEST_AT_K,
-    CUSTOM_DATALOADER,
     BAD_WORDS,
-    drop_frozen_towers,
 )
