@@ -14,14 +14,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from strop.algorithms.base import CANDIDATES, TokenOutputs, ValueOutputs
+from strop.algorithms.base import CANDIDATES, TokenOutputs
 from strop.models.adapters import disable_adapters
 from strop.models.attention import IMPLEMENTATION, AttentionPlan, TreePlan
 from strop.models.heads import LMHead, get_lm_head, token_logprobs
 from strop.sampling import KEPT_TOKENS, Sampling, at_least_float32
 from strop.types import Batch
 
-OutputsT = TypeVar("OutputsT", TokenOutputs, ValueOutputs)
+OutputsT = TypeVar("OutputsT")  # a dataclass of tensors with one row for each predicted token
 
 
 class TokenSharding(Protocol):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strop.algorithms.base import Outputs
-from strop.learner.parallel.micro_batch import MicroBatch
+from strop.learner.parallel.micro_batch import MicroBatch, OutputsT
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.sampling import Sampling
@@ -55,6 +55,10 @@ class Parallelism(Protocol):
 
     def outputs(self, batch: Batch, sampling: Sampling) -> Outputs:
         """Return the network's outputs for one micro-batch."""
+        ...
+
+    def run(self, compute: Callable[[], OutputsT]) -> OutputsT:
+        """Return ``compute()``, which reads one micro-batch with the network's weights: another kind of outputs."""
         ...
 
     def finish_passes(self) -> None:

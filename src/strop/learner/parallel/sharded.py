@@ -24,7 +24,7 @@ from strop.data.balance import partition_batch
 from strop.data.splitting import select_rollouts
 from strop.learner.parallel import sharded_checkpoint
 from strop.learner.parallel.context_parallel import SampleSharding, check_heads
-from strop.learner.parallel.micro_batch import MicroBatch, tensor_fields
+from strop.learner.parallel.micro_batch import MicroBatch, OutputsT, tensor_fields
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.rank_zero_loading import any_rank, broadcast_weights, is_meta_model, to_meta
 from strop.learner.training_state import TrainingState
@@ -260,16 +260,19 @@ class Sharded:
         return micro_batches, {"tokens_per_rank_max_over_mean": metrics.mean(partition.max_over_mean, 1)}
 
     def outputs(self, batch: Batch, sampling: Sampling) -> Outputs:
-        results: list[Outputs] = []
+        return self.run(lambda: self.network.outputs(batch, sampling))
 
-        def compute() -> list[Tensor]:
-            results.append(self.network.outputs(batch, sampling))
+    def run(self, compute: Callable[[], OutputsT]) -> OutputsT:
+        results: list[OutputsT] = []
+
+        def compute_tensors() -> list[Tensor]:
+            results.append(compute())
             return [tensor for _, tensor in tensor_fields(results[0])]
 
-        tensors = self.root(compute)
+        tensors = self.root(compute_tensors)
         names = (name for name, _ in tensor_fields(results[0]))
         columns: dict[str, Any] = dict(zip(names, tensors, strict=True))
-        return replace(results[0], **columns)
+        return replace(results[0], **columns)  # type: ignore[type-var]
 
     def hidden(self, batch: Batch) -> Tensor:
         """Return ``Network.hidden`` of a language model, for a value head on it."""

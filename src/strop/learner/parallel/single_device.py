@@ -9,7 +9,7 @@ It also loads a checkpoint of several ranks (``strop.learner.parallel.sharded_ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from strop.algorithms.base import Outputs
 from strop.data.splitting import split_micro_batches
 from strop.learner.parallel import sharded_checkpoint
-from strop.learner.parallel.micro_batch import MicroBatch
+from strop.learner.parallel.micro_batch import MicroBatch, OutputsT
 from strop.learner.parallel.parallelism import NamedParameters, ParallelNetwork
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
@@ -54,6 +54,9 @@ class SingleDevice:
 
     def outputs(self, batch: Batch, sampling: Sampling) -> Outputs:
         return self.network.outputs(batch, sampling)
+
+    def run(self, compute: Callable[[], OutputsT]) -> OutputsT:
+        return compute()
 
     def finish_passes(self) -> None:
         pass

@@ -11,7 +11,6 @@ TRAINING_KEYS = (
     "scheduler",
     "max_grad_norm",
     "logprob_*",
-    "dtensor_cfg*",
     "megatron_cfg*",
     "dynamic_batching*",
     "sequence_packing*",
