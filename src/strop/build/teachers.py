@@ -142,6 +142,13 @@ def make_teacher_sources(
     return {column: _make_source(column, scorer, config, loaded.vocab_size) for column in columns}
 
 
+def find_scorer(source: Any) -> NetworkScorer:
+    """Return the scorer of a teacher's source."""
+    while not isinstance(source, NetworkScorer):
+        source = source.teacher
+    return source
+
+
 def _make_self_teacher(
     teacher: TeacherConfig,
     config: DistillationRunConfig,

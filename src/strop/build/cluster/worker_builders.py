@@ -16,14 +16,15 @@ from strop.build.models import (
     LoadedPolicy,
     load_training_policy,
     make_learners,
+    make_offload,
     make_trained_networks,
     prepare_device,
 )
-from strop.build.teachers import find_teacher_columns, get_student_info, load_teacher_network, make_teacher_sources
+from strop.build.teachers import find_scorer, find_teacher_columns, get_student_info, load_teacher_network, make_teacher_sources
 from strop.config import TrainingRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, PpoRunConfig
-from strop.distributed.workers.learner_worker import RankColumns, RankModels, RankScorer
+from strop.distributed.workers.learner_worker import RankColumns, RankModels
 from strop.generation.torch.standalone import StandaloneTorchEngine
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.learner.model_config import ModelConfig
@@ -76,7 +77,13 @@ def build_rank_models(
     columns: dict[tuple[str, str], RankColumns] = {}
     if isinstance(config, DistillationRunConfig):
         columns = _load_rank_teachers(config, policy, algorithm, sampling, device, world)
-    return RankModels(parallelism=trunk, learners=learners, scorers=scorers, columns=columns)
+    scoring = [scorer for scorer in (*scorers.values(), *map(find_scorer, columns.values()))]
+    offload = make_offload(
+        learners,
+        [scorer.network for scorer in scoring],
+        {id(scorer.network): scorer.parallelism for scorer in scoring if scorer.parallelism is not None},
+    )
+    return RankModels(parallelism=trunk, learners=learners, scorers=scorers, columns=columns, offload=offload)
 
 
 def _keeps_reference(config: TrainingRunConfig, algorithm: Algorithm) -> bool:
@@ -118,9 +125,9 @@ def _make_rank_scorers(
     parallelism: Sharded,
     device: str,
     world: int,
-) -> dict[str, RankScorer]:
+) -> dict[str, NetworkScorer]:
     tokens = config.batching.logprob_mb_tokens
-    scorers: dict[str, RankScorer] = {"untrained": NetworkScorer(network, sampling, tokens, parallelism)}
+    scorers: dict[str, NetworkScorer] = {"untrained": NetworkScorer(network, sampling, tokens, parallelism)}
     if lora_layers(network.model):
         scorers["reference"] = NetworkScorer(network, sampling, tokens, parallelism, context=without_adapters(network))
     elif reference is not None:

@@ -25,6 +25,7 @@ from strop.learner.parallel.sharded import Sharded
 from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.reference_store import model_fingerprint
+from strop.learner.torch.tensor_offload import ModelOffload
 from strop.metrics import Metrics
 from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
@@ -65,6 +66,7 @@ class RankModels:
     learners: Mapping[str, TorchLearner]
     scorers: Mapping[str, RankScorer]  # besides the learners
     columns: Mapping[tuple[str, str], RankColumns] = field(default_factory=dict)  # by (teacher, column)
+    offload: ModelOffload = field(default_factory=lambda: ModelOffload(()))  # all of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +169,15 @@ class LearnerWorker:
         """Compute columns for this rank's micro-batches, as the teacher's own parallelism cuts them."""
         with self._count_busy_seconds():
             return [ColumnShard(index, columns) for index, columns in self.models.columns[name].columns_local(batch)]
+
+    # --- device memory ----------------------------------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        """Move the models of this rank to CPU memory."""
+        self.models.offload.offload()
+
+    def onload(self) -> None:
+        self.models.offload.onload()
 
     # --- weights ----------------------------------------------------------------------------------------------------------
 

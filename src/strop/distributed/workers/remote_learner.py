@@ -75,6 +75,19 @@ class StagedLearner:
         caller.group.call_all_sync("write_staged", caller.name, folder.resolve(), optimizer, urgent=True)
 
 
+@dataclass(frozen=True)
+class RemoteMemory:
+    """The device memory of all ranks, as ``LearnerMemory``."""
+
+    group: ActorGroup
+
+    async def offload(self) -> None:
+        await self.group.call_all("offload")
+
+    async def onload(self) -> None:
+        await self.group.call_all("onload")
+
+
 class RemoteExporter:
     """The learner's side of a publish. Rank 0 sends; the other ranks take part in gathering the weights."""
 

@@ -49,6 +49,10 @@ class Parallelism(Protocol):
         """Raises ValueError for optimizers that are not elementwise (Muon, Shampoo)."""
         ...
 
+    def weight_tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor that refers to the memory of this rank's weights."""
+        ...
+
     def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
         """Return this rank's micro-batches, equally many on every rank, and metrics of the split."""
         ...

@@ -248,6 +248,13 @@ class Sharded:
                 "optimizer, or train on a single device"
             )
 
+    def weight_tensors(self) -> Iterator[Tensor]:
+        yield from self.network.model.parameters()
+        yield from self.local_parameters.values()
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                yield from _gathered_from(module)
+
     def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
         padded = not self.network.packed
         partition = partition_batch(batch, self.meshes.dims.data, token_budget, padded=padded, whole_groups=whole_groups)
@@ -359,6 +366,14 @@ def dtensor_like(tensor: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+def _gathered_from(module: FSDPModule) -> Iterator[Tensor]:
+    """Yield the padded shards that FSDP gathers a module's parameters from; it has no public name for them."""
+    state: Any = module._get_fsdp_state()
+    for group in state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]:
+        for parameter in group.fsdp_params if group is not None else ():
+            yield parameter._sharded_param_data
 
 
 def _count_copies(parameter: DTensor) -> int:

@@ -47,6 +47,9 @@ class SingleDevice:
     def check_optimizer(self, optimizer: Optimizer, section: str) -> None:
         pass
 
+    def weight_tensors(self) -> Iterator[Tensor]:
+        yield from self.network.model.parameters()
+
     def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
         parts = split_micro_batches(batch, token_budget, padded=not self.network.packed, whole_groups=whole_groups)
         flags = (part.batch.zero_gradient for part in parts)

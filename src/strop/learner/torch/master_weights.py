@@ -44,6 +44,11 @@ class MasterWeights:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.named_parameters]
 
+    @property
+    def copies(self) -> list[nn.Parameter]:
+        """The float32 copies, without the module's own parameters."""
+        return [master for master, _ in self._low_precision.values()]
+
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy the masters, rounded, into the module in place. Call it after each optimizer step."""
