@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from strop.build.models import PRECISIONS, LoadedPolicy, TokenizerBundle, write_model_folder
@@ -142,7 +143,9 @@ def offloads_learner(config: RolloutRunConfig, *, on_cpu: bool, shares_module: b
 
 
 async def make_serving_engine(policy: LoadedPolicy, config: GenerationConfig, length: int, *, threads: int | None) -> Generator:
-    """Make a generator that samples from ``policy`` with its current weights. Raises ValueError for options that do not go together."""
+    """Make a generator that samples from ``policy`` with its current weights. Raises ValueError for options that do not go together.
+
+    vLLM reads the weights from a folder, and ``policy`` loses its own: there is no second copy of them in this process."""
     if config.backend != "vllm":
         torch_engine = make_torch_engine(
             policy.network, policy.tokenizer, config.torch_cfg, length=length, stop_ids=policy.stop_ids
@@ -151,6 +154,9 @@ async def make_serving_engine(policy: LoadedPolicy, config: GenerationConfig, le
         return torch_engine
     folder = write_model_folder(policy, Path(tempfile.mkdtemp(prefix="strop-model-")), weights=True)
     on_cpu = policy.network.device.type == "cpu"
+    policy.network.model.to("meta")
+    if not on_cpu:
+        torch.cuda.empty_cache()
     launch = VllmLaunch(config=config, model=str(folder), on_cpu=on_cpu, load_weights=True)
     engines = make_local_engines(launch, policy.tokenizer, stop_ids=policy.stop_ids, threads=threads)
     return await start_serving_pool(engines, on_close=lambda: shutil.rmtree(folder, ignore_errors=True))
