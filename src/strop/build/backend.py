@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from strop.algorithms.base import Algorithm
-from strop.build.engines import GeneratorSpec, make_generator
+from strop.build.engines import GeneratorSpec, make_generator, offloads_learner
 from strop.build.models import (
     LoadedPolicy,
     TokenizerBundle,
     load_training_policy,
     make_learners,
+    make_offload,
     make_reference,
     make_trained_networks,
 )
 from strop.build.scorers import ScoringModels
-from strop.build.teachers import make_teachers
+from strop.build.teachers import find_scorer, make_teachers
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.base import Cluster
@@ -29,12 +30,13 @@ from strop.learner.client import (
     ColumnClient,
     InlineCaller,
     LearnerClient,
+    MemoryClient,
     ScorerClient,
     ThreadCaller,
 )
 from strop.learner.learner_thread import LearnerThread
 from strop.learner.torch.reference_store import model_fingerprint
-from strop.learner.torch.scorer import NetworkScorer
+from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork
 from strop.monitoring.trackers.base import Tracker
 from strop.sampling import Sampling
 
@@ -64,6 +66,7 @@ class LocalBackend:
         self.policy = policy
         self.bundle: TokenizerBundle = policy
         self.packed = policy.network.packed
+        self._scoring: list[TrainableNetwork] = []  # networks beside the learners, which may share theirs
         self.make_caller: Callable[[Any], Caller] = InlineCaller
         if generates_meanwhile(config):
             self.make_caller = partial(ThreadCaller, thread=LearnerThread())
@@ -75,7 +78,9 @@ class LocalBackend:
         return {name: LearnerClient(self.make_caller(learner)) for name, learner in self.learners.items()}
 
     def make_reference(self) -> ScorerClient:
-        return ScorerClient(self.make_caller(make_reference(self.policy, self.config.policy, self._sampling)))
+        reference = make_reference(self.policy, self.config.policy, self._sampling)
+        self._scoring.append(reference.network)
+        return ScorerClient(self.make_caller(reference))
 
     def make_untrained_policy(self) -> tuple[ScorerClient, str]:
         network = self.policy.network
@@ -86,13 +91,20 @@ class LocalBackend:
         self, config: DistillationRunConfig, columns: Collection[str]
     ) -> dict[str, dict[str, AsyncColumnSource]]:
         teachers = make_teachers(config, self.policy, columns, self._sampling, self.learners)
+        self._scoring += [find_scorer(source).network for sources in teachers.values() for source in sources.values()]
         return {
             key: {column: ColumnClient(self.make_caller(source)) for column, source in sources.items()}
             for key, sources in teachers.items()
         }
 
     async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
-        return make_generator(self.policy, self.config.policy, spec)
+        assert isinstance(self.config, RolloutRunConfig)
+        on_cpu, shares_module = self.policy.network.device.type == "cpu", self.config.policy.generation.backend != "vllm"
+        memory: MemoryClient | None = None
+        if offloads_learner(self.config, on_cpu=on_cpu, shares_module=shares_module):
+            offload = make_offload(self.learners, self._scoring, keep_weights=("policy",) if shares_module else ())
+            memory = MemoryClient(self.make_caller(offload))
+        return make_generator(self.policy, self.config.policy, spec, memory)
 
 
 def generates_meanwhile(config: TrainingRunConfig) -> bool:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from strop.build.models import PRECISIONS, LoadedPolicy, TokenizerBundle, write_model_folder
+from strop.config import RolloutRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.generation.base import Engine, Generator
 from strop.generation.generation_config import GenerationConfig
@@ -23,10 +25,12 @@ from strop.learner.client import LearnerClient
 from strop.models.adapters import lora_layers
 from strop.sampling import Sampling
 from strop.types import Batch
+from strop.weight_sync.base import LearnerMemory
 from strop.weight_sync.canary import make_canary
 from strop.weight_sync.exporter import Exporter, LocalAdapterSource, make_local_exporter
 from strop.weight_sync.in_process import InProcessWeights
 from strop.weight_sync.publisher import PublishOptions
+from strop.weight_sync.timed_memory import TimedMemory
 from strop.weight_sync.transports.choose import EngineLocations, make_sender_factory
 
 
@@ -45,8 +49,12 @@ class GeneratorSpec:
     output_folder: Path  # folder for the files and logs of engines
 
 
-def make_generator(policy: LoadedPolicy, config: PolicyConfig, spec: GeneratorSpec) -> SyncedGenerator:
-    """Make the torch engine in this process, or vLLM engines in child processes. Raises ValueError for options that do not go together."""
+def make_generator(
+    policy: LoadedPolicy, config: PolicyConfig, spec: GeneratorSpec, memory: LearnerMemory | None = None
+) -> SyncedGenerator:
+    """Make the torch engine in this process, or vLLM engines in child processes. Raises ValueError for options that do not go together.
+
+    ``memory``: of the learner, which leaves the device while an engine there samples."""
     generation, network = config.generation, policy.network
     if not generation.uses_vllm:
         engine = make_torch_engine(
@@ -56,7 +64,9 @@ def make_generator(policy: LoadedPolicy, config: PolicyConfig, spec: GeneratorSp
             length=config.max_total_sequence_length,
             stop_ids=policy.stop_ids,
         )
-        return SyncedGenerator(generator=engine, weights=InProcessWeights([engine]))
+        return SyncedGenerator(
+            generator=engine, weights=InProcessWeights([engine], None if memory is None else TimedMemory(memory))
+        )
     on_cpu = network.device.type == "cpu"
     adapters = generation.weight_sync.adapters_alone and bool(lora_layers(network.model))
     launch = VllmLaunch(
@@ -80,8 +90,9 @@ def make_generator(policy: LoadedPolicy, config: PolicyConfig, spec: GeneratorSp
         dtype=PRECISIONS[generation.vllm_cfg.precision],
         keep_snapshot=spec.max_staleness > 0,
         adapters=LocalAdapterSource(network.model) if adapters else None,
+        device=network.device,
     )
-    return pool_engines(engines, exporter, policy, config, spec, adapters=adapters)
+    return pool_engines(engines, exporter, policy, config, spec, adapters=adapters, memory=memory)
 
 
 def pool_engines(
@@ -93,6 +104,7 @@ def pool_engines(
     *,
     adapters: bool,
     allow_shrink: bool = False,
+    memory: LearnerMemory | None = None,
 ) -> SyncedGenerator:
     """Put engines that hold their own weights behind one generator, with a publisher of the learner's weights and a canary.
 
@@ -120,11 +132,25 @@ def pool_engines(
         async_training=spec.max_staleness > 0,
         adapters=adapters,
     )
-    return make_synced_pool(engines, exporter, generation, options, canary, note=spec.note, allow_shrink=allow_shrink)
+    return make_synced_pool(
+        engines, exporter, generation, options, canary, note=spec.note, allow_shrink=allow_shrink, learner_memory=memory
+    )
+
+
+def offloads_learner(config: RolloutRunConfig, *, on_cpu: bool, shares_module: bool) -> bool:
+    """Return whether the learner leaves its device while engines sample (``policy.offload``).
+
+    ``shares_module``: the engine runs the learner's module, so its weights stay and only what trains them can leave."""
+    if config.policy.offload == "auto" and (on_cpu or shares_module):
+        return False
+    alternates = config.policy.generation.colocated.enabled and config.rollout_training.max_staleness == 0
+    return bool(config.policy.offload) and (alternates or shares_module)
 
 
 async def make_serving_engine(policy: LoadedPolicy, config: GenerationConfig, length: int, *, threads: int | None) -> Generator:
-    """Make a generator that samples from ``policy`` with its current weights. Raises ValueError for options that do not go together."""
+    """Make a generator that samples from ``policy`` with its current weights. Raises ValueError for options that do not go together.
+
+    vLLM reads the weights from a folder, and ``policy`` loses its own: there is no second copy of them in this process."""
     if not config.uses_vllm:
         torch_engine = make_torch_engine(
             policy.network, policy.tokenizer, config.torch_cfg, length=length, stop_ids=policy.stop_ids
@@ -133,6 +159,9 @@ async def make_serving_engine(policy: LoadedPolicy, config: GenerationConfig, le
         return torch_engine
     folder = write_model_folder(policy, Path(tempfile.mkdtemp(prefix="strop-model-")), weights=True)
     on_cpu = policy.network.device.type == "cpu"
+    policy.network.model.to("meta")
+    if not on_cpu:
+        torch.cuda.empty_cache()
     launch = VllmLaunch(config=config, model=str(folder), on_cpu=on_cpu, load_weights=True)
     engines = make_local_engines(
         launch, policy.tokenizer, learner=policy.network.device, stop_ids=policy.stop_ids, threads=threads

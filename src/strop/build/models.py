@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +21,10 @@ from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import PpoRunConfig, RmRunConfig, RolloutRunConfig, list_trained_models
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallelism import Parallelism
+from strop.learner.parallel.single_device import SingleDevice
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, offload, without_adapters
+from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import load_classifier, set_pad_token
 from strop.models.loading import ModelNotFound, cast_weights, find_stop_token_ids, load_model, load_tokenizer
@@ -237,6 +239,32 @@ def make_reference(policy: LoadedPolicy, config: PolicyConfig, sampling: Samplin
         return NetworkScorer(policy.network, sampling, tokens, context=without_adapters(policy.network))
     network = copy_frozen(policy.network)
     return NetworkScorer(network, sampling, tokens, context=offload(network) if config.reference.offload else nullcontext)
+
+
+def make_offload(
+    learners: Mapping[str, TorchLearner],
+    scoring: Iterable[TrainableNetwork],
+    parallelism: Mapping[int, Parallelism] = MappingProxyType({}),
+    *,
+    keep_weights: Collection[str] = (),
+) -> ModelOffload:
+    """Return what leaves the device while an engine samples there: learners and networks that only score.
+
+    ``keep_weights``: learners whose weights stay. ``parallelism``: of the scoring networks by their id; those without are on one device.
+    """
+    device = next(iter(learners.values())).network.device
+    trained = {id(learner.network) for learner in learners.values()}
+    others = {id(network): network for network in scoring if id(network) not in trained}
+    return ModelOffload(
+        [
+            *(learner.state_offload for learner in learners.values()),
+            *(learner.weight_offload for name, learner in learners.items() if name not in keep_weights),
+            *(
+                TensorOffload((parallelism.get(key) or SingleDevice(network)).weight_tensors, device)
+                for key, network in others.items()
+            ),
+        ]
+    )
 
 
 def write_model_folder(policy: LoadedPolicy, folder: Path, *, weights: bool = False) -> Path:

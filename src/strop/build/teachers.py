@@ -11,14 +11,15 @@ from strop.algorithms.base import Algorithm
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
 from strop.base_config import validate_section
-from strop.build.models import LoadedPolicy, load_policy
+from strop.build.models import LOCAL_LOADER, LoadedPolicy, ModelLoader, load_policy
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.learner.base import ColumnSource
 from strop.learner.client import AsyncColumnSource
 from strop.learner.model_config import ModelConfig
+from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.torch.learner import TorchLearner
-from strop.learner.torch.scorer import NetworkScorer, copy_frozen, offload, without_adapters
+from strop.learner.torch.scorer import NetworkScorer, ScoringContext, copy_frozen, offload, without_adapters
 from strop.learner.torch.teacher import (
     MixedTeachers,
     RoutedTeachers,
@@ -40,6 +41,14 @@ class StudentInfo:
 
     vocab_size: int  # size of its output layer
     tokenizer: Any
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedTeacher:
+    """A teacher's frozen network."""
+
+    network: Network
+    vocab_size: int  # the token ids, from 0, that it shares with the student
 
 
 def make_teachers(
@@ -91,12 +100,22 @@ def combine_teachers(by_teacher: Mapping[str, AsyncColumnSource], config: Distil
 def load_teacher(
     key: str, config: DistillationRunConfig, student: StudentInfo, columns: Collection[str], sampling: Sampling
 ) -> dict[str, ColumnSource]:
-    """Load a teacher model. Return its sources by column. Raises ModelNotFound, and ValueError if its vocabulary is not the student's."""
+    """Load a whole teacher model. Return its sources by column. Raises ModelNotFound, and ValueError if its vocabulary is not the
+    student's."""
     teacher = config.all_teachers[key]
-    unfiltered = _unfiltered_sampling(sampling, columns)
+    loaded = load_teacher_network(key, config, student)
+    context = offload(loaded.network) if teacher.offload or teacher.dtensor_cfg.cpu_offload else nullcontext
+    return dict(make_teacher_sources(key, config, loaded, columns, sampling, context=context))
+
+
+def load_teacher_network(
+    key: str, config: DistillationRunConfig, student: StudentInfo, loader: ModelLoader = LOCAL_LOADER
+) -> LoadedTeacher:
+    """Load a teacher's frozen network. Raises ModelNotFound, and ValueError if its vocabulary is not the student's."""
+    teacher = config.all_teachers[key]
     model = {name: getattr(teacher, name) for name in ("model_name", "tokenizer", "device", "precision")}
     try:
-        teacher_policy = load_policy(validate_section(ModelConfig, model))
+        teacher_policy = load_policy(validate_section(ModelConfig, model), loader=loader)
     except ModelNotFound as error:
         raise error.with_key(f"{key}.model_name") from error
     network = teacher_policy.network
@@ -104,9 +123,30 @@ def load_teacher(
         student.vocab_size, get_student_info(teacher_policy).vocab_size, (student.tokenizer, teacher_policy.tokenizer)
     )
     network.model.requires_grad_(False)
-    context = offload(network) if teacher.offload else nullcontext
-    scorer = NetworkScorer(network, unfiltered, teacher.logprob_mb_tokens, context=context)
-    return {column: _make_source(column, scorer, config, vocab_size) for column in columns}
+    return LoadedTeacher(network, vocab_size)
+
+
+def make_teacher_sources(
+    key: str,
+    config: DistillationRunConfig,
+    loaded: LoadedTeacher,
+    columns: Collection[str],
+    sampling: Sampling,
+    *,
+    parallelism: Parallelism | None = None,
+    context: ScoringContext = nullcontext,
+) -> dict[str, TeacherLogprobs | TeacherTopK]:
+    """Make the sources of a loaded teacher by column. ``parallelism``: how it is sharded; None is on a single device."""
+    tokens = config.all_teachers[key].logprob_mb_tokens
+    scorer = NetworkScorer(loaded.network, _unfiltered_sampling(sampling, columns), tokens, parallelism, context)
+    return {column: _make_source(column, scorer, config, loaded.vocab_size) for column in columns}
+
+
+def find_scorer(source: Any) -> NetworkScorer:
+    """Return the scorer of a teacher's source."""
+    while not isinstance(source, NetworkScorer):
+        source = source.teacher
+    return source
 
 
 def _make_self_teacher(
@@ -134,7 +174,9 @@ def _unfiltered_sampling(sampling: Sampling, columns: Collection[str]) -> Sampli
     return Sampling(temperature=sampling.temperature)
 
 
-def _make_source(column: str, scorer: NetworkScorer, config: DistillationRunConfig, vocab_size: int | None) -> ColumnSource:
+def _make_source(
+    column: str, scorer: NetworkScorer, config: DistillationRunConfig, vocab_size: int | None
+) -> TeacherLogprobs | TeacherTopK:
     if column == TEACHER_LOGPROBS:
         return TeacherLogprobs(scorer)
     return TeacherTopK(scorer, config.distillation.topk_logits_k, vocab_size)

@@ -9,10 +9,11 @@ from strop.generation.base import Engine, Generator
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.pool import EnginePool
 from strop.metrics import Metric, Metrics
-from strop.weight_sync.base import WeightSync
+from strop.weight_sync.base import LearnerMemory, WeightSync
 from strop.weight_sync.canary import Canary
 from strop.weight_sync.exporter import Exporter
 from strop.weight_sync.publisher import PublishOptions, WeightPublisher
+from strop.weight_sync.timed_memory import TimedMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +47,12 @@ def make_synced_pool(
     *,
     note: Callable[[str], None],
     allow_shrink: bool = False,
+    learner_memory: LearnerMemory | None = None,
 ) -> SyncedGenerator:
     """Put engines that hold their own weights behind one generator, with a publisher of the learner's weights.
 
-    ``allow_shrink``: continue without engines that cannot be restarted."""
+    ``allow_shrink``: continue without engines that cannot be restarted. ``learner_memory``: of a learner that leaves the engines' devices
+    while they sample."""
     pool = EnginePool(engines, max_restarts=config.vllm_cfg.max_restarts, allow_shrink=allow_shrink)
     weights = WeightPublisher(
         exporter,
@@ -60,6 +63,7 @@ def make_synced_pool(
         on_published=pool.set_version,
         drop_engine=pool.drop,
         note=note,
+        learner_memory=None if learner_memory is None else TimedMemory(learner_memory),
     )
     pool.restart_engine = weights.restart_engine
     pool.on_close.append(weights.close)

@@ -95,6 +95,19 @@ class LearnerClient(ScorerClient):
         self.caller.call_sync("load", folder)
 
 
+@dataclass(frozen=True)
+class MemoryClient:
+    """An awaitable ``ModelOffload``."""
+
+    caller: Caller
+
+    async def offload(self) -> None:
+        await self.caller.call("offload")
+
+    async def onload(self) -> None:
+        await self.caller.call("onload")
+
+
 class AsyncColumnSource(Protocol):
     """An awaitable ``ColumnSource``."""
 

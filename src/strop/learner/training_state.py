@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -35,6 +35,18 @@ class TrainingState:
     average: AveragedWeights | None
     configured: Hyperparameters  # of this run, whatever the run had that saved a state
     schedule_unit: ScheduleUnit = field(default_factory=ScheduleUnit)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors of the state besides the module's own parameters."""
+        nested: list[Any] = [self.masters.copies, self.optimizer.state, self.average and self.average.state_dict()]
+        while nested:
+            match nested.pop():
+                case Tensor() as tensor:
+                    yield tensor
+                case Mapping() as mapping:
+                    nested += mapping.values()
+                case list() | tuple() as values:
+                    nested += values
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -21,7 +21,7 @@ from strop.models.heads import LMHead, get_lm_head, token_logprobs
 from strop.sampling import KEPT_TOKENS, Sampling, at_least_float32
 from strop.types import Batch
 
-OutputsT = TypeVar("OutputsT", TokenOutputs, ValueOutputs)
+OutputsT = TypeVar("OutputsT")  # a dataclass of tensors with one row for each predicted token
 
 
 class TokenSharding(Protocol):

@@ -30,6 +30,18 @@ class WeightSync(Protocol):
         ...
 
 
+class LearnerMemory(Protocol):
+    """The device memory of a learner that takes turns with engines on its devices."""
+
+    async def offload(self) -> None:
+        """Move the learner and the models beside it to CPU memory, where its weights can still be read."""
+        ...
+
+    async def onload(self) -> None:
+        """Move them back, to train."""
+        ...
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """Name, data type and shape of one tensor as it is sent."""

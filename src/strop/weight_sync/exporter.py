@@ -210,11 +210,13 @@ def make_local_exporter(
     dtype: torch.dtype,
     keep_snapshot: bool = False,
     adapters: AdapterSource | None = None,
+    device: torch.device | None = None,
 ) -> LocalExporter:
-    """Create an exporter for an unsharded model in this process. ``tensors`` returns its weights under canonical names."""
+    """Create an exporter for an unsharded model in this process. ``tensors`` returns its weights under canonical names; ``device``: where
+    they are sent from, if they may be offloaded."""
     return LocalExporter(
         BlockingExporter(
-            lambda: local_weights(tensors()), make_sender, dtype=dtype, keep_snapshot=keep_snapshot, adapters=adapters
+            lambda: local_weights(tensors(), device), make_sender, dtype=dtype, keep_snapshot=keep_snapshot, adapters=adapters
         )
     )
 

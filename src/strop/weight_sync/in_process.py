@@ -8,6 +8,7 @@ from typing import Protocol
 
 from strop import metrics
 from strop.metrics import Metrics
+from strop.weight_sync.timed_memory import TimedMemory
 
 
 class InProcessEngine(Protocol):
@@ -25,15 +26,22 @@ class InProcessEngine(Protocol):
 class InProcessWeights:
     """``WeightSync`` without a transfer. A generator that keeps copies in a faster layout refreshes them when it resumes."""
 
-    def __init__(self, generators: Sequence[InProcessEngine]) -> None:
+    def __init__(self, generators: Sequence[InProcessEngine], learner_memory: TimedMemory | None = None) -> None:
+        """``learner_memory``: of what only training needs, which leaves the device while generators sample; None: it stays."""
         self.generators = generators
+        self.learner_memory = learner_memory
 
     async def yield_device(self) -> None:
         for generator in self.generators:
             await generator.drain()
+        if self.learner_memory is not None:
+            await self.learner_memory.onload()
 
     async def publish(self, version: int) -> Metrics:
         started = time.perf_counter()
+        if self.learner_memory is not None:
+            await self.learner_memory.offload()
         for generator in self.generators:
             generator.resume(version)
-        return {"weights/publish_seconds": metrics.total(time.perf_counter() - started)}
+        timing = {} if self.learner_memory is None else self.learner_memory.metrics()
+        return {"weights/publish_seconds": metrics.total(time.perf_counter() - started), **timing}

@@ -13,6 +13,7 @@ from strop.monitoring.watchdog.waits import waiting
 from strop.weight_sync.base import EngineDied, EngineLost, UpdatableEngine
 from strop.weight_sync.canary import Canary
 from strop.weight_sync.exporter import Exporter, TransferContent
+from strop.weight_sync.timed_memory import TimedMemory
 from strop.weight_sync.transports.channel import Channel
 from strop.weight_sync.verification import (
     VerificationFailed,
@@ -82,6 +83,7 @@ class WeightPublisher:
         on_published: Callable[[int], None] = lambda version: None,
         drop_engine: Callable[[UpdatableEngine], bool] = lambda engine: False,
         note: Callable[[str], None] = lambda text: None,
+        learner_memory: TimedMemory | None = None,
     ) -> None:
         """Create a publisher.
 
@@ -94,6 +96,7 @@ class WeightPublisher:
             on_published: Called with each version that all engines hold.
             drop_engine: Drops an engine that cannot be restarted; returns False if that is not allowed.
             note: Logs a line for the user.
+            learner_memory: Of a learner that leaves the engines' devices while they sample; None: it stays.
         """
         self.engines = tuple(engines)
         self._drop_engine = drop_engine
@@ -108,6 +111,7 @@ class WeightPublisher:
         self._lock = asyncio.Lock()
         self._on_published = on_published
         self._note = note
+        self.learner_memory = learner_memory
         self._reported_unread = False
         self._verification_error: VerificationFailed | None = None
         self._asleep = False
@@ -123,14 +127,19 @@ class WeightPublisher:
                 await engine.sleep()
             except EngineDied as error:
                 self._note(f"{error}; it is restarted for the next publish")
+        if self.learner_memory is not None:
+            await self.learner_memory.onload()
 
     async def publish(self, version: int) -> Metrics:
         started = time.perf_counter()
         async with self._lock:
             if self._verification_error is not None:  # verification failed for a restarted engine, and so did its requests
                 raise self._verification_error
+            if self.learner_memory is not None:  # before engines start or wake; weights are sent from CPU memory
+                await self.learner_memory.offload()
             stats = await self._publish_with_retries(version)
-        return stats.to_metrics(time.perf_counter() - started)
+        timing = {} if self.learner_memory is None else self.learner_memory.metrics()
+        return {**stats.to_metrics(time.perf_counter() - started), **timing}
 
     async def _publish_with_retries(self, version: int) -> _PublishStats:
         """Publish, and retry if an engine dies."""

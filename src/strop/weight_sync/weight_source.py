@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,14 +23,19 @@ class Weight:
     storage_key: tuple[int, ...]  # equal for tied weights
 
 
-def local_weights(tensors: NamedTensors) -> list[Weight]:
-    """Return the weights of an unsharded model in this process.
+def local_weights(tensors: NamedTensors, device: torch.device | None = None) -> list[Weight]:
+    """Return the weights of an unsharded model in this process. ``device``: where they are sent from; None: where they are.
 
     Tensors are tied if they share all their memory, with equal shape and strides. Adapters that are merged on the fly are new tensors each
     time, so they are never tied.
     """
     return [
-        Weight(name, tensor.detach(), tensor.detach, (tensor.data_ptr(), *tensor.shape, *tensor.stride()))
+        Weight(
+            name,
+            tensor.detach(),
+            partial(torch.Tensor.to, tensor.detach(), device or tensor.device),
+            (tensor.data_ptr(), *tensor.shape, *tensor.stride()),
+        )
         for name, tensor in tensors
     ]
 

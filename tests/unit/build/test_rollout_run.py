@@ -17,6 +17,7 @@ from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip, GroupRe
 from strop.build import rollout_run
 from strop.build.algorithm.run_algorithm import make_rollout_algorithm
 from strop.build.backend import LocalBackend
+from strop.build.engines import offloads_learner
 from strop.build.lifecycle import make_checkpoints, make_tracker, resolve_metric
 from strop.build.resume.restore import restore_checkpoint
 from strop.build.rollout_run import (
@@ -276,3 +277,18 @@ def test_a_run_that_does_not_resume_sets_everything_aside(run, tmp_path):
         tmp_path / "logs" / "previous_1" / "metrics.jsonl"
     ).exists()
     assert not (tmp_path / "logs" / "metrics.jsonl").exists()
+
+
+OFFLOADS = {  # made-up devices: on a CPU or a GPU, with an engine on the learner's module or with weights of its own
+    (): {"gpu, own": True, "gpu, shared": False, "cpu, own": False, "cpu, shared": False},
+    ("policy.offload=true",): dict.fromkeys(("gpu, own", "gpu, shared", "cpu, own", "cpu, shared"), True),
+    ("policy.offload=false",): dict.fromkeys(("gpu, own", "gpu, shared", "cpu, own", "cpu, shared"), False),
+    ("policy.generation.backend=vllm", "policy.generation.colocated.enabled=false"): {"gpu, own": False},
+}
+
+
+@pytest.mark.parametrize("overrides", OFFLOADS)
+def test_a_learner_leaves_a_gpu_that_it_shares_with_an_engine_s_weights_or_where_it_is_told_to(overrides):
+    for place, wanted in OFFLOADS[overrides].items():
+        found = offloads_learner(config(*overrides), on_cpu="cpu" in place, shares_module="shared" in place)
+        assert found == wanted, place

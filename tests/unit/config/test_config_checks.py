@@ -303,6 +303,12 @@ def test_rules_of_a_teacher_name_the_teacher() -> None:
         (["teachers.second.model_name=t"], "teachers"),
         (["teacher.model_name=self", "teacher.demonstration=x", "teacher.self_weights=ema"], "teacher.self_weights"),
         (["teacher.model_name=self", "teacher.demonstration=x", "cluster.backend=ray"], "teacher.model_name"),
+        (["teacher.dtensor_cfg.tensor_parallel_size=2"], "teacher.dtensor_cfg.tensor_parallel_size"),
+        (["cluster.gpus_per_node=4", "teacher.dtensor_cfg.tensor_parallel_size=3"], "teacher.dtensor_cfg.tensor_parallel_size"),
+        (["cluster.gpus_per_node=4", "teacher.dtensor_cfg.sequence_parallel=true"], "teacher.dtensor_cfg.sequence_parallel"),
+        (["cluster.gpus_per_node=4", "teacher.dtensor_cfg.tensor_parallel_size=4", "teacher.hosts=1"], "teacher.hosts"),
+        (["cluster.gpus_per_node=4", "policy.device=cuda", "teacher.device=cpu"], "teacher.device"),
+        (["teacher.dtensor_cfg.enabled=false"], "teacher.dtensor_cfg.enabled"),
     ],
 )
 def test_a_teacher_that_cannot_teach_is_refused_before_a_model_is_loaded(overrides: list[str], key: str) -> None:
@@ -320,6 +326,9 @@ def test_a_teacher_that_cannot_teach_is_refused_before_a_model_is_loaded(overrid
             "teacher.self_weights=ema",
             "policy.ema.enabled=true",
         ],
+        ["cluster.gpus_per_node=4", "teacher.dtensor_cfg.tensor_parallel_size=4", "policy.dtensor_cfg.context_parallel_size=2"],
+        ["cluster.gpus_per_node=4", "teacher.hosts=2"],
+        ["teacher.dtensor_cfg.cpu_offload=true"],
     ],
 )
 def test_teachers_that_can_are_not(overrides: list[str]) -> None:
@@ -344,3 +353,24 @@ def test_a_run_on_recorded_data_has_its_own_metrics_and_asks_nothing_of_an_engin
         load_config(None, [*base, "checkpointing.metric_name=val:reward"], root=SftRunConfig)
     with pytest.raises(ConfigError, match="SGLang generation backend is not in this version"):
         load_config(None, [*base, "policy.generation.backend=sglang"], root=SftRunConfig)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["policy.generation.colocated.enabled=false"], "the engine has devices of its own"),
+        (["policy.device=cpu", "grpo.async_grpo.enabled=true"], "asynchronous training samples while"),
+    ],
+)
+def test_an_offload_that_nothing_can_use_is_named(overrides: list[str], reason: str) -> None:
+    found = accepted("policy.generation.backend=vllm", "policy.offload=true", *overrides)
+    assert [problem for problem in found if "policy.offload" in problem and reason in problem]
+    assert not [problem for problem in accepted("policy.offload=true") if "policy.offload" in problem]
+
+
+def test_a_teacher_s_keys_that_only_training_uses_are_named() -> None:
+    base = [*RUN[:3], "distillation.val_period=0", "teacher.model_name=t", "teacher.dtensor_cfg.activation_checkpointing=true"]
+    warnings = load_config(None, base, root=DistillationRunConfig).warnings
+    assert [problem.key for problem in warnings if "a teacher only scores" in str(problem)] == [
+        "teacher.dtensor_cfg.activation_checkpointing"
+    ]

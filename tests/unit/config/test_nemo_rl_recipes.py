@@ -117,6 +117,7 @@ OWN = {
         teacher.tokenizer={name: "${..model_name}", chat_template_kwargs: null}
         teacher.scheduler=[{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0, total_iters: 10}}, {milestones: []}]
         teacher.dtensor_cfg={enabled: true, tensor_parallel_size: 4, context_parallel_size: 2}
+        cluster={gpus_per_node: 8, num_nodes: 1}
         teacher.dynamic_batching={enabled: true, train_mb_tokens: "${mul:${..max_total_sequence_length}, ${..train_micro_batch_size}}"}
         teacher.optimizer={name: torch.optim.AdamW, kwargs: {lr: 2.0e-5}}
         teacher.generation={backend: vllm, vllm_cfg: {tensor_parallel_size: 1}}
@@ -172,6 +173,9 @@ def test_what_both_have_is_taken_over() -> None:
     assert ppo.value.model_name == "m" and ppo.value_loss_fn.scale == 0.4 and ppo.ppo.reward_shaping.max_response_length == 448
     distillation = load("distillation").config
     assert distillation.teacher.tokenizer.name == "Qwen/Qwen3-4B" and distillation.data.validation[0].repeat == 16
+    assert (
+        distillation.teacher.dtensor_cfg.tensor_parallel_size == 4 and distillation.teacher.dtensor_cfg.context_parallel_size == 2
+    )
 
 
 @pytest.mark.parametrize("section", OWN)

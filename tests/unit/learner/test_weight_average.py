@@ -103,11 +103,12 @@ def test_the_average_is_swapped_in_and_the_weights_come_back_exactly(dtype: torc
     masters.write_back()
     average.update()
     before, places = values(named), [parameter.data_ptr() for _, parameter in named]
+    averaged = [tensor.clone() for tensor in averages(average)]
     with average.swap_in(named):
-        assert same(values(named), [tensor.to(dtype) for tensor in averages(average)])
+        assert same(values(named), [tensor.to(dtype) for tensor in averaged])
         assert not same(values(named), before)
         assert [parameter.data_ptr() for _, parameter in named] == places, "in place"
-    assert same(values(named), before)
+    assert same(values(named), before) and same(averages(average), averaged)
 
 
 def test_the_weights_come_back_after_an_error_too() -> None:

@@ -30,6 +30,7 @@ from strop.weight_sync.canary import Canary
 from strop.weight_sync.exporter import make_local_exporter
 from strop.weight_sync.fingerprints import fingerprint
 from strop.weight_sync.publisher import PublishOptions, WeightPublisher
+from strop.weight_sync.timed_memory import TimedMemory
 from strop.weight_sync.transports.broadcast import BroadcastSender
 from strop.weight_sync.transports.host_memory import MemorySender
 from strop.weight_sync.transports.manifest import build_manifest
@@ -342,3 +343,35 @@ def test_processes_that_should_hold_the_same_and_do_not_are_found_out() -> None:
         verify_fingerprints("engine 0", {"a": 1}, {}, held)
     shards = {"a": (TensorFingerprint(1, (0, 1, 0, 2)), TensorFingerprint(3, (1, 1, 0, 2)), TensorFingerprint(3, (1, 1, 0, 2)))}
     assert verify_fingerprints("engine 0", {"a": 4, "b": 9}, {}, shards).unread == ("b",)
+
+
+class Memory:
+    """The learner's memory, which notes where the learner is in the calls of an engine."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    async def offload(self) -> None:
+        self.calls.append("offload")
+
+    async def onload(self) -> None:
+        self.calls.append("onload")
+
+
+def test_a_learner_leaves_before_engines_start_or_wake_and_comes_back_after_they_sleep(tmp_path: Path) -> None:
+    engine = PlainEngine()
+    weights = publisher(Learner(), [engine], tmp_path, config=WeightSyncConfig(proof="first"), separate_devices=False)
+    weights.learner_memory = TimedMemory(Memory(engine.calls))
+
+    async def train_twice() -> list[float]:
+        seconds = []
+        for version in range(2):
+            seconds.append((await weights.publish(version))["timing/train/offload"].value)
+            await weights.yield_device()
+        await weights.close()
+        return seconds
+
+    assert all(second >= 0 for second in asyncio.run(train_twice()))
+    first, second = engine.calls[: engine.calls.index("onload") + 1], engine.calls[engine.calls.index("onload") + 1 :]
+    assert first[:2] == ["offload", "start"] and first[-2:] == ["sleep", "onload"]
+    assert second[0] == "offload" and second.index("wake") < second.index("load") and second[-2:] == ["sleep", "onload"]

@@ -15,7 +15,7 @@ from strop.build.cluster.worker_builders import (
     load_rank_policy,
     make_rank_exporter,
 )
-from strop.build.engines import GeneratorSpec, pool_engines
+from strop.build.engines import GeneratorSpec, offloads_learner, pool_engines
 from strop.build.models import TokenizerBundle, write_model_folder
 from strop.build.tasks import describe_environments
 from strop.build.teachers import StudentInfo, load_teacher
@@ -29,7 +29,7 @@ from strop.distributed.restartable_actor import RestartableActor
 from strop.distributed.workers.environment_process import spawn_environments
 from strop.distributed.workers.learner_worker import LearnerWorker, PolicyInfo
 from strop.distributed.workers.remote_engine import RemoteEngine
-from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter, RemoteLearner
+from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter, RemoteLearner, RemoteMemory
 from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.environments.remote import RemoteEnvironment
 from strop.generation.synced_generator import SyncedGenerator
@@ -134,6 +134,7 @@ class RayBackend:
         await self.group.call_all("open_export", make_exporter)
         make = self._make_vllm_engine if uses_vllm else self._make_torch_engine
         engines = [make(number, slot, folder, spec.output_folder.resolve(), adapters) for number, slot in enumerate(slots)]
+        offloads = offloads_learner(self.config, on_cpu=self.policy_info.on_cpu, shares_module=False)
         return pool_engines(
             engines,
             RemoteExporter(self.group),
@@ -142,6 +143,7 @@ class RayBackend:
             spec,
             adapters=adapters,
             allow_shrink=self.config.cluster.shrink_on_lost_node,
+            memory=RemoteMemory(self.group) if offloads else None,
         )
 
     def _make_vllm_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:

@@ -16,18 +16,19 @@ from strop.build.models import (
     LoadedPolicy,
     load_training_policy,
     make_learners,
+    make_offload,
     make_trained_networks,
     prepare_device,
 )
-from strop.build.teachers import find_teacher_columns, get_student_info, load_teacher
+from strop.build.teachers import find_scorer, find_teacher_columns, get_student_info, load_teacher_network, make_teacher_sources
 from strop.config import TrainingRunConfig
 from strop.config.schema.policy_config import PolicyConfig
-from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig
-from strop.distributed.workers.learner_worker import RankModels, RankScorer
+from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, PpoRunConfig
+from strop.distributed.workers.learner_worker import RankColumns, RankModels
 from strop.generation.torch.standalone import StandaloneTorchEngine
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
-from strop.learner.base import ColumnSource
 from strop.learner.model_config import ModelConfig
+from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.rank_zero_loading import RankZeroLoader
 from strop.learner.parallel.sharded import Sharded, parallelize_head, parallelize_network
@@ -63,8 +64,7 @@ def build_rank_models(
     """Load the other models of a run and shard all of them over ``world`` ranks. Raises ValueError for settings that do not go together."""
     network = policy.network
     networks = make_trained_networks(config, policy, RankZeroLoader())
-    copies_reference = REFERENCE_LOGPROBS in algorithm.requires and not lora_layers(network.model)
-    reference = copy_frozen(network) if copies_reference else None
+    reference = copy_frozen(network) if _keeps_reference(config, algorithm) and not lora_layers(network.model) else None
     trunk = _parallelize(network, config.policy, device, world)
     parallelism = {"policy": trunk}
     if isinstance(critic := networks.get("value"), ValueHead):
@@ -74,20 +74,41 @@ def build_rank_models(
         parallelism["value"] = _parallelize(critic, config.value, device, world)
     learners = make_learners(config, networks, algorithm, sampling, total_steps, parallelism)
     scorers = _make_rank_scorers(config.policy, network, reference, sampling, trunk, device, world)
-    columns = _load_rank_teachers(config, policy, algorithm, sampling) if isinstance(config, DistillationRunConfig) else {}
-    return RankModels(parallelism=trunk, learners=learners, scorers=scorers, columns=columns)
+    columns: dict[tuple[str, str], RankColumns] = {}
+    if isinstance(config, DistillationRunConfig):
+        columns = _load_rank_teachers(config, policy, algorithm, sampling, device, world)
+    scoring = [scorer for scorer in (*scorers.values(), *map(find_scorer, columns.values()))]
+    offload = make_offload(
+        learners,
+        [scorer.network for scorer in scoring],
+        {id(scorer.network): scorer.parallelism for scorer in scoring if scorer.parallelism is not None},
+    )
+    return RankModels(parallelism=trunk, learners=learners, scorers=scorers, columns=columns, offload=offload)
 
 
-def _parallelize(network: Network, config: ModelConfig, device: str, world: int) -> Sharded:
-    meshes = DeviceMeshes(ParallelDims.from_config(config.dtensor_cfg, world), device)
+def _keeps_reference(config: TrainingRunConfig, algorithm: Algorithm) -> bool:
+    """Return whether the reference scores during training: not if its log-probabilities are computed once before."""
+    precomputed = isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
+    return REFERENCE_LOGPROBS in algorithm.requires and not precomputed
+
+
+def _parallelize(network: Network, config: ModelConfig, device: str, world: int, *, cpu_offload: bool = False) -> Sharded:
+    return _parallelize_as(network, config.dtensor_cfg, _sharded_dtype(config), device, world, cpu_offload=cpu_offload)
+
+
+def _parallelize_as(
+    network: Network, config: DtensorConfig, weights_dtype: torch.dtype | None, device: str, world: int, *, cpu_offload: bool
+) -> Sharded:
+    """Shard a network over all ranks as its section says, on meshes of its own."""
+    meshes = DeviceMeshes(ParallelDims.from_config(config, world), device)
     plan: Mapping[str, str] | None = None
-    if (name := config.dtensor_cfg.custom_parallel_plan) is not None and meshes.dims.tensor > 1:
+    if (name := config.custom_parallel_plan) is not None and meshes.dims.tensor > 1:
         plan = load_tensor_plan(name)
     return parallelize_network(
         network,
         meshes,
-        weights_dtype=_sharded_dtype(config),
-        cpu_offload=config.dtensor_cfg.cpu_offload,
+        weights_dtype=weights_dtype,
+        cpu_offload=cpu_offload or config.cpu_offload,
         tensor_plan=plan,
     )
 
@@ -104,32 +125,36 @@ def _make_rank_scorers(
     parallelism: Sharded,
     device: str,
     world: int,
-) -> dict[str, RankScorer]:
+) -> dict[str, NetworkScorer]:
     tokens = config.batching.logprob_mb_tokens
-    scorers: dict[str, RankScorer] = {"untrained": NetworkScorer(network, sampling, tokens, parallelism)}
+    scorers: dict[str, NetworkScorer] = {"untrained": NetworkScorer(network, sampling, tokens, parallelism)}
     if lora_layers(network.model):
         scorers["reference"] = NetworkScorer(network, sampling, tokens, parallelism, context=without_adapters(network))
     elif reference is not None:
-        reference_parallelism = parallelize_network(
-            reference,
-            DeviceMeshes(ParallelDims.from_config(config.dtensor_cfg, world), device),
-            weights_dtype=_sharded_dtype(config),
-            cpu_offload=config.reference.offload or config.dtensor_cfg.cpu_offload,
-        )
+        reference_parallelism = _parallelize(reference, config, device, world, cpu_offload=config.reference.offload)
         scorers["reference"] = NetworkScorer(reference, sampling, tokens, reference_parallelism)
     return scorers
 
 
 def _load_rank_teachers(
-    config: DistillationRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling
-) -> dict[tuple[str, str], ColumnSource]:
-    """Load the teachers without separate processes, unsharded."""
-    columns = find_teacher_columns(config, algorithm)
-    sources: dict[tuple[str, str], ColumnSource] = {}
+    config: DistillationRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, device: str, world: int
+) -> dict[tuple[str, str], RankColumns]:
+    """Load the teachers without separate processes, each sharded over all ranks as its ``dtensor_cfg`` says.
+
+    Raises ValueError for a teacher that cannot be sharded that way.
+    """
+    sources: dict[tuple[str, str], RankColumns] = {}
     for key, teacher in config.all_teachers.items():
-        if not teacher.hosts:
-            loaded = load_teacher(key, config, get_student_info(policy), columns, sampling)
-            sources.update({(key, column): source for column, source in loaded.items()})
+        if teacher.hosts:
+            continue
+        loaded = load_teacher_network(key, config, get_student_info(policy), RankZeroLoader())
+        try:
+            parallelism = _parallelize_as(loaded.network, teacher.dtensor_cfg, None, device, world, cpu_offload=teacher.offload)
+        except ValueError as error:
+            raise ValueError(f"{key}.dtensor_cfg: {error}") from error
+        columns = find_teacher_columns(config, algorithm)
+        for column, source in make_teacher_sources(key, config, loaded, columns, sampling, parallelism=parallelism).items():
+            sources[key, column] = source
     return sources
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from strop.build.algorithm.run_algorithm import make_recorded_algorithm
@@ -23,10 +24,12 @@ from strop.trainer.loss_validation import LossValidator
 async def evaluate_loss(config: RecordedRunConfig, model: SavedModel, note: Callable[[str], object]) -> EvaluationReport:
     """Compute what validation of the run computes, with the weights of a checkpoint. Raises ValueError without usable data."""
     algorithm = make_recorded_algorithm(config)
+    config = replace(config, policy=replace(config.policy, ema=replace(config.policy.ema, enabled=False)))
     backend = LocalBackend(config, load_training_policy(config))
     tracker = open_console("none")
     groups = load_validation_groups(config, algorithm, backend.bundle, tracker)
     learners = await backend.build_learners(algorithm, Sampling(), None)
+    backend.learners["policy"].masters.release()
     scorers = await make_scorers(config, backend, algorithm, learners, tracker)  # of the model before training
     load_weights(backend.policy.network.model, Path(model.weights))
     validator = LossValidator(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from strop.base_config import changed_keys, iter_sections
 from strop.config.checks.device_counts import count_devices
@@ -26,6 +27,10 @@ def check_parallel_sizes(config: TrainingRunConfig) -> Problems:
     counts = count_devices(config)
     for key, model in list_trained_models(config):
         yield from model.dtensor_cfg.size_errors(f"{key}.dtensor_cfg", counts.learner_devices, uses_ray=counts.uses_ray)
+    for key, teacher in config.all_teachers.items() if isinstance(config, DistillationRunConfig) else ():
+        if not teacher.hosts:  # one in a single process may be offloaded
+            sizes = replace(teacher.dtensor_cfg, cpu_offload=False)
+            yield from sizes.size_errors(f"{key}.dtensor_cfg", counts.learner_devices, uses_ray=counts.uses_ray)
 
 
 def check_torch_engine_devices(config: TrainingRunConfig) -> Problems:
@@ -86,6 +91,12 @@ def check_teacher_processes(config: DistillationRunConfig) -> Problems:
                 f"{key}.model_name",
                 "found self, which works in one process only: ranks hold shards of the policy",
                 "Name a model, or set cluster.backend=local.",
+            )
+        if uses_ray and not teacher.hosts and teacher.model_name != "self" and teacher.device != config.policy.device:
+            yield Problem(
+                f"{key}.device",
+                f"found {teacher.device} with policy.device = {config.policy.device}, but its shards are beside the policy's",
+                f"Leave it unset; {key}.offload=true keeps the shards in CPU memory, {key}.hosts=1 gives it a process of its own.",
             )
         if teacher.hosts and not uses_ray:
             yield Problem(

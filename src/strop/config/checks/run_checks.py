@@ -207,6 +207,12 @@ def warn_unused_recomputation(config: RolloutRunConfig) -> Problems:
         )
 
 
+def warn_unused_offload(config: RolloutRunConfig) -> Problems:
+    alternates = config.rollout_training.max_staleness == 0 or config.policy.generation.backend != "vllm"
+    if config.policy.offload is True and config.policy.generation.colocated.enabled and not alternates:
+        yield Problem("policy.offload", "it has no effect: asynchronous training samples while the learner trains")
+
+
 def warn_unused_kl_in_reward(config: GrpoRunConfig | PpoRunConfig) -> Problems:
     loss, algorithm = config.loss_fn, config.algorithm
     no_default_kl = algorithm.name in ("grpo", "ppo") and "kl" not in algorithm.kwargs
@@ -234,6 +240,7 @@ WARNING_CHECKS: tuple[Check, ...] = (
     warn_no_validation_data,
     warn_unranked_checkpoints,
     warn_unused_recomputation,
+    warn_unused_offload,
     warn_unused_kl_in_reward,
     cluster_checks.warn_unused_roles,
     cluster_checks.warn_idle_devices,

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from strop.base_config import BaseConfig, Device, Precision, follows, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
+from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.models.tokenizer_config import TokenizerConfig
 from strop.problems import Problem
 from strop.trainer.training_config import AsyncConfig, RolloutTrainingConfig
@@ -80,10 +81,11 @@ class TeacherConfig(BaseConfig):
     hosts: int = Field(
         0,
         ge=0,
-        description="Processes, each with the whole teacher, that share the groups of a batch; 0 keeps it beside the policy "
-        "(processes). Only with Ray.",
+        description="Processes, each with the whole teacher, that share the groups of a batch; 0 keeps it beside the policy, "
+        "sharded over its ranks (processes). Only with Ray.",
     )
     offload: bool = Field(False, description="Keep it in CPU memory between uses.")
+    dtensor_cfg: DtensorConfig = subsection(DtensorConfig)
     environments: tuple[str, ...] | None = Field(
         None, strict=False, description="With several teachers: aliases of env whose rollouts this one scores; null is all."
     )
@@ -102,6 +104,18 @@ class TeacherConfig(BaseConfig):
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_hosts(key)
         yield from self._check_demonstration(key)
+        if not self.dtensor_cfg.enabled:
+            yield Problem(
+                f"{key}.dtensor_cfg.enabled", "found false, but the teacher runs on the torch backend alone", "Set it to true."
+            )
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        for name, used in (
+            ("activation_checkpointing", self.dtensor_cfg.activation_checkpointing),
+            ("lora_cfg.enabled", self.dtensor_cfg.lora_cfg.enabled),
+        ):
+            if used:
+                yield Problem(f"{key}.dtensor_cfg.{name}", "it has no effect: a teacher only scores")
 
     def _check_demonstration(self, key: str) -> Iterator[Problem]:
         if self.model_name == "self" and self.demonstration is None:
@@ -123,4 +137,11 @@ class TeacherConfig(BaseConfig):
                 f"{key}.hosts",
                 f"found {self.hosts}, but model_name is self, and a policy that teaches itself runs in the learner",
                 "Set it to 0, or name a model.",
+            )
+        elif self.hosts and (size := self.dtensor_cfg.ranks_of_one_copy) > 1:
+            yield Problem(
+                f"{key}.hosts",
+                f"found {self.hosts}, but {key}.dtensor_cfg shards the teacher over {size} ranks, and each of these processes holds all "
+                "of it",
+                "Set it to 0, which shards the teacher over the ranks of the learner, or the sizes to 1.",
             )

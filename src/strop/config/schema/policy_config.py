@@ -24,7 +24,7 @@ class ReferenceConfig(BaseConfig):
 class PolicyConfig(ModelConfig):
     """The policy and its training."""
 
-    unrelated_keys: ClassVar[tuple[str, ...]] = ("generation_batch_size",)
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("generation_batch_size", "offload")
 
     backend: Literal["auto", "torch", "megatron"] = Field(
         "auto",
@@ -40,6 +40,12 @@ class PolicyConfig(ModelConfig):
     trust_remote_code: bool = Field(
         False,
         description="Run the Python code that the models and tokenizers of the run bring. It has your rights: read it first.",
+    )
+    offload: bool | Literal["auto"] = Field(
+        "auto",
+        description="Move the learner (weights, gradients, optimizer state) and the frozen models beside it to CPU memory while an engine "
+        "samples on the same device; auto does so on GPUs. With the torch engine in the learner's process, only true does, and the "
+        "policy's weights stay.",
     )
     reference: ReferenceConfig = subsection(ReferenceConfig)
     generation: GenerationConfig = subsection(GenerationConfig)
@@ -78,6 +84,8 @@ class PolicyConfig(ModelConfig):
 
     def warnings(self, key: str) -> Iterator[Problem]:
         yield from self._warn_unused_batch_size(key)
+        if self.offload is True and not self.generation.colocated.enabled:
+            yield Problem(f"{key}.offload", "it has no effect: the engine has devices of its own")
         yield from self._warn_unused_sleep(f"{key}.generation.vllm_cfg.sleep_level")
 
     def _warn_unused_batch_size(self, key: str) -> Iterator[Problem]:
@@ -107,3 +115,5 @@ class RecordedPolicyConfig(PolicyConfig):
 
     def warnings(self, key: str) -> Iterator[Problem]:
         yield from self._warn_unused_batch_size(key)
+        if self.offload is True:
+            yield Problem(f"{key}.offload", "it has no effect: a run on recorded data has no engine to make room for")

@@ -15,20 +15,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from strop.algorithms.base import LossFn
 from strop.distributed.rendezvous import serve_store
-from strop.distributed.workers.column_shards import ColumnShard, split_groups
-from strop.learner.base import ColumnSource
+from strop.distributed.workers.column_shards import ColumnShard
 from strop.learner.parallel.micro_batch import MicroBatchOutputs
 from strop.learner.parallel.sharded import Sharded
 from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.reference_store import model_fingerprint
+from strop.learner.torch.tensor_offload import ModelOffload
 from strop.metrics import Metrics
 from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
-from strop.types import Batch, Group
+from strop.types import Batch
 from strop.weight_sync.base import ChannelAddress, TransportError
 from strop.weight_sync.exporter import BlockingExporter, Fingerprints, SentAdapters, TransferContent, TransferPlan
 
@@ -51,6 +52,12 @@ class RankScorer(Protocol):
     def score_local(self, batch: Batch) -> MicroBatchOutputs: ...
 
 
+class RankColumns(Protocol):
+    """Columns for this rank's part of a batch."""
+
+    def columns_local(self, batch: Batch) -> Sequence[tuple[Tensor, Mapping[str, Tensor]]]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankModels:
     """The sharded models of a rank."""
@@ -58,7 +65,8 @@ class RankModels:
     parallelism: Sharded  # of the policy
     learners: Mapping[str, TorchLearner]
     scorers: Mapping[str, RankScorer]  # besides the learners
-    columns: Mapping[tuple[str, str], ColumnSource] = field(default_factory=dict)  # by (teacher, column)
+    columns: Mapping[tuple[str, str], RankColumns] = field(default_factory=dict)  # by (teacher, column)
+    offload: ModelOffload = field(default_factory=lambda: ModelOffload(()))  # all of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,14 +165,19 @@ class LearnerWorker:
         """Return the seconds that this rank has spent in scoring and training since its start."""
         return self.busy_seconds
 
-    def columns(self, name: tuple[str, str], batch: Batch, groups: Sequence[Group]) -> ColumnShard | None:
-        """Compute columns for this rank's groups; return None if it has no groups or another rank computes them."""
-        meshes = self.models.parallelism.meshes
-        group_range = split_groups(len(groups), meshes.data_rank, meshes.dims.data)
-        if group_range.is_empty or not meshes.is_leader:
-            return None
-        sub_batch, sub_groups = group_range.select(batch), groups[group_range.start : group_range.stop]
-        return ColumnShard(sub_batch.index, self.models.columns[name].columns(sub_batch.batch, sub_groups))
+    def columns(self, name: tuple[str, str], batch: Batch) -> list[ColumnShard]:
+        """Compute columns for this rank's micro-batches, as the teacher's own parallelism cuts them."""
+        with self._count_busy_seconds():
+            return [ColumnShard(index, columns) for index, columns in self.models.columns[name].columns_local(batch)]
+
+    # --- device memory ----------------------------------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        """Move the models of this rank to CPU memory."""
+        self.models.offload.offload()
+
+    def onload(self) -> None:
+        self.models.offload.onload()
 
     # --- weights ----------------------------------------------------------------------------------------------------------
 

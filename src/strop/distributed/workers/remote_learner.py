@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from strop.distributed.actor_group import ActorGroup
 from strop.distributed.base import Cluster
-from strop.distributed.workers.column_shards import ColumnShard, merge_columns
+from strop.distributed.workers.column_shards import merge_columns
 from strop.learner.base import WeightSource
 from strop.learner.client import LearnerClient
 from strop.learner.parallel.micro_batch import assemble_outputs, assemble_result
@@ -22,7 +21,7 @@ from strop.weight_sync.exporter import Fingerprints, SentAdapters, TransferConte
 class RankCaller:
     """Calls a learner, a scorer or a column source on every rank, and combines what the ranks return.
 
-    Batches and groups are passed by reference, so that each node reads them once.
+    Batches are passed by reference, so that each node reads them once.
     """
 
     name: str | tuple[str, str]  # of a learner or scorer; (teacher, column) of a column source
@@ -30,7 +29,8 @@ class RankCaller:
     cluster: Cluster
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        shared = [self.cluster.put(each) if isinstance(each, Batch | Sequence) else each for each in arguments]
+        sent = arguments[:1] if method == "columns" else arguments  # the groups of a batch stay with the driver
+        shared = [self.cluster.put(each) if isinstance(each, Batch) else each for each in sent]
         results = await self.group.call_all(method, self.name, *shared)
         match method, *arguments:
             case "score", Batch() as batch:
@@ -38,7 +38,7 @@ class RankCaller:
             case "forward_backward" | "evaluate_loss", Batch() as batch, _:
                 return assemble_result(results, len(batch.target))
             case "columns", Batch() as batch, _:
-                return merge_columns([shard for shard in results if isinstance(shard, ColumnShard)], len(batch.target))
+                return merge_columns([shard for shards in results for shard in shards], len(batch.target))
             case _:
                 return results[0]
 
@@ -73,6 +73,19 @@ class StagedLearner:
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
         caller = self.caller
         caller.group.call_all_sync("write_staged", caller.name, folder.resolve(), optimizer, urgent=True)
+
+
+@dataclass(frozen=True)
+class RemoteMemory:
+    """The device memory of all ranks, as ``LearnerMemory``."""
+
+    group: ActorGroup
+
+    async def offload(self) -> None:
+        await self.group.call_all("offload")
+
+    async def onload(self) -> None:
+        await self.group.call_all("onload")
 
 
 class RemoteExporter:

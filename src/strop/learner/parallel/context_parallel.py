@@ -60,7 +60,7 @@ class SampleSharding:
 
     def gather_outputs(self, outputs: OutputsT, size: int) -> OutputsT:
         columns: dict[str, Any] = {name: join_rows(value, self.sample)[:size] for name, value in tensor_fields(outputs)}
-        return replace(outputs, **columns)
+        return replace(outputs, **columns)  # type: ignore[type-var]
 
 
 class UlyssesPlan:

@@ -44,6 +44,11 @@ class DtensorConfig(BaseConfig):
     )
     lora_cfg: LoraConfig = subsection(LoraConfig)
 
+    @property
+    def ranks_of_one_copy(self) -> int:
+        """The least number of ranks that the sizes shard a model over."""
+        return max(self.tensor_parallel_size * self.context_parallel_size, self.expert_parallel_size)
+
     def warnings(self, key: str) -> Iterator[Problem]:
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             yield Problem(

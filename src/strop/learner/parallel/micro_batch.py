@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from strop.algorithms.base import Outputs
 from strop.data.splitting import SubBatch
 from strop.learner.base import BackwardResult
 from strop.metrics import Metrics
+
+OutputsT = TypeVar("OutputsT")  # a dataclass of tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,14 +60,17 @@ def assemble_outputs(results: Sequence[MicroBatchOutputs], size: int) -> Outputs
     return replace(first, **columns)
 
 
-def tensor_fields(outputs: Outputs) -> Iterator[tuple[str, Tensor]]:
+def tensor_fields(outputs: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensor fields of outputs by name, without those that are None."""
     for item in fields(outputs):
         if (value := getattr(outputs, item.name)) is not None:
             yield item.name, value
 
 
-def detach_to_cpu(outputs: Outputs) -> Outputs:
-    """Return outputs detached, in float32 on the CPU."""
-    columns: dict[str, Any] = {name: value.detach().float().cpu() for name, value in tensor_fields(outputs)}
-    return replace(outputs, **columns)
+def detach_to_cpu(outputs: OutputsT) -> OutputsT:
+    """Return outputs detached, in float32 on the CPU; integers keep their type."""
+    columns: dict[str, Any] = {
+        name: (value.detach().float() if value.is_floating_point() else value.detach()).cpu()
+        for name, value in tensor_fields(outputs)
+    }
+    return replace(outputs, **columns)  # type: ignore[type-var]

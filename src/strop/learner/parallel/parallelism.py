@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strop.algorithms.base import Outputs
-from strop.learner.parallel.micro_batch import MicroBatch
+from strop.learner.parallel.micro_batch import MicroBatch, OutputsT
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.sampling import Sampling
@@ -49,12 +49,20 @@ class Parallelism(Protocol):
         """Raises ValueError for optimizers that are not elementwise (Muon, Shampoo)."""
         ...
 
+    def weight_tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor that refers to the memory of this rank's weights."""
+        ...
+
     def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
         """Return this rank's micro-batches, equally many on every rank, and metrics of the split."""
         ...
 
     def outputs(self, batch: Batch, sampling: Sampling) -> Outputs:
         """Return the network's outputs for one micro-batch."""
+        ...
+
+    def run(self, compute: Callable[[], OutputsT]) -> OutputsT:
+        """Return ``compute()``, which reads one micro-batch with the network's weights: another kind of outputs."""
         ...
 
     def finish_passes(self) -> None:

@@ -24,7 +24,7 @@ from strop.data.balance import partition_batch
 from strop.data.splitting import select_rollouts
 from strop.learner.parallel import sharded_checkpoint
 from strop.learner.parallel.context_parallel import SampleSharding, check_heads
-from strop.learner.parallel.micro_batch import MicroBatch, tensor_fields
+from strop.learner.parallel.micro_batch import MicroBatch, OutputsT, tensor_fields
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.rank_zero_loading import any_rank, broadcast_weights, is_meta_model, to_meta
 from strop.learner.training_state import TrainingState
@@ -248,6 +248,13 @@ class Sharded:
                 "optimizer, or train on a single device"
             )
 
+    def weight_tensors(self) -> Iterator[Tensor]:
+        yield from self.network.model.parameters()
+        yield from self.local_parameters.values()
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                yield from _gathered_from(module)
+
     def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
         padded = not self.network.packed
         partition = partition_batch(batch, self.meshes.dims.data, token_budget, padded=padded, whole_groups=whole_groups)
@@ -260,16 +267,19 @@ class Sharded:
         return micro_batches, {"tokens_per_rank_max_over_mean": metrics.mean(partition.max_over_mean, 1)}
 
     def outputs(self, batch: Batch, sampling: Sampling) -> Outputs:
-        results: list[Outputs] = []
+        return self.run(lambda: self.network.outputs(batch, sampling))
 
-        def compute() -> list[Tensor]:
-            results.append(self.network.outputs(batch, sampling))
+    def run(self, compute: Callable[[], OutputsT]) -> OutputsT:
+        results: list[OutputsT] = []
+
+        def compute_tensors() -> list[Tensor]:
+            results.append(compute())
             return [tensor for _, tensor in tensor_fields(results[0])]
 
-        tensors = self.root(compute)
+        tensors = self.root(compute_tensors)
         names = (name for name, _ in tensor_fields(results[0]))
         columns: dict[str, Any] = dict(zip(names, tensors, strict=True))
-        return replace(results[0], **columns)
+        return replace(results[0], **columns)  # type: ignore[type-var]
 
     def hidden(self, batch: Batch) -> Tensor:
         """Return ``Network.hidden`` of a language model, for a value head on it."""
@@ -356,6 +366,14 @@ def dtensor_like(tensor: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+def _gathered_from(module: FSDPModule) -> Iterator[Tensor]:
+    """Yield the padded shards that FSDP gathers a module's parameters from; it has no public name for them."""
+    state: Any = module._get_fsdp_state()
+    for group in state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]:
+        for parameter in group.fsdp_params if group is not None else ():
+            yield parameter._sharded_param_data
 
 
 def _count_copies(parameter: DTensor) -> int:

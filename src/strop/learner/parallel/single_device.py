@@ -9,7 +9,7 @@ It also loads a checkpoint of several ranks (``strop.learner.parallel.sharded_ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from strop.algorithms.base import Outputs
 from strop.data.splitting import split_micro_batches
 from strop.learner.parallel import sharded_checkpoint
-from strop.learner.parallel.micro_batch import MicroBatch
+from strop.learner.parallel.micro_batch import MicroBatch, OutputsT
 from strop.learner.parallel.parallelism import NamedParameters, ParallelNetwork
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
@@ -47,6 +47,9 @@ class SingleDevice:
     def check_optimizer(self, optimizer: Optimizer, section: str) -> None:
         pass
 
+    def weight_tensors(self) -> Iterator[Tensor]:
+        yield from self.network.model.parameters()
+
     def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
         parts = split_micro_batches(batch, token_budget, padded=not self.network.packed, whole_groups=whole_groups)
         flags = (part.batch.zero_gradient for part in parts)
@@ -54,6 +57,9 @@ class SingleDevice:
 
     def outputs(self, batch: Batch, sampling: Sampling) -> Outputs:
         return self.network.outputs(batch, sampling)
+
+    def run(self, compute: Callable[[], OutputsT]) -> OutputsT:
+        return compute()
 
     def finish_passes(self) -> None:
         pass

@@ -29,6 +29,7 @@ from strop.learner.torch.optimizer import make_optimizer, make_scheduler
 from strop.learner.torch.optimizer_config import SchedulerConfig, ScheduleStageConfig
 from strop.learner.torch.schedule_unit import ScheduleUnit
 from strop.learner.torch.scorer import TrainableNetwork, score_local
+from strop.learner.torch.tensor_offload import TensorOffload
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
@@ -104,6 +105,15 @@ class TorchLearner:
             configured=Hyperparameters.of(self.optimizer, self.scheduler),
         )
         self._steps = 0
+        self.weight_offload = TensorOffload(self.parallelism.weight_tensors, network.device)
+        self.state_offload = TensorOffload(self._state_tensors, network.device)
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of training besides the weights: gradients, masters, the optimizer's state, the average."""
+        yield from self.state.tensors()
+        for parameter in (*self.model.parameters(), *self.parameters):
+            if parameter.grad is not None:
+                yield parameter.grad
 
     def score(self, batch: Batch) -> Outputs:
         return assemble_outputs([self.score_local(batch)], len(batch.target))
@@ -116,7 +126,8 @@ class TorchLearner:
 
     def score_local(self, batch: Batch) -> MicroBatchOutputs:
         """Score this rank's micro-batches: the full batch on a single device."""
-        return score_local(self.parallelism, batch, self.sampling, self.config.batching.logprob_mb_tokens)
+        with self.weight_offload.on_device():  # a canary asks while the learner is offloaded
+            return score_local(self.parallelism, batch, self.sampling, self.config.batching.logprob_mb_tokens)
 
     def forward_backward_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
         """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""

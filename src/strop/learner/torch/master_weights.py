@@ -44,6 +44,16 @@ class MasterWeights:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.named_parameters]
 
+    @property
+    def copies(self) -> list[nn.Parameter]:
+        """The float32 copies, without the module's own parameters."""
+        return [master for master, _ in self._low_precision.values()]
+
+    def release(self) -> None:
+        """Free the float32 copies of a learner that only evaluates, and cannot train any more."""
+        for master in self.copies:
+            master.data = master.new_empty(0)
+
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy the masters, rounded, into the module in place. Call it after each optimizer step."""

@@ -6,13 +6,15 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from strop.algorithms.base import Outputs
-from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, detach_to_cpu
+from strop.learner.parallel.micro_batch import MicroBatchOutputs, OutputsT, assemble_outputs, detach_to_cpu
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
 from strop.models.adapters import lora_layers
@@ -53,24 +55,30 @@ class NetworkScorer:
 
     def score_local(self, batch: Batch) -> MicroBatchOutputs:
         """Score this rank's micro-batches: with several ranks, a part of the result of ``score``."""
+        return MicroBatchOutputs(self.read_local(batch, lambda part: self.network.outputs(part, self.sampling)))
+
+    def read_local(self, batch: Batch, compute: Callable[[Batch], OutputsT]) -> tuple[tuple[Tensor, OutputsT], ...]:
+        """Return what ``compute`` returns for each of this rank's micro-batches, with its places [n] in the batch's N."""
         with self.context():
-            return score_local(self.parallelism or SingleDevice(self.network), batch, self.sampling, self.score_tokens)
+            return read_local(self.parallelism or SingleDevice(self.network), batch, self.score_tokens, compute)
+
+
+def score_local(parallelism: Parallelism, batch: Batch, sampling: Sampling, token_budget: int) -> MicroBatchOutputs:
+    """Score this rank's micro-batches of a batch."""
+    outputs = read_local(parallelism, batch, token_budget, lambda part: parallelism.network.outputs(part, sampling))
+    return MicroBatchOutputs(outputs)
 
 
 @torch.no_grad()
-def score_local(parallelism: Parallelism, batch: Batch, sampling: Sampling, token_budget: int) -> MicroBatchOutputs:
-    """Score this rank's micro-batches of a batch."""
+def read_local(
+    parallelism: Parallelism, batch: Batch, token_budget: int, compute: Callable[[Batch], OutputsT]
+) -> tuple[tuple[Tensor, OutputsT], ...]:
+    """Return what ``compute`` returns for each of this rank's micro-batches, with its places [n] in the batch's N; nothing if another
+    rank that reads the same micro-batches reports them."""
     micro_batches, _ = parallelism.split_batch(batch, token_budget)
-    results = [
-        (micro_batch, detach_to_cpu(parallelism.outputs(micro_batch.sub_batch.batch, sampling))) for micro_batch in micro_batches
-    ]
+    results = [(each, detach_to_cpu(parallelism.run(partial(compute, each.sub_batch.batch)))) for each in micro_batches]
     parallelism.finish_passes()
-    reported = (
-        (micro_batch.sub_batch.index, outputs)
-        for micro_batch, outputs in results
-        if parallelism.is_leader and not micro_batch.dummy
-    )
-    return MicroBatchOutputs(tuple(reported))
+    return tuple((each.sub_batch.index, outputs) for each, outputs in results if parallelism.is_leader and not each.dummy)
 
 
 def copy_frozen(network: Network) -> Network:

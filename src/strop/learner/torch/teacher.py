@@ -25,13 +25,16 @@ from strop.algorithms.base import CANDIDATES
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
 from strop.data.packing import pack
-from strop.data.splitting import select_rollouts, split_micro_batches
+from strop.data.splitting import select_rollouts
 from strop.learner.base import ColumnSource, Scorer, require_token_outputs
 from strop.learner.client import AsyncColumnSource
 from strop.learner.torch.scorer import NetworkScorer
+from strop.learner.torch.top_tokens import compute_top_tokens
 from strop.models.network import Network
-from strop.sampling import filtered_logits
 from strop.types import Batch, Group
+
+LocalColumns = tuple[Tensor, Mapping[str, Tensor]]
+"""Columns for some places [n] of a batch's N, which is what one rank computes."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,12 @@ class TeacherLogprobs:
     def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         return {TEACHER_LOGPROBS: require_token_outputs(self.teacher.score(batch)).logprobs}
 
+    def columns_local(self, batch: Batch) -> list[LocalColumns]:
+        """Return the column for this rank's micro-batches."""
+        assert isinstance(self.teacher, NetworkScorer)
+        results = self.teacher.score_local(batch).outputs
+        return [(index, {TEACHER_LOGPROBS: require_token_outputs(outputs).logprobs}) for index, outputs in results]
+
 
 @dataclass(frozen=True)
 class TeacherTopK:
@@ -53,30 +62,28 @@ class TeacherTopK:
     count: int
     vocabulary: int | None = None  # number of token ids that the student shares: see shared_vocabulary_size
 
-    @torch.no_grad()
     def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Raises ValueError if ``count`` exceeds the vocabulary."""
+        columns: dict[str, Tensor] = {
+            CANDIDATES: torch.zeros(len(batch.target), self.count, dtype=torch.int64),
+            TEACHER_CANDIDATES: torch.zeros(len(batch.target), self.count),
+        }
+        for index, part in self.columns_local(batch):
+            for name, column in part.items():
+                columns[name][index] = column
+        return columns
+
+    def columns_local(self, batch: Batch) -> list[LocalColumns]:
+        """Return the columns for this rank's micro-batches. Raises ValueError if ``count`` exceeds the vocabulary."""
         network = self.teacher.network
         assert isinstance(network, Network)
         size = network.head.weight.shape[0] if self.vocabulary is None else self.vocabulary
         if not 1 <= self.count <= size:
             raise ValueError(f"the {self.count} most likely of {size} tokens were requested; set topk_logits_k to at most {size}")
-        ids = torch.zeros(len(batch.target), self.count, dtype=torch.int64)
-        logprobs = torch.zeros(len(batch.target), self.count)
-        with self.teacher.context():
-            for part in split_micro_batches(batch, self.teacher.score_tokens, padded=not network.packed):
-                ids[part.index], logprobs[part.index] = self._top_k(network, part.batch, size)
-        return {CANDIDATES: ids, TEACHER_CANDIDATES: logprobs}
-
-    def _top_k(self, network: Network, batch: Batch, vocabulary: int) -> tuple[Tensor, Tensor]:
-        chunks = []
-        with network.autocast():
-            for rows in network.hidden(batch).split(network.chunk):  # one chunk of float32 logits at a time
-                logits = filtered_logits(network.head.compute_logits(rows), self.teacher.sampling)
-                best, indices = logits[:, :vocabulary].topk(self.count, dim=-1)
-                chunks.append((indices.cpu(), (best - logits.logsumexp(-1, keepdim=True)).float().cpu()))
-        ids, logprobs = zip(*chunks, strict=True)
-        return torch.cat(ids), torch.cat(logprobs)
+        parts = self.teacher.read_local(
+            batch, lambda part: compute_top_tokens(network, part, self.teacher.sampling, self.count, size)
+        )
+        return [(index, {CANDIDATES: top.ids, TEACHER_CANDIDATES: top.logprobs}) for index, top in parts]
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,18 +59,28 @@ class AveragedWeights:
         """Replace a module's trained parameters by the average, rounded to their dtype; restore them on exit.
 
         The swap is in place, so everything that shares the module sees it. An engine that keeps copies of the weights must refresh them on
-        entry and on exit.
+        entry and on exit. There is no second copy of the weights meanwhile: they are where the average was, or the masters have them.
         """
-        backup = [parameter.detach().clone() for _, parameter in named_parameters]
+        undo: list[Callable[[], object]] = []
         try:
             with torch.no_grad():
                 for name, parameter in named_parameters:
-                    parameter.copy_(self._average[name])
+                    undo.append(self._swap(name, parameter))
             yield
         finally:
             with torch.no_grad():
-                for (_, parameter), weight in zip(named_parameters, backup, strict=True):
-                    parameter.copy_(weight)
+                for restore in undo:
+                    restore()
+
+    def _swap(self, name: str, parameter: Tensor) -> Callable[[], object]:
+        """Replace a parameter by its average; return what restores both."""
+        average, source = self._average[name], self._source[name]
+        if parameter.dtype == average.dtype:
+            _exchange(parameter, average)
+            return partial(_exchange, parameter, average)
+        weight = parameter.clone() if source.dtype == parameter.dtype else source  # a weight is its master, rounded
+        parameter.copy_(average)
+        return partial(parameter.copy_, weight)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "average": dict(self._average)}
@@ -87,3 +98,10 @@ class AveragedWeights:
         self.steps = int(state["steps"])
         for name, average in self._average.items():
             average.copy_(saved[name])
+
+
+@torch.no_grad()
+def _exchange(left: Tensor, right: Tensor) -> None:
+    kept = left.clone()
+    left.copy_(right)
+    right.copy_(kept)

@@ -52,7 +52,7 @@ class FakeRanks:
     def _answer(self, method: str, rank: int) -> Any:
         index = torch.arange(rank, len(BATCH.target), 2)
         if method == "columns":
-            return ColumnShard(index, {"column": index.float()}) if rank else None
+            return [ColumnShard(index, {"column": index.float()})] if rank else []
         if method == "step":
             return {"rank": metrics.mean(float(rank), 1)}
         outputs = TokenOutputs(index.float(), torch.zeros(len(index)))
@@ -92,7 +92,7 @@ def test_columns_come_from_the_ranks_that_computed_some() -> None:
     client = ColumnClient(RankCaller(("teacher", "column"), ranks, ranks))
     found = asyncio.run(client.columns(BATCH, GROUPS))["column"]
     assert found.tolist() == [place if place % 2 else 0 for place in range(len(BATCH.target))]
-    assert all(isinstance(each, Reference) for each in ranks.calls[0][2:])
+    assert isinstance(ranks.calls[0][2], Reference) and arguments_of(ranks.calls[0]) == ["columns", ("teacher", "column"), BATCH]
 
 
 def test_a_checkpoint_is_written_by_every_rank_at_once_or_from_a_staged_copy(tmp_path: Path) -> None:

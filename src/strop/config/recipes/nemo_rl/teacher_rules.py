@@ -19,7 +19,6 @@ WHY_UNUSED = {
     "sequence_packing*": CUTS,
     "make_sequence_length_divisible_by": "rows are packed without padding",
     "max_total_sequence_length": "the teacher reads the student's rollouts whole",
-    "dtensor_cfg*": ONLY_SCORES,
     "megatron_cfg*": ONLY_SCORES,
 }
 TEACHER_RULES: tuple[Rule, ...] = (

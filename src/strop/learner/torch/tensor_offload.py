@@ -1,0 +1,117 @@
+"""Move tensors between a device and CPU memory in place: parameters stay the same objects, and tensors that share memory still do.
+
+A learner leaves the GPU this way while an engine samples there (``policy.offload``). Offloaded tensors can be read, so weights are
+published and checkpoints are written from CPU memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class TensorOffload:
+    """Offloads the tensors that ``find`` returns. CPU memory is pinned, and kept for the next time."""
+
+    def __init__(self, find: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
+        """``find`` must return every tensor that refers to the memory to free. Tensors on other devices than ``device`` stay where they
+        are. On a CPU the tensors move to other CPU memory."""
+        self._find = find
+        self.device = device
+        self._offloaded: list[list[Tensor]] = []  # tensors by the memory that they share
+        self._free: dict[int, list[Tensor]] = {}  # unused CPU memory by its size in bytes
+
+    def offload(self) -> None:
+        """Move the tensors to CPU memory. Does nothing if they are there already."""
+        if self._offloaded:
+            return
+        self._offloaded = self._group_by_memory()
+        for tensors in self._offloaded:
+            size = tensors[0].untyped_storage().nbytes()
+            pool = self._free.get(size)
+            _move(tensors, pool.pop() if pool else torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type != "cpu"))
+        self._wait_for_copies()
+
+    def onload(self) -> None:
+        """Move the tensors back to the device. Does nothing if they are there already."""
+        used = [_bytes_of(tensors[0]) for tensors in self._offloaded]
+        for tensors, memory in zip(self._offloaded, used, strict=True):
+            _move(tensors, torch.empty_like(memory, device=self.device, pin_memory=False))
+        self._wait_for_copies()
+        self._offloaded = []
+        for memory in used:
+            self._free.setdefault(len(memory), []).append(memory)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Have the tensors on the device inside the context."""
+        offloaded = bool(self._offloaded)
+        self.onload()
+        try:
+            yield
+        finally:
+            if offloaded:
+                self.offload()
+
+    def _group_by_memory(self) -> list[list[Tensor]]:
+        groups: dict[int, list[Tensor]] = {}
+        for found in self._find():
+            for tensor in _plain_tensors(found):
+                if tensor.device.type == self.device.type and tensor.dim() and tensor.untyped_storage().nbytes():
+                    groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        return list(groups.values())
+
+    def _wait_for_copies(self) -> None:
+        if self._offloaded and self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize(self.device)
+
+
+class ModelOffload:
+    """The models of a process that leave its device together: learners, a reference, teachers."""
+
+    def __init__(self, parts: Sequence[TensorOffload]) -> None:
+        self.parts = parts
+
+    def offload(self) -> None:
+        """Move the models to CPU memory, and return what they occupied on the device to other processes."""
+        for part in self.parts:
+            part.offload()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        for part in self.parts:
+            part.onload()
+
+
+@torch.no_grad()
+def _move(tensors: Sequence[Tensor], memory: Tensor) -> None:
+    """Make tensors that share their memory refer to ``memory``, with the same content."""
+    memory.copy_(_bytes_of(tensors[0]), non_blocking=True)
+    storage = memory.untyped_storage()
+    for tensor in tensors:
+        view = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+        tensor.data = view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload, no-any-return]
+
+
+def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor and what it is a view of, or the tensors inside one that wraps others: shards (DTensor), quantized optimizer
+    state."""
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        if tensor._base is not None:
+            yield tensor._base
+        return
+    for name in flatten()[0]:
+        if isinstance(inner := getattr(tensor, name), Tensor):
+            yield from _plain_tensors(inner)
