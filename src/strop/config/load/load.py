@@ -68,7 +68,9 @@ def load_config(
     """
     source = ConfigSource() if path is None else read_config_file(Path(path))
     refuse_other_kind(source, path, root)
-    return load_source(source.overlay(ConfigSource.from_python(values or {})), overrides, root=root, check=check, has_gpus=has_gpus)
+    return load_source(
+        source.overlay(ConfigSource.from_python(values or {})), overrides, root=root, check=check, has_gpus=has_gpus
+    )
 
 
 def load_source(
