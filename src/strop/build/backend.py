@@ -99,7 +99,7 @@ class LocalBackend:
 
     async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
         assert isinstance(self.config, RolloutRunConfig)
-        on_cpu, shares_module = self.policy.network.device.type == "cpu", self.config.policy.generation.backend != "vllm"
+        on_cpu, shares_module = self.policy.network.device.type == "cpu", not self.config.policy.generation.uses_vllm
         memory: MemoryClient | None = None
         if offloads_learner(self.config, on_cpu=on_cpu, shares_module=shares_module):
             offload = make_offload(self.learners, self._scoring, keep_weights=("policy",) if shares_module else ())

@@ -208,7 +208,7 @@ def warn_unused_recomputation(config: RolloutRunConfig) -> Problems:
 
 
 def warn_unused_offload(config: RolloutRunConfig) -> Problems:
-    alternates = config.rollout_training.max_staleness == 0 or config.policy.generation.backend != "vllm"
+    alternates = config.rollout_training.max_staleness == 0 or not config.policy.generation.uses_vllm
     if config.policy.offload is True and config.policy.generation.colocated.enabled and not alternates:
         yield Problem("policy.offload", "it has no effect: asynchronous training samples while the learner trains")
 
