@@ -26,7 +26,7 @@ READS = {  # NeMo-RL's name -> the options that it reads
 
 def translate_estimator(recipe: Recipe) -> None:
     """Set the advantage and its options to what NeMo-RL's estimator computes."""
-    if not recipe.is_own_key("grpo"):
+    if not (recipe.is_own_key("grpo") and recipe.is_set(SECTION)):
         return
     options = [name for name in OPTIONS if recipe.is_set(f"{SECTION}.{name}")]
     name = recipe.value(f"{SECTION}.name", "grpo" if options else None)
@@ -109,7 +109,7 @@ def _written(value: Any) -> str:
 def refuse_estimator_without_critic(recipe: Recipe) -> None:
     """NeMo-RL's ppo can leave its critic out, which is another kind of run here."""
     key = "ppo.adv_estimator.name"
-    if recipe.is_own_key(key) and recipe.value(key) == "raw_reward":
+    if recipe.is_own_key(key) and recipe.is_set(key) and recipe.value(key) == "raw_reward":
         recipe.refuse(
             key,
             "found 'raw_reward', which has no critic, and strop ppo trains one",

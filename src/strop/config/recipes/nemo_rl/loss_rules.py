@@ -11,7 +11,8 @@ CLIPS = ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c")
 
 def drop_clips_without_ratio(recipe: Recipe) -> None:
     """Drop what REINFORCE has no use for: it has no ratio to clip or to set to 1."""
-    if not recipe.value("loss_fn.disable_ppo_ratio", False):
+    key = "loss_fn.disable_ppo_ratio"
+    if not (recipe.is_set(key) and recipe.value(key)):
         return
     for name in CLIPS:
         if recipe.is_set(f"loss_fn.{name}"):
@@ -23,9 +24,11 @@ def drop_clips_without_ratio(recipe: Recipe) -> None:
 def translate_kl_place(recipe: Recipe) -> None:
     """Put the KL term where the estimator of the recipe reads it."""
     key = "loss_fn.use_kl_in_reward"
-    name = recipe.value("grpo.adv_estimator.name")
-    if not (recipe.is_own_key("grpo") and recipe.value(key, False) and recipe.value("loss_fn.reference_policy_kl_penalty", 0)):
+    if not (recipe.is_own_key("grpo") and recipe.is_set(key) and recipe.value(key)):
         return
+    if not recipe.value("loss_fn.reference_policy_kl_penalty", 0):
+        return
+    name = recipe.value("grpo.adv_estimator.name")
     if name == "reinforce_plus_plus":
         recipe.set("algorithm.kl.place", "token_credit", because=key)
         recipe.note(key, Effect.RENAMED, "algorithm.kl.place=token_credit here")
@@ -38,9 +41,10 @@ def translate_kl_place(recipe: Recipe) -> None:
 def translate_kl_gradient(recipe: Recipe) -> None:
     """NeMo-RL's KL term has the gradient through the sampling probability also without an importance weight."""
     key = "loss_fn.use_on_policy_kl_approximation"
-    own = recipe.is_own_key("loss_fn.reference_policy_kl_penalty") and recipe.value("loss_fn.reference_policy_kl_penalty", 0)
-    in_loss = own and not recipe.value("loss_fn.use_kl_in_reward", False)
-    if in_loss and recipe.is_set(key) and recipe.value(key) is False and not recipe.is_set("algorithm.kl.score_gradient"):
+    if not (recipe.is_own_key(key) and recipe.is_set(key) and recipe.value(key) is False):
+        return
+    in_loss = recipe.value("loss_fn.reference_policy_kl_penalty", 0) and not recipe.value("loss_fn.use_kl_in_reward", False)
+    if in_loss and not recipe.is_set("algorithm.kl.score_gradient"):
         recipe.set("algorithm.kl.score_gradient", True, because=key)
         recipe.note(key, Effect.RENAMED, "algorithm.kl.score_gradient=true here")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Refused, Rule, Unused, is_switched_off
+from strop.config.source.yaml_source import get_at
 
 SECTIONS = ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
 UNTIL_FULL = "with dynamic sampling, groups are sampled until the batch is full"
@@ -78,10 +79,10 @@ def translate_shaping(recipe: Recipe) -> None:
     """In NeMo-RL the factor of truncated rollouts replaces the punishment of long ones."""
     for section in ("grpo", "ppo", "distillation"):
         shaping = f"{section}.reward_shaping"
-        replaced = recipe.value(f"{shaping}.enabled") and recipe.value(f"{shaping}.stop_properly_penalty_coef") is not None
-        penalty = f"{shaping}.overlong_buffer_penalty"
-        if replaced and recipe.is_own_key(shaping) and recipe.value(penalty, 0) != 0:
-            factor = f"{shaping}.stop_properly_penalty_coef"
+        factor, penalty = f"{shaping}.stop_properly_penalty_coef", f"{shaping}.overlong_buffer_penalty"
+        if not (recipe.is_own_key(shaping) and recipe.is_set(factor) and recipe.value(f"{shaping}.enabled")):
+            continue
+        if recipe.value(factor) is not None and recipe.value(penalty, 0) != 0:
             recipe.set(penalty, 0.0, because=penalty if recipe.is_set(penalty) else factor)
             recipe.note(factor, Effect.RENAMED, f"{penalty}=0 here: this factor replaces the punishment of long rollouts")
 
@@ -105,9 +106,10 @@ def translate_best_of(recipe: Recipe) -> None:
 
 def refuse_message_penalties(recipe: Recipe) -> None:
     """Refuse penalties on messages that only NeMo-Gym marks, once; a recipe of NeMo-Gym's is refused for that."""
-    gym = recipe.value("env.should_use_nemo_gym", False)
+    keys = [key for pattern in GYM_MESSAGES for key in recipe.find(pattern)]
+    gym = bool(keys) and recipe.value("env.should_use_nemo_gym", False)
     refused = False
-    for key in [key for pattern in GYM_MESSAGES for key in recipe.find(pattern)]:
+    for key in keys:
         if is_switched_off(recipe.value(key)):
             recipe.unused(key, "it is switched off")
         elif gym:
@@ -124,7 +126,9 @@ def refuse_message_penalties(recipe: Recipe) -> None:
 
 
 def _is_below(recipe: Recipe, key: str, bound: int) -> bool:
-    value = recipe.value(key) if recipe.is_set(key) else None
+    value = get_at(recipe.source.values, tuple(key.split("."))) if recipe.is_set(key) else None
+    if isinstance(value, str):
+        value = recipe.value(key)
     return isinstance(value, int) and not isinstance(value, bool) and value < bound
 
 
