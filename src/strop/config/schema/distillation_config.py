@@ -104,12 +104,10 @@ class TeacherConfig(BaseConfig):
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_hosts(key)
         yield from self._check_demonstration(key)
-        if not self.dtensor_cfg.enabled:
-            yield Problem(
-                f"{key}.dtensor_cfg.enabled", "found false, but the teacher runs on the torch backend alone", "Set it to true."
-            )
 
     def warnings(self, key: str) -> Iterator[Problem]:
+        if not self.dtensor_cfg.enabled:
+            yield Problem(f"{key}.dtensor_cfg.enabled", "it has no effect: a teacher runs on the torch backend")
         for name, used in (
             ("activation_checkpointing", self.dtensor_cfg.activation_checkpointing),
             ("lora_cfg.enabled", self.dtensor_cfg.lora_cfg.enabled),
