@@ -58,11 +58,12 @@ def test_what_backend_auto_stands_for_is_decided_by_the_cluster_and_not_by_the_m
     from strop.build.cluster import cluster_check
     from strop.distributed import survey
 
+    found: list[Any] = []
     asked: list[RunNeeds] = []
 
     @asynccontextmanager
     async def connect(*_: Any, **__: Any) -> AsyncIterator[Any]:
-        yield SimpleNamespace(on_cpu=has_cpus, cluster=SimpleNamespace(started_here=False))
+        yield found[-1]
 
     async def survey_cluster(connected: Any, needs: RunNeeds) -> None:
         asked.append(needs)
@@ -74,7 +75,8 @@ def test_what_backend_auto_stands_for_is_decided_by_the_cluster_and_not_by_the_m
     monkeypatch.setattr(cluster_check, "format_survey", lambda survey: [])
     monkeypatch.setattr(cluster_check, "find_problems", lambda survey: [])
     words = ["cluster.backend=ray", "cluster.gpus_per_node=4", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
-    for has_cpus, engines in ((False, "2 engines of 2 devices"), (True, "1 engine of 1 device")):
+    for on_cpu, engines in ((False, "2 engines of 2 devices"), (True, "1 engine of 1 device")):
+        found.append(SimpleNamespace(on_cpu=on_cpu, cluster=SimpleNamespace(started_here=False)))
         assert cli.main(["cluster", "check", *words]) == 0
         assert engines in capsys.readouterr().out
     assert ["vllm" in needs.packages for needs in asked] == [True, False]
