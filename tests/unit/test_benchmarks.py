@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -234,3 +236,15 @@ def test_both_sides_get_the_same_prompts_in_the_same_order(bench: Any, tmp_path:
 def test_what_cannot_be_measured_is_refused(bench: Any, arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         bench.parse(arguments)
+
+
+@pytest.mark.exhaustive
+def test_the_benchmark_for_the_first_gpu_measures_every_part_on_a_cpu(tmp_path: Path) -> None:
+    """With the sizes of a toy: it has not been run on a GPU."""
+    found = tmp_path / "found.json"
+    command = [sys.executable, str(FOLDER / "gpu" / "first_gpu.py"), "--device", "cpu", "--size", "tiny", "--steps", "1"]
+    done = subprocess.run([*command, "--skip-tests", "--json", str(found)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(found.read_text())["rows"]
+    assert len(rows) == 9 and all(row["seconds"] > 0 and row["peak_memory"] > 0 for row in rows)
+    assert done.stdout.count("\n| ") == 10 and "policy_training" in done.stdout

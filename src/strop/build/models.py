@@ -100,7 +100,15 @@ class LocalLoader:
         return make(model)
 
 
+class HostLoader(LocalLoader):
+    """Loads the whole model in CPU memory: a device need not hold it in float32 where its weights are rounded."""
+
+    def load_model(self, load: Callable[..., Any], device: torch.device) -> Any:
+        return load(device="cpu")
+
+
 LOCAL_LOADER = LocalLoader()
+HOST_LOADER = HostLoader()
 
 
 def load_policy(config: ModelConfig, seed: int = 0, loader: ModelLoader = LOCAL_LOADER) -> LoadedPolicy:

@@ -11,7 +11,7 @@ from strop.algorithms.base import Algorithm
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
 from strop.base_config import validate_section
-from strop.build.models import LOCAL_LOADER, LoadedPolicy, ModelLoader, load_policy
+from strop.build.models import HOST_LOADER, LoadedPolicy, ModelLoader, load_policy, resolve_device
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.learner.base import ColumnSource
@@ -109,11 +109,12 @@ def load_teacher(
 
 
 def load_teacher_network(
-    key: str, config: DistillationRunConfig, student: StudentInfo, loader: ModelLoader = LOCAL_LOADER
+    key: str, config: DistillationRunConfig, student: StudentInfo, loader: ModelLoader = HOST_LOADER
 ) -> LoadedTeacher:
-    """Load a teacher's frozen network. Raises ModelNotFound, and ValueError if its vocabulary is not the student's."""
+    """Load a teacher's frozen network, with weights of its ``weights_dtype`` alone on its device. Raises ModelNotFound, and ValueError if
+    its vocabulary is not the student's."""
     teacher = config.all_teachers[key]
-    model = {name: getattr(teacher, name) for name in ("model_name", "tokenizer", "device", "precision")}
+    model = {name: getattr(teacher, name) for name in ("model_name", "tokenizer", "device", "precision", "weights_dtype")}
     try:
         teacher_policy = load_policy(validate_section(ModelConfig, model), loader=loader)
     except ModelNotFound as error:
@@ -123,6 +124,9 @@ def load_teacher_network(
         student.vocab_size, get_student_info(teacher_policy).vocab_size, (student.tokenizer, teacher_policy.tokenizer)
     )
     network.model.requires_grad_(False)
+    if loader is HOST_LOADER:
+        network.device = resolve_device(teacher.device)
+        network.model.to(network.device)
     return LoadedTeacher(network, vocab_size)
 
 

@@ -96,11 +96,7 @@ class ModelConfig(BaseConfig):
     @field_validator("weights_dtype")
     @classmethod
     def _check_weights_dtype(cls, weights_dtype: str, values: ValidationInfo) -> str:
-        if weights_dtype == "bfloat16" and values.data.get("precision") == "float32":
-            raise ValueError(
-                "with bfloat16 weights nothing is computed in float32; set precision=bfloat16, or weights_dtype=float32"
-            )
-        return weights_dtype
+        return check_weights_dtype(weights_dtype, values)
 
     def errors(self, key: str) -> Iterator[Problem]:
         if not self.dtensor_cfg.enabled:
@@ -109,3 +105,10 @@ class ModelConfig(BaseConfig):
                 f"found false, and {key}.megatron_cfg.enabled is false too, which leaves no learner",
                 f"Set {key}.dtensor_cfg.enabled=true.",
             )
+
+
+def check_weights_dtype(weights_dtype: str, values: ValidationInfo) -> str:
+    """Check the weights of a section against its ``precision``. Raises ValueError."""
+    if weights_dtype == "bfloat16" and values.data.get("precision") == "float32":
+        raise ValueError("with bfloat16 weights nothing is computed in float32; set precision=bfloat16, or weights_dtype=float32")
+    return weights_dtype

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from strop import cli
 from strop.cli.output import INTERRUPTED
+from strop.distributed.preflight import RunNeeds
 from strop.distributed.ray import is_process_alive
 
 
@@ -46,6 +49,37 @@ def test_an_address_where_nobody_answers_is_a_problem_without_a_traceback(room: 
     assert cli.main(["cluster", "check", "cluster.address=127.0.0.1:1"]) == 1
     error = capsys.readouterr().err
     assert "no Ray cluster answers at 127.0.0.1:1" in error and "ray start --head" in error and "Traceback" not in error
+
+
+def test_what_backend_auto_stands_for_is_decided_by_the_cluster_and_not_by_the_machine_of_the_check(
+    room: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from strop import gpus, packages
+    from strop.build.cluster import cluster_check
+    from strop.distributed import survey
+
+    found: list[Any] = []
+    asked: list[RunNeeds] = []
+
+    @asynccontextmanager
+    async def connect(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield found[-1]
+
+    async def survey_cluster(connected: Any, needs: RunNeeds) -> None:
+        asked.append(needs)
+
+    monkeypatch.setattr(gpus, "has_gpu", lambda: False)
+    monkeypatch.setattr(packages, "is_installed", lambda name: True)
+    monkeypatch.setattr(survey, "connect_to_inspect", connect)
+    monkeypatch.setattr(survey, "survey_cluster", survey_cluster)
+    monkeypatch.setattr(cluster_check, "format_survey", lambda survey: [])
+    monkeypatch.setattr(cluster_check, "find_problems", lambda survey: [])
+    words = ["cluster.backend=ray", "cluster.gpus_per_node=4", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
+    for on_cpu, engines in ((False, "2 engines of 2 devices"), (True, "1 engine of 1 device")):
+        found.append(SimpleNamespace(on_cpu=on_cpu, cluster=SimpleNamespace(started_here=False)))
+        assert cli.main(["cluster", "check", *words]) == 0
+        assert engines in capsys.readouterr().out
+    assert ["vllm" in needs.packages for needs in asked] == [True, False]
 
 
 @pytest.fixture(scope="module")

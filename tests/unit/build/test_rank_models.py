@@ -16,6 +16,7 @@ from loop.tiny import build_tiny
 from strop.algorithms.base import CANDIDATES
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
+from strop.build import teachers
 from strop.build.algorithm.run_algorithm import make_run_algorithm
 from strop.build.cluster.worker_builders import build_rank_models, load_rank_policy
 from strop.build.models import load_policy
@@ -24,6 +25,7 @@ from strop.config import TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS, DistillationRunConfig
 from strop.distributed.workers.column_shards import ColumnShard, merge_columns
 from strop.learner.parallel.parallel_dims import to_local
+from strop.problems import ConfigError
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.rollouts import pack_for, simple_groups
@@ -85,6 +87,7 @@ LAYOUTS = {
     "other layers": ("teacher.dtensor_cfg.tensor_parallel_size=2",),
     "other tokens": ("teacher.dtensor_cfg.context_parallel_size=2", SAMPLED),
     "the student's layers": ("policy.dtensor_cfg.tensor_parallel_size=2", SAMPLED),
+    "rounded weights": ("teacher.precision=bfloat16", SAMPLED),
 }
 
 
@@ -98,8 +101,40 @@ def test_a_teacher_is_divided_as_its_section_says_and_its_columns_are_those_of_a
         found = merge_columns([shard for rank in ranks for shard in rank[number][0]], len(batch_of(config).target))
         assert found.keys() == wanted.keys()
         for name, column in wanted.items():
-            assert torch.equal(found[name], column) if name == CANDIDATES else torch.allclose(found[name], column, atol=2e-6)
+            atol = 2e-6 if config.teacher.precision == "float32" else 1e-2
+            assert torch.equal(found[name], column) if name == CANDIDATES else torch.allclose(found[name], column, atol=atol)
         assert [rank[number][1] / whole for rank in ranks] == pytest.approx([0.5, 0.5], rel=0.01)
+
+
+def test_a_teacher_s_weights_have_its_precision_and_only_then_reach_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_tiny(tmp_path / "model")
+    single = ("cluster.backend=local", "cluster.gpus_per_node=1", SAMPLED)
+    whole, rounded, cast = (
+        distillation(model, model, *single, *more)
+        for more in ((), ("teacher.precision=bfloat16",), ("teacher.precision=bfloat16", "teacher.weights_dtype=float32"))
+    )
+    columns, held = zip(*(whole_teacher(config) for config in (whole, rounded, cast)), strict=True)
+    assert [size / held[0] for size in held] == [1, 0.5, 1]
+    error = [(column[TEACHER_LOGPROBS] - columns[0][TEACHER_LOGPROBS]).abs().max() for column in columns]
+    assert error[0] == 0 and 0 < error[1] < 0.05 and 0 < error[2] < 0.05
+    with pytest.raises(ConfigError, match=r"teacher\.weights_dtype: .*nothing is computed in float32"):
+        distillation(model, model, "teacher.weights_dtype=bfloat16")
+
+    moved: list[torch.dtype] = []
+    move = nn.Module.to
+
+    def record(module: nn.Module, *target: Any, **more: Any) -> nn.Module:
+        if target == (torch.device("meta"),):
+            moved.append(next(module.parameters()).dtype)
+        return move(module, *target, **more)
+
+    monkeypatch.setattr(teachers, "resolve_device", lambda name: torch.device("meta"))
+    monkeypatch.setattr(nn.Module, "to", record)
+    student = get_student_info(load_policy(rounded.policy))
+    assert teachers.load_teacher_network("teacher", rounded, student).network.device.type == "meta"
+    assert moved == [torch.bfloat16]
 
 
 def scorers_on_rank(rank: int, configs: list[TrainingRunConfig]) -> list[tuple[list[str], float]]:

@@ -112,6 +112,22 @@ def test_a_reward_model_keeps_what_changes_its_scores() -> None:
     options = {"model_name": "rm", "precision": "bfloat16", "batch_size": 4, "max_length": 2048}
     assert loaded.config.env["reward_model"].options == options
     assert "its own chat template" in differences(loaded, Effect.CHANGED)["env.reward_model"]
+    assert "gives it one of its own" in differences(loaded, Effect.UNUSED)["env.reward_model.resources"]
+
+
+def test_a_translated_reward_model_is_not_translated_again() -> None:
+    own = "{model_name: rm, precision: bfloat16, batch_size: 4, max_length: 2048}"
+    loaded = load("grpo", "data.default.env_name=reward_model", f"env.reward_model={own}")
+    assert not [difference for difference in loaded.differences if "reward_model" in difference.key]
+
+
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "context_parallel_size"])
+def test_a_reward_model_that_is_divided_is_refused_at_the_size(size: str) -> None:
+    section = f"{{model_name: rm, precision: bfloat16, batch_size: 4, dtensor_cfg: {{enabled: true, {size}: 4}}}}"
+    with pytest.raises(ConfigError) as caught:
+        load("grpo", "data.default.env_name=reward_model", f"env.reward_model={section}")
+    (problem,) = caught.value.problems
+    assert problem.key == f"env.reward_model.dtensor_cfg.{size}" and "whole on one device" in problem.message
 
 
 # --- data sets -------------------------------------------------------------------------------------------------------------

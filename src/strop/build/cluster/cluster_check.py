@@ -12,6 +12,7 @@ from strop.build.cluster.cluster_run import compute_reserved_cpus, runs_on_cpu
 from strop.build.cluster.device_plan import format_device_rows, format_placement
 from strop.config import TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
+from strop.config.load.auto_backend import resolve_auto_backend
 from strop.config.load.load import PLACEHOLDER_MODEL
 from strop.config.schema.run_config import DistillationRunConfig, list_trained_models
 from strop.distributed.node_probe import PACKAGES
@@ -31,16 +32,10 @@ async def _check(config: TrainingRunConfig) -> int:
     try:
         from strop.distributed.survey import connect_to_inspect, survey_cluster
 
-        needs = RunNeeds(
-            devices=cluster.gpus_per_node,
-            packages=_required_packages(config),
-            models=_model_names(config),
-            folder_keys=_shared_folders(config),
-            environment=cluster.roles.learner.env_vars,
-        )
         cpus = compute_reserved_cpus(config)
         async with connect_to_inspect(cluster, on_cpu=runs_on_cpu(config), cpus_per_node=cpus) as connected:
-            survey = await survey_cluster(connected, needs)
+            config = resolve_auto_backend(config, has_gpus=not connected.on_cpu)  # the driver's machine may have none
+            survey = await survey_cluster(connected, _list_needs(config))
     except (ConnectionError, PlacementError, ImportError, RuntimeError) as error:
         print(f"problem  {error}", file=sys.stderr)
         return 1
@@ -48,6 +43,16 @@ async def _check(config: TrainingRunConfig) -> int:
         print("No Ray cluster is running: one was started on this machine for the check, as a run would do.\n")
     print(*format_survey(survey), sep="\n")
     return _print_findings([*find_problems(survey), *_check_layout(config, on_cpu=connected.on_cpu)])
+
+
+def _list_needs(config: TrainingRunConfig) -> RunNeeds:
+    return RunNeeds(
+        devices=config.cluster.gpus_per_node,
+        packages=_required_packages(config),
+        models=_model_names(config),
+        folder_keys=_shared_folders(config),
+        environment=config.cluster.roles.learner.env_vars,
+    )
 
 
 def _required_packages(config: TrainingRunConfig) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from strop.build.models import (
 )
 from strop.build.teachers import find_scorer, find_teacher_columns, get_student_info, load_teacher_network, make_teacher_sources
 from strop.config import TrainingRunConfig
+from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, PpoRunConfig
 from strop.distributed.workers.learner_worker import RankColumns, RankModels
@@ -113,7 +114,7 @@ def _parallelize_as(
     )
 
 
-def _sharded_dtype(config: ModelConfig) -> torch.dtype | None:
+def _sharded_dtype(config: ModelConfig | TeacherConfig) -> torch.dtype | None:
     return torch.bfloat16 if config.weights_dtype == "bfloat16" else None
 
 
@@ -149,7 +150,9 @@ def _load_rank_teachers(
             continue
         loaded = load_teacher_network(key, config, get_student_info(policy), RankZeroLoader())
         try:
-            parallelism = _parallelize_as(loaded.network, teacher.dtensor_cfg, None, device, world, cpu_offload=teacher.offload)
+            parallelism = _parallelize_as(
+                loaded.network, teacher.dtensor_cfg, _sharded_dtype(teacher), device, world, cpu_offload=teacher.offload
+            )
         except ValueError as error:
             raise ValueError(f"{key}.dtensor_cfg: {error}") from error
         columns = find_teacher_columns(config, algorithm)

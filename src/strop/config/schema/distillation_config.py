@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from strop.base_config import BaseConfig, Device, Precision, follows, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
+from strop.learner.model_config import check_weights_dtype
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.models.tokenizer_config import TokenizerConfig
 from strop.problems import Problem
@@ -72,6 +73,11 @@ class TeacherConfig(BaseConfig):
     tokenizer: TeacherTokenizerConfig = subsection(TeacherTokenizerConfig)
     device: Device = follows("..policy.device", standalone="auto", description="As policy.device.")
     precision: Precision = follows("..policy.precision", standalone="bfloat16", description="bfloat16 or float32.")
+    weights_dtype: Precision = follows(
+        ".precision",
+        standalone="bfloat16",
+        description="Data type of its weights. float32 with precision bfloat16 rounds them in each forward pass, for twice the memory.",
+    )
     logprob_mb_tokens: int = follows(
         "..policy.sequence_packing.logprob_mb_tokens",
         standalone=2048,
@@ -100,6 +106,11 @@ class TeacherConfig(BaseConfig):
         description="With model_name self: the policy before training (initial), as it is (current), or its moving average "
         "(ema, with policy.ema).",
     )
+
+    @field_validator("weights_dtype")
+    @classmethod
+    def _check_weights_dtype(cls, weights_dtype: str, values: ValidationInfo) -> str:
+        return check_weights_dtype(weights_dtype, values)
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_hosts(key)

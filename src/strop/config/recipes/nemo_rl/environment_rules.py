@@ -20,11 +20,16 @@ MISSING_ENVIRONMENTS = {
     "code_jaccard": "rewards for overlap with a reference program are not built in",
     "sliding_puzzle_game": "its game is not built in",
 }
-# A reward model is loaded whole and only scores: how NeMo-RL divides, batches and trains it changes none of its scores.
-REWARD_MODEL_LAYOUT = (
-    *("resources", "dtensor_cfg", "megatron_cfg", "dynamic_batching", "sequence_packing", "max_grad_norm", "num_workers"),
-    *("offload_optimizer_for_logprob", "make_sequence_length_divisible_by", "processor", "logprob_batch_size", "generation"),
-)
+# How NeMo-RL places, batches and trains a reward model changes none of its scores.
+ONLY_SCORES = "the reward model is loaded whole and only scores"
+REWARD_MODEL_LAYOUT = {
+    "resources": "the reward model is whole in the driver's process, on its first GPU; cluster.environment_hosts=1 with "
+    "cluster.roles.environment.num_gpus=1 gives it one of its own",
+    **dict.fromkeys(("dtensor_cfg", "megatron_cfg", "dynamic_batching", "sequence_packing", "max_grad_norm"), ONLY_SCORES),
+    **dict.fromkeys(("num_workers", "offload_optimizer_for_logprob", "make_sequence_length_divisible_by"), ONLY_SCORES),
+    **dict.fromkeys(("processor", "logprob_batch_size", "generation"), ONLY_SCORES),
+}
+REWARD_MODEL_KEYS = {*REWARD_MODEL_LAYOUT, "tokenizer", "max_model_len", "reward_model_cfg", "checkpoint_path"}  # NeMo-RL's alone
 
 
 def translate_environments(recipe: Recipe) -> None:
@@ -85,8 +90,11 @@ def _translate_math_multi_reward(recipe: Recipe, key: str, options: Mapping[str,
 
 
 def _translate_reward_model(recipe: Recipe, key: str, options: Mapping[str, Any]) -> None:
-    for name in REWARD_MODEL_LAYOUT:
-        _drop(recipe, f"{key}.{name}", "the reward model is loaded whole and only scores")
+    if not REWARD_MODEL_KEYS & options.keys():
+        return  # Strop's own keys
+    _refuse_divided_reward_model(recipe, f"{key}.dtensor_cfg", options.get("dtensor_cfg"))
+    for name, why in REWARD_MODEL_LAYOUT.items():
+        _drop(recipe, f"{key}.{name}", why)
     if isinstance(tokenizer := options.get("tokenizer"), Mapping):
         template = tokenizer.get("chat_template")
         if template not in (None, "default"):
@@ -116,6 +124,19 @@ def _translate_reward_model(recipe: Recipe, key: str, options: Mapping[str, Any]
         "the reward model reads the messages in its own chat template; NeMo-RL gives it the prompt as the policy's template renders it, "
         "inside a message of the user",
     )
+
+
+def _refuse_divided_reward_model(recipe: Recipe, key: str, sizes: Any) -> None:
+    """Refuse the first size above 1: who divides a reward model does so because one GPU does not hold it."""
+    for name in ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size"):
+        size = sizes.get(name) if isinstance(sizes, Mapping) else None
+        if isinstance(size, int) and size > 1:
+            recipe.refuse(
+                f"{key}.{name}",
+                f"found {size}, but the reward model of an environment is whole on one device in this version",
+                "Set it to 1 if the model fits one GPU.",
+            )
+            return
 
 
 TRANSLATIONS: Mapping[str, Callable[[Recipe, str, Mapping[str, Any]], None]] = {

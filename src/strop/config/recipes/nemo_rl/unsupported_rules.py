@@ -116,7 +116,7 @@ ON_POLICY_DISTILLATION = Unsupported(
     "GRPO with a teacher for each agent (on_policy_distillation) is not in this version",
     "Use strop distillation, where teachers.NAME.env_names says whose rollouts each teacher scores.",
     details=("_teachers",),
-    hides=("grpo.adv_estimator.name",),
+    hides=("grpo.adv_estimator.name", "policy.dtensor_cfg.*_parallel_size"),  # its teachers take nodes from the policy
 )
 ROUTER_REPLAY = Unsupported(
     ("policy.router_replay",),
@@ -150,7 +150,7 @@ BAD_WORDS = Unsupported(
 def explain_learner(recipe: Recipe) -> None:
     """Say nothing of the torch learner that a recipe switches off, once it is refused for the learner that it asks for."""
     if any(difference.effect is Effect.REFUSED and ".megatron_cfg." in difference.key for difference in recipe.differences):
-        recipe.explained.append("*.dtensor_cfg.enabled")
+        recipe.explained.append("*.dtensor_cfg")
 
 
 def refuse_template(recipe: Recipe) -> None:

@@ -115,6 +115,21 @@ def test_a_teacher_for_megatron_core_goes_the_way_of_its_student() -> None:
     assert "a teacher only scores" in {d.key: d.text for d in loaded.differences}["teacher.megatron_cfg"]
 
 
+def test_a_teacher_for_megatron_core_is_divided_as_megatron_cfg_says_and_not_as_its_switched_off_section(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    on = "megatron_cfg: {enabled: true, tensor_model_parallel_size: %d}\n"
+    file.write_text(
+        "distillation: {}\ndata: {train: {env_name: math}}\nenv: {math: {}}\ncluster: {gpus_per_node: 4}\n"
+        f"policy:\n  model_name: m\n  dtensor_cfg: {{enabled: false}}\n  {on % 1}"
+        f"teacher:\n  model_name: t\n  dtensor_cfg: {{enabled: false, tensor_parallel_size: 4, context_parallel_size: 2}}\n  {on % 2}"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, root=TRAINING_RUNS["distillation"])
+    assert [problem.key for problem in caught.value.problems] == ["policy.megatron_cfg.enabled"]
+    sizes = load_config(file, [TORCH], root=TRAINING_RUNS["distillation"]).config.teacher.dtensor_cfg
+    assert (sizes.tensor_parallel_size, sizes.context_parallel_size) == (2, 1)
+
+
 def test_the_torch_learner_trains_with_megatron_s_rate_warm_up_and_sizes(recipe: Path) -> None:
     loaded = load(recipe, TORCH)
     policy = loaded.config.policy
