@@ -147,7 +147,10 @@ class NemoRl:
         if model["megatron_cfg"]["enabled"]:
             return self._megatron_rates(model["megatron_cfg"], steps)
         kind, options = model["optimizer"]["name"], dict(model["optimizer"]["kwargs"])
-        optimizer = _import(kind)([torch.nn.Parameter(torch.zeros(1))], **options)
+        factory = _import(kind)
+        if not isinstance(factory, type):  # of a package that is not here; the learning rate does not depend on it
+            factory, options = torch.optim.SGD, {"lr": options["lr"]}
+        optimizer = factory([torch.nn.Parameter(torch.zeros(1))], **options)
         scheduler = _torch_scheduler(optimizer, model.get("scheduler"))
         rates = []
         for _ in range(steps):

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from strop.algorithms.base import Algorithm, Plan
-from strop.algorithms.functional import POLICY_LOGPROBS, Aggregation
+from strop.algorithms.functional import POLICY_COLUMNS, POLICY_LOGPROBS, Aggregation, bounded_difference
 from strop.algorithms.kl import KL_WEIGHT, REFERENCE_LOGPROBS, Kl
-from strop.algorithms.policy_gradient.parts import Advantage, Correction, Objective, Selection, Shaping
+from strop.algorithms.policy_gradient.parts import Advantage, Correction, Mismatch, Objective, Selection, Shaping
 from strop.algorithms.policy_gradient.sequence_error import check_threshold
+from strop.lazy_torch import Tensor
+from strop.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +40,21 @@ class Composition(Algorithm):
     overlong_filtering: bool = False  # truncated rollouts count in the baseline, but not in the loss
     # leave out rollouts whose mean exp|learner's log-probability - sampler's| is above this (NeMo-RL)
     seq_logprob_error_threshold: float | None = None
+    normalize_weights: bool = False  # divide the weights of corrections by their mean over the optimizer step (verl)
+    rejected_in_divisor: bool = True  # False: tokens that a correction rejects leave the divisor of the loss too (verl)
 
     @property
     def requires(self) -> frozenset[str]:
+        of_policy = self.advantage.requires & POLICY_COLUMNS
         if self.kl is None or not self.kl.weight:
-            return frozenset()
+            return of_policy
         in_reward = [POLICY_LOGPROBS] if self.kl.place != "loss" else []
-        return frozenset([REFERENCE_LOGPROBS, *in_reward, *([KL_WEIGHT] if self.kl.target else [])])
+        return of_policy | {REFERENCE_LOGPROBS, *in_reward, *([KL_WEIGHT] if self.kl.target else [])}
+
+    @property
+    def weighs_whole_steps(self) -> bool:
+        """Whether the weights of corrections depend on the whole optimizer step."""
+        return bool(self.corrections) and (self.normalize_weights or not self.rejected_in_divisor)
 
     @property
     def greedy_baseline(self) -> bool:
@@ -53,7 +63,31 @@ class Composition(Algorithm):
     @property
     def needs_step_outputs(self) -> bool:
         optional = (self.selection, self.entropy_target, self.seq_logprob_error_threshold)
-        return self.objective.needs_step_outputs or any(option is not None for option in optional)
+        needed = self.objective.needs_step_outputs or self.weighs_whole_steps
+        return needed or any(option is not None for option in optional)
+
+    def report(self, batch: Batch) -> dict[str, float]:
+        return {} if self.kl is None else self.kl.report(batch)
+
+    def old_logprobs(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities [N] from before the update: those in the denominator of the ratio, and the learner's.
+
+        With one optimizer step per batch, the learner's are the current ones. ``ratio_to`` between approximates them.
+        """
+        current = logprobs.detach()
+        learner = batch.columns.get(POLICY_LOGPROBS, current)
+        if self.ratio_to == "between":
+            learner = batch.rollout_logprobs + self.proximal_weight * bounded_difference(current, batch.rollout_logprobs)
+        older = batch.rollout_logprobs if self.ratio_to == "sampler" else learner
+        return current if self.on_policy_ratio else older, learner
+
+    def mismatch(self, logprobs: Tensor, batch: Batch) -> Mismatch:
+        """Return how far the learner is from the sampler, the input of corrections. ``logprobs`` [N] are the current policy's."""
+        _, learner = self.old_logprobs(logprobs, batch)
+        return Mismatch(
+            log_ratio=learner - batch.rollout_logprobs, current_log_ratio=logprobs.detach() - batch.rollout_logprobs,
+            advantages=batch.advantages, batch=batch,
+        )  # fmt: skip
 
     def validate(self, plan: Plan) -> Iterator[str]:
         """Yield a message for each problem of the composition: what is set, why it cannot work, and what to set instead."""
@@ -120,6 +154,16 @@ def _check_aggregation(algorithm: Composition) -> Iterator[str]:
 
 def _check_ratio(algorithm: Composition, plan: Plan) -> Iterator[str]:
     reweighting = [type(correction).__name__ for correction in algorithm.corrections if correction.reweights]
+    if algorithm.normalize_weights and not reweighting:
+        yield (
+            "normalize_weights divides the weights of a correction by their mean, but no correction reweights; add one, for example tis, "
+            "or set it to false"
+        )
+    if not algorithm.rejected_in_divisor and not any(correction.rejects for correction in algorithm.corrections):
+        yield (
+            "rejected_in_divisor is false, but no correction rejects anything; add one that does, for example geometric_rejection, or "
+            "set it to true"
+        )
     if len(reweighting) > 1:
         yield f"{' and '.join(reweighting)} each multiply by the ratio of learner to sampler: keep one of them"
     if reweighting and (algorithm.ratio_to == "sampler" or algorithm.objective.corrects_for_sampler):
