@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from strop import metrics
-from strop.algorithms.base import TokenOutputs
+from strop.algorithms.base import Plan, TokenOutputs
 from strop.algorithms.functional import aggregate, sequence_sum, varies
 from strop.algorithms.policy_gradient.composition import Composition
+from strop.algorithms.policy_gradient.composition_checks import check_composition
 from strop.algorithms.policy_gradient.corrections.step_weights import (
     correct_step,
     correction_weights,
@@ -25,6 +27,9 @@ from strop.types import Batch, Group
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient(Composition):
     """loss = -aggregate(objective x corrections x selection) + KL term - entropy bonus."""
+
+    def validate(self, plan: Plan) -> Iterator[str]:
+        yield from check_composition(self, plan)
 
     def keep(self, group: Group) -> bool:
         return not self.drop_constant_groups or any(varies(rewards) for rewards in compared_rewards(group, self.advantage))
