@@ -169,3 +169,32 @@ def soft_overlong(length: int, *, max_length: int, buffer: int, penalty: float =
     if length <= max_length:
         return ((max_length - buffer) - length) / buffer * penalty
     return -penalty
+
+
+def optimal_token_baseline(
+    returns: Sequence[Sequence[float]],
+    logprobs: Sequence[Sequence[float]],
+    squares: Sequence[Sequence[float]],
+    weights: Sequence[Sequence[float]],
+    *,
+    zero_tail: bool,
+) -> list[list[float]]:
+    """A_t = G_t - B_t, B_t = sum_i G_t W_t / (sum_i W_t + 1e-8), W_t = sum_{j <= t} w_j^2 (1 - 2 pi_j + sum_v pi_v^2), over the rollouts
+    of one group that have a t-th token (verl, docs/algo/otb.md). ``zero_tail``: B_t = 0 where only one has.
+    """
+    flat = [value for values in returns for value in values]
+    if not flat or same(flat):
+        return [[0.0 for _ in values] for values in returns]
+    energies = []
+    for logs, sums, ratios in zip(logprobs, squares, weights, strict=True):
+        each = [w**2 * (1 - 2 * math.exp(log) + square) for log, square, w in zip(logs, sums, ratios, strict=True)]
+        energies.append([math.fsum(each[: t + 1]) for t in range(len(each))])
+    credit = []
+    for own in returns:
+        advantages = []
+        for t, value in enumerate(own):
+            there = [(other[t], energy[t]) for other, energy in zip(returns, energies, strict=True) if t < len(other)]
+            baseline = math.fsum(g * w for g, w in there) / (math.fsum(w for _, w in there) + 1e-8)
+            advantages.append(value - (0.0 if zero_tail and len(there) == 1 else baseline))
+        credit.append(advantages)
+    return credit

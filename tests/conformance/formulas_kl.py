@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from conformance.formulas_common import Row, Scalar, clip, exp
+from conformance.formulas_common import Row, Scalar, clip, constant, exp
 
 
 def k1(now: Scalar, reference: float) -> Scalar:
@@ -47,6 +47,18 @@ def in_loss(row: Row, estimator: str, *, inside: float | None = None, outside: f
 def unbiased(row: Row, estimator: str) -> list[Scalar]:
     """(pi / mu) x k: its expectation and its gradient are those of the KL, although mu sampled (2512.02556)."""
     return [exp(row.now[t] - row.sampler[t]) * ESTIMATORS[estimator](row.now[t], row.reference[t]) for t in row.tokens]
+
+
+def unbiased_within(row: Row, estimator: str, inside: float, outside: float) -> list[Scalar]:
+    """The same as NeMo-RL bounds it: the log ratio to the reference first, the product with the weight last, and no gradient through the
+    weight where the first bound applies."""
+    terms = []
+    for t in row.tokens:
+        weight = exp(row.now[t] - row.sampler[t])
+        if abs(row.reference[t] - constant(row.now[t])) > inside:
+            weight = constant(weight)
+        terms.append(clip(weight * clamped(estimator, row.now[t], row.reference[t], inside, None), -outside, outside))
+    return terms
 
 
 def rewards_less_kl(rows: Sequence[Row], estimator: str, weight: float) -> list[float]:

@@ -26,6 +26,7 @@ ALGORITHMS = {
     "topk_distillation": "test_a_divergence_on_the_top_k_is_its_formula",
 }
 PARTS = {
+    "optimal_token_baseline": "test_the_optimal_token_baseline_is_its_formula",
     "step_relative": "test_process_supervision_is_the_sum_of_later_steps_normalised_over_their_group",
     "gae": "test_advantages_and_returns_are_generalised_advantage_estimation",
     "reverse_kl": "test_the_teachers_advantage_is_its_formula",

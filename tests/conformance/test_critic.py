@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -83,6 +84,19 @@ def test_whitening_is_over_the_tokens_that_count_and_leaves_returns_alone(gae: d
     flat = torch.tensor([number for numbers in wanted for number in numbers])
     torch.testing.assert_close(batch.advantages.double()[counts], flat[counts], rtol=1e-5, atol=1e-5)
     compare(batch.column("returns"), [estimated(row, **gae)[1] for row in rows], rows)
+
+
+@STEP
+def test_unbiased_whitening_divides_by_the_deviation_with_bessels_correction(step: Step) -> None:
+    """As NeMo-RL, verl and TRL: sqrt(sum of squares / (n - 1) + 1e-8)."""
+    batch = credited(step, {"deviation": "unbiased"})
+    rows = rows_of(step)
+    plain = [number for row in rows if row.counts for number in estimated(row)[0]]
+    middle = sum(plain) / len(plain)
+    spread = math.sqrt(sum((number - middle) ** 2 for number in plain) / (len(plain) - 1) + 1e-8)
+    counts = torch.tensor([row.counts for row in rows for _ in row.tokens])
+    wanted = torch.tensor([(number - middle) / spread for number in plain])
+    torch.testing.assert_close(batch.advantages.double()[counts], wanted, rtol=1e-5, atol=1e-5)
 
 
 @STEP

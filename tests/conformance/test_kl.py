@@ -79,6 +79,19 @@ def test_an_unbiased_penalty_is_multiplied_by_the_ratio_to_the_sampler(estimator
 
 
 @STEP
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_clamps_of_an_unbiased_penalty_bound_the_product_with_the_ratio(estimator: str, step: Step) -> None:
+    kl = Kl(weight=0.3, estimator=estimator, unbiased=True, input_clamp=0.7, output_clamp=0.2)
+    found = through_strop(policy_gradient(kl=kl), step, given=True)
+
+    def loss(rows: list[Row]) -> Scalar:
+        terms = partial(formulas_kl.unbiased_within, estimator=estimator, inside=0.7, outside=0.2)
+        return -token_mean(rows, formulas_policy.ppo_clip) + 0.3 * token_mean(rows, terms)
+
+    assert_same(found, through_formula(loss, step))
+
+
+@STEP
 @ESTIMATOR
 def test_a_penalty_in_the_reward_changes_the_rewards_that_a_baseline_sees(estimator: str, step: Step) -> None:
     """Advantages are float32 columns here, so that seven digits are compared."""

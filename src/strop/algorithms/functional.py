@@ -10,11 +10,14 @@ from strop.types import Batch
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_length"]
 
 POLICY_LOGPROBS = "policy_logprobs"  # a batch column, [N]: log-probabilities by the policy before the update
+POLICY_SQUARES = "policy_log_sum_sq_probs"  # a batch column, [N]: log of the sum over the vocabulary of p^2, by the same policy
+POLICY_COLUMNS = frozenset({POLICY_LOGPROBS, POLICY_SQUARES})  # what the policy itself provides
 
 # Rewards that differ by less than this share of their magnitude count as equal: sums of float32 rewards have rounding errors of that size,
 # and dividing by their standard deviation would turn them into full-size advantages.
 RELATIVE_ROUNDING = 1e-6
 EPS = 1e-6  # added to a standard deviation before dividing by it
+VARIANCE_EPS = 1e-8  # added to a variance before its root divides
 MAX_EXPONENT = 60.0  # nats: float32 overflows at 88, and ratios are still multiplied by advantages and summed
 MAX_LOG_RATIO = 1e4  # nats: stands for infinity, if one side gives a sampled token probability 0
 
@@ -25,14 +28,17 @@ def varies(rewards: Tensor) -> bool:
     return bool(spread > RELATIVE_ROUNDING * rewards.abs().max())
 
 
-def whiten(values: Tensor, mask: Tensor, eps: float = EPS) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, eps: float = EPS, *, unbiased: bool = False) -> Tensor:
     """Return (value - mean) / (population standard deviation + eps) over the counted tokens of a batch, [N] -> [N] float64.
 
-    The result is zero if the counted values do not vary.
+    The result is zero if the counted values do not vary. ``unbiased`` divides by sqrt(variance with Bessel's correction + 1e-8) instead,
+    as the whitening of NeMo-RL, verl and TRL.
     """
     counted = values[mask > 0].double()
     if not len(counted) or not varies(counted):
         return torch.zeros_like(values, dtype=torch.float64)
+    if unbiased:
+        return (values.double() - counted.mean()) / (counted.var() + VARIANCE_EPS).sqrt()
     return (values.double() - counted.mean()) / (counted.std(correction=0) + eps)
 
 

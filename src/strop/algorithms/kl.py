@@ -88,14 +88,16 @@ class Kl:
         return {"train/kl_weight": weight, "train/kl_to_reference": distance, KL_WEIGHT_NEXT: weight * (1 + change)}
 
     def estimate(self, logprobs: Tensor, batch: Batch) -> Tensor:  # [N]
-        reference = batch.column(REFERENCE_LOGPROBS)
         weights = (logprobs - logprobs.detach()).exp() if self.score_gradient and not self.unbiased else None
-        clamps = {"input_clamp": self.input_clamp, "output_clamp": self.output_clamp}
-        return kl_estimate(logprobs, reference, self.estimator, weights=weights, **clamps)
+        return self._estimate(logprobs, batch, weights)
 
-    def weigh(self, estimates: Tensor, log_ratio: Tensor) -> Tensor:
-        """Return estimates in the loss [N], if ``unbiased`` times the ratio of policy to sampler, whose logarithm is ``log_ratio``."""
-        return estimates * bounded_exp(log_ratio) if self.unbiased else estimates
+    def _estimate(self, logprobs: Tensor, batch: Batch, weights: Tensor | None) -> Tensor:
+        clamps = {"input_clamp": self.input_clamp, "output_clamp": self.output_clamp}
+        return kl_estimate(logprobs, batch.column(REFERENCE_LOGPROBS), self.estimator, weights=weights, **clamps)
+
+    def weigh(self, logprobs: Tensor, log_ratio: Tensor, batch: Batch) -> Tensor:
+        """Return estimates times the ratio of policy to sampler, whose logarithm is ``log_ratio``, [N]. The clamps bound the product."""
+        return self._estimate(logprobs, batch, bounded_exp(log_ratio))
 
     def sum_per_rollout(self, batch: Batch) -> Tensor:
         """Sum the estimate over each rollout, for the policy before the update, [S] float64."""

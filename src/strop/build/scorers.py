@@ -8,7 +8,7 @@ from typing import Protocol
 
 from strop.algorithms.base import Algorithm
 from strop.algorithms.critic.gae import VALUES
-from strop.algorithms.functional import POLICY_LOGPROBS
+from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
 from strop.algorithms.kl import KL_WEIGHT, REFERENCE_LOGPROBS
 from strop.algorithms.policy_gradient.composition import Composition
 from strop.base_config import to_json
@@ -83,7 +83,9 @@ async def make_scorers(
             if isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
             else LogprobColumn(REFERENCE_LOGPROBS, models.make_reference())
         )
-    if POLICY_LOGPROBS in algorithm.requires:
+    if POLICY_SQUARES in algorithm.requires:  # one forward pass for both
+        scorers |= {POLICY_SQUARES: PolicyColumns(learners["policy"], squares=True), POLICY_LOGPROBS: NoColumns()}
+    elif POLICY_LOGPROBS in algorithm.requires:
         scorers[POLICY_LOGPROBS] = PolicyColumns(learners["policy"]) if moves_away_from_sampler(config) else NoColumns()
     if KL_WEIGHT in algorithm.requires and isinstance(algorithm, Composition) and algorithm.kl is not None:
         scorers[KL_WEIGHT] = AdaptedKlWeight(algorithm.kl.weight, last_metrics)

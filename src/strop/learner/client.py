@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from strop.algorithms.base import LossFn, Outputs, TokenOutputs, ValueOutputs
-from strop.algorithms.functional import POLICY_LOGPROBS
+from strop.algorithms.base import SQUARED_PROBS, LossFn, Outputs, TokenOutputs, ValueOutputs
+from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
 from strop.learner.base import BackwardResult, WeightSource, require_token_outputs
 from strop.learner.learner_thread import LearnerThread
 from strop.metrics import Metrics
@@ -140,13 +141,18 @@ class LogprobColumn:
 
 @dataclass(frozen=True)
 class PolicyColumns:
-    """What the policy says of the sampled tokens before the update, as the columns POLICY_LOGPROBS and POLICY_ENTROPY."""
+    """What the policy says of the sampled tokens before the update, as the columns POLICY_LOGPROBS and POLICY_ENTROPY, and with
+    ``squares`` as POLICY_SQUARES."""
 
     policy: ScorerClient
+    squares: bool = False
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        if self.squares:
+            batch = batch.with_column(SQUARED_PROBS, torch.ones(len(batch.target)))
         outputs = require_token_outputs(await self.policy.score(batch))
-        return {POLICY_LOGPROBS: outputs.logprobs, POLICY_ENTROPY: outputs.entropy}
+        columns = {POLICY_LOGPROBS: outputs.logprobs, POLICY_ENTROPY: outputs.entropy, POLICY_SQUARES: outputs.log_sum_sq_probs}
+        return {name: column for name, column in columns.items() if column is not None}
 
     async def outputs(self, batch: Batch) -> Outputs:
         """Return the policy's outputs for a batch, which its columns are if they have been filled."""

@@ -20,7 +20,7 @@ FAMILY = (
 PARTS = {
     Advantage: (
         "batch_scaled", "batch_whitened", "best_of_k", "decoupled_rewards", "greedy_baseline", "group_relative", "leave_one_out",
-        "length_weighted", "plain_reward", "success_rate",
+        "length_weighted", "optimal_token_baseline", "plain_reward", "success_rate",
     ),
     Objective: (
         "cispo", "clip", "covariance_clip", "covariance_kl", "divergence_mask", "gamma_weight", "geometric_mean", "reinforce",

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from loop.fakes import Recorder
-from strop.algorithms.base import Algorithm
+from strop.algorithms.base import SQUARED_PROBS, Algorithm
 from strop.algorithms.critic.gae import VALUES
 from strop.algorithms.critic.ppo import PPO
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
-from strop.algorithms.functional import POLICY_LOGPROBS
+from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
+from strop.algorithms.policy_gradient.optimal_token_baseline import OptimalTokenBaseline
 from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.preference.reference_free.simpo import SimPO
 from strop.build.backend import LocalBackend
@@ -350,3 +351,19 @@ def test_an_algorithm_without_a_reference_has_none(tiny_model_folder: Path, tmp_
     found = recorded(tiny_model_folder, tmp_path / "logs")
     assert scorers_of(found, load_policy(found.policy), SimPO(), list, Recorder()) == {}
     assert not (tmp_path / "logs").exists()
+
+
+def test_the_policys_squared_probabilities_come_with_its_logprobs_in_one_pass(tiny_model_folder: Path) -> None:
+    found = rollouts("grpo", tiny_model_folder, "algorithm.advantage=optimal_token_baseline")
+    algorithm = GRPO(advantage=OptimalTokenBaseline())
+    policy = load_policy(found.policy)
+    sources = backend_with_scorers(found, policy, algorithm)[1]
+    groups = random_groups(2)
+    batch = pack_for(groups, algorithm)
+    columns = asked(sources[POLICY_SQUARES], batch, groups)
+    assert asked(sources[POLICY_LOGPROBS], batch, groups) == {}
+    own = learners(found, policy, algorithm)["policy"].score(batch.with_column(SQUARED_PROBS, torch.ones(len(batch.target))))
+    assert torch.equal(columns[POLICY_LOGPROBS], own.logprobs)  # type: ignore[union-attr]
+    assert bool((columns[POLICY_SQUARES] >= 2 * columns[POLICY_LOGPROBS] - 1e-5).all())
+    credited = algorithm.token_credit(batch.with_columns(columns))
+    assert bool(credited.advantages.isfinite().all())

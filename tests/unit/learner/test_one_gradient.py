@@ -21,9 +21,12 @@ from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.algorithms.policy_gradient.base import PolicyGradient
+from strop.algorithms.policy_gradient.corrections.divergence_rejection import DivergenceRejection
 from strop.algorithms.policy_gradient.corrections.importance import Importance
+from strop.algorithms.policy_gradient.corrections.rejection import GeometricRejection
 from strop.algorithms.policy_gradient.corrections.truncated import Tis
 from strop.algorithms.policy_gradient.objectives.clip_cov import CovarianceClip
+from strop.algorithms.policy_gradient.optimal_token_baseline import OptimalTokenBaseline
 from strop.algorithms.policy_gradient.top_entropy import TopEntropy
 from strop.data.splitting import split_mini_batches
 from strop.models.network import Network
@@ -65,6 +68,14 @@ CASES: dict[str, PolicyGradient] = {
     "ratio_to_the_sampler": GRPO(ratio_to="sampler"),
     "ratio_between_sampler_and_policy": GRPO(ratio_to="between", proximal_weight=0.3, corrections=(Importance(),)),
     "weights_of_whole_rollouts": GRPO(corrections=(Tis(level="sequence"),)),
+    "weights_with_a_mean_of_one": GRPO(corrections=(Tis(cap=1.1),), normalize_weights=True),
+    "rejected_tokens_in_no_divisor": GRPO(
+        corrections=(Tis(cap=1.1), DivergenceRejection(estimator="k2", level="token", high=0.01)), rejected_in_divisor=False
+    ),
+    "rejected_rollouts_in_no_divisor": GRPO(
+        corrections=(GeometricRejection(low=0.9, high=1.1),), rejected_in_divisor=False, aggregation="sequence_mean"
+    ),
+    "optimal_token_baseline": GRPO(advantage=OptimalTokenBaseline(), corrections=(Tis(),)),
     "top_entropy": GRPO(selection=TopEntropy(share=0.4)),
     "entropy_bonus_below_a_target": GRPO(entropy_bonus=0.1, entropy_target=100.0),
     "positive_nll": GRPO(positive_nll=0.1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from strop.algorithms.functional import RELATIVE_ROUNDING, whiten
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards
@@ -28,8 +28,9 @@ class Gae(Advantage):
 
     ``lambda_value`` is the lambda of the critic's targets V + A. VAPO's decoupled GAE (2504.05118) sets it to 1, so that the targets are
     plain discounted returns. ``length_adaptive_alpha`` a > 0 sets the policy's lambda to 1 - 1 / (a l), at least 0, for a rollout of l
-    sampled tokens (VAPO: 0.05). ``whiten`` subtracts the mean of the advantages and divides by their population standard deviation, over
-    all counted tokens of the batch; the result is exactly 0 if they do not vary. The critic's targets are never whitened.
+    sampled tokens (VAPO: 0.05). ``whiten`` subtracts the mean of the advantages and divides by their standard deviation, over all counted
+    tokens of the batch, with Bessel's correction if ``deviation`` is unbiased; the result is exactly 0 if they do not vary. The critic's
+    targets are never whitened.
     """
 
     min_group_size: ClassVar[int] = 1
@@ -39,6 +40,7 @@ class Gae(Advantage):
     lambda_value: float | None = None  # None: the policy's
     length_adaptive_alpha: float = 0.0
     whiten: bool = True
+    deviation: Literal["population", "unbiased"] = "population"
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lambda_policy", "lambda_value"):
@@ -55,7 +57,7 @@ class Gae(Advantage):
     def token_advantages(self, batch: Batch) -> Tensor:
         """Compute advantages, [N] float32, from the columns TOKEN_REWARDS and VALUES."""
         advantages = self._discounted_errors(batch, self.lambdas(batch))
-        return (_whiten_or_zero(advantages, batch) if self.whiten else advantages).float()
+        return (self._whiten_or_zero(advantages, batch) if self.whiten else advantages).float()
 
     def returns(self, batch: Batch) -> Tensor:
         """Compute the critic's targets, [N] float32, from the same columns."""
@@ -79,6 +81,14 @@ class Gae(Advantage):
         errors = batch.column(TOKEN_REWARDS) + self.gamma * next_values - values
         return discounted_sums(errors, self.gamma * lambdas, batch)
 
+    def _whiten_or_zero(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Whiten; return zeros if the advantages are within the rounding error of the float32 values and rewards behind them."""
+        counted = batch.mask > 0
+        terms = torch.stack([batch.column(VALUES).double(), batch.rewards[batch.sequence]]).abs()
+        if not counted.any() or advantages[counted].abs().max() <= RELATIVE_ROUNDING * terms[:, counted].max():
+            return torch.zeros_like(advantages)
+        return whiten(advantages, batch.mask, unbiased=self.deviation == "unbiased")
+
 
 def place_rewards(rewards: Tensor, batch: Batch) -> Tensor:
     """Place the rewards of rollouts [S] at their tokens, [N] float64: those of steps where each ends, the rest at the last token."""
@@ -96,12 +106,3 @@ def place_at_last_token(rewards: Tensor, batch: Batch) -> Tensor:
     token_rewards = torch.zeros(count, dtype=torch.float64)
     token_rewards[last[last >= 0]] = rewards.double()[last >= 0]
     return token_rewards
-
-
-def _whiten_or_zero(advantages: Tensor, batch: Batch) -> Tensor:
-    """Whiten; return zeros if the advantages are within the rounding error of the float32 values and rewards they are computed from."""
-    counted = batch.mask > 0
-    terms = torch.stack([batch.column(VALUES).double(), batch.rewards[batch.sequence]]).abs()
-    if not counted.any() or advantages[counted].abs().max() <= RELATIVE_ROUNDING * terms[:, counted].max():
-        return torch.zeros_like(advantages)
-    return whiten(advantages, batch.mask)

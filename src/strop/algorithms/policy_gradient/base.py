@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from strop import metrics
-from strop.algorithms.base import TokenOutputs
-from strop.algorithms.functional import POLICY_LOGPROBS, aggregate, bounded_difference, sequence_sum, varies
+from strop.algorithms.base import Plan, TokenOutputs
+from strop.algorithms.functional import aggregate, sequence_sum, varies
 from strop.algorithms.policy_gradient.composition import Composition
-from strop.algorithms.policy_gradient.parts import GroupRewards, Mismatch, PolicyTokens
+from strop.algorithms.policy_gradient.composition_checks import check_composition
+from strop.algorithms.policy_gradient.corrections.step_weights import (
+    correct_step,
+    correction_weights,
+    logged_steps,
+    with_credit_weights,
+)
+from strop.algorithms.policy_gradient.parts import GroupRewards, PolicyTokens
 from strop.algorithms.policy_gradient.rewards import compared_rewards, rewards_by_name, shape_rewards, subtract_kl
-from strop.algorithms.policy_gradient.sequence_error import logged_errors, mask_sequence_errors
+from strop.algorithms.policy_gradient.sequence_error import mask_sequence_errors
 from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group
@@ -19,6 +27,9 @@ from strop.types import Batch, Group
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient(Composition):
     """loss = -aggregate(objective x corrections x selection) + KL term - entropy bonus."""
+
+    def validate(self, plan: Plan) -> Iterator[str]:
+        yield from check_composition(self, plan)
 
     def keep(self, group: Group) -> bool:
         return not self.drop_constant_groups or any(varies(rewards) for rewards in compared_rewards(group, self.advantage))
@@ -40,19 +51,19 @@ class PolicyGradient(Composition):
         adjusted = batch
         if self.kl is not None and self.kl.weight and self.kl.place != "loss":
             adjusted = subtract_kl(self.kl, batch, self.advantage)
-        advantages = self.advantage.token_advantages(adjusted)
+        advantages = self.advantage.token_advantages(with_credit_weights(adjusted, self.corrections, self.advantage))
         if self.advantage_low is not None or self.advantage_high is not None:
             advantages = advantages.clamp(self.advantage_low, self.advantage_high)
         return replace(batch, advantages=advantages)
-
-    def report(self, batch: Batch) -> dict[str, float]:
-        return {} if self.kl is None else self.kl.report(batch)
 
     def prepare_step(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
         columns: dict[str, Tensor] = {}
         if outputs is not None:
             if (threshold := self.seq_logprob_error_threshold) is not None:
                 batch = mask_sequence_errors(batch, self.old_logprobs(outputs.logprobs, batch)[1], threshold)
+            if self.weighs_whole_steps:
+                mismatch, options = self.mismatch(outputs.logprobs, batch), {"normalize": self.normalize_weights}
+                batch = correct_step(batch, mismatch, self.corrections, rejected_in_divisor=self.rejected_in_divisor, **options)
             if self.selection is not None:
                 columns["selected"] = self.selection.choose(self.policy_tokens(outputs, batch))
             if self.objective.needs_step_outputs:
@@ -72,18 +83,6 @@ class PolicyGradient(Composition):
             return super().zero_gradient(batch, learner)
         return sequence_sum(batch.advantages.abs(), batch) == 0
 
-    def old_logprobs(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities [N] from before the update: those in the denominator of the ratio, and the learner's.
-
-        With one optimizer step per batch, the learner's are the current ones. ``ratio_to`` between approximates them.
-        """
-        current = logprobs.detach()
-        learner = batch.columns.get(POLICY_LOGPROBS, current)
-        if self.ratio_to == "between":
-            learner = batch.rollout_logprobs + self.proximal_weight * bounded_difference(current, batch.rollout_logprobs)
-        older = batch.rollout_logprobs if self.ratio_to == "sampler" else learner
-        return current if self.on_policy_ratio else older, learner
-
     def policy_tokens(self, outputs: TokenOutputs, batch: Batch) -> PolicyTokens:
         old_logprobs, _ = self.old_logprobs(outputs.logprobs, batch)
         return PolicyTokens(
@@ -93,15 +92,9 @@ class PolicyGradient(Composition):
 
     def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
         tokens = self.policy_tokens(outputs, batch)
-        _, learner = self.old_logprobs(outputs.logprobs, batch)
         objective, columns = self.objective(tokens)
-        mismatch = Mismatch(
-            log_ratio=learner - batch.rollout_logprobs, current_log_ratio=outputs.logprobs.detach() - batch.rollout_logprobs,
-            advantages=batch.advantages, batch=batch,
-        )  # fmt: skip
-        for correction in self.corrections:
-            weights, correction_columns = correction.weights(mismatch)
-            objective, columns = objective * weights, {**columns, **correction_columns}
+        weights, correction_columns = correction_weights(self.corrections, self.mismatch(outputs.logprobs, batch))
+        objective, columns = objective * weights, {**columns, **correction_columns}
         if "selected" in batch.columns:
             objective, columns = objective * batch.column("selected"), {**columns, "tokens_selected": batch.column("selected")}
         loss = -self._aggregate(objective, batch)
@@ -110,7 +103,8 @@ class PolicyGradient(Composition):
             kl = self.kl.estimate(outputs.logprobs, batch)
             columns["kl_penalty"] = kl
             if self.kl.place == "loss":
-                loss = loss + self.kl.weight * self._aggregate(self.kl.weigh(kl, tokens.sampler_log_ratio), batch)
+                weighed = self.kl.weigh(outputs.logprobs, tokens.sampler_log_ratio, batch) if self.kl.unbiased else kl
+                loss = loss + self.kl.weight * self._aggregate(weighed, batch)
         if self.entropy_bonus:
             bonus_mask = batch.columns.get("entropy_bonus", batch.mask)
             loss = loss - self.entropy_bonus * self._aggregate(outputs.entropy * bonus_mask, batch)
@@ -118,7 +112,7 @@ class PolicyGradient(Composition):
             loss = loss - self.positive_nll * aggregate(outputs.logprobs * batch.column("positive"), batch)
         logged = {name: metrics.total(aggregate(column.detach(), batch).item()) for name, column in columns.items()}
         logged["probs_ratio_max"] = metrics.maximum(columns["probs_ratio"].max().item() if len(batch.target) else 0.0)
-        return loss, {**logged, **logged_errors(batch), "loss": metrics.total(loss.item())}
+        return loss, {**logged, **logged_steps(batch), "loss": metrics.total(loss.item())}
 
     def _aggregate(self, values: Tensor, batch: Batch) -> Tensor:
         return aggregate(values, batch, self.aggregation, self.constant_length)

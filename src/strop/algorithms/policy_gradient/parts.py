@@ -1,8 +1,6 @@
 """The parts of a policy-gradient algorithm, and their inputs.
 
-    rewards of a group -> Advantage -> [N] credit -> Objective -> [N] terms -> x Correction x Selection -> aggregate -> loss
-
-A part is a frozen dataclass. Its name in a configuration is ``name`` if it sets one, else its class name in snake case.
+rewards of a group -> Advantage -> [N] credit -> Objective -> [N] terms -> x Correction x Selection -> aggregate -> loss
 """
 
 from __future__ import annotations
@@ -80,6 +78,7 @@ class Advantage(Part):
     greedy_baseline: ClassVar[bool] = False  # needs a greedy rollout for each group
     needs_named_rewards: ClassVar[bool] = False  # reads rewards by name
     needs_step_rewards: ClassVar[bool] = False  # reads the rewards of steps
+    reads_weights: ClassVar[bool] = False  # reads the column CORRECTION_WEIGHTS
     divides_by_mean: ClassVar[bool] = False  # divides by the mean reward as a success rate, so no reward may be negative
     min_group_size: ClassVar[int] = 2
     requires: ClassVar[frozenset[str]] = frozenset()  # columns that ``token_advantages`` reads
@@ -125,6 +124,7 @@ class Correction(Part):
     """Weights tokens by the difference between their probabilities under sampler and learner. The weights have no gradient."""
 
     reweights: ClassVar[bool] = True  # False: tokens are only kept or dropped
+    rejects: ClassVar[bool] = True  # a weight of 0 is a rejection
 
     @abstractmethod
     def weights(self, mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -54,7 +54,10 @@ def _part_settings(config: TrainingRunConfig) -> Iterator[AlgorithmSetting]:
             yield from _policy_loss_settings(config.loss_fn, kl_in_reward="reward")
         case PpoRunConfig():
             yield from _lambda_settings(config)
-            if (clip := config.value_loss_fn.cliprange) is not None:
+            estimator = config.ppo.adv_estimator
+            if estimator.normalize_advantages and estimator.deviation is None:
+                yield AlgorithmSetting("ppo.adv_estimator.normalize_advantages", "advantage.deviation", "unbiased")
+            if (clip := config.value_loss_fn.cliprange) != default_of(config.value_loss_fn, "cliprange"):
                 yield AlgorithmSetting("value_loss_fn.cliprange", "value_clip", clip or None)
             yield from _shaping_settings("ppo", config.ppo.reward_shaping)
             yield from _policy_loss_settings(config.loss_fn, kl_in_reward="token_reward")

@@ -33,6 +33,12 @@ class GaeConfig(BaseConfig):
         None,
         description="Whiten advantages over all tokens of the batch; null is the algorithm's own (ppo: true).",
     )
+    deviation: Literal["population", "unbiased"] | None = sets(
+        "advantage.deviation",
+        None,
+        description="Standard deviation that whitening divides by, plain or with Bessel's correction; null is unbiased where "
+        "normalize_advantages is true, else the algorithm's own (ppo: population).",
+    )
     gae_lambda_policy: float | None = sets(
         "advantage.lambda_policy", None, ge=0, le=1, description="Lambda of the policy's advantages; null is gae_lambda."
     )
@@ -96,10 +102,10 @@ class ValueLossConfig(BaseConfig):
         "value_scale", None, gt=0, description="Weight of the value loss; null is the algorithm's own (ppo: 1)."
     )
     cliprange: float | None = Field(
-        None,
+        0.2,
         ge=0,
-        description="Clip a value to at most this far from its value before the update (reward); 0 does not clip, null is "
-        "the algorithm's own (ppo: 0.2).",
+        description="Clip a value to at most this far from its value before the update (reward); null or 0 does not clip. "
+        "An algorithm with a bound of its own keeps it where this is 0.2.",
     )
 
 

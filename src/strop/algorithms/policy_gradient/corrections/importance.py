@@ -7,7 +7,7 @@ on w. None of them changes the denominator of a loss: a dropped token still coun
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from strop.algorithms.functional import MAX_LOG_RATIO, bounded_exp, sequence_mean, sequence_sum
 from strop.algorithms.policy_gradient.parts import Correction, Mismatch
@@ -52,6 +52,7 @@ class Importance(Correction):
     With ``level`` sequence, each token gets the product over its rollout. Logs ``importance_weight``.
     """
 
+    rejects: ClassVar[bool] = False
     level: Level = "token"
 
     def weights(self, mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:

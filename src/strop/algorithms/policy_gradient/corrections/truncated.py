@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from strop.algorithms.functional import bounded_exp
 from strop.algorithms.policy_gradient.corrections.importance import Level, log_weights
@@ -18,6 +19,7 @@ class Tis(Correction):
     with w outside the bounds.
     """
 
+    rejects: ClassVar[bool] = False
     cap: float = 2.0
     floor: float = 0.0
     level: Level = "token"
