@@ -146,8 +146,8 @@ class NemoRl:
         """Return the learning rate of each training step, as the torch or the Megatron worker sets it; None without megatron-core."""
         if model["megatron_cfg"]["enabled"]:
             return self._megatron_rates(model["megatron_cfg"], steps)
-        kind, options = model["optimizer"]["name"], dict(model["optimizer"]["kwargs"])
-        optimizer = _import(kind)([torch.nn.Parameter(torch.zeros(1))], **options)
+        # Whatever the optimizer, its rate is the schedule's; some are Transformer Engine's.
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=model["optimizer"]["kwargs"]["lr"])
         scheduler = _torch_scheduler(optimizer, model.get("scheduler"))
         rates = []
         for _ in range(steps):

@@ -166,7 +166,7 @@ def optimizer_of(model: Mapping[str, Any]) -> dict[str, Any]:
     if model["megatron_cfg"]["enabled"]:
         options = model["megatron_cfg"]["optimizer"]
         return {
-            "weight_decay": options["weight_decay"],
+            "weight_decay": model["megatron_cfg"]["scheduler"]["start_weight_decay"],  # which is set before every step
             "betas": [options["adam_beta1"], options["adam_beta2"]],
             "eps": float(options["adam_eps"]),
         }

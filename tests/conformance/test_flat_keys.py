@@ -40,10 +40,11 @@ class KeyCase:
 PENALTY = "loss_fn.reference_policy_kl_penalty=0.1"
 IMPORTANCE = "loss_fn.use_importance_sampling_correction=true"
 TRUNCATED = f"{IMPORTANCE} loss_fn.truncated_importance_sampling_type"
-OVERLONG = {"name": "soft_overlong", "max_length": 9, "buffer": 4, "penalty": 0.7, "truncated_factor": 0.5}
-SHAPED = (
-    "{0}.enabled=true {0}.max_response_length=9 {0}.overlong_buffer_length=4 {0}.overlong_buffer_penalty=0.7 "
-    "{0}.stop_properly_penalty_coef=0.5"
+OVERLONG = {"name": "soft_overlong", "max_length": 9, "buffer": 4, "penalty": 0.7}
+STOPPED = {"name": "soft_overlong", "max_length": 9, "buffer": 128, "penalty": 0.0, "truncated_factor": 0.5}
+SHAPED = "{0}.enabled=true {0}.max_response_length=9 {0}.overlong_buffer_length=4 {0}.overlong_buffer_penalty=0.7"
+STOP_PROPERLY = (
+    "{0}.enabled=true {0}.max_response_length=9 {0}.stop_properly_penalty_coef=0.5"  # in place of the overlong penalty
 )
 
 LOSS: list[tuple[str, dict[str, Any]]] = [  # of policy gradients with and without a critic
@@ -103,6 +104,9 @@ CASES = [
     KeyCase("grpo", "grpo.overlong_filtering=true", {"overlong_filtering": True}),
     KeyCase("grpo", "grpo.use_dynamic_sampling=true", {"drop_constant_groups": True}),
     KeyCase("grpo", SHAPED.format("grpo.reward_shaping"), {"shaping": OVERLONG}),
+    KeyCase("grpo", STOP_PROPERLY.format("grpo.reward_shaping"), {"shaping": STOPPED}),
+    KeyCase("grpo", "grpo.adv_estimator.deviation=unbiased", {"advantage": {"deviation": "unbiased"}}),
+    KeyCase("grpo", "grpo.seq_logprob_error_threshold=1.2", {"seq_logprob_error_threshold": 1.2}),
     *(KeyCase("ppo", keys, parts) for keys, parts in LOSS),
     KeyCase("ppo", f"{PENALTY} loss_fn.use_kl_in_reward=true", {"kl": {"weight": 0.1, "place": "token_reward"}}),
     KeyCase("ppo", "ppo.adv_estimator.name=gae ppo.adv_estimator.gae_lambda=0.8", {"advantage": {"lambda_policy": 0.8}}),
@@ -122,6 +126,8 @@ CASES = [
     KeyCase("ppo", "ppo.overlong_filtering=true", {"overlong_filtering": True}),
     KeyCase("ppo", "ppo.use_dynamic_sampling=true", {"drop_constant_groups": True}),
     KeyCase("ppo", SHAPED.format("ppo.reward_shaping"), {"shaping": OVERLONG}),
+    KeyCase("ppo", STOP_PROPERLY.format("ppo.reward_shaping"), {"shaping": STOPPED}),
+    KeyCase("ppo", "ppo.seq_logprob_error_threshold=1.2", {"seq_logprob_error_threshold": 1.2}),
     KeyCase("ppo", "value_loss_fn.scale=0.3", {"value_scale": 0.3}),
     KeyCase("ppo", "value_loss_fn.cliprange=0.1", {"value_clip": 0.1}),
     KeyCase("ppo", "value_loss_fn.cliprange=0", {"value_clip": None}),
@@ -142,6 +148,12 @@ CASES = [
         "distillation",
         f"{SHAPED.format('distillation.reward_shaping')} algorithm.advantage.reward_weight=0.5",
         {"shaping": OVERLONG, "advantage": {"reward_weight": 0.5}},
+        "distillation",
+    ),
+    KeyCase(
+        "distillation",
+        f"{STOP_PROPERLY.format('distillation.reward_shaping')} algorithm.advantage.reward_weight=0.5",
+        {"shaping": STOPPED, "advantage": {"reward_weight": 0.5}},
         "distillation",
     ),
     KeyCase("dpo", "dpo.reference_policy_kl_penalty=0.3", {"beta": 0.3}),

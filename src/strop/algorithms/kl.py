@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from strop.algorithms.functional import bounded_exp, logprobs_before_update, sequence_mean, sequence_sum
+from strop.algorithms.functional import POLICY_LOGPROBS, bounded_exp, logprobs_before_update, sequence_mean, sequence_sum
 from strop.lazy_torch import Tensor, torch
 from strop.types import Batch
 
@@ -63,6 +63,14 @@ class Kl:
                 "of a KL term in the reward, from a weight above 0; set target above 0, horizon to at least 1 and place to reward or "
                 "token_reward, or target to null for a fixed weight"
             )
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """Names of the columns that the term reads."""
+        if not self.weight:
+            return frozenset()
+        before = [POLICY_LOGPROBS] if self.place != "loss" else []
+        return frozenset([REFERENCE_LOGPROBS, *before, *([KL_WEIGHT] if self.target else [])])
 
     def weight_in(self, batch: Batch) -> float:
         """Return the weight in a batch: ``weight``, or what it has been adapted to."""

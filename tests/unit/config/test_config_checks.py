@@ -305,7 +305,6 @@ def test_rules_of_a_teacher_name_the_teacher() -> None:
         (["teacher.model_name=self", "teacher.demonstration=x", "cluster.backend=ray"], "teacher.model_name"),
         (["teacher.dtensor_cfg.tensor_parallel_size=2"], "teacher.dtensor_cfg.tensor_parallel_size"),
         (["cluster.gpus_per_node=4", "teacher.dtensor_cfg.tensor_parallel_size=3"], "teacher.dtensor_cfg.tensor_parallel_size"),
-        (["cluster.gpus_per_node=4", "teacher.dtensor_cfg.sequence_parallel=true"], "teacher.dtensor_cfg.sequence_parallel"),
         (["cluster.gpus_per_node=4", "teacher.dtensor_cfg.tensor_parallel_size=4", "teacher.hosts=1"], "teacher.hosts"),
         (["cluster.gpus_per_node=4", "policy.device=cuda", "teacher.device=cpu"], "teacher.device"),
     ],

@@ -52,7 +52,6 @@ def test_batch_sizes_beside_budgets_in_tokens(overrides: list[str], keys: list[s
         ("policy.dtensor_cfg.lora_cfg.dim=16", "policy.dtensor_cfg.lora_cfg.enabled"),
         ("policy.ema.decay=0.5", "policy.ema.enabled"),
         ("grpo.reward_shaping.overlong_buffer_length=64", "grpo.reward_shaping.enabled"),
-        ("policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.enabled"),
     ],
 )
 def test_keys_of_a_section_that_is_off(override: str, off: str) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from strop.algorithms.base import Algorithm, Plan
-from strop.algorithms.functional import POLICY_LOGPROBS, Aggregation
-from strop.algorithms.kl import KL_WEIGHT, REFERENCE_LOGPROBS, Kl
+from strop.algorithms.functional import Aggregation
+from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.parts import Advantage, Correction, Objective, Selection, Shaping
 from strop.algorithms.policy_gradient.sequence_error import check_threshold
 
@@ -41,10 +41,7 @@ class Composition(Algorithm):
 
     @property
     def requires(self) -> frozenset[str]:
-        if self.kl is None or not self.kl.weight:
-            return frozenset()
-        in_reward = [POLICY_LOGPROBS] if self.kl.place != "loss" else []
-        return frozenset([REFERENCE_LOGPROBS, *in_reward, *([KL_WEIGHT] if self.kl.target else [])])
+        return frozenset() if self.kl is None else self.kl.requires
 
     @property
     def greedy_baseline(self) -> bool:

@@ -28,7 +28,7 @@ class SoftOverlong(Shaping):
             raise ValueError(
                 f"buffer is {self.buffer} tokens and penalty {self.penalty}: set buffer to at least 1 and penalty to at least 0"
             )
-        if self.max_length is not None and self.buffer > self.max_length:
+        if self.penalty and self.max_length is not None and self.buffer > self.max_length:
             raise ValueError(
                 f"buffer is {self.buffer} tokens, but max_length is {self.max_length}: every response would be punished; set buffer to "
                 "at most max_length"

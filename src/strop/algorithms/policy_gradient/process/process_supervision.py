@@ -48,8 +48,9 @@ class StepRelative(Advantage):
     def token_advantages(self, batch: Batch) -> Tensor:
         outcome, advantages = batch.rewards - sum_of_steps(batch), batch.advantages.double()
         compared = {"leave_one_out": self.leave_one_out, "normalize": self.normalize}
+        of_groups = (outcome[batch.group == group] for group in range(batch.num_groups))
         of_rollouts = torch.cat(
-            [group_advantages(outcome[batch.group == group], **compared) for group in range(batch.num_groups)]
+            [group_advantages(rewards, leave_one_out=self.leave_one_out, normalize=self.normalize) for rewards in of_groups]
         )
         advantages = advantages + of_rollouts[batch.sequence]
         if STEP_REWARDS not in batch.columns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from strop.config.recipes.difference import Effect
-from strop.config.recipes.nemo_rl.megatron_options import move_environment
+from strop.config.recipes.nemo_rl.megatron.megatron_options import move_environment
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Refused, Renamed, Rule, Unused
 

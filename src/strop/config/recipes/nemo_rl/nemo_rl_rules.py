@@ -7,7 +7,7 @@ from strop.config.recipes.nemo_rl.data_rules import DATA_RULES
 from strop.config.recipes.nemo_rl.environment_rules import ENVIRONMENT_RULES
 from strop.config.recipes.nemo_rl.generation_rules import GENERATION_RULES
 from strop.config.recipes.nemo_rl.loss_rules import LOSS_RULES
-from strop.config.recipes.nemo_rl.megatron_rules import MEGATRON_RULES
+from strop.config.recipes.nemo_rl.megatron.megatron_rules import MEGATRON_RULES
 from strop.config.recipes.nemo_rl.model_rules import MODEL_RULES
 from strop.config.recipes.nemo_rl.optimizer_rules import OPTIMIZER_RULES
 from strop.config.recipes.nemo_rl.run_rules import RUN_RULES
@@ -25,7 +25,6 @@ NEMO_RL_RULES: tuple[Rule, ...] = (
     *LOSS_RULES,
     *TRAINING_RULES,
     *MEGATRON_RULES,
-    *TEACHER_RULES,
     *MODEL_RULES,
     *OPTIMIZER_RULES,
     *GENERATION_RULES,

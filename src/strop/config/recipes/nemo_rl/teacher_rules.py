@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from strop.config.recipes.rules import Refused, Rule, Unused
 
-ONLY_SCORES = "the teacher only scores"
 CUTS = "teacher.logprob_mb_tokens cuts what the teacher reads"
 WHY_UNUSED = {
     "train_*": "the teacher is not trained",
@@ -19,7 +18,6 @@ WHY_UNUSED = {
     "sequence_packing*": CUTS,
     "make_sequence_length_divisible_by": "rows are packed without padding",
     "max_total_sequence_length": "the teacher reads the student's rollouts whole",
-    "megatron_cfg*": ONLY_SCORES,
 }
 TEACHER_RULES: tuple[Rule, ...] = (
     *(Unused(f"teacher.{key}", why) for key, why in WHY_UNUSED.items()),

@@ -11,7 +11,7 @@ import pytest
 
 from strop.config import ConfigError, LoadedConfig, dump_config, load_config
 from strop.config.recipes.difference import Effect
-from strop.config.recipes.nemo_rl.megatron_schedule import make_schedule_section
+from strop.config.recipes.nemo_rl.megatron.megatron_schedule import make_schedule_section
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.learner.torch.schedules import make_schedule
 
@@ -111,6 +111,7 @@ def test_a_teacher_for_megatron_core_goes_the_way_of_its_student() -> None:
     assert [problem.key for problem in caught.value.problems] == ["policy.megatron_cfg.enabled"]
     loaded = load_config(None, [*recipe, TORCH], root=TRAINING_RUNS["distillation"])
     assert loaded.config.policy.optimizer.kwargs["lr"] == 1e-5
+    assert loaded.config.teacher.dtensor_cfg.tensor_parallel_size == 1
     assert "a teacher only scores" in {d.key: d.text for d in loaded.differences}["teacher.megatron_cfg"]
 
 

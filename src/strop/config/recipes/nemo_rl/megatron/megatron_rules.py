@@ -7,8 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from strop.config.recipes.difference import Effect
-from strop.config.recipes.nemo_rl.megatron_options import SIZES, refuse_wrong_switch, refuse_wrong_values, translate_options
-from strop.config.recipes.nemo_rl.megatron_schedule import make_schedule_section
+from strop.config.recipes.nemo_rl.megatron.megatron_options import (
+    SIZES,
+    refuse_wrong_switch,
+    refuse_wrong_values,
+    translate_options,
+)
+from strop.config.recipes.nemo_rl.megatron.megatron_schedule import make_schedule_section
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule
 from strop.config.source.yaml_source import get_at
