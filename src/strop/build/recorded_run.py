@@ -24,7 +24,13 @@ from strop.distributed.base import Cluster
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import make_failed_group
-from strop.rollouts.recorded import ExampleTooLong, RecordedRules, demonstration_group, preference_group, unpaired_preference_group
+from strop.rollouts.recorded import (
+    ExampleTooLong,
+    RecordedRules,
+    demonstration_group,
+    preference_group,
+    unpaired_preference_group,
+)
 from strop.rollouts.stream import RolloutStream, StreamState
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources

@@ -15,7 +15,10 @@ checkpointing: {metric_name: null}
 data: {train: {dataset_name: gsm8k, env_name: math} }
 env: {math: {num_workers: 8}}
 """
-PUZZLE = BASE.replace("}}\n", "}, sliding_puzzle_game: {cfg: {game_config: {size: 5}, max_moves: 30}}}\n") + "policy: {model_name: m}\n"
+PUZZLE = (
+    BASE.replace("}}\n", "}, sliding_puzzle_game: {cfg: {game_config: {size: 5}, max_moves: 30}}}\n")
+    + "policy: {model_name: m}\n"
+)
 ENGINE = BASE + "policy: {model_name: m, generation_batch_size: 32, generation: {vllm_cfg: {async_engine: false}}}\n"
 MEGATRON = (
     BASE
