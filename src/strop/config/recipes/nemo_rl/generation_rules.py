@@ -46,16 +46,7 @@ def translate_env_vars(recipe: Recipe) -> None:
             recipe.drop(key)
 
 
-def drop_engine_batching(recipe: Recipe) -> None:
-    """Leave out what every recipe of NeMo-RL's says of an engine that it does not have here."""
-    keys = [*recipe.find("*generation_batch_size"), *recipe.find("*generation.vllm_cfg.async_engine")]
-    for key in keys:
-        if recipe.value(key) not in (None, True):
-            recipe.unused(key, "the engine takes requests one by one, and batches them by itself")
-
-
 GENERATION_RULES: tuple[Rule, ...] = (
-    drop_engine_batching,
     translate_logprobs_mode,
     translate_env_vars,
     Unused("*generation.port_range_*", "free ports are chosen automatically"),

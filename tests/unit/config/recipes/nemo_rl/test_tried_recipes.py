@@ -19,7 +19,6 @@ PUZZLE = (
     BASE.replace("}}\n", "}, sliding_puzzle_game: {cfg: {game_config: {size: 5}, max_moves: 30}}}\n")
     + "policy: {model_name: m}\n"
 )
-ENGINE = BASE + "policy: {model_name: m, generation_batch_size: 32, generation: {vllm_cfg: {async_engine: false}}}\n"
 MEGATRON = (
     BASE
     + """
@@ -57,12 +56,6 @@ def test_a_learning_rate_that_stands_only_in_a_section_that_is_off_is_not_replac
     own = load(tmp_path, MEGATRON, *torch_learner, "policy.optimizer={name: torch.optim.AdamW, kwargs: {lr: 1.0e-6}}")
     assert own.config.policy.optimizer.kwargs["lr"] == 1e-6
     assert load(tmp_path, MEGATRON, "policy.backend=torch").config.policy.optimizer.kwargs["lr"] == 3e-7
-
-
-def test_what_every_recipe_says_of_its_engine_is_one_warning(tmp_path: Path) -> None:
-    (warning,) = load(tmp_path, ENGINE).warnings
-    assert "policy.generation_batch_size, policy.generation.vllm_cfg.async_engine" in warning.message
-    assert load(tmp_path, ENGINE).config.policy.generation_batch_size is None
 
 
 def test_a_section_that_is_off_is_one_comment_of_the_translation(tmp_path: Path) -> None:
