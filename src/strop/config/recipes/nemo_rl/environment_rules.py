@@ -14,11 +14,18 @@ MATH_VERIFIERS = {"hf_math_verify": "math_verify", "dapo_math_verify": "dapo"}
 CHOICE_VERIFIERS = ("english_multichoice", "multilingual_multichoice")
 OWN_REWARD = "Score the answers with a function of yours: env.{alias}={{reward: file.py:function}}."
 
+# A game makes its own tasks, in a script of its own: that no data names it does not say that it is not played.
+GAME = "sliding_puzzle_game"
+OWN_GAME = (
+    "Write the game as a class (env.sliding_puzzle_game.type=file.py:Class, and data.train.env_name names it), or remove the section "
+    "(~env.sliding_puzzle_game) to train on data.train."
+)
+
 # Environments of NeMo-RL, by alias, that Strop does not have. Those of images and of NeMo-Gym are refused with their data.
 MISSING_ENVIRONMENTS = {
     "code": "no environment of this version runs programs that a model wrote",
     "code_jaccard": "rewards for overlap with a reference program are not built in",
-    "sliding_puzzle_game": "its game is not built in",
+    GAME: "its game is not built in",
 }
 # How NeMo-RL places, batches and trains a reward model changes none of its scores.
 ONLY_SCORES = "the reward model is loaded whole and only scores"
@@ -42,11 +49,13 @@ def translate_environments(recipe: Recipe) -> None:
         key = f"env.{alias}"
         if not isinstance(options, Mapping) or options.get("type") or {"reward", "rewards"} & set(options):
             continue
-        if why := MISSING_ENVIRONMENTS.get(alias):
+        if alias == GAME:
+            recipe.refuse(key, MISSING_ENVIRONMENTS[alias], OWN_GAME)
+        elif why := MISSING_ENVIRONMENTS.get(alias):
             if used and alias not in used and not recipe.is_on_command_line(key):
                 recipe.unused(key, "no data names it")
             else:
-                recipe.refuse(key, f"{why}", OWN_REWARD.format(alias=alias))
+                recipe.refuse(key, why, OWN_REWARD.format(alias=alias))
         elif translate := TRANSLATIONS.get(alias):
             translate(recipe, key, options)
 

@@ -50,7 +50,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     Unused("*.dtensor_cfg.defer_fsdp_grad_sync", "gradients are summed over the ranks once an optimizer step"),
     Unused("*.dtensor_cfg.moe_parallelizer.ignore_router_for_ac", "recomputed activations are the same"),
     Refused(("*.dtensor_cfg.moe_parallelizer.*",), "what this option of Automodel would be here is not known", "Remove the key."),
-    Unused("*.dtensor_cfg.moe_parallelizer", "what it has is said above"),
+    Unused("*.dtensor_cfg.moe_parallelizer", "nothing else is in it"),
     Unused("*.dtensor_cfg.lora_cfg.lora_dtype", "adapters are float32"),
     Unused(f"{AUTOMODEL}.force_hf", "models are Hugging Face's own"),
     Unused(f"{AUTOMODEL}.attn_implementation", SAME_MATH),
@@ -69,7 +69,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Unused(f"{AUTOMODEL}.freeze_config", "it is about images and sound, and models here read only text"),
     Refused((f"{AUTOMODEL}.*",), "what this option of Automodel would be here is not known", "Remove the key."),
-    Unused(AUTOMODEL, "what it has is said above"),
+    Unused(AUTOMODEL, "nothing else is in it"),
     Refused(
         ("*.dequantize_base_checkpoint",),
         "quantised checkpoints are not in this version",

@@ -16,6 +16,7 @@ from strop.config.recipes.nemo_rl.megatron.megatron_options import (
 from strop.config.recipes.nemo_rl.megatron.megatron_schedule import make_schedule_section
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule
+from strop.config.source.yaml_source import get_at
 
 MODELS = ("policy", "value", "teacher")
 FUSED_LAYERS = {  # Megatron's linear layers -> those of Hugging Face models
@@ -44,10 +45,28 @@ def choose_learner(recipe: Recipe) -> None:
             "Set policy.backend=torch to train it with the torch learner, which takes over what megatron_cfg says.",
         )
     for model in present:
-        for key in list(recipe.find(f"{model}.megatron_cfg.*")) if model not in asked else ():
-            if key != f"{model}.megatron_cfg.enabled":
-                recipe.note(key, Effect.UNUSED, f"{model}.megatron_cfg is switched off")
+        if model not in asked:
+            _leave_out(recipe, model)
         recipe.drop(f"{model}.megatron_cfg")
+
+
+def _is_null(recipe: Recipe, key: str) -> bool:
+    return recipe.is_set(key) and get_at(recipe.source.values, tuple(key.split("."))) is None
+
+
+def _leave_out(recipe: Recipe, model: str) -> None:
+    """Say that a section is switched off, unless the only learning rate of the recipe is in it."""
+    section, optimizer = f"{model}.megatron_cfg", f"{model}.optimizer"
+    rate = recipe.value(f"{section}.optimizer.lr")
+    if recipe.value(f"{model}.dtensor_cfg.enabled") and rate and _is_null(recipe, optimizer):
+        recipe.refuse(
+            optimizer,
+            f"found null, and the learning rate {_show(rate)} is in {section}.optimizer, which is switched off",
+            f"Set {section}.enabled=true and policy.backend=torch, which take over what {section} says, or set {optimizer}.",
+        )
+    for key in list(recipe.find(f"{section}.*")):
+        if key != f"{section}.enabled":
+            recipe.note(key, Effect.UNUSED, f"{section} is switched off")
 
 
 def _translate_model(recipe: Recipe, model: str) -> None:
