@@ -30,8 +30,7 @@ from strop.models.export import (
     new_folder,
     save_model,
 )
-from strop.models.loading import ModelNotFound
-from strop.models.loading import load_tokenizer
+from strop.models.loading import ModelNotFound, load_tokenizer
 
 SHARD_FILE_SUFFIXES = (METADATA, ".distcp")  # endings of shard files, which are not copied
 MODEL_FILES = re.compile(r"(adapter_)?(config|model.*|base_config)\.(json|safetensors(\.index\.json)?)|pytorch_model.*|.*\.gguf")

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from strop.base_config import KeyPath
+from strop.base_config import BaseConfig, KeyPath
 from strop.config.source.interpolation import iter_targets
+from strop.config.source.keys import find_field
+from strop.config.source.nearest_keys import find_nearest_keys
 from strop.config.source.yaml_source import ConfigSource, get_at
 from strop.problems import Problem
 
 
-def drop_consequences(problems: Sequence[Problem], source: ConfigSource) -> list[Problem]:
-    """Return the problems without those of keys whose ``${...}`` refers, perhaps through others, to a key with a problem of its own."""
+def drop_consequences(problems: Sequence[Problem], source: ConfigSource, root: type[BaseConfig]) -> list[Problem]:
+    """Return the problems without those of keys whose ``${...}`` refers, perhaps through others, to a key with a problem of its own, or
+    to one that a problem says is misspelled."""
     wrong = {tuple(problem.key.split(".")) for problem in problems if problem.key}
+    unknown = [path for path in wrong if find_field(root, path) is None and path in source.origins]
+    wrong |= {tuple(meant.split(".")) for path in unknown for meant in find_nearest_keys(path, root)[:1]}
     followed = {path: _find_followed(path, source) for path in wrong}
 
     def is_consequence(path: KeyPath) -> bool:

@@ -101,7 +101,7 @@ def load_source(
         errors = [problem for problem in run_checks.find_errors(config) if not translation.explains(problem.key)]
         problems += [_with_origin(problem, source) for problem in errors]
     if config is None or problems:
-        raise ConfigError(drop_consequences(problems, source))
+        raise ConfigError(drop_consequences(problems, source, root))
     if check:
         warnings += [_with_origin(problem, source) for problem in run_checks.find_warnings(config)]
     return LoadedConfig(config, tuple(warnings), source.files, tuple(overrides), translation.differences, source)

@@ -45,8 +45,8 @@ def find_nearest_keys(path: Sequence[str], root: type[BaseConfig]) -> tuple[str,
     if same_name:
         same_name = same_name if section else sorted(same_name, key=lambda key: key.count("."))
         return tuple(same_name[:2]) if len(same_name) <= MOST_PLACES or not section else ()
-    if len(shortened := [key for key in siblings if _is_shortened(name, _name(key))]) == 1:
-        return (shortened[0],)
+    if shortened := [key for key in siblings if _is_shortened(name, _name(key))]:
+        return (min(shortened, key=len),)
     elsewhere = [key for key in keys if "_" in name and is_misspelling(name, _name(key))]
     return tuple(sorted(elsewhere, key=lambda key: -_similarity(key, target))[:2]) if len(elsewhere) <= MOST_PLACES else ()
 
@@ -58,14 +58,21 @@ def is_misspelling(name: str, other: str) -> bool:
     words, others = name.casefold().split("_"), other.casefold().split("_")
     if len(words) != len(others):
         return False
-    different = [pair for pair in zip(words, others, strict=True) if pair[0] != pair[1]]
-    return len(different) <= 2 and all(len(word) > 2 and _similarity(word, near) >= CLOSE_WORD for word, near in different)
+    pairs = list(zip(words, others, strict=True))
+    return sum(word != near for word, near in pairs) <= 2 and all(_is_close(word, near) for word, near in pairs)
 
 
 def _is_shortened(name: str, other: str) -> bool:
     """Return whether a name leaves out the end of another, or words of it: num_generations of num_generations_per_prompt."""
-    words = name.split("_")
-    return (len(words) > 1 and set(words) < set(other.split("_"))) or (len(name) > 3 and other.startswith(name))
+    words, others = name.split("_"), other.split("_")
+    if len(words) > 1 and len(words) < len(others):
+        leading = zip(words, others, strict=False)
+        return set(words) < set(others) or all(_is_close(word, near) for word, near in leading)
+    return len(name) > 3 and other.startswith(name)
+
+
+def _is_close(word: str, other: str) -> bool:
+    return word == other or (len(word) > 2 and _similarity(word, other) >= CLOSE_WORD)
 
 
 def _list_candidates(root: type[BaseConfig], target: str) -> list[str]:
