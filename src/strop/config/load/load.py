@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -209,7 +210,7 @@ def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT 
     except ValidationError as error:
         errors = [(_user_path(item["loc"], source), item) for item in error.errors()]
         reported = [pair for pair in errors if pair[0] not in unresolved and _is_written(pair[0], pair[1]["type"], source, root)]
-        reported = reported or ([] if problems else errors)
+        reported = _keep_innermost(reported, unresolved) or ([] if problems else errors)
         misspelled = {near for path, item in reported if item["type"] == UNKNOWN for near in find_nearest_keys(path, root)[:1]}
         reported = [(path, item) for path, item in reported if item["type"] != "missing" or ".".join(path) not in misspelled]
         described = [describe_error(path, item, source, root) for path, item in reported[:MOST_DESCRIBED]]
@@ -219,7 +220,19 @@ def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT 
 
 
 UNKNOWN = "unexpected_keyword_argument"  # what pydantic calls a key that a section does not have
+ALTERNATIVE = re.compile(
+    r"bool|int|float|str|(literal|list|tuple|dict|constrained|nullable)[\[-].*"
+)  # of several types of a value
 MOST_DESCRIBED = 50  # the nearest keys of thousands of unknown ones would take minutes to find
+
+
+def _keep_innermost(errors: Sequence[tuple[KeyPath, Any]], unresolved: Collection[KeyPath]) -> list[tuple[KeyPath, Any]]:
+    """Return the first error of each key, without those of what is around another: a list is wrong because its entry is."""
+    first: dict[KeyPath, Any] = {}
+    for path, item in errors:
+        first.setdefault(path, item)
+    wrong = {path[:length] for path in (*first, *unresolved) for length in range(len(path))}
+    return [(path, item) for path, item in first.items() if path not in wrong]
 
 
 def _remove(tree: Any, path: KeyPath) -> None:
@@ -234,6 +247,7 @@ def _user_path(location: Sequence[str | int], source: ConfigSource) -> KeyPath:
     path = [str(part) for part in location]
     if path[:2] == ["policy", "scheduler"]:
         path = [part for part in path if part not in ("stages", "milestones")]
+    path = path[:-1] if path and ALTERNATIVE.fullmatch(path[-1]) else path
     without_numbers = tuple(part for part in path if not part.isdigit())
     return without_numbers if without_numbers in source.origins else tuple(path)
 
@@ -242,7 +256,7 @@ def _is_written(path: KeyPath, error: str, source: ConfigSource, root: type[Base
     """Return whether an error is in a value that the user wrote, not in a copy of it under a key that follows."""
     if error == "missing":
         field = keys.find_field(root, path)
-        return field is None or not followed_keys(field)
+        return len(path) > 1 and (field is None or not followed_keys(field))
     return path in source.origins or path[:2] == ("policy", "scheduler")
 
 

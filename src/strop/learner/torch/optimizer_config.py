@@ -74,6 +74,7 @@ class OptimizerConfig(BaseConfig):
     )
 
     def errors(self, key: str) -> Iterator[Problem]:
+        yield from self._check_numbers(f"{key}.kwargs")
         unknown = sorted(set(self.kwargs) - KNOWN_OPTIMIZERS.get(self.name, frozenset(self.kwargs)))
         for name in unknown:
             takes = f"{self.name} takes no argument {name}; it takes {', '.join(sorted(KNOWN_OPTIMIZERS[self.name]))}"
@@ -85,7 +86,6 @@ class OptimizerConfig(BaseConfig):
                 "it has no lr, and the optimizer's default is far too large or missing",
                 f"Set {key}.kwargs.lr, for instance to 5e-6.",
             )
-        yield from self._check_numbers(f"{key}.kwargs")
 
     def _check_numbers(self, key: str) -> Iterator[Problem]:
         rate = LARGEST_ADAM_RATE if "adam" in self.name.lower() else LARGEST_RATE
