@@ -29,7 +29,7 @@ def _reject_float16(value: object) -> object:
 
 
 Precision = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_reject_float16)]
-Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", examples=["auto", "cpu", "cuda", "cuda:1"])]
 
 SectionT = TypeVar("SectionT", bound="BaseConfig")
 

@@ -240,7 +240,7 @@ def test_whoever_asks_is_shown_where_an_error_was_raised(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("mine.py:Mine", "def broken(:\n", "env.mine: mine.py:Mine: importing 'mine.py' failed: SyntaxError"),
+        ("mine.py:Mine", "def broken(:\n", "env.mine.type: mine.py:Mine: importing 'mine.py' failed: SyntaxError"),
         ("mine.py:Mein", ENVIRONMENT, "'mine.py' has no 'Mein'; did you mean 'Mine'?"),
         ("other.py:Mine", ENVIRONMENT, "there is no file"),
         ("nowhere.at.all:Mine", ENVIRONMENT, "No module named 'nowhere'"),

@@ -97,10 +97,12 @@ async def build_recorded_run(
     config: RecordedRunConfig, algorithm: Algorithm, tracker: Tracker, cluster: Cluster | None = None
 ) -> TrainingRun:
     """Build a run on recorded data, restored from its newest checkpoint if there is one."""
+    tracker.progress("reading examples")  # before the model loads, which takes longer than to find what is wrong with them
+    parts = read_examples(config, config.data.train, "train", algorithm)
+    held_out_parts = read_validation_examples(config, algorithm)
     backend = await make_backend(config, cluster, tracker)
-    tracker.progress("reading examples")
-    examples = make_examples(config, config.data.train, "train", algorithm, backend.bundle)
-    validation_groups = load_validation_groups(config, algorithm, backend.bundle, tracker)
+    examples = join_examples(config, config.data.train, parts, algorithm, backend.bundle)
+    validation_groups = make_validation_groups(config, held_out_parts, algorithm, backend.bundle, tracker)
     held_out = f", {len(validation_groups)} to validate on" if validation_groups else ""
     tracker.note(f"{len(examples)} examples to train on{held_out}")
     share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
@@ -159,39 +161,52 @@ def make_recorded_rules(config: RecordedRunConfig, bundle: TokenizerBundle) -> R
     )
 
 
-def make_examples(
-    config: RecordedRunConfig, entries: Sequence[DataEntryConfig], part: Part, algorithm: Algorithm, bundle: TokenizerBundle
-) -> RecordedExamples:
+def read_examples(
+    config: RecordedRunConfig, entries: Sequence[DataEntryConfig], part: Part, algorithm: Algorithm
+) -> tuple[Sequence[Task], ...]:
     """Read the examples of data entries. Raises DataError for an entry without any that the algorithm can learn from."""
+    sources = (DataSource.from_entry(entry, seed=config.recorded_training.seed, part=part) for entry in entries)
+    parts = tuple(EXAMPLE_READERS[algorithm.recorded_data](source) for source in sources)
+    for entry, examples in zip(entries, parts, strict=True):
+        if not len(examples):
+            raise DataError(f"data.{part}: {entry.data_name} has no example that {config.algorithm.name} can learn from")
+    return parts
+
+
+def join_examples(
+    config: RecordedRunConfig,
+    entries: Sequence[DataEntryConfig],
+    parts: tuple[Sequence[Task], ...],
+    algorithm: Algorithm,
+    bundle: TokenizerBundle,
+) -> RecordedExamples:
+    """Interleave the examples of data entries by their weights."""
     training = config.recorded_training
-    sources = (DataSource.from_entry(entry, seed=training.seed, part=part) for entry in entries)
-    examples = tuple(EXAMPLE_READERS[algorithm.recorded_data](source) for source in sources)
-    names = tuple(str(entry.data_name) for entry in entries)
-    for name, of_entry in zip(names, examples, strict=True):
-        if not len(of_entry):
-            raise DataError(f"data.{part}: {name} has no example that {config.algorithm.name} can learn from")
     interleaving = Interleaving(
-        sizes=tuple(map(len, examples)),
+        sizes=tuple(map(len, parts)),
         weights=tuple(entry.weight if len(entries) > 1 else None for entry in entries),
         seed=training.seed,
         shuffle=config.data.shuffle,
         max_epochs=training.max_num_epochs,
     )
-    rules = make_recorded_rules(config, bundle)
-    return RecordedExamples(algorithm.recorded_data, names, examples, interleaving, bundle, rules)
+    names = tuple(str(entry.data_name) for entry in entries)
+    return RecordedExamples(algorithm.recorded_data, names, parts, interleaving, bundle, make_recorded_rules(config, bundle))
 
 
-def load_validation_groups(
-    config: RecordedRunConfig, algorithm: Algorithm, bundle: TokenizerBundle, tracker: Tracker
+def read_validation_examples(config: RecordedRunConfig, algorithm: Algorithm) -> tuple[Sequence[Task], ...]:
+    """Read what to validate on: the validation entries, else the held-out part of the training entries, else nothing."""
+    training, entries = config.recorded_training, config.data.validation_entries
+    validates = training.val_period or training.val_at_start or training.val_at_end
+    return read_examples(config, entries, "validation", algorithm) if validates and entries else ()
+
+
+def make_validation_groups(
+    config: RecordedRunConfig, parts: tuple[Sequence[Task], ...], algorithm: Algorithm, bundle: TokenizerBundle, tracker: Tracker
 ) -> list[Group]:
-    """Return the validation groups: from the validation entries, else from the held-out part of the training entries, else none."""
+    if not parts:
+        return []
     training = config.recorded_training
-    if not (training.val_period or training.val_at_start or training.val_at_end):
-        return []
-    if not config.data.validation_entries:
-        return []
-    examples = make_examples(config, config.data.validation_entries, "validation", algorithm, bundle)
-    every = examples.read_every()
+    every = join_examples(config, config.data.validation_entries, parts, algorithm, bundle).read_every()
     groups = [group for group in every if not group.errors]
     limit = len(groups) if training.val_batches < 0 else training.val_batches * training.val_global_batch_size
     if reasons := [group.errors[0] for group in every if group.errors]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from strop.build.dry_run.examined_folders import CHECKPOINT_DIR, LOG_DIR, list_folders
 from strop.build.resume.resume_plan import ResumePlan, plan_resume
 from strop.config import TrainingRunConfig
 from strop.learner.client import InlineCaller, LearnerClient
@@ -17,7 +18,6 @@ from strop.storage.locked_folders import lock_folders
 from strop.storage.short_path import shorten_path
 from strop.storage.storage_error import format_bytes, free_bytes
 
-LOG_DIR, CHECKPOINT_DIR = "logger.log_dir", "checkpointing.checkpoint_dir"
 WRITTEN_IN_LOGS = ("rollouts", "validation", "engines", "workers", "wandb", "tensorboard")  # folders, where they exist
 ADAM_STATES = 2  # float32 numbers for each trained parameter
 
@@ -30,10 +30,9 @@ def lock_run_folders(config: TrainingRunConfig) -> Iterator[ResumePlan]:
     Raises FolderLocked if another run uses one of them, ResumeError if they hold a run that this one cannot continue, and StorageError if
     one cannot be written or a checkpoint has no room.
     """
-    logs = Path(config.logger.log_dir).absolute()
-    folders = {LOG_DIR: logs}
-    if config.checkpointing.saving_enabled:
-        folders[CHECKPOINT_DIR] = Path(config.checkpointing.checkpoint_dir).absolute()
+    written = list_folders(config)
+    logs = written[LOG_DIR]
+    folders = {key: written[key] for key in (LOG_DIR, CHECKPOINT_DIR) if key in written}
     plans: list[ResumePlan] = []
 
     def check() -> None:
@@ -55,25 +54,14 @@ def _check_folders(config: TrainingRunConfig, folders: Mapping[str, Path]) -> No
         inner = folders[LOG_DIR] / name
         if inner.exists() or inner.is_symlink():
             probe_folder(LOG_DIR, shorten_path(inner))
-    for key, folder in _other_folders(config).items():
-        probe_folder(key, shorten_path(folder))
+    for key, folder in list_folders(config).items():
+        if key not in folders:
+            probe_folder(key, shorten_path(folder))
     if CHECKPOINT_DIR in folders:
         checkpoints = shorten_path(folders[CHECKPOINT_DIR])
         check_entries(CHECKPOINT_DIR, checkpoints)
         if needed := _estimate_checkpoint(config):
             check_space(CHECKPOINT_DIR, checkpoints, needed, "one checkpoint")
-
-
-def _other_folders(config: TrainingRunConfig) -> dict[str, Path]:
-    """Return the folders outside of log_dir and checkpoint_dir that the run writes, by key."""
-    folders = {}
-    if config.logger.tensorboard_enabled and config.logger.tensorboard.log_dir:
-        folders["logger.tensorboard.log_dir"] = Path(config.logger.tensorboard.log_dir).absolute()
-    generation = getattr(config.policy, "generation", None)
-    weights = getattr(generation, "weight_sync", None)
-    if weights is not None and weights.folder is not None:
-        folders["policy.generation.weight_sync.folder"] = Path(weights.folder).absolute()
-    return folders
 
 
 def _estimate_checkpoint(config: TrainingRunConfig) -> int | None:

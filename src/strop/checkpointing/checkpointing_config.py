@@ -70,6 +70,7 @@ class CheckpointingConfig(BaseConfig):
     checkpoint_must_save_by: str | None = Field(
         None,
         pattern=r"^\d+:\d+:\d+:\d+$",
+        examples=["00:04:00:00"],
         description="Once the run has lasted this long, save after the step in progress and exit; null is never (DD:HH:MM:SS).",
     )
     resume: Resume = Field(

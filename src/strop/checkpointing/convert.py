@@ -30,7 +30,7 @@ from strop.models.export import (
     new_folder,
     save_model,
 )
-from strop.models.loading import load_tokenizer
+from strop.models.loading import ModelNotFound, load_tokenizer
 
 SHARD_FILE_SUFFIXES = (METADATA, ".distcp")  # endings of shard files, which are not copied
 MODEL_FILES = re.compile(r"(adapter_)?(config|model.*|base_config)\.(json|safetensors(\.index\.json)?)|pytorch_model.*|.*\.gguf")
@@ -72,6 +72,8 @@ def _conversion_errors(source: SavedModel) -> Iterator[None]:
         yield
     except ConversionError:
         raise
+    except ModelNotFound as error:
+        raise ConversionError(str(error.with_key("CHECKPOINT"))) from error  # as `strop export --help` calls it
     except ValueError as error:
         raise ConversionError(f"{source.weights}: {error}") from error
 

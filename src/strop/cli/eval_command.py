@@ -135,10 +135,10 @@ def _evaluate_model(model: SavedModel | None, options: argparse.Namespace) -> in
     loaded = load_config(options.config, translated.overrides, root=EvalRunConfig, values=values)
     _print_notes(translated.notes)
     print_warnings(loaded)
-    from strop.build.dry_run.examine import examine
+    from strop.build.dry_run.examine import examine_loaded
 
     with plain_warnings():
-        examination = examine(loaded.config, data=options.dry_run)
+        examination = examine_loaded(loaded, data=options.dry_run)
     if options.dry_run:
         return print_dry_run(loaded.config, examination, verbose=options.verbose)
     from strop import build

@@ -47,10 +47,10 @@ def train_run(section: str, arguments: Sequence[str], command_line: str, default
         overrides = [*options.overrides, *(assumed.overrides if assumed else ())]
         loaded = load_config(options.config, overrides, root=TRAINING_RUNS[section], has_gpus=None if assumed is None else True)
         print_warnings(loaded)
-        from strop.build.dry_run.examine import examine
+        from strop.build.dry_run.examine import examine_loaded
 
         with plain_warnings():
-            examination = examine(loaded.config, data=options.dry_run)
+            examination = examine_loaded(loaded, data=options.dry_run)
         if options.dry_run:
             if assumed is not None:
                 configured = load_config(options.config, options.overrides, root=TRAINING_RUNS[section], check=False)

@@ -220,3 +220,16 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not any(f".{part}." in f".{name}." for part in float32_names):
             parameter.data = parameter.data.to(dtype)
+
+
+def shards_attention_heads(folder: str) -> bool:
+    """Return whether the plan of Transformers for a local model cuts its attention by heads; some gather the outputs of the projections."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(Path(folder).expanduser(), local_files_only=True, trust_remote_code=False)
+    except Exception:  # what is wrong with the folder is said where it is loaded
+        return False
+    plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+    rules = [str(rule) for pattern, rule in plan.items() if pattern.endswith(("q_proj", "k_proj", "v_proj", "qkv_proj"))]
+    return bool(rules) and not any("rep" in rule or "gather" in rule for rule in rules)

@@ -21,10 +21,12 @@ from strop.build.lifecycle import make_early_stop, resolve_metric
 from strop.build.models import LoadedPolicy
 from strop.build.recorded_run import (
     RecordedExamples,
-    load_validation_groups,
-    make_examples,
+    join_examples,
     make_recorded_options,
     make_recorded_stream,
+    make_validation_groups,
+    read_examples,
+    read_validation_examples,
 )
 from strop.config import RecordedRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
@@ -60,7 +62,7 @@ def config(section: str, *overrides: str) -> RecordedRunConfig:
 
 
 def examples(found: RecordedRunConfig, algorithm: Algorithm, policy: LoadedPolicy) -> RecordedExamples:
-    return make_examples(found, found.data.train, "train", algorithm, policy)
+    return join_examples(found, found.data.train, read_examples(found, found.data.train, "train", algorithm), algorithm, policy)
 
 
 def said(group: Group) -> str:
@@ -221,7 +223,10 @@ def test_the_stream_is_in_order_and_goes_on_where_it_was_left(tmp_path: Path, po
 
 
 def measured(found: RecordedRunConfig, policy: LoadedPolicy, notes: Recorder | None = None) -> list[str]:
-    return [said(group) for group in load_validation_groups(found, SFT(), policy, notes or Recorder())]
+    return [
+        said(group)
+        for group in make_validation_groups(found, read_validation_examples(found, SFT()), SFT(), policy, notes or Recorder())
+    ]
 
 
 def test_nothing_is_measured_where_no_validation_is_due(tmp_path: Path, policy: LoadedPolicy) -> None:

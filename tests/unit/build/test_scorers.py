@@ -159,7 +159,8 @@ def test_a_critic_has_the_settings_of_its_own_section(tiny_model_folder: Path) -
 
 
 def test_a_mistake_in_the_section_of_a_critic_is_named_with_its_key(tiny_model_folder: Path) -> None:
-    found = rollouts("ppo", tiny_model_folder, "value.optimizer.kwargs={lr: 0.1, momentun: 0.5}", "value.device=cpu")
+    momentum = "value.optimizer={name: torch.optim.SGD, kwargs: {lr: 0.1, momentun: 0.5}}"
+    found = rollouts("ppo", tiny_model_folder, momentum, "value.device=cpu")
     with pytest.raises(ValueError, match=r"^value\.optimizer\.kwargs\.momentun: "):
         learners(found, load_policy(found.policy), PPO())
 

@@ -230,6 +230,34 @@ def test_infinity_is_refused_for_every_number_of_a_rollout_run(capsys: pytest.Ca
             assert f"{key}: found {value[1:]}, with which" in dry_run(capsys, section, *ARITHMETIC, f"{key}={value}", code=2)
 
 
+def test_a_dry_run_leaves_nothing_in_the_folders_that_it_tries(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "here").mkdir()
+    dry_run(capsys, "grpo", *RUN, "logger.log_dir=here", "checkpointing.checkpoint_dir=new/folder")
+    assert [path.name for path in folder.iterdir()] == ["here"] and not list((folder / "here").iterdir())
+
+
+def test_a_link_to_nothing_is_no_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "logs").symlink_to(folder / "gone")
+    assert "command line: logger.log_dir: " in dry_run(capsys, "grpo", *RUN, "logger.log_dir=logs/run", code=2)
+
+
+def test_heads_are_counted_only_where_the_layout_cuts_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model").mkdir()
+    values = {"model_type": "olmo2", "num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
+    (folder / "model" / "config.json").write_text(json.dumps(values))
+    words = [*RUN, "policy.model_name=model", "cluster.gpus_per_node=4"]
+    dry_run(capsys, "grpo", *words, "policy.dtensor_cfg.tensor_parallel_size=2")
+    dry_run(capsys, "grpo", *words, "policy.dtensor_cfg.tensor_parallel_size=4")  # its plan gathers the projections' outputs
+    said = dry_run(capsys, "grpo", *words, "policy.dtensor_cfg.context_parallel_size=4", code=2)
+    assert "policy.dtensor_cfg.context_parallel_size: found 4, which does not divide the 6 attention heads" in said
+
+
+def test_a_chat_template_with_the_tags_of_transformers_is_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tags = "{%- for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% if m.stop %}{% break %}{% endif %}{% endfor %}"
+    (folder / "chat.jinja").write_text(tags)
+    dry_run(capsys, "grpo", *RUN, "policy.tokenizer.chat_template=chat.jinja")
+
+
 # --- GPUs that are not here ------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from strop.config import TRAINING_RUNS, ConfigError, EvalRunConfig, GrpoRunConfig, load_config
+from strop.config.source.keys import iter_keys
 
 SMALL = """
 policy: {model_name: tiny}
@@ -133,3 +134,45 @@ def test_a_file_of_another_command_is_refused_in_one_line_that_names_it(root: An
         load_config(path, root=root)
     assert "is a configuration of `strop grpo`" in str(refusal.value) and len(refusal.value.problems) == 1
     assert "strop grpo --config" in str(refusal.value)
+
+
+@pytest.mark.parametrize("value", ["[1]", "{a: 1}"])
+@pytest.mark.parametrize(
+    "key",
+    ["data.train.dataset_name", "data.default.dataset_name", "grpo.adv_estimator.name", "policy.offload", "policy.scheduler"],
+)
+def test_a_value_of_another_type_is_one_problem_whatever_a_translation_expects(tmp_path: Path, key: str, value: str) -> None:
+    error = failure(tmp_path, "", f"{key}={value}")
+    assert all(problem.key.startswith(key) for problem in error.problems)
+    assert len(error.problems) == 1 or (key, value) == ("policy.scheduler", "{a: 1}")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("value", ["many", "[1]", "{a: 1}", "-3", "${env:STROP_UNSET}", "true"])
+def test_no_value_of_any_key_is_a_traceback_or_blames_an_unrelated_key(tmp_path: Path, value: str) -> None:
+    for schema_key in iter_keys(GrpoRunConfig, repeated=True):
+        key = schema_key.dotted
+        if "<" in key:
+            continue
+        path = tmp_path / "run.yaml"
+        path.write_text(SMALL)
+        try:
+            load_config(path, [f"{key}={value}"], root=GrpoRunConfig, check=False)
+        except ConfigError as error:
+            section = key.rpartition(".")[0]
+            assert all(problem.key.startswith(section) for problem in error.problems), (key, value, error)
+
+
+def test_the_alternatives_of_a_value_are_one_problem(tmp_path: Path) -> None:
+    (problem,) = failure(tmp_path, "", "policy.offload=many").problems
+    assert problem.key == "policy.offload" and "found 'many'" in problem.message
+
+
+def test_what_refers_to_a_wrong_value_is_not_reported_beside_it(tmp_path: Path) -> None:
+    text = "grpo:\n  num_prompts_per_step: many\n  seed: '${grpo.val_period}'\n  val_period: '${grpo.num_prompts_per_step}'\n"
+    assert [problem.key for problem in failure(tmp_path, text).problems] == ["grpo.num_prompts_per_step"]
+
+
+def test_keys_that_refer_to_each_other_in_a_circle_are_all_reported(tmp_path: Path) -> None:
+    error = failure(tmp_path, "logger: {log_dir: '${run_name}'}\nrun_name: '${logger.log_dir}'\n")
+    assert {problem.key for problem in error.problems} == {"logger.log_dir", "run_name"}

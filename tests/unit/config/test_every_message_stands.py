@@ -36,7 +36,7 @@ SLEEPS = (
     "found true, but asynchronous training samples while the learner trains, and an engine on the learner's GPU sleeps meanwhile"
 )
 NCCL = "found broadcast, but {}.colocated.enabled is true: NCCL does not connect two processes on one GPU"
-NOT_DIVIDED = "found {}, with context_parallel_size = {} and dp_replicate_size = {}: these {} ranks do not divide {}"
+NOT_DIVIDED = "found {}, with {}: these {} ranks do not divide {}"
 NONE_TRAINS = (
     "policy.generation.colocated.enabled is false, and generation takes {} of cluster.gpus_per_node {}: none is left to train. Raise "
     "cluster.gpus_per_node, lower {}.gpus_per_node, set {}.num_nodes if there are several nodes, or set colocated.enabled=true"
@@ -44,6 +44,7 @@ NONE_TRAINS = (
 
 # The old message -> what says it now.
 REWORDED: dict[str, str] = {
+    "found {}, with context_parallel_size = {} and dp_replicate_size = {}: these {} ranks do not divide {}": NOT_DIVIDED,
     "found {}, but no checkpoints are saved: checkpointing.{} is {}": (
         "it has no effect: no checkpoints are saved: checkpointing.{} is {}"
     ),

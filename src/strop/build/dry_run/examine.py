@@ -15,11 +15,15 @@ from strop.algorithms.base import Algorithm
 from strop.build.algorithm.run_algorithm import make_run_algorithm
 from strop.build.cluster.device_plan import format_placement
 from strop.build.dry_run.examined_data import DataExamination, examine_data
+from strop.build.dry_run.examined_folders import find_folder_problems
+from strop.build.dry_run.examined_heads import find_head_problems
 from strop.build.dry_run.examined_models import find_model_problems
 from strop.build.dry_run.examined_optimizers import find_optimizer_problems
+from strop.build.dry_run.examined_templates import find_template_problems
 from strop.checkpointing.step_folders import list_steps
-from strop.config import EvalRunConfig, TrainingRunConfig
+from strop.config import EvalRunConfig, LoadedConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
+from strop.config.load.located import locate_problems
 from strop.problems import ConfigError, Problem
 
 
@@ -29,6 +33,14 @@ class Examination:
 
     algorithm: Algorithm | None  # None: an evaluation
     notes: tuple[str, ...]  # what was found, and what was not looked at
+
+
+def examine_loaded(loaded: LoadedConfig[Any], *, data: bool = True) -> Examination:
+    """Look at everything that a configuration names. Raises ConfigError with all that is wrong, and in which file and line."""
+    try:
+        return examine(loaded.config, data=data)
+    except ConfigError as error:
+        raise ConfigError(locate_problems(error.problems, loaded.source)) from error
 
 
 def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> Examination:
@@ -43,6 +55,9 @@ def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> 
     rows = examine_data(config) if data else DataExamination()
     found = [*find_model_problems(config), *rows.problems]
     problems += [problem for problem in found if not any(problem.message in other.message for other in problems)]
+    problems += find_template_problems(config)
+    if not isinstance(config, EvalRunConfig):
+        problems += [*find_head_problems(config), *(find_folder_problems(config) if data else ())]
     if not problems and not isinstance(config, EvalRunConfig):
         problems += find_optimizer_problems(config)
     if problems:

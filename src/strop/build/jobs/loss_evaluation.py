@@ -10,7 +10,7 @@ from strop.build.algorithm.run_algorithm import make_recorded_algorithm
 from strop.build.backend import LocalBackend
 from strop.build.jobs.evaluation_report import EvaluationReport
 from strop.build.models import load_training_policy
-from strop.build.recorded_run import load_validation_groups
+from strop.build.recorded_run import make_validation_groups, read_validation_examples
 from strop.build.scorers import make_scorers
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import RecordedRunConfig
@@ -25,9 +25,10 @@ async def evaluate_loss(config: RecordedRunConfig, model: SavedModel, note: Call
     """Compute what validation of the run computes, with the weights of a checkpoint. Raises ValueError without usable data."""
     algorithm = make_recorded_algorithm(config)
     config = replace(config, policy=replace(config.policy, ema=replace(config.policy.ema, enabled=False)))
+    parts = read_validation_examples(config, algorithm)
     backend = LocalBackend(config, load_training_policy(config))
     tracker = open_console("none")
-    groups = load_validation_groups(config, algorithm, backend.bundle, tracker)
+    groups = make_validation_groups(config, parts, algorithm, backend.bundle, tracker)
     learners = await backend.build_learners(algorithm, Sampling(), None)
     backend.learners["policy"].masters.release()
     scorers = await make_scorers(config, backend, algorithm, learners, tracker)  # of the model before training

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -26,6 +27,7 @@ from strop.base_config import (
 )
 from strop.config.checks import cluster_checks, run_checks
 from strop.config.load.auto_backend import resolve_auto_backend
+from strop.config.load.consequences import drop_consequences
 from strop.config.load.run_name import name_run
 from strop.config.recipes.difference import Difference
 from strop.config.recipes.translation import translate_source
@@ -33,6 +35,7 @@ from strop.config.schema.run_config import TRAINING_RUNS, GrpoRunConfig, Trainin
 from strop.config.source import keys, yaml_text
 from strop.config.source.defaults import resolve_source
 from strop.config.source.interpolation import UNSET_VARIABLE, escape_interpolations, referenced_keys
+from strop.config.source.nearest_keys import find_nearest_keys, suggest_keys
 from strop.config.source.yaml_source import ConfigSource, KeyPath, apply_overrides, describe_type, get_at, read_config_file
 from strop.problems import ConfigError, Origin, Problem
 
@@ -85,6 +88,8 @@ def load_source(
     source, problems = apply_overrides(source, overrides, root)
     if open_values := find_missing_values(source):
         raise ConfigError(problems + open_values)
+    if not source.values and problems:
+        raise ConfigError(problems)  # such as a file without --config, without which all that is required is missing
     source, unnamed = name_run(source, overrides)
     source, contradictions = resolve_synonyms(source, root)
     translation = translate_source(source, root)
@@ -97,7 +102,7 @@ def load_source(
         errors = [problem for problem in run_checks.find_errors(config) if not translation.explains(problem.key)]
         problems += [_with_origin(problem, source) for problem in errors]
     if config is None or problems:
-        raise ConfigError(problems)
+        raise ConfigError(drop_consequences(problems, source, root))
     if check:
         warnings += [_with_origin(problem, source) for problem in run_checks.find_warnings(config)]
     return LoadedConfig(config, tuple(warnings), source.files, tuple(overrides), translation.differences, source)
@@ -205,14 +210,29 @@ def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT 
     except ValidationError as error:
         errors = [(_user_path(item["loc"], source), item) for item in error.errors()]
         reported = [pair for pair in errors if pair[0] not in unresolved and _is_written(pair[0], pair[1]["type"], source, root)]
-        reported = reported or ([] if problems else errors)
+        reported = _keep_innermost(reported, unresolved) or ([] if problems else errors)
+        misspelled = {near for path, item in reported if item["type"] == UNKNOWN for near in find_nearest_keys(path, root)[:1]}
+        reported = [(path, item) for path, item in reported if item["type"] != "missing" or ".".join(path) not in misspelled]
         described = [describe_error(path, item, source, root) for path, item in reported[:MOST_DESCRIBED]]
         if len(reported) > MOST_DESCRIBED:
             described.append(Problem("", f"{len(reported) - MOST_DESCRIBED} more keys or values are wrong"))
         return None, problems + list(dict.fromkeys(described))
 
 
+UNKNOWN = "unexpected_keyword_argument"  # what pydantic calls a key that a section does not have
+ALTERNATIVE = re.compile(
+    r"bool|int|float|str|(literal|list|tuple|dict|constrained|nullable)[\[-].*"
+)  # of several types of a value
 MOST_DESCRIBED = 50  # the nearest keys of thousands of unknown ones would take minutes to find
+
+
+def _keep_innermost(errors: Sequence[tuple[KeyPath, Any]], unresolved: Collection[KeyPath]) -> list[tuple[KeyPath, Any]]:
+    """Return the first error of each key, without those of what is around another: a list is wrong because its entry is."""
+    first: dict[KeyPath, Any] = {}
+    for path, item in errors:
+        first.setdefault(path, item)
+    wrong = {path[:length] for path in (*first, *unresolved) for length in range(len(path))}
+    return [(path, item) for path, item in first.items() if path not in wrong]
 
 
 def _remove(tree: Any, path: KeyPath) -> None:
@@ -227,6 +247,7 @@ def _user_path(location: Sequence[str | int], source: ConfigSource) -> KeyPath:
     path = [str(part) for part in location]
     if path[:2] == ["policy", "scheduler"]:
         path = [part for part in path if part not in ("stages", "milestones")]
+    path = path[:-1] if path and ALTERNATIVE.fullmatch(path[-1]) else path
     without_numbers = tuple(part for part in path if not part.isdigit())
     return without_numbers if without_numbers in source.origins else tuple(path)
 
@@ -235,14 +256,14 @@ def _is_written(path: KeyPath, error: str, source: ConfigSource, root: type[Base
     """Return whether an error is in a value that the user wrote, not in a copy of it under a key that follows."""
     if error == "missing":
         field = keys.find_field(root, path)
-        return field is None or not followed_keys(field)
+        return len(path) > 1 and (field is None or not followed_keys(field))
     return path in source.origins or path[:2] == ("policy", "scheduler")
 
 
 def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[BaseConfig]) -> Problem:
     """Turn an error of pydantic into a Problem."""
     dotted, origin, field = ".".join(path), source.find_origin(path), keys.find_field(root, path)
-    if item["type"] == "unexpected_keyword_argument":
+    if item["type"] == UNKNOWN:
         scheduler = (
             "A scheduler has name and kwargs; a list of them ends in {milestones: [...]}."
             if path[:2] == ("policy", "scheduler")
@@ -266,6 +287,10 @@ def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[Ba
         return Problem(dotted, f"found {value!r}; this is a section, with keys under it", f"Its keys: {names}.", origin)
     if isinstance(value, float) and not math.isfinite(value):
         return _describe_infinite(path, value, source)
+    if item["type"] == "string_pattern_mismatch" and field is not None:
+        return Problem(
+            dotted, f"found {value!r}; it must be written like {', '.join(map(str, field.examples or ()))}", meaning, origin
+        )
     expected = keys.format_type(field) if field is not None and not path[-1].isdigit() else _lower_first(item["msg"])
     quotes = " Put it in quotes." if item["type"] == "string_type" and isinstance(value, bool | int | float) else ""
     return Problem(
@@ -275,14 +300,6 @@ def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[Ba
 
 def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
-
-
-def suggest_keys(path: KeyPath, root: type[BaseConfig]) -> str:
-    nearest = keys.find_nearest_keys(path, root)
-    if nearest:
-        return f"Did you mean {' or '.join(nearest)}?"
-    sections = [name for name in fields_of(root) if name != "run_name"]
-    return f"The sections are {', '.join(sections)}. `strop config` lists every key."
 
 
 def _suggest_target(source: ConfigSource, path: KeyPath, reason: str, root: type[BaseConfig]) -> str:
@@ -295,7 +312,7 @@ def _suggest_target(source: ConfigSource, path: KeyPath, reason: str, root: type
         value = value[int(name)] if isinstance(value, list) else value.get(name) if isinstance(value, Mapping) else None
     names = referenced_keys(value) if isinstance(value, str) else ()
     missing = [target for target in names if keys.find_field(root, tuple(target.split("."))) is None]
-    nearest = [key for target in missing for key in keys.find_nearest_keys(target.split("."), root)[:1]]
+    nearest = [key for target in missing for key in find_nearest_keys(target.split("."), root)[:1]]
     return f"Did you mean ${{{nearest[0]}}}?" if nearest else ""
 
 

@@ -107,7 +107,7 @@ def _keep_referenced(values: dict[str, Any]) -> dict[str, Any]:
     texts = _collect_texts(values)
     if any(UNKNOWN_TARGET.search(text) for text in texts.values()):
         return values
-    needed = {target for path, text in texts.items() for target in _targets(path, text)}
+    needed = {target for path, text in texts.items() for target in iter_targets(path, text)}
     around = {path[:length] for path in (*needed, *texts) for length in range(len(path) + 1)}
 
     def keep(value: Any, path: KeyPath) -> Any:
@@ -135,7 +135,7 @@ def _count_copies(texts: Mapping[KeyPath, str]) -> dict[KeyPath, int]:
     for _ in range(DEEPEST_CHAIN):
         counted = {
             path: min(
-                1 + sum(copies[other] for target in _targets(path, text) for other in inside.get(target, ())), MOST_COPIES + 1
+                1 + sum(copies[other] for target in iter_targets(path, text) for other in inside.get(target, ())), MOST_COPIES + 1
             )
             for path, text in texts.items()
         }
@@ -145,7 +145,7 @@ def _count_copies(texts: Mapping[KeyPath, str]) -> dict[KeyPath, int]:
     return copies
 
 
-def _targets(path: KeyPath, text: str) -> Iterator[KeyPath]:
+def iter_targets(path: KeyPath, text: str) -> Iterator[KeyPath]:
     """Yield the paths that a text at ``path`` refers to, as often as it does. One that is itself interpolated is not known."""
     for dots, name in re.findall(r"\$\{(\.*)([A-Za-z_][\w.]*)\}", text):
         yield (*(path[: -len(dots)] if dots else ()), *name.split("."))
@@ -191,9 +191,11 @@ def _find_child(node: DictConfig, name: str) -> Any:
 def _explain(error: Exception) -> str:
     if isinstance(error, RecursionError) or "ecursive" in str(error) or "recursion" in str(error):
         return "it refers to itself"
-    first = str(error).splitlines()[0]
+    first = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
     if variable := re.search(r"[Ee]nvironment variable '?(?P<name>\w+)'? (?:is not set|not found)", first):
         return f"{UNSET_VARIABLE} {variable['name']} is not set"
+    if unknown := re.match(r"Unsupported interpolation type (?P<name>\S+)", first):
+        return f"there is no resolver {unknown['name']}; there are: {', '.join(sorted([*RESOLVERS, 'oc.env']))}"
     missing = re.search(r"(?:Interpolation key|Error resolving key) '(?P<key>[^']*)'", first)
     return f"there is no key {missing['key']}" if missing else first
 

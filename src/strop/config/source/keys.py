@@ -1,8 +1,7 @@
-"""The keys of a schema: their paths, types and defaults, and the nearest key to an unknown one."""
+"""The keys of a schema: their paths, types and defaults."""
 
 from __future__ import annotations
 
-import difflib
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,6 @@ from strop.base_config import BaseConfig, KeyPath, fields_of, followed_keys, sec
 from strop.learner.torch.optimizer_config import SchedulerConfig
 
 TYPE_NAMES = {int: "int", float: "float", str: "str", bool: "true or false", type(None): "null"}
-LONGEST_KEY = 200
 LIMIT_SIGNS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
 
 
@@ -145,33 +143,3 @@ def _format_annotation(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseConfig):
         return "entry"
     return TYPE_NAMES.get(annotation, str(annotation))
-
-
-def find_nearest_keys(path: Sequence[str], model: type[BaseConfig]) -> tuple[str, ...]:
-    """Return dotted keys that may be meant, best first: the same name in another section, or a similar spelling."""
-    target = ".".join(part for part in path if not part.isdigit())
-    last = path[-1]
-    if len(target) > LONGEST_KEY:  # comparing spellings takes quadratic time
-        return ()
-    keys = [key.dotted for key in iter_keys(model, repeated=True)]
-    sections = sorted({key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)} - set(keys))
-    candidates = [key for key in keys + sections if not f"{target}.".startswith(f"{key}.")]
-    by_name: dict[str, list[str]] = {}
-    for key in candidates:
-        by_name.setdefault(key.rsplit(".", 1)[-1], []).append(key)
-
-    def similarity(key: str) -> float:
-        return difflib.SequenceMatcher(None, target, key).ratio()
-
-    same_name = sorted(by_name.get(last, []), key=similarity, reverse=True)
-    if same_name:
-        return tuple(same_name[:2])
-    siblings = [
-        key for key in candidates if key.rsplit(".", 1)[0] == target.rsplit(".", 1)[0] and key.count(".") == target.count(".")
-    ]
-    similar = difflib.get_close_matches(target, siblings, n=1, cutoff=0.8) or difflib.get_close_matches(
-        target, candidates, n=1, cutoff=0.75
-    )
-    if similar:
-        return tuple(similar)
-    return tuple(key for name in difflib.get_close_matches(last, list(by_name), n=1, cutoff=0.7) for key in by_name[name][:2])

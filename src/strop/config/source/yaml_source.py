@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from strop.base_config import BaseConfig
 from strop.config.source import keys, yaml_text
+from strop.config.source.nearest_keys import is_misspelling
 from strop.problems import COMMAND_LINE, PYTHON, ConfigError, Origin, Problem
 
 KeyPath: TypeAlias = tuple[str, ...]
@@ -206,8 +207,10 @@ def apply_override(source: ConfigSource, text: str, root: type[BaseConfig]) -> t
         return Problem(
             match["key"], f"the key has more than {yaml_text.DEEPEST} parts, and none does", origin=Origin(COMMAND_LINE)
         ), source
-    path = normalize_entry_path(tuple(match["key"].split(".")), source, root)
-    origin = Origin(COMMAND_LINE)
+    origin, written = Origin(COMMAND_LINE), tuple(match["key"].split("."))
+    path = normalize_entry_path(written, source, root)
+    if problem := _find_missing_entry(path, source, root, origin):
+        return problem, source
     if match["mark"] == "~":
         return delete_key(source, path, origin)
     try:
@@ -229,6 +232,20 @@ def normalize_entry_path(path: KeyPath, source: ConfigSource, root: type[BaseCon
             if isinstance(entries, list) and len(entries) == 1 and not rest[0].isdigit():
                 return (*path[:depth], "0", *rest)
     return path
+
+
+def _find_missing_entry(path: KeyPath, source: ConfigSource, root: type[BaseConfig], origin: Origin) -> Problem | None:
+    """Return a problem for an override of an entry that a list, or a single entry, does not have."""
+    for depth in range(1, len(path)):
+        field, entries, index = keys.find_field(root, path[:depth]), get_at(source.values, path[:depth]), path[depth]
+        is_list = field is not None and keys.entry_model(field) is not None and keys.is_entry_list(field)
+        count = len(entries) if isinstance(entries, list) else 1
+        if is_list and index.isdigit() and int(index) >= count:
+            where, rest = ".".join(path[:depth]), "".join(f".{name}" for name in path[depth + 1 :])
+            has = "one entry" if count == 1 else f"{count} entries, counted from 0"
+            fix = f"Write {where}{f'.{count - 1}' if count > 1 else ''}{rest}=..., or name all entries in a list: {where}=[...]."
+            return Problem(".".join(path), f"{where} has {has}, so there is no entry {index}", fix, origin)
+    return None
 
 
 def parse_override_value(path: KeyPath, text: str, root: type[BaseConfig]) -> Any:
@@ -285,7 +302,8 @@ def delete_key(source: ConfigSource, path: KeyPath, origin: Origin) -> tuple[Pro
     dotted = ".".join(path)
     parent = get_at(source.values, path[:-1])
     if not isinstance(parent, Mapping) or path[-1] not in parent:
-        fix = "~key removes a key that the file sets; this key is not set."
+        near = [".".join(key) for key in source.origins if key[-1] == path[-1] or is_misspelling(key[-1], path[-1])]
+        fix = f"Did you mean ~{near[0]}?" if near else "~key removes a key that the file sets; this key is not set."
         return Problem(f"~{dotted}", f"{dotted} is not set", fix, origin), source
     values = _without(source.values, path)
     origins = {key: where for key, where in source.origins.items() if key[: len(path)] != path}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from ruamel.yaml.scanner import Scanner
 KeyPath = tuple[str, ...]
 
 LONGEST_TEXT, MOST_VALUES, DEEPEST, LONGEST_INTEGER = 500_000, 5_000, 40, 40  # far beyond any configuration that is meant
+_ODD_SPACE = re.compile(r"^(?:\s*[\w.-]+:)?[ \t]*(?P<space>[\u00a0\u2000-\u200b\u202f\u3000])(?=[^#\n]*\S)", re.MULTILINE)
 _TOO_DEEP = f"it is nested more than {DEEPEST} levels deep, and no key is"
 _CORE = "tag:yaml.org,2002:"
 _TAGS = {f"{_CORE}{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "timestamp", "value")}
@@ -83,6 +85,12 @@ def parse(text: str) -> tuple[Any, dict[KeyPath, int]]:
     """Return the document in ``text``, and the line of every key and list item. Raises YamlError."""
     if len(text) > LONGEST_TEXT:
         raise YamlError(f"the text has {len(text)} characters; a configuration has at most {LONGEST_TEXT}")
+    if odd := _ODD_SPACE.search(text):
+        line, column = text.count("\n", 0, odd.start("space")) + 1, odd.start("space") - text.rfind("\n", 0, odd.start("space"))
+        character = f"U+{ord(odd['space']):04X}"
+        raise YamlError(
+            f"{character} stands where a space belongs, as editors and web pages insert it; write a plain space", line, column
+        )
     yaml = _make_yaml()
     try:
         node = yaml.compose(io.StringIO(text))

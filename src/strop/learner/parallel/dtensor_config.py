@@ -65,10 +65,14 @@ class DtensorConfig(BaseConfig):
         product = tensor * context * copies
         if devices % product:
             where = f"{devices} devices that train" if uses_ray else "the one device of this process"
+            sizes = {"tensor_parallel_size": tensor, "context_parallel_size": context, "dp_replicate_size": copies}
+            name = max(
+                sizes, key=lambda size: devices % sizes[size] > 0
+            )  # the first that does not divide alone, or else the first
+            others = " and ".join(f"{other} = {size}" for other, size in sizes.items() if other != name)
             yield Problem(
-                f"{key}.tensor_parallel_size",
-                f"found {tensor}, with context_parallel_size = {context} and dp_replicate_size = {copies}: these {product} ranks do not "
-                f"divide {where}",
+                f"{key}.{name}",
+                f"found {sizes[name]}, with {others}: these {product} ranks do not divide {where}",
                 f"Raise cluster.gpus_per_node or cluster.num_nodes (a multiple of {product} devices must train), or lower the sizes.",
             )
         if (experts := self.expert_parallel_size) > 1:

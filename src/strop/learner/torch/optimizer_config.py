@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -12,7 +13,7 @@ from strop.problems import Problem
 
 KNOWN_OPTIMIZERS = {  # the arguments of optimizers that can be checked without importing them
     "torch.optim.AdamW": frozenset(
-        {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "fused"}
+        {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "fused", "differentiable"}
     )
 }
 KNOWN_SCHEDULERS = {  # the arguments of torch's schedulers, each with its range, that can be checked without importing them
@@ -20,7 +21,9 @@ KNOWN_SCHEDULERS = {  # the arguments of torch's schedulers, each with its range
     "torch.optim.lr_scheduler.ConstantLR": {"factor": (0.0, 1.0), "total_iters": (1, 10**12)},
     "torch.optim.lr_scheduler.CosineAnnealingLR": {"T_max": (1, 10**12), "eta_min": (0.0, 1.0)},
 }
+RATE_ELSEWHERE = ("learning_rate", "max_lr", "lr_rate", "base_lr")  # names of lr in other libraries
 LARGEST_RATE = 1000.0  # of any optimizer; weights have long overflowed there
+LARGEST_ADAM_RATE = 1.0  # a step of Adam moves each weight by about lr, whatever the gradient
 
 
 class OptimizerGroupConfig(BaseConfig):
@@ -71,19 +74,26 @@ class OptimizerConfig(BaseConfig):
     )
 
     def errors(self, key: str) -> Iterator[Problem]:
-        if "lr" not in self.kwargs:
+        yield from self._check_numbers(f"{key}.kwargs")
+        unknown = sorted(set(self.kwargs) - KNOWN_OPTIMIZERS.get(self.name, frozenset(self.kwargs)))
+        for name in unknown:
+            takes = f"{self.name} takes no argument {name}; it takes {', '.join(sorted(KNOWN_OPTIMIZERS[self.name]))}"
+            near = ["lr"] if name in RATE_ELSEWHERE else difflib.get_close_matches(name, KNOWN_OPTIMIZERS[self.name], 1, 0.75)
+            yield Problem(f"{key}.kwargs.{name}", takes, f"Did you mean {key}.kwargs.{near[0]}?" if near else "Remove it.")
+        if "lr" not in self.kwargs and not unknown:
             yield Problem(
                 f"{key}.kwargs",
                 "it has no lr, and the optimizer's default is far too large or missing",
                 f"Set {key}.kwargs.lr, for instance to 5e-6.",
             )
-        yield from self._check_numbers(f"{key}.kwargs")
 
     def _check_numbers(self, key: str) -> Iterator[Problem]:
-        for name, highest in (("lr", LARGEST_RATE), ("weight_decay", LARGEST_RATE), ("eps", 1.0)):
+        rate = LARGEST_ADAM_RATE if "adam" in self.name.lower() else LARGEST_RATE
+        for name, highest, usual in (("lr", rate, "5e-6"), ("weight_decay", LARGEST_RATE, "0.01"), ("eps", 1.0, "1e-8")):
             value = self.kwargs.get(name, 0.0)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= highest:
-                yield Problem(f"{key}.{name}", f"found {value!r:.80}; it must be a number from 0 to {highest:g}", _hint(value))
+                message = f"found {value!r:.80}; it must be a number from 0 to {highest:g}"
+                yield Problem(f"{key}.{name}", message, _hint(value, usual))
         betas = self.kwargs.get("betas", [0.9, 0.999])
         if not isinstance(betas, list | tuple) or not all(_is_fraction(beta) for beta in betas):
             yield Problem(
@@ -97,9 +107,16 @@ def _is_fraction(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
 
 
-def _hint(value: Any) -> str:
+def _hint(value: Any, usual: str) -> str:
     """Return what to write for a number that YAML 1.2 reads as a text, such as 5e-6 in quotes."""
-    return "Write it without quotes." if isinstance(value, str) else "Set a number, such as 5e-6."
+    odd = sorted({character for character in value if ord(character) > 127}) if isinstance(value, str) else []
+    if odd:
+        return f"Write it in plain characters: it has {', '.join(f'{one} (U+{ord(one):04X})' for one in odd)}."
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return f"Set a number, such as {usual}."
+    return "Write it without quotes." if isinstance(value, str) else f"Set a number, such as {usual}."
 
 
 class ScheduleStageConfig(BaseConfig):

@@ -30,6 +30,8 @@ def translate_estimator(recipe: Recipe) -> None:
         return
     options = [name for name in OPTIONS if recipe.is_set(f"{SECTION}.{name}")]
     name = recipe.value(f"{SECTION}.name", "grpo" if options else None)
+    if name is not None and not isinstance(name, str):
+        return  # which the schema refuses
     if name == "opd":
         refuse_teachers(recipe)
     elif name in ESTIMATORS:

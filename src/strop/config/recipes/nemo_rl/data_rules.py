@@ -32,7 +32,9 @@ EXAMPLE_DATALOADER = "example_custom_dataloader"
 
 def translate_entries(recipe: Recipe) -> None:
     """Translate each entry of the data, with what it inherits from ``data.default``."""
-    names = (get_at(recipe.source.values, tuple(key.split("."))) for key in recipe.find("data*.dataset_name"))
+    names = [get_at(recipe.source.values, tuple(key.split("."))) for key in recipe.find("data*.dataset_name")]
+    if any(isinstance(name, list | dict) for name in names):
+        return  # the schema refuses them
     if all(_is_own_name(name) for name in names) and all(
         recipe.is_own_key(".".join(path)) for path in recipe.source.origins if path[0] == "data"
     ):

@@ -1,0 +1,100 @@
+"""The key that an unknown one probably is: the same name in another section, or nearly the same spelling. A hint at an unrelated key is
+worse than none."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from strop.base_config import BaseConfig, fields_of
+from strop.config.source.keys import iter_keys
+
+LONGEST_KEY = 200  # comparing spellings takes quadratic time
+CLOSE_WORD = 0.75  # ratio of two words of which one is a misspelling of the other: one letter of four
+MOST_PLACES = 3  # a name in more sections, such as enabled, does not say which is meant
+MOST_LISTED = 12  # keys of a section in a message
+SYNONYMS = {"learning_rate": "lr", "lora": "lora_cfg", "peft": "lora_cfg", "num_train_epochs": "max_num_epochs"}
+
+
+def suggest_keys(path: Sequence[str], root: type[BaseConfig]) -> str:
+    """Return what may be meant by an unknown key, or else which keys its section has."""
+    nearest = find_nearest_keys(path, root)
+    return f"Did you mean {' or '.join(nearest)}?" if nearest else _list_section(path[:-1], root)
+
+
+def find_nearest_keys(path: Sequence[str], root: type[BaseConfig]) -> tuple[str, ...]:
+    """Return dotted keys that may be meant, best first; none if no name is truly close."""
+    section, name = ".".join(part for part in path[:-1] if not part.isdigit()), path[-1]
+    target = f"{section}.{name}" if section else name
+    if len(target) > LONGEST_KEY:
+        return ()
+    keys = _list_candidates(root, target)
+    siblings = [key for key in keys if key.rpartition(".")[0] == section]
+    wanted = SYNONYMS.get(name, name)
+    same_name = [
+        key for key in keys if _name(key) == wanted and ("." in key or len(path) == 2)
+    ]  # a section by its name, if indented
+    same_name.sort(key=lambda key: -_similarity(key, target))
+    if wanted != name:
+        return tuple(same_name[:1])
+    if misspelled := [key for key in siblings if is_misspelling(name, _name(key))]:
+        return (max(misspelled, key=lambda key: _similarity(key, target)),)
+    around, _, last = section.rpartition(".")
+    if joined := [key for key in keys if is_misspelling(f"{around}.{last}_{name}".lstrip("."), key)]:
+        return (joined[0],)  # wandb.enable of wandb_enabled
+    if same_name:
+        same_name = same_name if section else sorted(same_name, key=lambda key: key.count("."))
+        return tuple(same_name[:2]) if len(same_name) <= MOST_PLACES or not section else ()
+    if shortened := [key for key in siblings if _is_shortened(name, _name(key))]:
+        return (min(shortened, key=len),)
+    elsewhere = [key for key in keys if "_" in name and is_misspelling(name, _name(key))]
+    return tuple(sorted(elsewhere, key=lambda key: -_similarity(key, target))[:2]) if len(elsewhere) <= MOST_PLACES else ()
+
+
+def is_misspelling(name: str, other: str) -> bool:
+    """Return whether two names are the same but for letters, capitals and underscores: at most two words of them differ, slightly."""
+    if name.replace("_", "").casefold() == other.replace("_", "").casefold():
+        return True
+    words, others = name.casefold().split("_"), other.casefold().split("_")
+    if len(words) != len(others):
+        return False
+    pairs = list(zip(words, others, strict=True))
+    return sum(word != near for word, near in pairs) <= 2 and all(_is_close(word, near) for word, near in pairs)
+
+
+def _is_shortened(name: str, other: str) -> bool:
+    """Return whether a name leaves out the end of another, or words of it: num_generations of num_generations_per_prompt."""
+    words, others = name.split("_"), other.split("_")
+    if len(words) > 1 and len(words) < len(others):
+        leading = zip(words, others, strict=False)
+        return set(words) < set(others) or all(_is_close(word, near) for word, near in leading)
+    return len(name) > 3 and other.startswith(name)
+
+
+def _is_close(word: str, other: str) -> bool:
+    return word == other or (len(word) > 2 and _similarity(word, other) >= CLOSE_WORD)
+
+
+def _list_candidates(root: type[BaseConfig], target: str) -> list[str]:
+    """Return every key and section, except those that the target is in."""
+    keys = [key.dotted for key in iter_keys(root, repeated=True)]
+    sections = sorted({key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)} - set(keys))
+    return [key for key in [*keys, *sections] if not f"{target}.".startswith(f"{key}.")]
+
+
+def _list_section(section: Sequence[str], root: type[BaseConfig]) -> str:
+    dotted = ".".join(part for part in section if not part.isdigit())
+    names = [key[len(dotted) + 1 :] for key in _list_candidates(root, "") if key.rpartition(".")[0] == dotted] if dotted else []
+    if not names:
+        sections = [name for name in fields_of(root) if name != "run_name"]
+        return f"The sections are {', '.join(sections)}. `strop config` lists every key."
+    more = f" and {len(names) - MOST_LISTED} more, which `strop config` lists" if len(names) > MOST_LISTED else ""
+    return f"The keys of {dotted} are {', '.join(names[:MOST_LISTED])}{more}."
+
+
+def _name(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _similarity(text: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, text, other).ratio()
