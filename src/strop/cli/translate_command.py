@@ -29,14 +29,21 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML file, a dump of TRL's arguments, a script that starts verl, or with --all a folder")
+    parser.add_argument(
+        "recipe",
+        type=Path,
+        metavar="RECIPE",
+        help="a YAML file, a dump of TRL's arguments, a script that starts verl, or with --all a folder",
+    )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES_HELP)
     parser.add_argument("--all", action="store_true", help="try every recipe below a folder on the machines that it asks for")
     parser.add_argument("--json", action="store_true", help="print a JSON object, with every reason and difference")
     parser.add_argument(
         "--from", dest="library", choices=("auto", *list_formats()), default="auto", help="whose recipe it is (default: auto)"
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="how many GPUs the recipe is for, if it does not say so, as TRL's do not")
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="how many GPUs the recipe is for, if it does not say so, as TRL's do not"
+    )
     return parser
 
 

@@ -86,7 +86,9 @@ def apply_table(recipe: LibraryRecipe, table: KeyTable) -> None:
         entry = find_entry(table, key)
         if entry is None:
             fix = "Remove the key, or correct its name."
-            recipe.note(key, Effect.REFUSED, f"{recipe.library} has no such key for this kind of run, as far as is known here", fix)
+            recipe.note(
+                key, Effect.REFUSED, f"{recipe.library} has no such key for this kind of run, as far as is known here", fix
+            )
         elif isinstance(entry, Together):
             if entry.translate not in done:
                 done.append(entry.translate)

@@ -40,7 +40,9 @@ def translate_batches(recipe: LibraryRecipe) -> None:
     sizes, gpus = count_batches(recipe), recipe.value("gpus")
     recipe.set(GPUS, gpus, because="per_device_train_batch_size")
     assumed = "" if recipe.value("gpus_known") else ", for 1 GPU: `strop translate --gpus N` counts for N"
-    step = f"{sizes.optimizer_step} {'examples' if recipe.value('num_generations') is None else 'completions'} are an optimizer step"
+    step = (
+        f"{sizes.optimizer_step} {'examples' if recipe.value('num_generations') is None else 'completions'} are an optimizer step"
+    )
     key = "per_device_train_batch_size"
     recipe.set("policy.train_micro_batch_size", recipe.value(key), because=key)
     recipe.carry(key, "policy.train_global_batch_size", sizes.optimizer_step, f"{step}{assumed}", changed=bool(assumed))
@@ -56,7 +58,9 @@ def _translate_groups(recipe: LibraryRecipe, sizes: Batches) -> None:
     recipe.carry("num_iterations", "{section}.update_epochs", iterations)
     key = next((key for key in ("generation_batch_size", "steps_per_generation") if recipe.value(key)), "num_generations")
     if sizes.batch % group:
-        recipe.refuse(key, f"{sizes.batch} completions are no whole groups of {group}", "Set num_generations to a divisor, or --gpus.")
+        recipe.refuse(
+            key, f"{sizes.batch} completions are no whole groups of {group}", "Set num_generations to a divisor, or --gpus."
+        )
         recipe.set("policy.train_global_batch_size", None)  # one problem is enough
         return
     generated = recipe.value("generation_batch_size") or recipe.value("per_device_train_batch_size") * recipe.value("gpus") * (
@@ -64,7 +68,9 @@ def _translate_groups(recipe: LibraryRecipe, sizes: Batches) -> None:
     )
     if sizes.batch % sizes.optimizer_step or sizes.batch % generated or (iterations > 1 and generated < sizes.optimizer_step):
         why = f"{generated} completions and optimizer steps of {sizes.optimizer_step} do not divide each other"
-        recipe.refuse(key, f"{why}, and an optimizer step would mix batches", "Set it to a multiple of gradient_accumulation_steps.")
+        recipe.refuse(
+            key, f"{why}, and an optimizer step would mix batches", "Set it to a multiple of gradient_accumulation_steps."
+        )
         recipe.set("policy.train_global_batch_size", None)
         return
     prompts = sizes.batch // group
@@ -110,7 +116,9 @@ def translate_validation(recipe: LibraryRecipe) -> None:
         recipe.set("{section}.val_period", 0, because="eval_strategy")
         recipe.unused("eval_steps", f"eval_strategy is {strategy}")
     if strategy == "epoch":
-        recipe.carry("eval_strategy", "{section}.val_at_end", True, f"{recipe.kind}.val_at_end=true here, and not in between", changed=True)
+        recipe.carry(
+            "eval_strategy", "{section}.val_at_end", True, f"{recipe.kind}.val_at_end=true here, and not in between", changed=True
+        )
     elif recipe.is_written("eval_strategy"):
         recipe.note("eval_strategy", Effect.RENAMED, f"{recipe.kind}.val_period says it here")
     recipe.carry("eval_on_start", "{section}.val_at_start", bool(recipe.value("eval_on_start")))
@@ -141,10 +149,16 @@ def translate_saving(recipe: LibraryRecipe) -> None:
 def _translate_best(recipe: LibraryRecipe, metric: str | None) -> None:
     best = recipe.value("load_best_model_at_end")
     name = "val:loss" if recipe.kind != "grpo" else "val:reward"
-    if (metric in (None, "loss", "eval_loss") and best and recipe.kind != "grpo") or metric in ("eval_loss", "eval_reward", "loss"):
+    if (metric in (None, "loss", "eval_loss") and best and recipe.kind != "grpo") or metric in (
+        "eval_loss",
+        "eval_reward",
+        "loss",
+    ):
         recipe.set("checkpointing.metric_name", name, because="metric_for_best_model")
         higher = recipe.value("greater_is_better")
-        recipe.set("checkpointing.higher_is_better", name != "val:loss" if higher is None else higher, because="greater_is_better")
+        recipe.set(
+            "checkpointing.higher_is_better", name != "val:loss" if higher is None else higher, because="greater_is_better"
+        )
         for key in ("metric_for_best_model", "greater_is_better"):
             if recipe.is_written(key) and recipe.value(key) is not None:
                 recipe.note(key, Effect.RENAMED, "checkpointing.metric_name and higher_is_better say it here")
@@ -155,7 +169,9 @@ def _translate_best(recipe: LibraryRecipe, metric: str | None) -> None:
             recipe.note("metric_for_best_model", Effect.CHANGED, text)
         recipe.unused("greater_is_better", "checkpoints are not ranked")
     if best:
-        recipe.note("load_best_model_at_end", Effect.CHANGED, "the best checkpoint is kept, and the run ends with the last weights")
+        recipe.note(
+            "load_best_model_at_end", Effect.CHANGED, "the best checkpoint is kept, and the run ends with the last weights"
+        )
 
 
 def _to_steps(recipe: LibraryRecipe, key: str, optimizer_steps: Any) -> int:

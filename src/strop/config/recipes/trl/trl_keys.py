@@ -10,12 +10,18 @@ from strop.config.recipes.trl.trl_optimizer import KWARGS, translate_optimizer, 
 
 LOGGING = Left("every step is logged: metrics.jsonl in the run's log folder")
 DATA_LOADER = Left("there are no data loaders with workers of their own")
-SHARDING = Left("the learner shards over all GPUs by itself: policy.dtensor_cfg and cluster say how", ("policy.dtensor_cfg.cpu_offload",))
+SHARDING = Left(
+    "the learner shards over all GPUs by itself: policy.dtensor_cfg and cluster say how", ("policy.dtensor_cfg.cpu_offload",)
+)
 HUB = Left("a run uploads nothing; `strop export` writes a folder to upload")
 KERNELS = Left("it chooses kernels, not what is computed")
 PADDING = Left("rows are packed without padding, and examples never see each other", ("policy.sequence_packing.enabled",))
-REFERENCE_SYNC = Lacking("the reference is the policy as it was when the run began", "Remove the key; policy.ema is an average to save.")
-QUANTIZED = Lacking("weights are not quantized in this version", "Train with LoRA on bfloat16 weights: set dtype: bfloat16. Remove the key.")
+REFERENCE_SYNC = Lacking(
+    "the reference is the policy as it was when the run began", "Remove the key; policy.ema is an average to save."
+)
+QUANTIZED = Lacking(
+    "weights are not quantized in this version", "Train with LoRA on bfloat16 weights: set dtype: bfloat16. Remove the key."
+)
 UNUSED_HERE = Left("it is not about what is trained")
 
 OPTIMIZER = Together(translate_optimizer, ("policy.optimizer.name", f"{KWARGS}.lr", f"{KWARGS}.weight_decay", f"{KWARGS}.betas"))
@@ -45,7 +51,8 @@ TRAINING_ARGUMENTS: KeyTable = {
     **dict.fromkeys(("max_steps", "num_train_epochs"), LENGTHS),
     **dict.fromkeys(("optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"), OPTIMIZER),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"), SCHEDULE),
-    **dict.fromkeys(("optim_args", "optim_target_modules"), Lacking("there is no counterpart", "Set policy.optimizer.kwargs. Remove the key.")),
+    **dict.fromkeys(("optim_args", "optim_target_modules"), Lacking("there is no counterpart",
+        "Set policy.optimizer.kwargs. Remove the key.")),
     **dict.fromkeys(("bf16", "fp16"), PRECISION),
     "max_grad_norm": Carried(("policy.max_grad_norm",), lambda value: value or None),
     "gradient_checkpointing": to("policy.dtensor_cfg.activation_checkpointing"),
@@ -111,7 +118,8 @@ TRAINING_ARGUMENTS: KeyTable = {
     **dict.fromkeys(("dataset_streaming", "streaming", "dataset_num_proc"), Left("data is read as it is needed")),
     "ignore_bias_buffers": Left("it works around a limit of DDP"),
     "disable_dropout": Left("models train without dropout"),
-    "router_aux_loss_coef": Lacking("a loss of load balancing is not in this version", "Remove the key; policy.freeze_moe_router keeps the router."),
+    "router_aux_loss_coef": Lacking("a loss of load balancing is not in this version",
+    "Remove the key; policy.freeze_moe_router keeps the router."),
     "pad_to_multiple_of": PADDING,
 }  # fmt: skip
 
@@ -183,7 +191,8 @@ RLOO: KeyTable = {
         ("beta", "epsilon", "epsilon_high", "reward_clip_range"),
         Together(losses.translate_rloo, ("algorithm.name", "loss_fn.reference_policy_kl_penalty", "grpo.reward_scaling"))),
     "normalize_advantages": Lacking(
-        "a leave-one-out baseline that is whitened afterwards is not in this version", "Set algorithm.name=reinforce_pp_baseline. Remove it."),
+        "a leave-one-out baseline that is whitened afterwards is not in this version",
+        "Set algorithm.name=reinforce_pp_baseline. Remove it."),
 }  # fmt: skip
 
 RECORDED: KeyTable = {
@@ -223,7 +232,9 @@ KTO: KeyTable = dict.fromkeys(
 
 REWARD: KeyTable = {"center_rewards_coefficient": Carried(("rm.centering",), lambda value: value or 0.0)}
 
-ONLINE_DPO: KeyTable = dict.fromkeys(("beta", "loss_type", "max_length"), Together(losses.translate_online_dpo, ("algorithm.name",)))
+ONLINE_DPO: KeyTable = dict.fromkeys(
+    ("beta", "loss_type", "max_length"), Together(losses.translate_online_dpo, ("algorithm.name",))
+)
 
 TRL_KEYS: dict[str, KeyTable] = {  # by the name of the command
     "grpo": {**TRAINING_ARGUMENTS, **SAMPLING, **GROUPS, **GRPO},

@@ -67,7 +67,11 @@ def _make_objective(recipe: LibraryRecipe, loss: str) -> dict[str, Any]:
             recipe.note("epsilon_high", Effect.CHANGED, text)
     elif loss == "sapo":
         reads = {"sapo_temperature_pos", "sapo_temperature_neg"}
-        made = {"name": "soft_gate", "tau_positive": recipe.value("sapo_temperature_pos"), "tau_negative": recipe.value("sapo_temperature_neg")}
+        made = {
+            "name": "soft_gate",
+            "tau_positive": recipe.value("sapo_temperature_pos"),
+            "tau_negative": recipe.value("sapo_temperature_neg"),
+        }
     else:
         names = {"k_positive": "k_pos", "lambda_positive": "lambda_pos", "k_negative": "k_neg", "lambda_negative": "lambda_neg"}
         reads = {f"vespo_{name}" for name in names.values()}
@@ -156,7 +160,12 @@ def translate_advantage(recipe: LibraryRecipe) -> None:
     else:
         made = {"name": "group_relative", "normalize": scale == "group", "deviation": "unbiased"}
     key = "multi_objective_aggregation" if apart else "scale_rewards"
-    text = "algorithm.advantage.name=" + made["name"] + " here" + ("" if apart or scale == "batch" else f", with normalize={str(scale == 'group').lower()}")
+    text = (
+        "algorithm.advantage.name="
+        + made["name"]
+        + " here"
+        + ("" if apart or scale == "batch" else f", with normalize={str(scale == 'group').lower()}")
+    )
     recipe.carry(key, "algorithm.advantage", made, text)
 
 
@@ -182,14 +191,21 @@ def translate_rloo(recipe: LibraryRecipe) -> None:
     for key in ("epsilon", "epsilon_high"):
         recipe.unused(key, "a ratio of 1 is not clipped")
     weight = recipe.value("beta")
-    recipe.carry("beta", "loss_fn.reference_policy_kl_penalty", weight, f"loss_fn.reference_policy_kl_penalty={weight} here, in the reward")
+    recipe.carry(
+        "beta", "loss_fn.reference_policy_kl_penalty", weight, f"loss_fn.reference_policy_kl_penalty={weight} here, in the reward"
+    )
     if weight:
         recipe.set("loss_fn.reference_policy_kl_type", "k1", because="beta")
         recipe.set("loss_fn.use_kl_in_reward", True, because="beta")
     if limits := recipe.value("reward_clip_range"):
         low, high = limits
         ends = {"source_min": low, "source_max": high, "target_min": low, "target_max": high}
-        recipe.carry("reward_clip_range", "grpo.reward_scaling", {"enabled": True, **ends}, "grpo.reward_scaling here, from the range to itself")
+        recipe.carry(
+            "reward_clip_range",
+            "grpo.reward_scaling",
+            {"enabled": True, **ends},
+            "grpo.reward_scaling here, from the range to itself",
+        )
 
 
 def translate_online_dpo(recipe: LibraryRecipe) -> None:
@@ -198,7 +214,9 @@ def translate_online_dpo(recipe: LibraryRecipe) -> None:
         recipe.refuse("loss_type", "online DPO is not in this version", "Train with `trl grpo`'s keys.")
         return
     recipe.set("algorithm.name", "online_dpo", because="loss_type")
-    recipe.carry("loss_type", "algorithm.loss_type", recipe.value("loss_type")) if recipe.value("loss_type") != "sigmoid" else None
+    recipe.carry("loss_type", "algorithm.loss_type", recipe.value("loss_type")) if recipe.value(
+        "loss_type"
+    ) != "sigmoid" else None
     beta = recipe.value("beta")
     beta = beta[0] if isinstance(beta, list) and len(beta) == 1 else beta
     if isinstance(beta, list):
@@ -247,7 +265,7 @@ def _translate_options(recipe: LibraryRecipe, name: str, smoothing: float) -> No
         ("discopop_tau", "tau", 0.05),
     ):
         value = recipe.value(key)
-        if to in known and (value != off or name in SMOOTHED and key == "label_smoothing"):
+        if to in known and (value != off or (name in SMOOTHED and key == "label_smoothing")):
             recipe.carry(key, f"algorithm.{to}", value)
         elif to not in known and value != off and key in ("ld_alpha", "use_weighting", "f_divergence_type"):
             recipe.refuse(key, f"{name} has no {to}", "Remove the key.")
@@ -276,6 +294,8 @@ def translate_sft_loss(recipe: LibraryRecipe) -> None:
         recipe.note("assistant_only_loss", Effect.RENAMED, "always so here")
     elif recipe.value("completion_only_loss") is not True:
         key = "completion_only_loss" if recipe.value("completion_only_loss") is False else "assistant_only_loss"
-        recipe.note(key, Effect.CHANGED, "the loss is on what the assistant says here; there, without it, on all of a conversation")
+        recipe.note(
+            key, Effect.CHANGED, "the loss is on what the assistant says here; there, without it, on all of a conversation"
+        )
     elif recipe.is_written("completion_only_loss"):
         recipe.note("completion_only_loss", Effect.RENAMED, "always so here")

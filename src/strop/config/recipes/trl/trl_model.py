@@ -20,7 +20,10 @@ def translate_model(recipe: LibraryRecipe) -> None:
     options = recipe.value("model_init_kwargs") or {}
     if name := recipe.value("model_name_or_path"):
         recipe.carry("model_name_or_path", "policy.model_name", name)
-    for key, revision in (("model_revision", recipe.value("model_revision")), ("model_init_kwargs", options.get("revision", "main"))):
+    for key, revision in (
+        ("model_revision", recipe.value("model_revision")),
+        ("model_init_kwargs", options.get("revision", "main")),
+    ):
         if revision not in (None, "main"):
             recipe.refuse(key, "models are read at their main revision", "Download that revision, and name its folder.")
     trusted = bool(recipe.value("trust_remote_code") or options.get("trust_remote_code"))
@@ -60,6 +63,7 @@ def translate_adapters(recipe: LibraryRecipe) -> None:
     else:
         recipe.carry("lora_target_modules", f"{LORA}.target_modules", [modules] if isinstance(modules, str) else list(modules))
 
+
 def translate_data(recipe: LibraryRecipe) -> None:
     mixture = recipe.value("datasets") or []
     if mixture:
@@ -86,8 +90,12 @@ def translate_data(recipe: LibraryRecipe) -> None:
 def _translate_mixture(recipe: LibraryRecipe, mixture: list[dict[str, Any]]) -> None:
     entries = []
     for entry in mixture:
-        if unknown := [key for key, value in entry.items() if key not in ("path", "name", "split", "columns") and value is not None]:
-            recipe.refuse("datasets", f"an entry has no {unknown[0]} here", "Name the files or the part of the data in data.train.")
+        if unknown := [
+            key for key, value in entry.items() if key not in ("path", "name", "split", "columns") and value is not None
+        ]:
+            recipe.refuse(
+                "datasets", f"an entry has no {unknown[0]} here", "Name the files or the part of the data in data.train."
+            )
             return
         made = {"dataset_name": entry.get("path"), "subset": entry.get("name"), "split": entry.get("split"), "weight": None}
         entries.append({key: value for key, value in made.items() if value is not None or key == "weight"})
@@ -105,7 +113,9 @@ def translate_rewards(recipe: LibraryRecipe) -> None:
     model = recipe.value("reward_model_name_or_path") or recipe.value("reward_model_path")
     key = "reward_model_path" if recipe.value("reward_model_path") else "reward_model_name_or_path"
     if model and functions:
-        recipe.refuse(key, "a model and functions are not added up in one environment", "Keep one of reward_funcs and the reward model.")
+        recipe.refuse(
+            key, "a model and functions are not added up in one environment", "Keep one of reward_funcs and the reward model."
+        )
     elif model:
         recipe.set("env.reward_model.model_name", model, because=key)
         recipe.carry(key, "data.default.env_name", "reward_model", f"env.reward_model.model_name={model} here")
@@ -155,7 +165,10 @@ def translate_engine(recipe: LibraryRecipe) -> None:
         fix = "Set vllm_mode: colocate; or then policy.generation.colocated.enabled=false, and its resources.gpus_per_node."
         recipe.refuse("vllm_mode", "the file does not say which GPUs the server has, and the run starts its own engines", fix)
     recipe.carry("vllm_mode", "policy.generation.colocated.enabled", True)
-    for key, to in (("vllm_gpu_memory_utilization", "gpu_memory_utilization"), ("vllm_tensor_parallel_size", "tensor_parallel_size")):
+    for key, to in (
+        ("vllm_gpu_memory_utilization", "gpu_memory_utilization"),
+        ("vllm_tensor_parallel_size", "tensor_parallel_size"),
+    ):
         recipe.carry(key, f"{VLLM}.{to}", recipe.value(key))
 
 
@@ -166,7 +179,9 @@ def translate_sequence_length(recipe: LibraryRecipe) -> None:
     recipe.carry(key, "policy.generation.max_new_tokens", completion)
     prompt = recipe.value("max_prompt_length")
     if prompt:
-        recipe.carry("max_prompt_length", "data.max_input_seq_length", prompt, "longer prompts are dropped here, not cut", changed=True)
+        recipe.carry(
+            "max_prompt_length", "data.max_input_seq_length", prompt, "longer prompts are dropped here, not cut", changed=True
+        )
     if context and recipe.value("use_vllm"):
         recipe.carry("vllm_max_model_length", "policy.max_total_sequence_length", context)
         return
@@ -196,7 +211,13 @@ def translate_reports(recipe: LibraryRecipe) -> None:
     recipe.set("logger.tensorboard_enabled", everything or "tensorboard" in names, because="report_to")
     if recipe.is_written("report_to"):
         others = [name for name in names if name not in ("wandb", "tensorboard", "none", "all")]
-        recipe.note("report_to", Effect.RENAMED if not others else Effect.UNUSED, f"there is no tracker {', '.join(others)} here" if others else "logger.wandb_enabled and logger.tensorboard_enabled here")
+        recipe.note(
+            "report_to",
+            Effect.RENAMED if not others else Effect.UNUSED,
+            f"there is no tracker {', '.join(others)} here"
+            if others
+            else "logger.wandb_enabled and logger.tensorboard_enabled here",
+        )
     if name := recipe.value("run_name"):
         recipe.carry("run_name", "logger.wandb.name", name)
     if not recipe.is_default("project"):

@@ -133,6 +133,8 @@ def translate_precision(recipe: LibraryRecipe) -> None:
         text = "policy.weights_dtype=bfloat16 here, whose optimizer keeps float32 master weights"
         recipe.carry(key, "policy.weights_dtype", "bfloat16", text, changed=True)
     elif kind == "auto":
-        recipe.carry(key, "policy.weights_dtype", "float32", "policy.weights_dtype=float32 here, whatever the checkpoint has", changed=True)
+        recipe.carry(
+            key, "policy.weights_dtype", "float32", "policy.weights_dtype=float32 here, whatever the checkpoint has", changed=True
+        )
     elif key == "dtype":
         recipe.carry(key, "policy.weights_dtype", "float32")

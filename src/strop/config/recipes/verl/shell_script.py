@@ -18,7 +18,9 @@ VARIABLE = re.compile(
     r"|\$\{(?P<array>[A-Za-z_]\w*)\[[@*]\]\}"
     r"|\$(?P<bare>[A-Za-z_]\w*)"
 )
-COMMAND = re.compile(r"verl(?:\.trainer)?[./](?:trainer[./])?(?P<module>main_ppo|fsdp_sft_trainer|sft_trainer|main_generation|main_eval)")
+COMMAND = re.compile(
+    r"verl(?:\.trainer)?[./](?:trainer[./])?(?P<module>main_ppo|fsdp_sft_trainer|sft_trainer|main_generation|main_eval)"
+)
 SPACED_SUM = re.compile(r"\$\(\(.*?\)\)+")
 ARITHMETIC = re.compile(r"[\d\s()+*/%-]+")
 MOST_EXPANSIONS = 20  # of variables inside variables

@@ -35,7 +35,8 @@ PPO_DEFAULTS: Mapping[str, Any] = {
     **_inside("data", {
         "train_files": "~/data/rlhf/gsm8k/train.parquet", "val_files": "~/data/rlhf/gsm8k/test.parquet", "train_max_samples": -1,
         "val_max_samples": -1, "prompt_key": "prompt", "reward_fn_key": "data_source", "max_prompt_length": 512, "max_response_length": 512,
-        "train_batch_size": 1024, "shuffle": True, "seed": None, "filter_overlong_prompts": False, "truncation": "error", "image_key": "images",
+        "train_batch_size": 1024, "shuffle": True, "seed": None, "filter_overlong_prompts": False, "truncation": "error",
+        "image_key": "images",
         "video_key": "videos", "apply_chat_template_kwargs": {}, "gen_batch_size": None, "return_raw_chat": True,
     }),
     **_inside("actor_rollout_ref.model", {
@@ -51,7 +52,8 @@ PPO_DEFAULTS: Mapping[str, Any] = {
         "ulysses_sequence_parallel_size": 1, "router_replay.mode": "disabled",
     }),
     **_inside("actor_rollout_ref.actor.policy_loss", {
-        "loss_mode": "vanilla", "clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.0002, "ppo_kl_coef": 0.1,
+        "loss_mode": "vanilla", "clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.0002,
+        "ppo_kl_coef": 0.1,
     }),
     **_inside("actor_rollout_ref.actor.optim", {**_OPTIMIZER, "lr": 1e-6}),
     **_inside("actor_rollout_ref.actor.fsdp_config", {"fsdp_size": -1, "model_dtype": "fp32", "dtype": "bfloat16", "strategy": "fsdp"}),

@@ -53,7 +53,9 @@ def read_verl(path: Path) -> ReadRecipe:
         values = _read_own_config(path, script) | {key: _parse(value) for key, value in script.overrides.items()}
         origins = {key: Origin(path, line) for key, line in script.lines.items()}
         _check_script(path, script)
-    is_sft = script.module in SFT_MODULES or (script.module is None and "actor_rollout_ref" not in {key.split(".")[0] for key in values})
+    is_sft = script.module in SFT_MODULES or (
+        script.module is None and "actor_rollout_ref" not in {key.split(".")[0] for key in values}
+    )
     return _translate(path, values, origins, script, is_sft=is_sft)
 
 
@@ -80,7 +82,9 @@ def _check_script(path: Path, script: ShellScript) -> None:
         fix = "Run `strop eval`, or `strop rollouts`, in its place."
         raise ConfigError([Problem("", f"{path} starts verl.trainer.{script.module}, which trains nothing", fix)])
     if not script.overrides:
-        message = f"{path} has no command of verl's with overrides, such as python3 -m verl.trainer.main_ppo data.train_batch_size=256"
+        message = (
+            f"{path} has no command of verl's with overrides, such as python3 -m verl.trainer.main_ppo data.train_batch_size=256"
+        )
         raise ConfigError([Problem("", message, "Name the script that starts verl, or the config.yaml that hydra writes.")])
 
 
@@ -116,7 +120,9 @@ def _translate(
 def _find_wrong_numbers(values: Mapping[str, Any], defaults: Mapping[str, Any], recipe: LibraryRecipe) -> list[Problem]:
     """A number with which the translation calculates has to be one, not a shell variable that nothing assigns."""
     return [
-        Problem(key, f"found {value!r}; it must be a number", f"Write it in the file in the place of {value}.", recipe.origin_of(key))
+        Problem(
+            key, f"found {value!r}; it must be a number", f"Write it in the file in the place of {value}.", recipe.origin_of(key)
+        )
         for key, value in values.items()
         if isinstance(defaults.get(key), int | float) and not isinstance(defaults[key], bool) and isinstance(value, str)
     ]

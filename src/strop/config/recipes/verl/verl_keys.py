@@ -23,7 +23,9 @@ MEMORY = Left("it saves memory or time, and changes no result")
 ENGINE_OPTION = Left("it is the engine's own choice", ("policy.generation.vllm_kwargs",))
 RAY = Left("it is about processes and waiting, not training")
 ROUTING = Lacking("the learner chooses experts itself: replaying the engine's routing (R3) is not in this version")
-EXTERNAL = Lacking("modules are imported by the names of environments and classes", "Name module:Class where it is used. Remove the key.")
+EXTERNAL = Lacking(
+    "modules are imported by the names of environments and classes", "Name module:Class where it is used. Remove the key."
+)
 MTP = Lacking("a loss of multi-token prediction is not in this version")
 MEGATRON_DETAIL = Left("it is about how Megatron Core computes")
 
@@ -42,7 +44,8 @@ def _inside(section: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for name in names)
 
 
-OPTIM = ("lr", "weight_decay", "betas", "optimizer", "optimizer_impl", "override_optimizer_config.*", "lr_warmup_steps", "lr_warmup_steps_ratio",
+OPTIM = ("lr", "weight_decay", "betas", "optimizer", "optimizer_impl", "override_optimizer_config.*", "lr_warmup_steps",
+    "lr_warmup_steps_ratio",
          "lr_scheduler_type", "warmup_style", "lr_scheduler", "lr_decay_style", "min_lr_ratio", "num_cycles")  # fmt: skip
 OPTIM_LEFT: dict[str, Entry] = {
     "total_training_steps": Left("the length of the run says it"), "override_optimizer_config": Left("it is empty"),
@@ -54,7 +57,11 @@ OPTIM_LEFT: dict[str, Entry] = {
 
 def _optimizer(section: str, translate: Callable[[LibraryRecipe], None], to_section: str) -> dict[str, Entry]:
     made = _together(
-        translate, _inside(section, *OPTIM), f"{to_section}.optimizer.name", f"{to_section}.optimizer.kwargs.lr", f"{to_section}.scheduler"
+        translate,
+        _inside(section, *OPTIM),
+        f"{to_section}.optimizer.name",
+        f"{to_section}.optimizer.kwargs.lr",
+        f"{to_section}.scheduler",
     )
     return made | {f"{section}.{name}": entry for name, entry in OPTIM_LEFT.items()}
 
@@ -111,7 +118,8 @@ VERL_PPO_KEYS: KeyTable = {
     "data.gen_batch_size": Left("with dynamic sampling, groups are sampled until the batch is full"),
     **dict.fromkeys(_inside("data", "dataloader_num_workers", "filter_overlong_prompts_workers", "use_shm"), LOADER),
     **dict.fromkeys(_inside("data", "return_raw_input_ids", "return_raw_chat", "return_full_prompt", "return_multi_modal_inputs",
-                            "image_patch_size", "validation_shuffle", "reward_fn_key", "need_tools_kwargs"), Left("columns are read by name")),
+                            "image_patch_size", "validation_shuffle", "reward_fn_key", "need_tools_kwargs"),
+                            Left("columns are read by name")),
     "data.custom_cls.path": Lacking("data sets of verl are code of its own", "Write an environment with tasks of its own. Remove the key."),
     "data.custom_cls.name": Left("custom_cls.path says the file"),
     "data.sampler.*": Lacking("samplers are code of verl's", "Remove the keys; data.train entries have weights."),
@@ -141,7 +149,8 @@ VERL_PPO_KEYS: KeyTable = {
     # actor
     **_together(
         training.translate_batches,
-        (*_inside(ACTOR, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "use_dynamic_bsz", "ppo_epochs"),
+        (*_inside(ACTOR, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "use_dynamic_bsz",
+            "ppo_epochs"),
          *_inside("critic", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "use_dynamic_bsz",
                   "ppo_epochs"), "data.train_batch_size", f"{ROLLOUT}.n"),
         "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "policy.train_global_batch_size", "grpo.update_epochs",
@@ -155,7 +164,8 @@ VERL_PPO_KEYS: KeyTable = {
     ),
     **_together(
         losses.translate_kl,
-        (*_inside(ACTOR, "use_kl_loss", "kl_loss_coef", "kl_loss_type"), *_inside("algorithm", "use_kl_in_reward", "kl_penalty", "kl_ctrl.*")),
+        (*_inside(ACTOR, "use_kl_loss", "kl_loss_coef", "kl_loss_type"), *_inside("algorithm", "use_kl_in_reward",
+            "kl_penalty", "kl_ctrl.*")),
         "loss_fn.reference_policy_kl_penalty", "loss_fn.reference_policy_kl_type", "loss_fn.use_kl_in_reward", "algorithm.kl.place",
         "algorithm.kl.target", "algorithm.kl.horizon",
     ),
@@ -163,7 +173,8 @@ VERL_PPO_KEYS: KeyTable = {
     **_together(training.translate_actor_optimizer, (f"{ACTOR}.optim.clip_grad", f"{ACTOR}.grad_clip"), "policy.max_grad_norm"),
     **_together(
         training.translate_parallelism,
-        (*_inside(ACTOR, "strategy", "ulysses_sequence_parallel_size", "fsdp_config.fsdp_size", "fsdp_config.model_dtype", "fsdp_config.dtype"),
+        (*_inside(ACTOR, "strategy", "ulysses_sequence_parallel_size", "fsdp_config.fsdp_size", "fsdp_config.model_dtype",
+            "fsdp_config.dtype"),
          *_inside(f"{ACTOR}.megatron", *training.PARALLEL)),
         "policy.dtensor_cfg.enabled", "policy.dtensor_cfg.context_parallel_size", "policy.dtensor_cfg.dp_replicate_size",
         "policy.weights_dtype", "policy.precision", "policy.megatron_cfg.enabled",
@@ -190,8 +201,10 @@ VERL_PPO_KEYS: KeyTable = {
     # rollout
     **_together(
         model.translate_engine,
-        (*_inside(ROLLOUT, "name", "temperature", "top_p", "top_k", "do_sample", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-                  "expert_parallel_size", "gpu_memory_utilization", "enforce_eager", "max_num_seqs", "enable_prefix_caching", "max_model_len",
+        (*_inside(ROLLOUT, "name", "temperature", "top_p", "top_k", "do_sample", "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+                  "expert_parallel_size", "gpu_memory_utilization", "enforce_eager", "max_num_seqs", "enable_prefix_caching",
+                  "max_model_len",
                   "dtype"), *_inside(f"{ROLLOUT}.val_kwargs", "n", "do_sample", "temperature", "top_p", "top_k")),
         "policy.generation.backend", "policy.generation.temperature", "policy.generation.top_p", "policy.generation.top_k",
         "policy.generation.val_temperature", "policy.generation.val_top_p", "policy.generation.val_top_k",
@@ -218,7 +231,8 @@ VERL_PPO_KEYS: KeyTable = {
                             "data_parallel_size", "max_num_batched_tokens", "enable_chunked_prefill", "scheduling_policy", "load_format",
                             "disable_log_stats", "multi_stage_wake_up", "engine_kwargs.*", "engine_kwargs", "calculate_log_probs",
                             "checkpoint_engine.*", "checkpoint_engine", "trace.*", "skip_dump_dir", "skip_tokenizer_init", "prometheus.*",
-                            "layered_summon", "limit_images", "layer_name_map.*", "enable_sleep_mode", "update_weights_bucket_megabytes"), ENGINE_OPTION),
+                            "layered_summon", "limit_images", "layer_name_map.*", "enable_sleep_mode",
+                            "update_weights_bucket_megabytes"), ENGINE_OPTION),
     "actor_rollout_ref.hybrid_engine": Left("engine and learner share the GPUs", ("policy.generation.colocated.enabled",)),
     "actor_rollout_ref.nccl_timeout": RAY,
     # critic
@@ -256,7 +270,8 @@ VERL_PPO_KEYS: KeyTable = {
     **_together(
         model.translate_rewards,
         (*_inside("reward_model", "enable", "model.path", "reward_manager"), "custom_reward_function.path", "custom_reward_function.name",
-         *_inside("reward_model.reward_kwargs", "overlong_buffer_cfg.enable", "overlong_buffer_cfg.len", "overlong_buffer_cfg.penalty_factor",
+         *_inside("reward_model.reward_kwargs", "overlong_buffer_cfg.enable", "overlong_buffer_cfg.len",
+             "overlong_buffer_cfg.penalty_factor",
                   "max_resp_len")),
         "env", "data.default.env_name", "grpo.reward_shaping",
     ),
@@ -273,7 +288,8 @@ VERL_SFT_KEYS: KeyTable = {
     "trainer.seed": to("sft.seed"),
     **_together(
         model.translate_sft_data,
-        _inside("data", "train_batch_size", "micro_batch_size", "micro_batch_size_per_gpu", "max_length", "truncation", "train_files", "val_files",
+        _inside("data", "train_batch_size", "micro_batch_size", "micro_batch_size_per_gpu", "max_length", "truncation",
+            "train_files", "val_files",
                 "train_max_samples", "val_max_samples", "prompt_key", "response_key", "prompt_dict_keys", "response_dict_keys",
                 "multiturn.enable", "multiturn.messages_key", "messages_key"),
         "policy.train_global_batch_size", "policy.max_total_sequence_length", "data.train.dataset_name", "data.train.input_key",

@@ -82,7 +82,9 @@ def translate_rewards(recipe: LibraryRecipe) -> None:
     elif function:
         name = recipe.value("custom_reward_function.name")
         recipe.set("env.rewards.reward", f"{function}:{name}", because="custom_reward_function.path")
-        text = f"env.rewards.reward={function}:{name} here; it gets (task, rollout), not data_source and solution_str: rewrite it so"
+        text = (
+            f"env.rewards.reward={function}:{name} here; it gets (task, rollout), not data_source and solution_str: rewrite it so"
+        )
         recipe.carry("custom_reward_function.path", "data.default.env_name", "rewards", text, changed=True)
     else:
         _translate_verifier(recipe, manager)
@@ -126,7 +128,9 @@ def translate_engine(recipe: LibraryRecipe) -> None:
     name = recipe.value(f"{ROLLOUT}.name") or "vllm"
     key = f"{ROLLOUT}.name"
     if name in ("sglang", "trtllm"):
-        recipe.carry(key, "policy.generation.backend", "vllm", "policy.generation.backend=vllm here, the same distribution", changed=True)
+        recipe.carry(
+            key, "policy.generation.backend", "vllm", "policy.generation.backend=vllm here, the same distribution", changed=True
+        )
     else:
         recipe.carry(key, "policy.generation.backend", "torch" if name == "hf" else "vllm")
     recipe.carry(f"{ROLLOUT}.temperature", "policy.generation.temperature", recipe.value(f"{ROLLOUT}.temperature"))
@@ -175,7 +179,14 @@ def translate_turns(recipe: LibraryRecipe) -> None:
     """Tools and interactions are environments here."""
     section = f"{ROLLOUT}.multi_turn"
     loop = recipe.value(f"{ROLLOUT}.agent.default_agent_loop")
-    tools = next((key for key in (f"{section}.tool_config_path", "data.tool_config_path", f"{section}.interaction_config_path") if recipe.value(key)), None)
+    tools = next(
+        (
+            key
+            for key in (f"{section}.tool_config_path", "data.tool_config_path", f"{section}.interaction_config_path")
+            if recipe.value(key)
+        ),
+        None,
+    )
     key = tools or (f"{section}.enable" if recipe.value(f"{section}.enable") else None)
     key = key or (f"{ROLLOUT}.agent.default_agent_loop" if loop != "single_turn_agent" else None)
     if key is not None:
@@ -191,8 +202,18 @@ def translate_sft_model(recipe: LibraryRecipe) -> None:
     recipe.carry(checkpointing, "policy.dtensor_cfg.activation_checkpointing", recipe.value(checkpointing))
     key = "model.fsdp_config.model_dtype"
     if recipe.value(key) in ("bf16", "bfloat16"):
-        recipe.carry(key, "policy.weights_dtype", "bfloat16", "policy.weights_dtype=bfloat16 here, with float32 master weights", changed=True)
-    recipe.carry("ulysses_sequence_parallel_size", "policy.dtensor_cfg.context_parallel_size", recipe.value("ulysses_sequence_parallel_size"))
+        recipe.carry(
+            key,
+            "policy.weights_dtype",
+            "bfloat16",
+            "policy.weights_dtype=bfloat16 here, with float32 master weights",
+            changed=True,
+        )
+    recipe.carry(
+        "ulysses_sequence_parallel_size",
+        "policy.dtensor_cfg.context_parallel_size",
+        recipe.value("ulysses_sequence_parallel_size"),
+    )
     for name in ("strategy", "engine.strategy"):
         if recipe.value(name) == "megatron":
             recipe.carry(name, "policy.megatron_cfg.enabled", True)
@@ -217,7 +238,9 @@ def translate_sft_data(recipe: LibraryRecipe) -> None:
         entries: list[dict[str, Any]] = [{"dataset_name": name} | ({"size": most} if most > 0 else {}) for name in names]
         if entries:
             text = f"data.{to}.dataset_name={', '.join(names)} here"
-            recipe.carry(f"data.{key}", f"data.{to}", entries[0] if len(entries) == 1 else [e | {"weight": None} for e in entries], text)
+            recipe.carry(
+                f"data.{key}", f"data.{to}", entries[0] if len(entries) == 1 else [e | {"weight": None} for e in entries], text
+            )
         if recipe.is_written(f"data.{size}"):
             recipe.note(f"data.{size}", Effect.RENAMED, f"data.{to}.size here")
     _translate_columns(recipe)
@@ -238,4 +261,3 @@ def _translate_columns(recipe: LibraryRecipe) -> None:
         recipe.carry(f"data.{name}_key", f"data.default.{to}", ".".join([column, *map(str, inner)]))
         if inner:
             recipe.note(f"data.{name}_dict_keys", Effect.RENAMED, f"data.default.{to} here")
-

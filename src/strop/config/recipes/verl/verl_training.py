@@ -59,7 +59,11 @@ def _translate_folders(recipe: LibraryRecipe) -> None:
     recipe.set("logger.tensorboard_enabled", "tensorboard" in loggers, because="trainer.logger")
     if recipe.is_written("trainer.logger"):
         others = [str(other) for other in loggers if other not in ("wandb", "tensorboard", "console")]
-        text = f"there is no tracker {', '.join(others)} here" if others else "logger.wandb_enabled and logger.tensorboard_enabled here"
+        text = (
+            f"there is no tracker {', '.join(others)} here"
+            if others
+            else "logger.wandb_enabled and logger.tensorboard_enabled here"
+        )
         recipe.note("trainer.logger", Effect.UNUSED if others else Effect.RENAMED, text)
     if "wandb" in loggers:
         recipe.carry("trainer.project_name", "logger.wandb.project", str(project))
@@ -81,7 +85,9 @@ def translate_batches(recipe: LibraryRecipe) -> None:
     recipe.carry("data.train_batch_size", "{section}.num_prompts_per_step", prompts)
     recipe.carry(f"{ROLLOUT}.n", "{section}.num_generations_per_prompt", group)
     if mini > prompts:
-        recipe.refuse(f"{ACTOR}.ppo_mini_batch_size", "a batch has fewer prompts", "Set it to a divisor of data.train_batch_size.")
+        recipe.refuse(
+            f"{ACTOR}.ppo_mini_batch_size", "a batch has fewer prompts", "Set it to a divisor of data.train_batch_size."
+        )
     else:
         recipe.carry(f"{ACTOR}.ppo_mini_batch_size", "policy.train_global_batch_size", mini * group)
     epochs = recipe.value(f"{ACTOR}.ppo_epochs")
@@ -184,7 +190,7 @@ def _translate_schedule(recipe: LibraryRecipe, section: str, to: str) -> None:
 
 
 def is_megatron(recipe: LibraryRecipe) -> bool:
-    return recipe.value(f"{ACTOR}.strategy") == "megatron" or recipe.value("engine.strategy") == "megatron"
+    return "megatron" in (recipe.value(f"{ACTOR}.strategy"), recipe.value("engine.strategy"))
 
 
 def translate_parallelism(recipe: LibraryRecipe) -> None:
@@ -245,7 +251,9 @@ def _translate_lora(recipe: LibraryRecipe, section: str, to: str) -> None:
     if modules in ("all-linear", ["all-linear"], None):
         recipe.carry(f"{section}.target_modules", f"{lora}.match_all_linear", True)
     else:
-        recipe.carry(f"{section}.target_modules", f"{lora}.target_modules", [modules] if isinstance(modules, str) else list(modules))
+        recipe.carry(
+            f"{section}.target_modules", f"{lora}.target_modules", [modules] if isinstance(modules, str) else list(modules)
+        )
     if excluded := recipe.value(f"{section}.exclude_modules"):
         names = [excluded] if isinstance(excluded, str) else list(excluded)
         if any(set(name) & set("()|\\^$") for name in names):

@@ -80,7 +80,11 @@ def test_every_argument_of_the_commands_is_in_the_table_with_its_default(trainer
     from trl import DatasetMixtureConfig, ModelConfig
     from trl.scripts.grpo import GRPOScriptArguments
 
-    fields = {field.name: default_of(field) for kind in (ModelConfig, GRPOScriptArguments, DatasetMixtureConfig) for field in dataclasses.fields(kind)}
+    fields = {
+        field.name: default_of(field)
+        for kind in (ModelConfig, GRPOScriptArguments, DatasetMixtureConfig)
+        for field in dataclasses.fields(kind)
+    }
     assert fields == SCRIPT
     assert [name for name in fields if find_entry(TRL_KEYS["grpo"], name) is None] == []
 
@@ -160,7 +164,9 @@ def test_the_learning_rate_is_that_of_transformers_at_each_step(
     scheduler = translate(text, command="sft").loaded.source.values["policy"]["scheduler"]
     ours = make_schedule(scheduler["name"], scheduler["kwargs"], total_steps=100)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-5)
-    theirs = transformers.get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=100, scheduler_specific_kwargs=options)
+    theirs = transformers.get_scheduler(
+        name, optimizer, num_warmup_steps=warmup, num_training_steps=100, scheduler_specific_kwargs=options
+    )
     for step in range(100):
         assert 1e-5 * ours.ratio(step) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-14), step
         optimizer.step()
@@ -219,7 +225,9 @@ def test_the_translated_advantage_is_that_of_trl_on_random_rewards() -> None:
 
 @pytest.mark.parametrize(("loss", "name"), [("sigmoid", "dpo"), ("ipo", "ipo"), ("hinge", "slic"), ("robust", "robust_dpo")])
 def test_a_preference_loss_has_its_algorithm_and_beta(translate: Translate, loss: str, name: str) -> None:
-    found = translate(f"{BASE}loss_type: [{loss}, sft]\nloss_weights: [0.8, 0.2]\nbeta: 0.2\nlabel_smoothing: 0.0\n", command="dpo")
+    found = translate(
+        f"{BASE}loss_type: [{loss}, sft]\nloss_weights: [0.8, 0.2]\nbeta: 0.2\nlabel_smoothing: 0.0\n", command="dpo"
+    )
     config = found.loaded.config
     assert config.algorithm.name == name and config.dpo.reference_policy_kl_penalty == 0.2
     assert (config.dpo.preference_loss_weight, config.dpo.sft_loss_weight) == (0.8, 0.2)

@@ -125,21 +125,21 @@ def test_an_estimator_is_an_advantage(translate: Translate, estimator: str, name
     assert translate(text=text).loaded.source.values["algorithm"]["advantage"]["name"] == name
 
 
-@pytest.mark.parametrize(
-    ("asked", "ours"), [("kl", "k1"), ("low_var_kl", "k3"), ("k2", "k2"), ("k3+", "k2")]
-)
+@pytest.mark.parametrize(("asked", "ours"), [("kl", "k1"), ("low_var_kl", "k3"), ("k2", "k2"), ("k3+", "k2")])
 def test_a_kl_term_in_the_loss_has_its_estimator(translate: Translate, asked: str, ours: str) -> None:
     kl = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.01")
     found = translate(*kl, f"actor_rollout_ref.actor.kl_loss_type={asked}")
     loss = found.loaded.config.loss_fn
     assert (loss.reference_policy_kl_penalty, loss.reference_policy_kl_type) == (0.01, ours)
-    assert any(difference.key.endswith("kl_loss_type") and difference.effect is Effect.CHANGED for difference in found.differences) == (
-        asked == "k3+"
-    )
+    assert any(
+        difference.key.endswith("kl_loss_type") and difference.effect is Effect.CHANGED for difference in found.differences
+    ) == (asked == "k3+")
 
 
 def test_a_kl_term_in_the_reward_can_adapt(translate: Translate) -> None:
-    values = translate("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2").loaded.source.values
+    values = translate(
+        "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2"
+    ).loaded.source.values
     assert values["algorithm"]["kl"] == {"place": "reward", "target": 0.2, "horizon": 10000}
     assert values["loss_fn"]["reference_policy_kl_type"] == "k1"
     both = refused(translate, "algorithm.use_kl_in_reward=True", "actor_rollout_ref.actor.use_kl_loss=True")
@@ -148,7 +148,9 @@ def test_a_kl_term_in_the_reward_can_adapt(translate: Translate) -> None:
 
 def test_gae_is_ppo_with_a_critic(translate: Translate) -> None:
     text = SCRIPT.replace("adv_estimator=grpo", "adv_estimator=gae")
-    found = translate("critic.optim.lr=2e-5", "critic.model.path=org/critic", "trainer.critic_warmup=5", "algorithm.lam=0.95", text=text)
+    found = translate(
+        "critic.optim.lr=2e-5", "critic.model.path=org/critic", "trainer.critic_warmup=5", "algorithm.lam=0.95", text=text
+    )
     config = found.loaded.config
     assert found.kind == "ppo" and config.value.model_name == "org/critic" and config.value.optimizer.kwargs["lr"] == 2e-5
     assert config.value_loss_fn.cliprange == 0.5 and config.ppo.policy_training_start_step == 5
@@ -158,7 +160,12 @@ def test_gae_is_ppo_with_a_critic(translate: Translate) -> None:
 
 def test_the_learning_rate_is_that_of_verl_at_each_batch(translate: Translate) -> None:
     optim = "actor_rollout_ref.actor.optim"
-    extra = (f"{optim}.lr_scheduler_type=cosine", f"{optim}.lr_warmup_steps=10", f"{optim}.min_lr_ratio=0.1", "trainer.total_training_steps=100")
+    extra = (
+        f"{optim}.lr_scheduler_type=cosine",
+        f"{optim}.lr_warmup_steps=10",
+        f"{optim}.min_lr_ratio=0.1",
+        "trainer.total_training_steps=100",
+    )
     loaded = translate(*extra).loaded
     scheduler = loaded.source.values["policy"]["scheduler"]
     ours = make_schedule(scheduler["name"], scheduler["kwargs"], total_steps=100)
@@ -189,7 +196,11 @@ def test_megatron_is_refused_once_and_goes_to_the_torch_learner_on_request(trans
 
 def test_rewards_for_length_and_functions_are_environments(translate: Translate) -> None:
     section = "+reward_model.reward_kwargs"
-    extra = (f"{section}.overlong_buffer_cfg.enable=True", f"{section}.overlong_buffer_cfg.len=512", f"{section}.overlong_buffer_cfg.penalty_factor=1.0")
+    extra = (
+        f"{section}.overlong_buffer_cfg.enable=True",
+        f"{section}.overlong_buffer_cfg.len=512",
+        f"{section}.overlong_buffer_cfg.penalty_factor=1.0",
+    )
     found = translate("reward_model.reward_manager=dapo", *extra)
     shaping = found.loaded.config.grpo.reward_shaping
     assert (shaping.enabled, shaping.overlong_buffer_length, shaping.max_response_length) == (True, 512, 2048)
@@ -202,7 +213,10 @@ def test_rewards_for_length_and_functions_are_environments(translate: Translate)
     ("override", "key"),
     [
         ("data.image_key=images", "data.image_key"),
-        ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "actor_rollout_ref.rollout.multi_turn.tool_config_path"),
+        (
+            "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml",
+            "actor_rollout_ref.rollout.multi_turn.tool_config_path",
+        ),
         ("algorithm.use_pf_ppo=True", "algorithm.use_pf_ppo"),
         ("actor_rollout_ref.model.mtp.enable=True", "actor_rollout_ref.model.mtp.enable"),
         ("algorithm.adv_estimator=grpo_passk", "algorithm.adv_estimator"),
@@ -253,7 +267,9 @@ trainer: {project_name: p, experiment_name: e, default_local_dir: "ckpt/${traine
 
 def test_a_configuration_of_ones_own_is_read_beside_the_script(tmp_path: Path, translate: Translate) -> None:
     (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {actor: {entropy_coeff: 0.5}}")
+    (tmp_path / "config" / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {actor: {entropy_coeff: 0.5}}"
+    )
     text = SCRIPT.replace("main_ppo \\", "main_ppo --config-path=config --config-name=mine \\")
     assert translate(text=text).loaded.config.loss_fn.entropy_bonus == 0.5
     assert list(refused(lambda *extra: translate(*extra, text=text.replace("=mine", "=other")))) == ["--config-name"]
@@ -269,7 +285,8 @@ ARGS=(
   x.$A=3
 )
 cmd="-m verl.trainer.main_ppo"
-python3 $cmd x.a=$A x.b="$B" x.c=${C} x.sum=$(((A + 1) * 4 / 3)) x.home=$HOME/data 'x.list=["a","b"]' x.first=${1:-one} ++x.plus=1 "${ARGS[@]}" $@
+python3 $cmd x.a=$A x.b="$B" x.c=${C} x.sum=$(((A + 1) * 4 / 3)) x.home=$HOME/data \\
+    'x.list=["a","b"]' x.first=${1:-one} ++x.plus=1 "${ARGS[@]}" $@
 """
     )
     assert script.module == "main_ppo" and script.unassigned == {"HOME": "x.home"}
@@ -292,7 +309,9 @@ def test_a_script_that_trains_nothing_says_so(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_folder_of_scripts_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str], translate: Translate) -> None:
     translate()
-    (tmp_path / "images.sh").write_text((tmp_path / "run.sh").read_text().replace("trainer.n_gpus", "data.image_key=images trainer.n_gpus"))
+    (tmp_path / "images.sh").write_text(
+        (tmp_path / "run.sh").read_text().replace("trainer.n_gpus", "data.image_key=images trainer.n_gpus")
+    )
     assert cli.main(["translate", "--all", str(tmp_path), "--from", "verl"]) == 0
     printed: Any = capsys.readouterr().out
     assert "2 run configurations" in printed and "1 are refused" in printed and "models read only text" in printed
