@@ -74,7 +74,7 @@ def _infer_gpus(values: Mapping[str, Any]) -> int | None:
 
 def _make_format(name: str, command: str | None, matches: Callable[[Mapping[str, Any]], bool]) -> RecipeFormat:
     read = partial(read_trl, command=command)
-    return RecipeFormat(name, matches, read, (".yaml", ".yml", ".json"), lambda path, gpus: read(path, gpus))
+    return RecipeFormat(name, matches, read, (".yaml", ".yml", ".json", ".bin"), lambda path, gpus: read(path, gpus))
 
 
 FORMATS = (

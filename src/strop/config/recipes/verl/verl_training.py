@@ -36,7 +36,7 @@ def translate_run(recipe: LibraryRecipe) -> None:
     _translate_folders(recipe)
     warmup = recipe.value("trainer.critic_warmup")
     if recipe.kind == "ppo" and warmup:
-        recipe.carry("trainer.critic_warmup", "ppo.policy_training_start_step", warmup)
+        recipe.carry("trainer.critic_warmup", "ppo.policy_training_start_step", warmup - 1)  # verl counts steps from 1
     else:
         recipe.unused("trainer.critic_warmup", "there is no critic")
     if recipe.value("trainer.val_only"):

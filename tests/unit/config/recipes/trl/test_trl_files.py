@@ -77,12 +77,12 @@ def compare_with_table(command: str, kind: Any) -> None:
 
 
 def test_every_argument_of_the_commands_is_in_the_table_with_its_default(trainers: dict[str, Any]) -> None:
-    from trl import DatasetMixtureConfig, ModelConfig
+    import trl
     from trl.scripts.grpo import GRPOScriptArguments
 
     fields = {
         field.name: default_of(field)
-        for kind in (ModelConfig, GRPOScriptArguments, DatasetMixtureConfig)
+        for kind in (trl.ModelConfig, GRPOScriptArguments, trl.DatasetMixtureConfig)
         for field in dataclasses.fields(kind)
     }
     assert fields == SCRIPT
@@ -293,3 +293,11 @@ def test_gpus_are_said_on_the_command_line(tmp_path: Path, capsys: pytest.Captur
     path.write_text("grpo: {}\n")
     assert cli.main(["translate", str(path), "--gpus", "4"]) == 2
     assert "says itself how many GPUs" in capsys.readouterr().err
+
+
+def test_a_pickle_of_arguments_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "training_args.bin"
+    path.write_bytes(b"\x80\x04")
+    with pytest.raises(ConfigError, match="a pickle, which may run code") as caught:
+        translate_recipe(path)
+    assert "json.dump(args.to_dict(), file)" in caught.value.problems[0].fix

@@ -153,7 +153,7 @@ def test_gae_is_ppo_with_a_critic(translate: Translate) -> None:
     )
     config = found.loaded.config
     assert found.kind == "ppo" and config.value.model_name == "org/critic" and config.value.optimizer.kwargs["lr"] == 2e-5
-    assert config.value_loss_fn.cliprange == 0.5 and config.ppo.policy_training_start_step == 5
+    assert config.value_loss_fn.cliprange == 0.5 and config.ppo.policy_training_start_step == 4
     assert (config.ppo.adv_estimator.gae_lambda, config.ppo.adv_estimator.gae_gamma) == (0.95, 1.0)
     assert config.value.train_global_batch_size == 64
 
