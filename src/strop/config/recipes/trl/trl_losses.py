@@ -130,7 +130,8 @@ def _translate_engine_correction(recipe: LibraryRecipe, loss: str) -> None:
     if recipe.value("off_policy_mask_threshold") is not None:
         corrections.append({"name": "opsm", "delta": recipe.value("off_policy_mask_threshold")})
         recipe.note("off_policy_mask_threshold", Effect.RENAMED, "algorithm.corrections, opsm, here")
-    recipe.carry(key, "algorithm.corrections", corrections, "algorithm.corrections here") if corrections else None
+    if corrections:
+        recipe.carry(key, "algorithm.corrections", corrections, "algorithm.corrections here")
 
 
 def _translate_kl(recipe: LibraryRecipe) -> None:
@@ -214,9 +215,8 @@ def translate_online_dpo(recipe: LibraryRecipe) -> None:
         recipe.refuse("loss_type", "online DPO is not in this version", "Train with `trl grpo`'s keys.")
         return
     recipe.set("algorithm.name", "online_dpo", because="loss_type")
-    recipe.carry("loss_type", "algorithm.loss_type", recipe.value("loss_type")) if recipe.value(
-        "loss_type"
-    ) != "sigmoid" else None
+    if recipe.value("loss_type") != "sigmoid":
+        recipe.carry("loss_type", "algorithm.loss_type", recipe.value("loss_type"))
     beta = recipe.value("beta")
     beta = beta[0] if isinstance(beta, list) and len(beta) == 1 else beta
     if isinstance(beta, list):

@@ -156,7 +156,8 @@ def _translate_optimizer(recipe: LibraryRecipe, section: str, to: str) -> None:
             recipe.unused(key, "it says where the optimizer keeps its state")
         else:
             recipe.carry(key, f"{to}.optimizer.kwargs.{option}", recipe.value(key))
-    recipe.set(f"{to}.optimizer.kwargs.eps", 1e-8, because=f"{section}.optimizer") if "eps" not in options else None
+    if "eps" not in options:
+        recipe.set(f"{to}.optimizer.kwargs.eps", 1e-8, because=f"{section}.optimizer")
     _translate_schedule(recipe, section, to)
 
 
