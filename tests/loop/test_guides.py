@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from loop.runs import Running, heed_interrupts, start, strop
+from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.config import TRAINING_RUNS, EvalRunConfig
 from strop.config.source.keys import find_field, iter_keys
 from support.sweep import sweep
@@ -158,5 +159,7 @@ def test_every_key_beside_another_trainers_is_one_of_strop(row: Row) -> None:
 
 
 def is_key(model: Any, key: str) -> bool:
+    if key.startswith("algorithm.") and key.count(".") == 1:  # a field of an algorithm
+        return key.partition(".")[2] in {"name", *(field.name for field in dataclasses.fields(PolicyGradient))}
     repeated = {found.dotted for found in iter_keys(model, repeated=True)}  # with those of mappings, such as an optimizer's lr
     return key in repeated or find_field(model, key.split(".")) is not None

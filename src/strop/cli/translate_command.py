@@ -29,12 +29,20 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a YAML file, or with --all a folder")
+    parser.add_argument(
+        "recipe",
+        type=Path,
+        metavar="RECIPE",
+        help="a YAML file, a dump of TRL's arguments, a script that starts verl, or with --all a folder",
+    )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES_HELP)
     parser.add_argument("--all", action="store_true", help="try every recipe below a folder on the machines that it asks for")
     parser.add_argument("--json", action="store_true", help="print a JSON object, with every reason and difference")
     parser.add_argument(
         "--from", dest="library", choices=("auto", *list_formats()), default="auto", help="whose recipe it is (default: auto)"
+    )
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="how many GPUs the recipe is for, if it does not say so, as TRL's do not"
     )
     return parser
 
@@ -45,6 +53,8 @@ def translate(arguments: Sequence[str], command_line: str) -> int:
     options = parser.parse_intermixed_args(arguments)
     if options.all and not options.recipe.is_dir():
         parser.error(f"--all takes a folder, and {options.recipe} is none")
+    if options.gpus is not None and (options.gpus < 1 or options.all):
+        parser.error("--gpus takes a number of at least 1, and not with --all")
     return _translate_folder(options) if options.all else _translate_file(options, command_line)
 
 
@@ -53,7 +63,7 @@ def _translate_file(options: argparse.Namespace, command_line: str) -> int:
     from strop.config.load.translated_recipe import render_recipe, translate_recipe
 
     try:
-        translated = translate_recipe(options.recipe, options.overrides, options.library)
+        translated = translate_recipe(options.recipe, options.overrides, options.library, gpus=options.gpus)
     except ConfigError as error:
         if options.json:
             print(json.dumps({"problems": [_as_json(problem) for problem in error.problems]}, indent=1, ensure_ascii=False))

@@ -15,6 +15,7 @@ from strop.build.dry_run.examined_data import examine_data
 from strop.config import EvalRunConfig
 from strop.config.load.translated_recipe import NotARun, TranslatedRecipe, translate_recipe
 from strop.config.recipes.difference import Difference
+from strop.config.recipes.recipe_format import DEFAULT, list_formats
 from strop.config.schema.run_config import GrpoRunConfig
 from strop.config.source.keys import find_field
 from strop.problems import ConfigError, Problem
@@ -44,8 +45,9 @@ class ExaminedRecipe:
 
 
 def examine_folder(folder: Path, overrides: Sequence[str] = (), library: str = "auto") -> Iterator[ExaminedRecipe]:
-    """Yield what becomes of each YAML file below a folder."""
-    for path in sorted(folder.rglob("*.y*ml")):
+    """Yield what becomes of each YAML file below a folder, or with a library named, of each file as it has them."""
+    suffixes = list_formats()[DEFAULT if library == "auto" else library].suffixes
+    for path in sorted(path for suffix in suffixes for path in folder.rglob(f"*{suffix}")):
         yield examine_recipe(path, overrides, library)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from strop.config.load.load import LoadedConfig, load_source
 from strop.config.recipes.difference import Difference, Effect
-from strop.config.recipes.recipe_format import find_format, list_formats
+from strop.config.recipes.recipe_format import DEFAULT, ReadRecipe, RecipeFormat, find_format, list_formats
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig
 from strop.config.source import yaml_text
 from strop.problems import ConfigError, Problem
@@ -36,19 +36,43 @@ class TranslatedRecipe:
         return any(difference.effect is Effect.CHANGED for difference in self.differences)
 
 
-def translate_recipe(path: Path, overrides: Sequence[str] = (), library: str = "auto") -> TranslatedRecipe:
-    """Read a recipe of a library, with overrides in Strop's keys. Raises ConfigError with every reason why it cannot run."""
-    read = (find_format(path) if library == "auto" else list_formats()[library]).read(path)
+def translate_recipe(
+    path: Path, overrides: Sequence[str] = (), library: str = "auto", *, gpus: int | None = None
+) -> TranslatedRecipe:
+    """Read a recipe of a library, with overrides in Strop's keys. Raises ConfigError with every reason why it cannot run.
+
+    ``gpus`` is how many GPUs it is for, where that is a matter of how the library's command is started.
+    """
+    recipe_format = find_format(path) if library == "auto" else list_formats()[library]
+    read = _read(path, recipe_format, gpus)
     if read.kind is None:
         raise NotARun([Problem("", NO_RUN, "Name the configuration of a run.")])
     refused = [difference.to_problem() for difference in read.differences if difference.effect is Effect.REFUSED]
     try:
         loaded = load_source(read.source, overrides, root=TRAINING_RUNS.get(read.kind, EvalRunConfig))
     except ConfigError as error:
-        raise ConfigError([*refused, *error.problems]) from error
+        of_another = recipe_format.name != DEFAULT
+        problems = [problem for problem in error.problems if not (of_another and _is_missing_file(problem))]
+        if refused or problems:
+            raise ConfigError([*refused, *problems]) from error
+        loaded = load_source(read.source, overrides, root=TRAINING_RUNS[read.kind], check=False)
     if refused:
         raise ConfigError(refused)
     return TranslatedRecipe(read.kind, loaded, (*read.differences, *loaded.differences))
+
+
+def _read(path: Path, recipe_format: RecipeFormat, gpus: int | None) -> ReadRecipe:
+    if gpus is None:
+        return recipe_format.read(path)
+    if recipe_format.read_for is None:
+        message = f"a recipe of {recipe_format.name} says itself how many GPUs it is for"
+        raise ConfigError([Problem("--gpus", message, "Set cluster.gpus_per_node and cluster.num_nodes.")])
+    return recipe_format.read_for(path, gpus)
+
+
+def _is_missing_file(problem: Problem) -> bool:
+    """Return whether data is not on this machine, as that of a script need not be."""
+    return problem.key.startswith("data.") and problem.message.startswith("there is no file")
 
 
 def render_recipe(translated: TranslatedRecipe, made_by: str) -> str:

@@ -1,4 +1,5 @@
-"""The libraries whose files can be read as configurations: each is a package here with a ``NAME_format.py`` that has a ``FORMAT``."""
+"""The libraries whose files can be read as configurations: each is a package here with a ``NAME_format.py`` that has a ``FORMAT``, or
+several ``FORMATS``."""
 
 from __future__ import annotations
 
@@ -34,6 +35,8 @@ class RecipeFormat:
     name: str  # for --from
     matches: Callable[[Mapping[str, Any]], bool]  # whether the values of a file, without what it inherits, are of this library
     read: Callable[[Path], ReadRecipe]  # raises ConfigError
+    suffixes: tuple[str, ...] = (".yaml", ".yml")  # of its files
+    read_for: Callable[[Path, int], ReadRecipe] | None = None  # as read, for so many GPUs; None: the file says how many
 
 
 @functools.cache
@@ -41,12 +44,16 @@ def list_formats() -> dict[str, RecipeFormat]:
     """Return every format by its name; the default is the last."""
     packages = [module.name for module in pkgutil.iter_modules(strop.config.recipes.__path__) if module.ispkg]
     modules = [importlib.import_module(f"{strop.config.recipes.__name__}.{name}.{name}_format") for name in packages]
-    formats: list[RecipeFormat] = sorted((module.FORMAT for module in modules), key=lambda found: found.name == DEFAULT)
-    return {found.name: found for found in formats}
+    formats: list[RecipeFormat] = [found for module in modules for found in getattr(module, "FORMATS", None) or [module.FORMAT]]
+    return {found.name: found for found in sorted(formats, key=lambda found: found.name == DEFAULT)}
 
 
 def find_format(path: Path) -> RecipeFormat:
     """Return the format of a file, which is the default where no other matches."""
+    if path.suffix not in list_formats()[DEFAULT].suffixes:
+        other = next((found for found in list_formats().values() if path.suffix in found.suffixes), None)
+        if other is not None and path.suffix != ".json":
+            return other
     try:
         values, _ = parse_once(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml_text.YamlError):
