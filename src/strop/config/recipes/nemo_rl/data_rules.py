@@ -48,12 +48,12 @@ def translate_entries(recipe: Recipe) -> None:
     for name in ("processor", "data_path", "prompt_key", *(name for kind in DATASET_FORMATS.values() for name in kind.keys)):
         if recipe.is_set(key := f"data.default.{name}") and not recipe.is_own_key(key):
             recipe.unused(key, "each entry of data.train and data.validation has it now")
-    if recipe.value("data.default.dataset_name") in DATASET_FORMATS:
+    if str(recipe.value("data.default.dataset_name")) in DATASET_FORMATS:
         recipe.unused("data.default.dataset_name", "each entry of data.train and data.validation has it now")
 
 
 def _is_own_name(name: Any) -> bool:
-    foreign = name is None or "${" in str(name) or name in DATASET_FORMATS or name in MISSING_DATASETS
+    foreign = not isinstance(name, str) or "${" in name or name in DATASET_FORMATS or name in MISSING_DATASETS
     return not foreign and not _describe_class(name)
 
 
@@ -74,7 +74,7 @@ def _translate_processor(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> 
     name = entry.get("processor")
     if name is None:
         _drop(recipe, f"{key}.processor", PROMPT)
-    elif name not in PROCESSORS:
+    elif str(name) not in PROCESSORS:
         why = MISSING_PROCESSORS.get(str(name), "a processor is code of NeMo-RL, and this one is not built in")
         recipe.refuse(
             _place(recipe, key, "processor"),
@@ -93,7 +93,7 @@ def _translate_processor(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> 
 
 def _translate_dataset(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> None:
     name, path = entry.get("dataset_name"), entry.get("data_path")
-    if name in MEDIA_DATASETS or name == "NemoGymDataset":
+    if str(name) in MEDIA_DATASETS or name == "NemoGymDataset":
         for option in ("data_path", "download_dir", "allowed_problem_types", "max_samples", "repeat"):
             if not recipe.is_own_key(f"{key}.{option}"):
                 _drop(recipe, f"{key}.{option}", f"it is an option of {name}")

@@ -74,14 +74,14 @@ def _translate_math(recipe: Recipe, key: str, options: Mapping[str, Any]) -> Non
     if key == "env.math_default":
         recipe.set(f"{key}.type", "math", because=key)
     kind, checker = options.get("verifier_type"), options.get("math_verify_impl")
-    if kind in CHOICE_VERIFIERS:
+    if str(kind) in CHOICE_VERIFIERS:
         recipe.rename(f"{key}.verifier_type", f"{key}.verifier", kind)
         checker = None  # not read beside it
     elif kind in (None, "math"):
         _drop(recipe, f"{key}.verifier_type", "math is how the environment checks answers anyway")
     else:
         _refuse_value(recipe, f"{key}.verifier_type", kind, ("math", *CHOICE_VERIFIERS))
-    if checker in MATH_VERIFIERS:
+    if str(checker) in MATH_VERIFIERS:
         recipe.rename(f"{key}.math_verify_impl", f"{key}.verifier", MATH_VERIFIERS[str(checker)])
     elif checker is None:
         _drop(recipe, f"{key}.math_verify_impl", "it does not apply to this kind of answer")
