@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +211,8 @@ def compare_sampling(found: Compared, recipe: Mapping[str, Any], config: Rollout
 def compare_losses(found: Compared, nemo: NemoRl, recipe: Mapping[str, Any], config: TrainingRunConfig) -> None:
     """The whole way from rewards to a gradient, on the same rollouts."""
     random = step("side by side", ROLLOUTS)
+    if recipe["loss_fn"].get("force_on_policy_ratio"):  # one optimizer step a batch: the policy is the learner before the update
+        random = random.map(lambda sample: replace(sample, before=sample.now))
     algorithm = make_run_algorithm(config)
     columns, rewards, groups = padded(random)
     advantages = nemo.advantages(recipe, groups, rewards, columns)

@@ -87,8 +87,8 @@ def test_a_group_reward_that_sometimes_raises_is_counted_and_the_run_goes_on(tra
     ("reward", "code", "said"),
     [
         ("rewards.py:always", 1, "RewardError: rewards.py:always raised KeyError on task 'rows.jsonl:"),
-        ("rewards.py:alway", 2, "env.mine: 'rewards.py' has no 'alway'; did you mean 'always'?"),
-        ("correct", 2, "env.mine: the reward 'correct' is not a function; write file.py:name or module:name"),
+        ("rewards.py:alway", 2, "env.mine.reward: 'rewards.py' has no 'alway'; did you mean 'always'?"),
+        ("correct", 2, "env.mine.reward: the reward 'correct' is not a function; write file.py:name or module:name"),
     ],
 )
 def test_a_reward_that_cannot_work_stops_the_run_in_its_own_words(trained, reward, code, said):

@@ -211,7 +211,8 @@ def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT 
         errors = [(_user_path(item["loc"], source), item) for item in error.errors()]
         reported = [pair for pair in errors if pair[0] not in unresolved and _is_written(pair[0], pair[1]["type"], source, root)]
         reported = _keep_innermost(reported, unresolved) or ([] if problems else errors)
-        misspelled = {near for path, item in reported if item["type"] == UNKNOWN for near in find_nearest_keys(path, root)[:1]}
+        unknown = [path for path, item in reported if item["type"] == UNKNOWN][:MOST_DESCRIBED]
+        misspelled = {near for path in unknown for near in find_nearest_keys(path, root)[:1]}
         reported = [(path, item) for path, item in reported if item["type"] != "missing" or ".".join(path) not in misspelled]
         described = [describe_error(path, item, source, root) for path, item in reported[:MOST_DESCRIBED]]
         if len(reported) > MOST_DESCRIBED:

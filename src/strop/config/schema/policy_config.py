@@ -52,14 +52,16 @@ class PolicyConfig(ModelConfig):
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from super().errors(key)
-        yield from self._check_backend(f"{key}.backend")
+        yield from self._check_backend(key)
         yield from self._check_adapter_dropout(f"{key}.dtensor_cfg.lora_cfg.dropout")
         yield from self._check_engine_length(f"{key}.generation.vllm_cfg.max_model_len")
 
     def _check_backend(self, key: str) -> Iterator[Problem]:
         if self.backend == "megatron":
             yield Problem(
-                key, "found megatron, but the Megatron Core learner backend is not in this version", f"Set {key}=torch."
+                f"{key}.backend",
+                "found megatron, but the Megatron Core learner backend is not in this version",
+                f"Set {key}.backend=torch.",
             )
 
     def _check_adapter_dropout(self, key: str) -> Iterator[Problem]:
@@ -111,7 +113,7 @@ class RecordedPolicyConfig(PolicyConfig):
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from ModelConfig.errors(self, key)
-        yield from self._check_backend(f"{key}.backend")
+        yield from self._check_backend(key)
 
     def warnings(self, key: str) -> Iterator[Problem]:
         yield from self._warn_unused_batch_size(key)

@@ -5,8 +5,11 @@ Only what a script says by itself is read: assignments, ``$VAR``, ``${VAR:-defau
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 ASSIGNMENT = re.compile(r"\s*(?:export\s+|declare\s+(?:-\w\s+)*|local\s+)?(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
@@ -160,6 +163,26 @@ def _calculate(expression: str, variables: dict[str, str], depth: int) -> str | 
     if len(text) > 200 or not ARITHMETIC.fullmatch(text) or "**" in text:
         return None
     try:
-        return str(int(eval(text.replace("/", "//"), {"__builtins__": {}}, {})))  # digits, parentheses and + - * / % alone
-    except (SyntaxError, ZeroDivisionError, TypeError):
+        return str(_evaluate(ast.parse(text.strip(), mode="eval").body))
+    except (SyntaxError, ZeroDivisionError):
         return None
+
+
+OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _evaluate(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluate(operand)
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in OPERATORS:
+            return OPERATORS[type(sign)](_evaluate(left), _evaluate(right))
+    raise SyntaxError("only whole numbers and + - * / % are computed")
