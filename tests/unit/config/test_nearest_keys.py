@@ -21,6 +21,7 @@ MEANT = {
     "grpo.policy": "policy",
     "loss_fn.lr": "policy.optimizer.kwargs.lr",
     "loss_fn.ratio_clp_min": "loss_fn.ratio_clip_min",
+    "loss_fn.ratio_clip_mni": "loss_fn.ratio_clip_min",
     "policy.temperature": "policy.generation.temperature",
     "policy.modelname": "policy.model_name",
     "policy.Precision": "policy.precision",

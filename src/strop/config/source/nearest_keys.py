@@ -72,7 +72,8 @@ def _is_shortened(name: str, other: str) -> bool:
 
 
 def _is_close(word: str, other: str) -> bool:
-    return word == other or (len(word) > 2 and _similarity(word, other) >= CLOSE_WORD)
+    swapped = sorted(word) == sorted(other)  # short words differ much by two letters in the wrong order
+    return word == other or (len(word) > 2 and (swapped or _similarity(word, other) >= CLOSE_WORD))
 
 
 def _list_candidates(root: type[BaseConfig], target: str) -> list[str]:
