@@ -27,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from conformance.cases import Step, step
 from conformance.harness import through_strop
 from strop.build.algorithm.run_algorithm import count_steps_per_batch, make_run_algorithm
-from strop.config import ConfigError, RolloutRunConfig, TrainingRunConfig, load_config
+from strop.config import ConfigError, EvalRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS, DistillationRunConfig, list_trained_models
 from strop.learner.model_config import ModelConfig
 from strop.learner.torch.optimizer import make_optimizer, make_scheduler
 
 STEPS = 200  # training steps whose learning rates are compared
-KINDS = ("distillation", "ppo", "grpo", "sft", "dpo", "rm")
+KINDS = ("distillation", "ppo", "grpo", "sft", "dpo", "rm", "eval")
 ROLLOUTS = [[3, 5, 2, 4], [4, 1, 6, 2], [7, 3, 3, 5]]  # tokens
 
 
@@ -89,6 +89,8 @@ def compare(nemo: NemoRl, path: Path, name: str) -> Compared | None:
         recipe = nemo.load(path)
     except Exception:  # an environment variable, or a file that is no recipe
         return None
+    if "eval" in recipe:
+        return compare_evaluation(recipe, path, name)
     kind = kind_of(recipe)
     loaded = load_here(path, kind) if kind else None
     if kind is None or loaded is None:
@@ -107,6 +109,21 @@ def compare(nemo: NemoRl, path: Path, name: str) -> Compared | None:
             compare_losses(found, nemo, recipe, config)
     else:
         compare_keys(found, RECORDED_KEYS, recipe[kind], config.training)
+    return found
+
+
+def compare_evaluation(recipe: Mapping[str, Any], path: Path, name: str) -> Compared | None:
+    try:
+        config = load_config(path, root=EvalRunConfig).config
+    except ConfigError:
+        return None
+    found = Compared(name, "eval", as_is=True)
+    compare_keys(found, ("num_tests_per_prompt", "seed", "k_value", "metric"), recipe["eval"], config.eval)
+    compare_keys(
+        found, ("temperature", "top_p", "top_k", "max_new_tokens", "model_name"), recipe["generation"], config.generation
+    )
+    sizes = [recipe["generation"]["vllm_cfg"]["tensor_parallel_size"], config.generation.vllm_cfg.tensor_parallel_size]
+    found.compare("engine's tensor parallel", *sizes)
     return found
 
 
