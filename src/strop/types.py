@@ -22,14 +22,38 @@ from strop.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that an assistant's message asks for."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": self.name, "arguments": dict(self.arguments)}}
+        return {"id": self.id, **call} if self.id else call
+
+
+@dataclass(frozen=True)
 class Message:
     """One message of a conversation, in the form that chat templates take."""
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
+    reasoning: str = ""  # of an assistant, where it stands apart from the content
+    name: str = ""  # of the tool that answers
+    tool_call_id: str = ""  # of the call that a tool answers
 
-    def as_dict(self) -> dict[str, str]:
-        return {"role": self.role, "content": self.content}
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message as chat templates read it; fields that are not set are left out."""
+        optional = {
+            "tool_calls": [call.as_dict() for call in self.tool_calls],
+            "reasoning_content": self.reasoning,
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+        }
+        return {"role": self.role, "content": self.content, **{key: value for key, value in optional.items() if value}}
 
 
 Messages = Sequence[Message]
@@ -101,6 +125,21 @@ def observation_turn(tokens: Sequence[int], text: str) -> Turn:
     )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Branch:
+    """A path of a rollout that leaves another one: a retry, a sub-agent, a history that was rewritten.
+
+    Its context is the first ``start`` tokens of its parent's path (the prompt included), then its own turns. With ``start`` 0 it shares
+    nothing. No sampled token is in two turns of a rollout, so each is trained on once.
+    """
+
+    parent: (
+        int  # the path that it leaves: 0 is the prompt with ``Rollout.turns``, i is ``Rollout.branches[i - 1]``, an earlier one
+    )
+    start: int
+    turns: tuple[Turn, ...]
+
+
 @dataclass(frozen=True)
 class StepReward:
     """The reward of a step of a rollout, which ends at one of the tokens that the policy sampled."""
@@ -123,6 +162,7 @@ class Rollout:
     messages: tuple[Message, ...]  # the whole conversation as text
     prompt: Tensor  # [P] int64
     turns: tuple[Turn, ...] = ()
+    branches: tuple[Branch, ...] = ()  # of an agent whose requests are not one conversation
     ending: Ending | None = None
     reward: float = 0.0  # the weighted sum of ``rewards``
     step_rewards: tuple[StepReward, ...] = ()  # the parts of ``reward`` that belong to steps, in order
@@ -140,7 +180,9 @@ class Rollout:
 
     @property
     def policy_turns(self) -> tuple[Turn, ...]:
-        return tuple(turn for turn in self.turns if turn.sampled)
+        """The policy's turns: of the main path, then of each branch."""
+        paths = (self.turns, *(branch.turns for branch in self.branches))
+        return tuple(turn for turns in paths for turn in turns if turn.sampled)
 
     @property
     def sampled_tokens(self) -> int:
@@ -148,7 +190,7 @@ class Rollout:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the whole conversation, including the prompt."""
+        """Number of tokens of the whole conversation, including the prompt, without branches."""
         return len(self.prompt) + sum(len(turn.tokens) for turn in self.turns)
 
     @property

@@ -30,7 +30,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "pickle.loads": {
         "generation/vllm/worker.py": "from the engine's own process, over vLLM's channel",
         "generation/vllm/vllm_engine.py": "from the engine's workers, over vLLM's channel",
-        "environments/sandbox/scoring_worker.py": "from the process that started it, over a pipe",
+        "environments/scoring/scoring_worker.py": "from the process that started it, over a pipe",
     },
     "pickle.load": {"checkpointing/state_file.py": "state.pt, with a list of classes"},
     "pickle.Unpickler": {
@@ -139,7 +139,7 @@ import os, socket
 from strop.weight_sync.transports.broadcast import BroadcastSender
 from strop.weight_sync.transports.host_memory import MemorySender
 from strop.distributed.rendezvous import serve_store
-from strop.environments.sandbox.scoring_pool import get_scoring_pool
+from strop.environments.scoring.scoring_pool import get_scoring_pool
 kept = BroadcastSender(1), MemorySender(1), serve_store("127.0.0.1", 2, 5), get_scoring_pool(1)
 inodes = {os.readlink(f"/proc/self/fd/{fd}")[8:-1] for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")
           and os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")}

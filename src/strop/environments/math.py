@@ -8,8 +8,8 @@ from typing import Literal
 from strop.environments.answers import extract_final_answer, extract_last_boxed, is_integer, normalize_answer
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, reward
 from strop.environments.multiple_choice import CHOICE_EXTRACTORS, remove_markup
-from strop.environments.sandbox.dapo_verifier import LAST_CHARACTERS, NO_ANSWER, extract_dapo_answer
-from strop.environments.sandbox.scoring_pool import ScoringResult, get_scoring_pool
+from strop.environments.scoring.dapo_verifier import LAST_CHARACTERS, NO_ANSWER, extract_dapo_answer
+from strop.environments.scoring.scoring_pool import ScoringResult, get_scoring_pool
 from strop.types import Rollout
 
 

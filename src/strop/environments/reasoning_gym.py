@@ -21,7 +21,7 @@ from strop.environments.base import (
     PromptedTask,
     reward,
 )
-from strop.environments.sandbox.scoring_pool import ScoringResult, get_scoring_pool
+from strop.environments.scoring.scoring_pool import ScoringResult, get_scoring_pool
 from strop.sampling import mix_seed
 from strop.types import Messages, Rollout
 from strop.user_code import suggest_names

@@ -8,7 +8,7 @@ import pytest
 
 from strop.environments.base import PromptedTask, compute_rewards
 from strop.environments.math import MathEnvironment
-from strop.environments.sandbox.dapo_verifier import extract_dapo_answer, score_dapo
+from strop.environments.scoring.dapo_verifier import extract_dapo_answer, score_dapo
 
 CASES = [
     ("12", "Answer: 12", 1.0, "12"),

@@ -16,7 +16,7 @@ import pytest
 from strop.data.sources.source import DataSource
 from strop.environments.base import PromptedTask, RewardError, compute_rewards
 from strop.environments.math import MathEnvironment
-from strop.environments.sandbox.scoring_pool import ScoringError, ScoringPool, get_scoring_pool
+from strop.environments.scoring.scoring_pool import ScoringError, ScoringPool, get_scoring_pool
 
 ENVIRONMENT = MathEnvironment(num_workers=1, timeout_s=1.0)
 
@@ -129,7 +129,7 @@ def test_a_scorer_that_does_not_exist_is_an_error():
 
 PARENT = """
 import asyncio, os, signal
-from strop.environments.sandbox.scoring_pool import get_scoring_pool
+from strop.environments.scoring.scoring_pool import get_scoring_pool
 pool = get_scoring_pool(2)
 async def main():
     a = pool.call("math_verify", 60.0, reference="2x", answer="\\\\boxed{x+x}")

@@ -120,7 +120,7 @@ def _start_worker() -> subprocess.Popen[bytes]:
     # folder off the module path; PYTHONPATH points to the package that this process imported.
     path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "strop.environments.sandbox.scoring_worker"]
+    command = [sys.executable, "-P", "-m", "strop.environments.scoring.scoring_worker"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **settings})
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NoReturn
 
-from strop.environments.sandbox.seccomp import confine
+from strop.sandbox.seccomp import confine
 
 MEMORY_LIMIT = 4 << 30  # bytes of address space
 WALL_CLOCK_FACTOR = 20  # wall-clock limit as a multiple of the CPU limit: for busy machines and for answers that sleep
@@ -84,7 +84,7 @@ def load_reasoning_gym() -> Callable[..., Callable[[], float]]:
 
 
 def load_dapo() -> Callable[..., Callable[[], float]]:
-    from strop.environments.sandbox.dapo_verifier import score_dapo
+    from strop.environments.scoring.dapo_verifier import score_dapo
 
     return lambda reference, answer: partial(score_dapo, reference, answer)
 

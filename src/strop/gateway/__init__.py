@@ -1,0 +1,1 @@
+"""Agents that were written elsewhere, served by the policy that is trained."""

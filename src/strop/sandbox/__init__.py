@@ -1,0 +1,1 @@
+"""Run programs that a model wrote, apart from the host, the network and each other."""
