@@ -73,13 +73,16 @@ class TokenPath:
         return next(segment for first, segment, _ in reversed(self.segments) if first < position)
 
     def find(self, positions: Tensor) -> Tensor:
-        """Return the indices in T of the tokens at ``positions``, all at or after ``start`` - 1."""
-        firsts = torch.tensor([first for first, _, _ in self.segments])
-        offsets = torch.tensor([offset - first for first, _, offset in self.segments])
-        found = positions + offsets[torch.searchsorted(firsts, positions, right=True).clamp(min=1) - 1]
-        inherited = positions < self.start
-        if self.parent is not None and bool(inherited.any()):
-            found[inherited] = self.parent.find(positions[inherited])
+        """Return the indices in T of the tokens at ``positions``, which ascend, from ``start`` - 1 on."""
+        if len(self.segments) == 1:
+            (first, _, offset), *_ = self.segments
+            found = positions + (offset - first)
+        else:
+            firsts = torch.tensor([first for first, _, _ in self.segments])
+            offsets = torch.tensor([offset - first for first, _, offset in self.segments])
+            found = positions + offsets[torch.searchsorted(firsts, positions, right=True).clamp(min=1) - 1]
+        if self.parent is not None and len(positions) and int(positions[0]) < self.start:
+            found[:1] = self.parent.find(positions[:1])
         return found
 
 
