@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from strop.cli.export_command import add_choice_of_weights
 from strop.cli.output import USAGE_ERROR, print_interrupted
@@ -27,7 +28,7 @@ def serve(arguments: Sequence[str], command_line: str) -> int:
 
     try:
         model = find_saved_model(options.checkpoint, step=options.step, best=options.best, ema=options.ema)
-        from strop.build.jobs.serve_model import ServeJob, run_server
+        from strop.build.jobs.serve_model import ServeJob, TinkerOptions, run_server
 
         job = ServeJob(
             model=model,
@@ -41,6 +42,7 @@ def serve(arguments: Sequence[str], command_line: str) -> int:
             merge=options.merge,
             kv_cache_gb=options.kv_cache_gb,
             extra=extra,
+            tinker=None if not options.tinker else TinkerOptions(Path(options.state_dir), options.max_models),
         )
         return run_server(job)
     except SavedModelNotFound as error:
@@ -53,7 +55,8 @@ def serve(arguments: Sequence[str], command_line: str) -> int:
 def make_serve_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="strop serve",
-        description="Serve a checkpoint over OpenAI's HTTP API: by vLLM where it is installed, else by the torch engine.",
+        description="Serve a checkpoint over OpenAI's HTTP API: by vLLM where it is installed, else by the torch engine. With --tinker, "
+        "train it by the calls of the Tinker SDK.",
         epilog="Arguments after -- go to vLLM's server.",
         allow_abbrev=False,
     )
@@ -72,6 +75,19 @@ def make_serve_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kv-cache-gb", type=float, default=2.0, help="memory of the torch engine's KV cache (default: %(default)s GiB)"
     )
+    tinker = parser.add_argument_group("training by the Tinker SDK")
+    tinker.add_argument(
+        "--tinker",
+        action="store_true",
+        help="serve the Tinker SDK in place of OpenAI's API: clients train adapters on CHECKPOINT",
+    )
+    tinker.add_argument(
+        "--state-dir",
+        default="tinker_state",
+        metavar="DIR",
+        help="where weights that clients save are kept (default: %(default)s)",
+    )
+    tinker.add_argument("--max-models", type=int, default=4, metavar="N", help="models trained at a time (default: %(default)s)")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""``strop serve``: an OpenAI-compatible server for a checkpoint, by vLLM or over the torch engine."""
+"""``strop serve``: an OpenAI-compatible server for a checkpoint, by vLLM or over the torch engine, or a service for the Tinker SDK."""
 
 from __future__ import annotations
 
@@ -29,6 +29,14 @@ SHUTDOWN_SECONDS = 2.0  # for answers under way when the server is stopped
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 
 
+@dataclass(frozen=True)
+class TinkerOptions:
+    """Of training by the Tinker SDK."""
+
+    state_dir: Path  # where weights that clients save are kept
+    max_models: int  # trained at a time
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeJob:
     """What is served, where, and by which engine."""
@@ -44,10 +52,11 @@ class ServeJob:
     merge: bool = False
     kv_cache_gb: float = 2.0
     extra: tuple[str, ...] = ()  # arguments of vLLM's server
+    tinker: TinkerOptions | None = None  # serve the Tinker SDK
 
     @property
     def uses_vllm(self) -> bool:
-        return self.engine == "vllm" or (self.engine == "auto" and packages.is_installed("vllm"))
+        return self.engine == "vllm" or (self.tinker is None and self.engine == "auto" and packages.is_installed("vllm"))
 
     @property
     def tokenizer(self) -> dict[str, Any]:
@@ -71,7 +80,9 @@ async def _serve(job: ServeJob, code: list[int]) -> None:
             file=sys.stderr,
         )
     with loadable_folder(job.model, _say, merge=job.merge and job.uses_vllm) as folder:
-        if job.uses_vllm:
+        if job.tinker is not None:
+            await _serve_tinker(job, job.tinker, folder)
+        elif job.uses_vllm:
             code.append(_run_vllm(job, folder, is_temporary=folder != job.model.weights))
         else:
             await _serve_torch(job, folder)
@@ -91,6 +102,10 @@ def _check_job(job: ServeJob) -> None:
         raise ValueError(
             f"{job.model.weights} is a reward model or critic, which scores texts and does not write any; serve a policy"
         )
+    if job.tinker is not None and job.engine == "vllm":
+        raise ValueError("--tinker trains and samples with the torch engine; leave out --engine vllm")
+    if job.tinker is not None and not packages.is_installed("tinker"):
+        raise ValueError("--tinker needs the package tinker, whose messages it speaks: pip install 'strop[tinker]'")
     if job.engine == "vllm" and not packages.is_installed("vllm"):
         raise ValueError("--engine vllm: vLLM is not installed; `pip install vllm`, or use --engine torch")
     if not job.uses_vllm and not packages.is_installed("aiohttp"):
@@ -150,8 +165,6 @@ def _run_vllm(job: ServeJob, folder: str, *, is_temporary: bool) -> int:
 
 async def _serve_torch(job: ServeJob, folder: str) -> None:
     """Serve until a stop signal. Raises ValueError, OSError."""
-    from aiohttp import web
-
     from strop.build.jobs.chat_server import ChatServer
     from strop.build.jobs.completion_request import RequestReader
 
@@ -167,6 +180,36 @@ async def _serve_torch(job: ServeJob, folder: str) -> None:
     )
     engine.resume(0)
     app = ChatServer(engine, RequestReader(job.name, policy.template, length), job.api_key).make_app()
+    about = f"with the torch engine, {length} tokens of prompt and completion"
+    try:
+        await _run_app(job, app, f"serving {job.name} on {{}}/v1 {about}")
+    finally:
+        await engine.close()
+
+
+async def _serve_tinker(job: ServeJob, options: TinkerOptions, folder: str) -> None:
+    """Serve the Tinker SDK until a stop signal. Raises ValueError, OSError."""
+    from strop.build.jobs.tinker.tinker_server import TinkerServer
+    from strop.build.jobs.tinker.weight_folders import WeightFolders
+
+    section = _model_section(job, folder)
+    length = job.max_model_len or DEFAULT_LENGTH
+    server = TinkerServer(
+        name=job.name,
+        base={**section, "max_total_sequence_length": length},
+        folders=WeightFolders(options.state_dir),
+        length=length,
+        api_key=job.api_key,
+        max_models=options.max_models,
+        kv_cache_gb=job.kv_cache_gb,
+    )
+    await _run_app(job, server.make_app(), f"serving {job.name} to the Tinker SDK: TINKER_BASE_URL={{}}")
+
+
+async def _run_app(job: ServeJob, app: Any, announcement: str) -> None:
+    """Serve until a stop signal; {} of the announcement is the address. Raises OSError."""
+    from aiohttp import web
+
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS, access_log=None)
     stopped = _stop_event()
     try:
@@ -177,26 +220,25 @@ async def _serve_torch(job: ServeJob, folder: str) -> None:
             raise OSError(
                 f"{job.host}:{job.port} cannot be listened on: {error.strerror}; set another --port or --host"
             ) from error
-        address = f"http://{job.host}:{runner.addresses[0][1]}/v1"
-        _say(f"serving {job.name} on {address} with the torch engine, {length} tokens of prompt and completion; Ctrl-C stops it")
+        _say(f"{announcement.format(f'http://{job.host}:{runner.addresses[0][1]}')}; Ctrl-C stops it")
         sys.stdout.flush()
         await stopped.wait()
     finally:
-        await engine.close()
         await runner.cleanup()
     _say("stopped")
 
 
 def _load(job: ServeJob, folder: str) -> LoadedPolicy:
+    return load_policy(validate_section(ModelConfig, _model_section(job, folder)))
+
+
+def _model_section(job: ServeJob, folder: str) -> dict[str, Any]:
+    """Return the options of ``ModelConfig`` that load the model."""
     precision = job.dtype
     if precision == "auto":
         precision = "bfloat16" if resolve_device("auto").type == "cuda" else "float32"
     tokenizer = {"name": folder, **job.tokenizer}
-    return load_policy(
-        validate_section(
-            ModelConfig, {"model_name": folder, "precision": precision, "weights_dtype": precision, "tokenizer": tokenizer}
-        )
-    )
+    return {"model_name": folder, "precision": precision, "weights_dtype": precision, "tokenizer": tokenizer}
 
 
 def _choose_length(job: ServeJob, policy: LoadedPolicy) -> int:

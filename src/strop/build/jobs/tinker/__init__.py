@@ -1,0 +1,1 @@
+"""``strop serve --tinker``: training and sampling by the calls of the Tinker SDK."""
