@@ -23,7 +23,8 @@ from strop.sandbox.launcher import LANGUAGES, PACKAGES, SandboxWorker, WorkerDie
 from strop.sandbox.sandbox_config import SandboxConfig
 
 GRACE_S = 20.0  # after a program's limits, for a busy machine and a compiler
-_configured = SandboxConfig()
+DEFAULT_CONFIG, DEFAULT_LIMITS = SandboxConfig(), Limits()
+_configured = DEFAULT_CONFIG
 
 
 def configure_sandbox(config: SandboxConfig) -> None:
@@ -50,11 +51,11 @@ def _make_sandbox(process: int, config: SandboxConfig) -> Sandbox:
 class SandboxPool:
     """Runs programs in worker processes of this machine."""
 
-    def __init__(self, config: SandboxConfig = SandboxConfig()) -> None:
+    def __init__(self, config: SandboxConfig = DEFAULT_CONFIG) -> None:
         self.config = config
         self.commands = find_commands()
-        workers = config.workers or len(os.sched_getaffinity(0))
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
+        self.size = config.workers or len(os.sched_getaffinity(0))
+        self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="sandbox")
         self._session_threads = ThreadPoolExecutor(min(config.sessions, 64), thread_name_prefix="sandbox_session")
         self._idle: LifoQueue[SandboxWorker] = LifoQueue()
         self._lock = threading.Lock()
@@ -76,7 +77,7 @@ class SandboxPool:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, request)
 
     @asynccontextmanager
-    async def session(self, language: str = "python", limits: Limits = Limits()) -> AsyncIterator[PoolSession]:
+    async def session(self, language: str = "python", limits: Limits = DEFAULT_LIMITS) -> AsyncIterator[PoolSession]:
         if language != "python":
             raise ValueError(f"a session is an interpreter of python; found {language!r}")
         self._check(language, limits, {})

@@ -450,6 +450,8 @@ def _become_program(job: Job, descriptors: list[int], command: list[str] | None,
         job.limits, settings, session=request["session"], measured_only=command is not None and request["language"] != "bash"
     )
     os.environ.update(HOME=folder, TMPDIR=folder)
+    if command is None:
+        _prepare_python("<session>" if request["session"] else "main.py")
     _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     if settings.filter:
         _install(base64.b64decode(settings.filter))
@@ -518,27 +520,21 @@ def _install(code: bytes) -> None:
 
 def _run_python(source: str) -> int:
     """Run a program as ``python main.py`` would. Return its exit code."""
-    random.seed(0)  # the same program gives the same result
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    module = _make_main("main.py")
-    code = 0
+    module = sys.modules["__main__"]
     with _outcome_of_code() as box:
         exec(compile(source, "main.py", "exec", dont_inherit=True), module.__dict__)
-    code = box[0]
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     _flush()
-    return code & 255
+    return box[0] & 255
 
 
 def _serve_session() -> NoReturn:
     """Run the sources that come over descriptor 3, in one namespace, and answer each with its exit code over descriptor 4."""
-    random.seed(0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     commands, answers = os.fdopen(3, "rb", 0), 4
-    module = _make_main("<session>")
+    module = sys.modules["__main__"]
     count = 0
     while header := commands.read(4):
         size, text = struct.unpack("<I", header)[0], b""
@@ -562,13 +558,15 @@ def _run_cell(source: str, name: str, module: types.ModuleType) -> None:
         exec(compile(ast.Interactive(last), name, "single", dont_inherit=True), module.__dict__)  # type: ignore[arg-type]
 
 
-def _make_main(file: str) -> types.ModuleType:
+def _prepare_python(file: str) -> None:
+    """Give this interpreter the state of a fresh one."""
+    random.seed(0)  # the same program gives the same result
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     module = types.ModuleType("__main__")
     module.__dict__["__file__"] = file
     sys.modules["__main__"] = module
     sys.argv, sys.path[:] = [file], [os.getcwd(), *sys.path]
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
-    return module
 
 
 @contextlib.contextmanager
