@@ -71,7 +71,7 @@ def _positive(text: str) -> int:
 
 
 def _check(options: argparse.Namespace, config: Any) -> int:
-    from strop.sandbox.check import check_sandbox
+    from strop.sandbox.sandbox_check import check_sandbox
 
     findings = asyncio.run(check_sandbox(config))
     print(f"sandbox.level={config.level}")
@@ -95,7 +95,7 @@ def _serve(options: argparse.Namespace, config: Any) -> int:
     from dataclasses import replace
 
     from strop.sandbox.launcher import check_level
-    from strop.sandbox.pool import SandboxPool
+    from strop.sandbox.sandbox_pool import SandboxPool
 
     try:
         from strop.sandbox.sandbox_server import ServerOptions, serve_sandbox

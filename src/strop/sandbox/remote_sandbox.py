@@ -128,8 +128,8 @@ class RemoteSession:
             self._place = (url, answer["id"])
         url, name = self._place
         try:
-            body = {"source": source, "wall_s": wall}
-            return read_result(await self._sandbox.call(url, "POST", f"/v1/sessions/{name}/run", body, wall + GRACE_S))
+            call = {"source": source, "wall_s": wall}
+            return read_result(await self._sandbox.call(url, "POST", f"/v1/sessions/{name}/run", call, wall + GRACE_S))
         except (Unavailable, SessionGone):
             self._place = None
             return RunResult(reason=ExitReason.SIGNAL, exit_code=-9, stderr=LOST)

@@ -25,7 +25,7 @@ from typing import Any
 from aiohttp import web
 
 from strop.sandbox.base import Limits, Program, RunResult, SandboxError, SandboxSession
-from strop.sandbox.pool import SandboxPool
+from strop.sandbox.sandbox_pool import SandboxPool
 
 SESSION_IDLE_S = 900.0  # after which a session that nobody calls is closed
 CEILINGS = Limits(cpu_s=120, wall_s=300, memory_mb=4096, processes=256, open_files=1024, file_mb=256, disk_mb=512, output_kb=4096)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from strop.sandbox.base import ExitReason, Limits, Program, SandboxError
 from strop.sandbox.cgroups import find_parents
 from strop.sandbox.launcher import LANGUAGES, PACKAGES, find_missing
-from strop.sandbox.pool import SandboxPool
 from strop.sandbox.sandbox_config import SandboxConfig, SandboxLevel
+from strop.sandbox.sandbox_pool import SandboxPool
 
 LIMITS = Limits(cpu_s=1.0, wall_s=2.0, memory_mb=64, processes=8, open_files=16, file_mb=1, disk_mb=4, output_kb=4)
 
@@ -51,7 +51,7 @@ PROMISES: dict[SandboxLevel, tuple[str, ...]] = {  # docs/security.md says the s
 
 
 @dataclass(frozen=True)
-class Finding:
+class SandboxFinding:
     """A line of the table."""
 
     what: str
@@ -60,7 +60,7 @@ class Finding:
     note: str = ""
 
 
-async def check_sandbox(config: SandboxConfig) -> list[Finding]:
+async def check_sandbox(config: SandboxConfig) -> list[SandboxFinding]:
     """Try what a level promises, with programs. Raises SandboxError if the level cannot be had at all."""
     if missing := find_missing(config.level):
         raise SandboxError(missing)
@@ -69,14 +69,14 @@ async def check_sandbox(config: SandboxConfig) -> list[Finding]:
         findings = []
         for what, source in PROBES.items():
             result = await pool.run(Program(source=source, limits=LIMITS))
-            findings.append(Finding(what, "held" in result.stdout, what in PROMISES[config.level]))
+            findings.append(SandboxFinding(what, "held" in result.stdout, what in PROMISES[config.level]))
         for what, (source, reason) in ENDINGS.items():
             result = await pool.run(Program(source=source, limits=LIMITS))
             note = _describe_memory(config) if what.startswith("memory") else ""
-            findings.append(Finding(what, result.reason == reason, note=note))
+            findings.append(SandboxFinding(what, result.reason == reason, note=note))
         for language in LANGUAGES:
             found = language in pool.commands and (config.level != "seccomp" or language == "python")
-            findings.append(Finding(f"runs {language}", found, False, "" if found else _say_why(language, config)))
+            findings.append(SandboxFinding(f"runs {language}", found, False, "" if found else _say_why(language, config)))
         return findings
     finally:
         await pool.close()

@@ -18,24 +18,25 @@ from pathlib import PurePosixPath
 from queue import Empty, LifoQueue
 from typing import Any
 
+from strop.base_config import validate_section
 from strop.sandbox.base import ExitReason, Limits, Program, RunResult, Sandbox, SandboxError
 from strop.sandbox.launcher import LANGUAGES, PACKAGES, SandboxWorker, WorkerDied, check_level, find_commands
 from strop.sandbox.sandbox_config import SandboxConfig
 
 GRACE_S = 20.0  # after a program's limits, for a busy machine and a compiler
-DEFAULT_CONFIG, DEFAULT_LIMITS = SandboxConfig(), Limits()
-_configured = DEFAULT_CONFIG
+DEFAULT_LIMITS = Limits()
+_configured: SandboxConfig | None = None
 
 
-def configure_sandbox(config: SandboxConfig) -> None:
-    """Set what ``get_sandbox`` gives in this process."""
+def configure_sandbox(config: SandboxConfig | None) -> None:
+    """Set what ``get_sandbox`` gives in this process; None is the section's defaults."""
     global _configured
     _configured = config
 
 
 def get_sandbox() -> Sandbox:
     """Return this process's sandbox, as configured by the section ``sandbox``. A forked process gets its own."""
-    return _make_sandbox(os.getpid(), _configured)
+    return _make_sandbox(os.getpid(), _configured or validate_section(SandboxConfig, {}))
 
 
 @lru_cache(maxsize=8)
@@ -51,8 +52,8 @@ def _make_sandbox(process: int, config: SandboxConfig) -> Sandbox:
 class SandboxPool:
     """Runs programs in worker processes of this machine."""
 
-    def __init__(self, config: SandboxConfig = DEFAULT_CONFIG) -> None:
-        self.config = config
+    def __init__(self, config: SandboxConfig | None = None) -> None:
+        config = self.config = config or validate_section(SandboxConfig, {})
         self.commands = find_commands()
         self.size = config.workers or len(os.sched_getaffinity(0))
         self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="sandbox")
