@@ -62,7 +62,10 @@ ALLOWED: dict[str, dict[str, str]] = {
     "tempfile.mktemp": {},
     "dist.TCPStore": {"distributed/workers/learner_worker.py": "a client"},
     "distributed.TCPStore": {"distributed/node_probe.py": "a client", "distributed/rendezvous.py": "on a socket of one address"},
-    "web.TCPSite": {"build/jobs/serve_model.py": "strop serve: loopback unless --host is given"},
+    "web.TCPSite": {
+        "build/jobs/serve_model.py": "strop serve: loopback unless --host is given",
+        "gateway/gateway.py": "for agents: loopback unless gateway.host is set, and a key for each episode",
+    },
 }
 
 

@@ -19,7 +19,8 @@ class EnvironmentConfig(BaseConfig):
     type: str | None = Field(
         None,
         min_length=1,
-        description="A registered name, or module:Class; null is the alias, or reward_function where reward or rewards is set, or agent where agent or command is. "
+        description="A registered name, or module:Class; null is the alias, or reward_function where reward or rewards is set, "
+        "or agent where agent or command is. "
         "All other keys are options of the environment.",
     )
     options: dict[str, Any] = Field(default_factory=dict, exclude=True)  # every key but ``type``

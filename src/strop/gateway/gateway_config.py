@@ -24,7 +24,8 @@ class GatewayConfig(BaseConfig):
     )
     sampling: Literal["run", "agent"] = Field(
         "run",
-        description="Whose temperature, top_p, top_k and min_p count: the run's, which the learner trains with, or those that an agent asks for.",
+        description="Whose temperature, top_p, top_k and min_p count: the run's, which the learner trains with, or those that an agent "
+        "asks for.",
     )
     max_requests: int = Field(1024, ge=1, description="Most requests of one episode, refused ones included (requests).")
     max_body_mb: float = Field(32.0, gt=0, description="Largest body of a request (MB).")

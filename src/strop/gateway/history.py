@@ -1,9 +1,9 @@
 """Requests of one episode to tokens, without tokenizing again what the policy sampled (law 2).
 
-A request whose messages begin with those of an earlier one and the reply to it continues the tokens of that one: its context, the sampled
-tokens, and the messages after them, encoded as an observation. Messages are compared by their fields. A reply may come back with other white
-space around it, without its reasoning, or with other ids of its calls: the stored tokens are used for it, too, and that is counted.
-Everything else is rendered by the chat template anew.
+A request whose messages begin with those of an earlier one and the reply to it continues the tokens of that one: its context, the
+sampled tokens, and the messages after them, encoded as an observation. Messages are compared by their fields. A reply may come back with
+other white space around it, without its reasoning, or with other ids of its calls: the stored tokens are used for it, too, and that is
+counted. Everything else is rendered by the chat template anew.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class History:
         if not exchange.messages:
             self._texts[exchange.text] = list(exchange.tokens)
             return
-        *_, self_exact = _digest(exchange.messages, tools)
-        *_, self_loose = _digest(exchange.messages, tools, loosely=True)
-        self._exact[self_exact] = self._loose[self_loose] = exchange
+        *_, exact = _digest(exchange.messages, tools)
+        *_, loose = _digest(exchange.messages, tools, loosely=True)
+        self._exact[exact] = self._loose[loose] = exchange
         self._openings.add(_write(exchange.messages[0]))
         self._replies.add(_write(exchange.messages[-1], loosely=True))
 

@@ -44,7 +44,7 @@ async def run_command_agent(
             process.stdin.write(format_task(task).encode() + b"\n")
             await process.stdin.drain()
         process.stdin.close()
-        code = await process.wait()
+        code = await _wait_for_exit(process)
     finally:
         await _end_group(process)
         output, errors = await _collect(readers)
@@ -94,14 +94,22 @@ async def _collect(readers: Sequence[asyncio.Future[bytes]]) -> list[str]:
     return [text.decode(errors="replace") for text in texts]
 
 
+async def _wait_for_exit(process: asyncio.subprocess.Process) -> int:
+    """Return the exit code of a process. ``process.wait`` would wait for all that hold its output open, too."""
+    delay = 0.002
+    while process.returncode is None:
+        await asyncio.sleep(delay)
+        delay = min(2 * delay, 0.05)
+    return process.returncode
+
+
 async def _end_group(process: asyncio.subprocess.Process) -> None:
     """End a process and everything in its group."""
     with suppress(ProcessLookupError):
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGTERM)
             with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), _GRACE_SECONDS)
+                await asyncio.wait_for(_wait_for_exit(process), _GRACE_SECONDS)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode is None:
-        await process.wait()
+    await _wait_for_exit(process)
