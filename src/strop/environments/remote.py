@@ -31,6 +31,8 @@ from strop.environments.forks import run_in_one_process
 from strop.environments.registry import make_environment
 from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
+from strop.tools.base import ParsedReply
+from strop.tools.toolbox import ToolOffer
 from strop.types import Message, Messages, Rollout, Task
 from strop.user_code import MAX_ERROR_TEXT, describe_error
 
@@ -39,7 +41,19 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Method = Literal[
-    "spec", "task_count", "tasks", "open", "prompt", "run_agent", "respond", "score", "score_group", "grade", "close"
+    "spec",
+    "task_count",
+    "tasks",
+    "open",
+    "offer_tools",
+    "prompt",
+    "run_agent",
+    "respond",
+    "answer_calls",
+    "score",
+    "score_group",
+    "grade",
+    "close",
 ]
 Call = Callable[[Method, tuple[Any, ...]], Awaitable["CallResult"]]
 """Calls ``EnvironmentServer.answer``. Raises EnvironmentServerDied if the process died; the next call then reaches its replacement."""
@@ -110,6 +124,7 @@ class EnvironmentSpec:
     is_agent: bool  # an agent drives its episodes
     has_session: bool  # overrides Environment.session
     has_answer_key: bool  # overrides Environment.answer_key
+    has_tools: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +177,11 @@ class EnvironmentServer:
             overrides_accuracy=kind.accuracy is not Environment.accuracy,
             has_respond=self.environment.responds,
             is_agent=self.environment.is_agent,
-            has_session=kind.session is not Environment.session or self.environment.is_agent,  # its rewards see its result
+            has_session=self.environment.has_tools
+            or self.environment.is_agent  # its rewards see its result
+            or kind.session is not Environment.session,
             has_answer_key=kind.answer_key is not Environment.answer_key,
+            has_tools=self.environment.has_tools,
         )
 
     async def task_count(self, part: int) -> int:
@@ -189,6 +207,17 @@ class EnvironmentServer:
     async def run_agent(self, task: RemoteTask, endpoint: Any, session: str = "") -> Any:
         local_task = self._get_task(task.part, task.index)
         return await self._run_in_session(session, lambda: self.environment.run_agent(local_task, endpoint))
+
+    async def offer_tools(self, session: str = "") -> ToolOffer | None:
+        return await self._run_in_session(session, self.environment.offer_tools)
+
+    async def answer_calls(
+        self, task: RemoteTask, rollout: Rollout, reply: ParsedReply, session: str = ""
+    ) -> tuple[tuple[Message, ...] | None, dict[str, float]]:
+        """Return the messages of the tools, and the metrics of the rollout as they left them."""
+        local = replace(rollout, task=self._get_task(task.part, task.index))
+        messages = await self._run_in_session(session, lambda: self.environment.answer_calls(local, reply))
+        return None if messages is None else tuple(messages), rollout.metrics
 
     async def respond(
         self, task: RemoteTask, rollout: Rollout, session: str = ""
@@ -304,7 +333,7 @@ class _OpenSession:
     async def _serve_forever(self, environment: Environment[Any], task: Task) -> None:
         try:
             with contain_exits():
-                session = environment.session(task)
+                session = environment.episode(task)
                 await session.__aenter__()
         except Exception as error:
             self._reported = error
@@ -397,6 +426,23 @@ class RemoteEnvironment(Environment[RemoteTask]):
     @property
     def is_agent(self) -> bool:
         return self.spec.is_agent
+
+    @property
+    def has_tools(self) -> bool:
+        return self.spec.has_tools
+
+    def episode(self, task: RemoteTask) -> AbstractAsyncContextManager[Any]:
+        return self.session(task)
+
+    async def offer_tools(self) -> ToolOffer | None:
+        offer: ToolOffer | None = await self._call("offer_tools") if self.has_tools else None
+        return offer
+
+    async def answer_calls(self, rollout: Rollout, reply: ParsedReply) -> Messages | None:
+        messages: Messages | None
+        messages, metrics = await self._call("answer_calls", rollout.task, rollout, reply)
+        rollout.metrics.update(metrics)
+        return messages
 
     async def respond(self, task: RemoteTask, rollout: Rollout) -> Messages | None:
         if not self.spec.has_respond:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,7 +15,6 @@ from strop.gateway.bad_request import BadRequest
 from strop.gateway.completion_request import CompletionRequest, RequestReader
 from strop.gateway.exchange import Exchange
 from strop.gateway.gateway_config import GatewayConfig
-from strop.gateway.hermes_calls import split_reasoning
 from strop.gateway.history import EncodedRequest, History
 from strop.gateway.streamed_text import cut_at_stop
 from strop.gateway.turn_tree import add_turns
@@ -24,14 +23,25 @@ from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.watchdog.waits import waiting
 from strop.sampling import Sampling, mix_seed
-from strop.tools.base import ParsedReply, ToolCallFormat
-from strop.types import Ending, Message, Rollout
+from strop.tools.base import ParsedReply
+from strop.tools.formats.reading import split_reasoning
+from strop.types import Ending, Message, Messages, Rollout, Turn
 
 log = logging.getLogger(__name__)
 
 LENGTH_KEY = "policy.max_total_sequence_length"
 COUNTED = ("requests", "retries", "rewritten", "unmatched", "normalized", "overridden", "refused", "malformed_calls")
 _said: set[str] = set()  # warnings, each once
+
+
+class ToolCalling(Protocol):
+    """Tools in prompts, and calls in what was sampled (``strop.rollouts.tool_turns``)."""
+
+    def describe(self, messages: Messages) -> Messages: ...
+
+    def encode_prompt(self, messages: Messages) -> list[int]: ...
+
+    def parse(self, turn: Turn, number: int, context: Sequence[int]) -> ParsedReply: ...
 
 
 @dataclass(eq=False, kw_only=True)
@@ -43,7 +53,7 @@ class AgentSession:
     template: ChatTemplate
     sampling: Sampling
     config: GatewayConfig
-    tool_calls: ToolCallFormat
+    offer_tools: Callable[[Sequence[Mapping[str, Any]]], ToolCalling]
     max_turns: int
     max_length: int  # tokens of a conversation
     exchanges: list[Exchange] = field(default_factory=list)
@@ -62,7 +72,7 @@ class AgentSession:
             takes_tools=True,
             overrides_sampling=self.config.sampling == "run",
         )
-        self._history = History(self.template)
+        self._history = History(self.template, self._encode_prompt)
         self._counts = dict.fromkeys(COUNTED, 0)
         self._requests = self._turns = 0
         self._asked: dict[bytes, int] = {}  # contexts -> how often they were asked for
@@ -120,10 +130,14 @@ class AgentSession:
         except Exception as error:  # of the engine, not of the agent
             self.failure = self.failure or error
             raise
-        replies = [self._read_reply(asked, completion) for completion in completions]
-        for place, (completion, reply) in enumerate(zip(completions, replies, strict=True)):
-            self._record(asked, encoded, number, place, completion, reply)
+        replies = [self._record(asked, encoded, number, place, completion) for place, completion in enumerate(completions)]
         return list(completions), replies
+
+    def _encode_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        if not tools:
+            return self.template.encode_prompt(messages)
+        calling = self.offer_tools(tools)
+        return calling.encode_prompt(calling.describe(messages))
 
     def _count(self, asked: CompletionRequest, encoded: EncodedRequest | None) -> None:
         self._counts["requests"] += 1
@@ -166,27 +180,22 @@ class AgentSession:
                 session=f"{self.rollout.seed:x}",
             )
 
-    def _read_reply(self, asked: CompletionRequest, completion: Completion) -> ParsedReply:
-        """Take a completion apart: reasoning and calls stand apart in the answer to a chat."""
-        text = cut_at_stop(completion.text, asked.stop)
+    def _read_reply(self, asked: CompletionRequest, turn: Turn, context: Sequence[int]) -> ParsedReply:
+        """Take a turn apart: reasoning and calls stand apart in the answer to a chat."""
+        text = cut_at_stop(turn.text, asked.stop)
         if not asked.is_chat:
             return ParsedReply(text)
+        reasoning, content = split_reasoning(text)
+        if reasoning:
+            content = content.lstrip("\n")
         if not asked.tools:
-            reasoning, content = split_reasoning(text)
             return ParsedReply(content, reasoning)
-        reply = self.tool_calls.parse(cut_at_stop(self._decode(completion), asked.stop))
+        reply = self.offer_tools(asked.tools).parse(turn, len(self.exchanges), context)
         self._counts["malformed_calls"] += len(reply.malformed)
+        if not reply.calls:  # as it was written, also where a call could not be read
+            return replace(reply, content=content)
         calls = reply.calls if asked.parallel_calls else reply.calls[:1]
-        seed = mix_seed(self.rollout.seed, len(completion.tokens), *completion.tokens.tolist())
-        named = (replace(call, id=call.id or f"{mix_seed(seed, index):016x}"[:9]) for index, call in enumerate(calls))
-        return replace(reply, calls=tuple(named))
-
-    def _decode(self, completion: Completion) -> str:
-        """Decode with the special tokens that may mark calls, without the one that ends the turn."""
-        tokens, tokenizer = completion.tokens.tolist(), self.template.tokenizer
-        ended = completion.stopped and tokens and tokens[-1] in tokenizer.all_special_ids
-        text: str = tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False)
-        return text
+        return replace(reply, content=cut_at_stop(reply.content, asked.stop), calls=calls)
 
     def _record(
         self,
@@ -195,10 +204,11 @@ class AgentSession:
         number: int,
         place: int,
         completion: Completion,
-        reply: ParsedReply,
-    ) -> None:
+    ) -> ParsedReply:
+        """Store a completion, and return it as it is answered."""
         context = tuple(asked.prompts[place // asked.choices])
         turn = make_policy_turn(completion, self.generator, self.sampling)
+        reply = self._read_reply(asked, turn, context)
         if asked.is_chat:
             message = Message("assistant", reply.content, tool_calls=reply.calls, reasoning=reply.reasoning)
             known = 0 if encoded is None else encoded.known
@@ -212,6 +222,7 @@ class AgentSession:
         self.prompt_error = ""
         full = len(context) + len(turn.tokens) >= self.max_length
         self.ending = Ending.STOP if completion.stopped else Ending.CONTEXT if full else Ending.LENGTH
+        return reply
 
     async def close(self) -> None:
         """Cancel the requests that are not answered."""

@@ -9,14 +9,14 @@ counted. Everything else is rendered by the chat template anew.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
 from strop.gateway.exchange import Exchange
-from strop.models.chat_template import ChatTemplate
-from strop.types import Message
+from strop.models.chat_template import ChatTemplate, ConversationError
+from strop.types import Message, Messages
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,11 @@ class EncodedRequest:
 class History:
     """The answered requests of an episode."""
 
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
+    def __init__(
+        self, template: ChatTemplate, encode_prompt: Callable[[Messages, Sequence[Mapping[str, Any]]], list[int]]
+    ) -> None:
+        """``encode_prompt`` encodes messages and tools anew."""
+        self._template, self._encode_prompt = template, encode_prompt
         self._exact: dict[bytes, Exchange] = {}  # by a digest of tools and messages, the reply included
         self._loose: dict[bytes, Exchange] = {}
         self._texts: dict[str, list[int]] = {}  # completions: prompt and reply -> tokens
@@ -61,10 +64,26 @@ class History:
             normalized = found is None
             found = found or self._loose.get(loose[known - 1])
             if found is not None:
-                rest = messages[known:]
-                observation = self._template.encode_observation(rest, found.turn.tokens.tolist())
+                observation = self._encode_after(found, messages[known:])
                 return EncodedRequest([*found.tokens, *observation], known, normalized, self._is_rewritten(messages, known))
-        return EncodedRequest(self._template.encode_prompt(messages, tools), rewritten=self._is_rewritten(messages, 0))
+        return EncodedRequest(self._encode_anew(messages, tools), rewritten=self._is_rewritten(messages, 0))
+
+    def _encode_after(self, found: Exchange, messages: Messages) -> list[int]:
+        """Encode what follows a reply."""
+        if not self._template.renders_tool_messages:
+            messages = [
+                replace(each, role="user", name="", tool_call_id="") if each.role == "tool" else each for each in messages
+            ]
+        calls = found.messages[-1].tool_calls if messages[0].role == "tool" else ()
+        return self._template.encode_observation(messages, found.turn.tokens.tolist(), calls=calls)
+
+    def _encode_anew(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        try:
+            return self._encode_prompt(messages, tools)
+        except ConversationError:  # the template writes no reasoning: the policy never reads what it thought before
+            if not any(message.reasoning for message in messages):
+                raise
+            return self._encode_prompt([replace(message, reasoning="") for message in messages], tools)
 
     def encode_text(self, text: str) -> list[int]:
         """Encode the prompt of a completion."""

@@ -10,10 +10,11 @@ from strop import packages
 from strop.base_config import validate_section
 from strop.environments.base import Environment
 from strop.gateway.gateway_config import GatewayConfig
-from strop.gateway.hermes_calls import HermesCalls
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
+from strop.rollouts.tool_turns import ToolTurns
 from strop.sampling import Sampling
+from strop.tools.toolbox import ToolOffer
 from strop.types import Ending, Rollout
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ async def run_agent(
     sampling: Sampling,
     *,
     config: GatewayConfig | None,
+    tool_call_format: str | None,
     max_turns: int,
     max_length: int,
 ) -> Rollout:
@@ -47,7 +49,7 @@ async def run_agent(
         template=template,
         sampling=sampling,
         config=config,
-        tool_calls=HermesCalls(),
+        offer_tools=lambda tools: ToolTurns.make(ToolOffer(tuple(tools), "turn"), template, tool_call_format),
         max_turns=max_turns,
         max_length=max_length,
     )

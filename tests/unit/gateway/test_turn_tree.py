@@ -15,7 +15,6 @@ from loop.fakes import FakeGenerator
 from strop.base_config import validate_section
 from strop.gateway.agent_session import AgentSession
 from strop.gateway.gateway_config import GatewayConfig
-from strop.gateway.hermes_calls import HermesCalls
 from strop.gateway.turn_tree import count_common
 from strop.sampling import Sampling
 from strop.types import Rollout
@@ -52,7 +51,7 @@ def converse(draw: random.Random, requests: int) -> tuple[Rollout, Recorder]:
         template=TEMPLATE,
         sampling=Sampling(max_new_tokens=16),
         config=validate_section(GatewayConfig, {}),
-        tool_calls=HermesCalls(),
+        offer_tools=lambda tools: pytest.fail("no tools are asked for"),
         max_turns=1000,
         max_length=4000,
     )

@@ -69,6 +69,7 @@ def make_evaluation_job(config: EvalRunConfig) -> EvaluationJob:
             max_length=length,
             max_prompt_length=config.data.max_input_seq_length,
             gateway=config.gateway,
+            tool_call_format=config.tokenizer.tool_call_format,
         ),
         entries=[config.data],
         env=config.env,

@@ -15,7 +15,7 @@ from typing import Any
 
 from strop.environments.agents.agent_result import AgentResult
 from strop.environments.agents.endpoint import Endpoint
-from strop.environments.base import Environment, TaskT, to_number
+from strop.environments.base import Environment, EnvironmentConfigError, TaskT, to_number
 from strop.user_code import describe_value
 
 _result: ContextVar[AgentResult | None] = ContextVar("strop_agent_result", default=None)
@@ -34,6 +34,13 @@ class AgentEnvironment(Environment[TaskT]):
     """Base class of such environments. A subclass has ``tasks``, ``run`` and rewards."""
 
     agent_timeout_s: float = 600.0  # wall time of an episode, after which the agent is ended and the rollout has an error
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.has_tools:
+            raise EnvironmentConfigError(
+                "tools are for episodes without an agent: an agent sends its own with its requests; remove env.ALIAS.tools"
+            )
 
     @abstractmethod
     async def run(self, task: TaskT, endpoint: Endpoint) -> Any:
