@@ -8,6 +8,7 @@ Shapes are written with these letters throughout the code base:
     T  tokens that the network reads (a flat row, no padding)
     N  predicted tokens: sampled by the policy or, in supervised training, the loss tokens
     S  rollouts (sequences)
+    L  paths of rollouts: as many as rollouts, unless one has branches; also the tokens of one turn
     G  rollouts of one group
 """
 
@@ -264,8 +265,9 @@ class Batch:
     """Packed, flat tensors of many groups.
 
     The network reads ``tokens`` as a forest of *segments*: contiguous runs, each of which continues its parent (``segment_parent``, -1 for
-    a root). With prefix sharing a group is one prompt segment with G children; without it, every rollout is one root segment. A token
-    attends causally within its own segment and to all tokens of its ancestors.
+    a root). With prefix sharing a group is one prompt segment with G children; without it, every rollout is one root segment. A rollout
+    with branches has more segments, one path to each of its leaves. A token attends causally within its own segment and to all tokens of
+    its ancestors.
 
     The network predicts N tokens: token n is ``target[n]``, predicted by the output at flat index ``source[n]``, and belongs to rollout
     ``sequence[n]``. Per-token columns have N entries, per-rollout columns S.
@@ -284,11 +286,12 @@ class Batch:
     advantages: Tensor  # [N] float32: credit per token
     mask: Tensor  # [N] float32: 1 where the token counts in the loss, 0 where it was filtered out
 
-    leaf: Tensor  # [S] int64: the segment in which the rollout ends
+    leaf: Tensor  # [L] int64: the segments in which the paths of the rollouts end, in the order of the rollouts
     group: Tensor  # [S] int64: the index of the group in this batch
     rewards: Tensor  # [S] float64, as in ``RolloutCredit``
 
     totals: Totals
+    leaf_sequence: Tensor | None = None  # [L] int64, ascending: the rollout of each path; None: every rollout is one path (L = S)
     zero_gradient: Tensor | None = None  # [S] bool: rollouts whose loss gradient is exactly zero; no backward pass is run
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], or [N, K]
 
@@ -303,11 +306,26 @@ class Batch:
 
     @property
     def num_sequences(self) -> int:
-        return len(self.leaf)
+        return len(self.group)
 
     @property
     def num_groups(self) -> int:
         return int(self.group.max()) + 1 if len(self.group) else 0
+
+    def rollout_paths(self, sequences: Sequence[int] | None = None) -> list[list[list[int]]]:
+        """Return the segments of each path, root first, of the rollouts ``sequences``; None: of all."""
+        parents: list[int] = self.segment_parent.tolist()
+        chosen = range(self.num_sequences) if sequences is None else sequences
+        paths: dict[int, list[list[int]]] = {sequence: [] for sequence in chosen}
+        owners = torch.arange(self.num_sequences) if self.leaf_sequence is None else self.leaf_sequence
+        selected = torch.isin(owners, torch.tensor([*chosen], dtype=torch.int64))
+        for sequence, leaf in zip(owners[selected].tolist(), self.leaf[selected].tolist(), strict=True):
+            path, segment = [], leaf
+            while segment != -1:
+                path.append(segment)
+                segment = parents[segment]
+            paths[sequence].append(path[::-1])
+        return [paths[sequence] for sequence in chosen]
 
     @property
     def segment_length(self) -> Tensor:  # [segments] int64

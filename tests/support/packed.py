@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from strop.types import Batch, Group
+from strop.types import Batch, Group, Rollout, Turn
 
 
 def history(batch: Batch, predicted: int) -> list[int]:
@@ -26,18 +26,24 @@ def history(batch: Batch, predicted: int) -> list[int]:
 def expected(groups: Sequence[Group]) -> list[tuple[list[int], int, int, float]]:
     """(history, target, place of the rollout, sampler log-probability) of every sampled token, straight from the rollouts."""
     found = []
-    place = 0
-    for group in groups:
-        for rollout in group.rollouts:
-            tokens = rollout.tokens().tolist()
-            position = len(rollout.prompt)
-            for turn in rollout.turns:
+    for place, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
+        for context, tokens, turns in path_rows(rollout):
+            position = context
+            for turn in turns:
                 for offset, logprob in enumerate(turn.logprobs.tolist()):
                     if turn.sampled:
                         found.append((tokens[: position + offset], tokens[position + offset], place, logprob))
                 position += len(turn.tokens)
-            place += 1
     return found
+
+
+def path_rows(rollout: Rollout) -> list[tuple[int, list[int], tuple[Turn, ...]]]:
+    """(length of its context, all its tokens, its own turns) of the main path and of each branch."""
+    rows = [(len(rollout.prompt), rollout.tokens().tolist(), rollout.turns)]
+    for branch in rollout.branches:
+        own = [token for turn in branch.turns for token in turn.tokens.tolist()]
+        rows.append((branch.start, rows[branch.parent][1][: branch.start] + own, branch.turns))
+    return rows
 
 
 def described(batch: Batch) -> list[tuple[list[int], int, int, float]]:

@@ -30,7 +30,7 @@ from support.learners import make_torch_learner
 from support.lora import with_random_adapters
 from support.models import ExactNorm, build, to_float64
 from support.recorded import build_classifier, random_groups
-from support.rollouts import pack_for, simple_groups, with_columns
+from support.rollouts import make_agent_groups, pack_for, simple_groups, with_columns
 
 SAMPLING = Sampling(temperature=0.8)
 ALGORITHMS: dict[str, Algorithm] = {
@@ -54,6 +54,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     weights_dtype: torch.dtype | None = None
     precision: torch.dtype | None = None  # None: the dtype of the weights
+    branches: bool = False  # a group with rollouts of an agent that has branches
     packed: bool = True
     checkpointing: bool = False
     lora: bool = False
@@ -124,7 +125,7 @@ def _double(model: nn.Module, dtype: torch.dtype) -> None:
 def make_groups(case: Case) -> list[Group]:
     if case.algorithm in ("sft", "dpo"):
         return random_groups(len(case.shapes), seed=3)
-    groups = simple_groups(*case.shapes)
+    groups = [*simple_groups(*case.shapes), *([replace(make_agent_groups()[0], index=len(case.shapes))] if case.branches else [])]
     if len(groups) > 2:  # one group without signal: its rollouts have zero gradient
         groups[1] = replace(groups[1], rollouts=tuple(replace(rollout, reward=1.0) for rollout in groups[1].rollouts))
     return groups

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from strop.algorithms.base import Algorithm
 from strop.data.packing import pack
 from strop.generation.base import Completion
-from strop.types import Batch, Ending, Group, Rollout, Task, Turn, observation_turn
+from strop.types import Batch, Branch, Ending, Group, Rollout, Task, Turn, observation_turn
 from support.algorithms import grpo
 from support.models import VOCABULARY
 
@@ -70,9 +70,18 @@ def simple_groups(*shapes: tuple[int, Sequence[int]], seed: int = 0) -> list[Gro
 
 
 @dataclass(frozen=True)
+class BranchShape:
+    parent: int  # among the paths before it, modulo their number
+    start: float  # share of its parent's tokens that it continues
+    opening: int  # tokens of the environment before its first turn; at least one where nothing is continued
+    turns: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class RolloutShape:
     turns: tuple[tuple[int, int], ...]  # (policy tokens, environment tokens) per turn
     truncated: bool = False
+    branches: tuple[BranchShape, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,22 +101,54 @@ def _group(shape: GroupShape, index: int, seed: int) -> Group:
     def tokens(count: int) -> list[int]:
         return torch.randint(4, VOCABULARY, (count,), generator=generator).tolist()
 
+    def make_turns(lengths: Sequence[tuple[int, int]]) -> list[Turn]:
+        turns = []
+        for policy, answer in lengths:
+            turns.append(sampled_turn(tokens(policy), (-3 * torch.rand(policy, generator=generator)).tolist()))
+            turns += [observation_turn(tokens(answer), "")] if answer else []
+        return turns
+
+    def make_branches(prompt: list[int], turns: list[Turn], shapes: Sequence[BranchShape]) -> Iterator[Branch]:
+        lengths = [len(prompt) + sum(len(turn.tokens) for turn in turns)]
+        for member in shapes:
+            parent = member.parent % len(lengths)
+            start = round(member.start * lengths[parent])
+            opening = max(member.opening, 1 if start == 0 else 0)
+            own = [*([observation_turn(tokens(opening), "")] if opening else []), *make_turns(member.turns)]
+            lengths.append(start + sum(len(turn.tokens) for turn in own))
+            yield Branch(parent=parent, start=start, turns=tuple(own))
+
     common = tokens(shape.prompt)
     rollouts = []
     for member in shape.rollouts:
-        turns = []
-        for policy, answer in member.turns:
-            turns.append(sampled_turn(tokens(policy), (-3 * torch.rand(policy, generator=generator)).tolist()))
-            turns += [observation_turn(tokens(answer), "")] if answer else []
-        rollouts.append(
-            make_rollout(
-                tokens(shape.prompt) if shape.own_prompts else common,
-                *turns,
-                reward=float(torch.rand((), generator=generator, dtype=torch.float64)),
-                ending=Ending.LENGTH if member.truncated else Ending.STOP,
-            )
+        turns = make_turns(member.turns)
+        prompt = tokens(shape.prompt) if shape.own_prompts else common
+        made = make_rollout(
+            prompt,
+            *turns,
+            reward=float(torch.rand((), generator=generator, dtype=torch.float64)),
+            ending=Ending.LENGTH if member.truncated else Ending.STOP,
         )
+        rollouts.append(replace(made, branches=tuple(make_branches(prompt, turns, member.branches))))
     return make_group(*rollouts, index=index)
+
+
+def make_agent_groups() -> list[Group]:
+    """An agent that retried, asked a sub-agent, rewrote its history in the middle of a turn; beside one of a single conversation."""
+    prompt = [5, 6, 7, 8, 9, 10]
+    turns = (sampled_turn([20, 21, 22, 23]), observation_turn([30, 31], ""), sampled_turn([24, 25, 26]))
+    branches = (
+        Branch(parent=0, start=6, turns=(sampled_turn([27, 28]),)),  # a retry of the first request
+        Branch(parent=0, start=2, turns=(observation_turn([40, 41, 42], ""), sampled_turn([43, 44]))),  # leaves within the prompt
+        Branch(parent=0, start=8, turns=(observation_turn([50], ""), sampled_turn([51, 52, 53]))),  # leaves within a turn
+        Branch(
+            parent=3, start=12, turns=(observation_turn([60, 61], ""), sampled_turn([62]))
+        ),  # goes on after the whole of branch 3
+        Branch(parent=0, start=15, turns=(observation_turn([70], ""), sampled_turn([71, 72]))),  # goes on after the main path
+        Branch(parent=0, start=0, turns=(observation_turn([80, 81], ""), sampled_turn([82, 83]))),  # shares nothing
+    )
+    tree = replace(make_rollout(prompt, *turns), branches=branches)
+    return [make_group(tree, make_rollout(prompt, *turns, reward=1.0), make_rollout(prompt, sampled_turn([90, 91]), reward=0.5))]
 
 
 _lengths = st.integers(1, 7)
@@ -115,7 +156,13 @@ _turns = st.one_of(
     st.tuples(st.tuples(_lengths, st.just(0))),  # one turn, as in most runs
     st.lists(st.tuples(_lengths, st.integers(0, 4)), min_size=2, max_size=3).map(tuple),
 )
-rollout_shapes = st.builds(RolloutShape, turns=_turns, truncated=st.booleans())
+_branches = st.builds(BranchShape, parent=st.integers(0, 3), start=st.floats(0, 1), opening=st.integers(0, 3), turns=_turns)
+rollout_shapes = st.builds(
+    RolloutShape,
+    turns=_turns,
+    truncated=st.booleans(),
+    branches=st.one_of(st.just(()), st.just(()), st.lists(_branches, min_size=1, max_size=3).map(tuple)),
+)
 group_shapes = st.builds(
     GroupShape,
     prompt=st.integers(1, 9),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from strop.data.splitting import group_members, pack_first_fit, split_group
+from strop.data.splitting import find_rollout_segments, group_members, pack_first_fit, split_group
 from strop.types import Batch
 
 Unit = tuple[list[int], int]  # rollouts that stay together, and their tokens without other units
@@ -68,19 +68,13 @@ class _TokenCounter:
     def __init__(self, batch: Batch, padded: bool) -> None:
         self.lengths: list[int] = batch.segment_length.tolist()
         self.row_length = int(batch.positions.max()) + 1 if padded else None
-        parents = batch.segment_parent.tolist()
-        self.paths: list[list[int]] = []
-        for leaf in batch.leaf.tolist():
-            path = []
-            while leaf != -1:
-                path.append(leaf)
-                leaf = parents[leaf]
-            self.paths.append(path)
+        self.rows = [len(paths) for paths in batch.rollout_paths()]  # of each rollout, where it is padded
+        self.segments = find_rollout_segments(batch)
 
     def count(self, sequences: Sequence[int]) -> int:
         if self.row_length is not None:
-            return self.row_length * len(sequences)
-        return sum(self.lengths[segment] for segment in {segment for sequence in sequences for segment in self.paths[sequence]})
+            return self.row_length * sum(self.rows[sequence] for sequence in sequences)
+        return sum(self.lengths[segment] for segment in set().union(*(self.segments[sequence] for sequence in sequences)))
 
 
 def _build_units(batch: Batch, costs: _TokenCounter, ranks: int, token_budget: int, whole_groups: bool) -> list[Unit]:
@@ -89,9 +83,9 @@ def _build_units(batch: Batch, costs: _TokenCounter, ranks: int, token_budget: i
     if whole_groups:
         return groups
     if costs.row_length is not None:
-        return [([sequence], costs.row_length) for sequences in members for sequence in sequences]
+        return [([sequence], costs.count([sequence])) for sequences in members for sequence in sequences]
     limit = min(token_budget, -(-sum(size for _, size in groups) // ranks))
-    return [unit for sequences, _ in groups for unit in split_group(sequences, batch, costs.lengths, limit)]
+    return [unit for sequences, _ in groups for unit in split_group(sequences, costs.segments, costs.lengths, limit)]
 
 
 def _distribute_evenly(units: Iterable[Unit], bins: int) -> list[list[Unit]]:

@@ -1,39 +1,21 @@
 """Pack groups into a flat batch, without changing the context of any token (law 1).
 
-A packed batch stores a group's prompt once, as the parent segment of its completions. It leaves out each rollout's last token, which
-predicts nothing.
+A packed batch stores a group's prompt once, as the parent segment of its completions, and what the branches of a rollout have in common
+once, as the parent segments of what they do not. It leaves out the last token of each path, which predicts nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from strop.data.token_tree import FlatTokens, TokenPath, concatenate, make_paths, own_tokens
 from strop.sampling import KEPT_TOKENS, NO_TOKEN
 from strop.types import Batch, Group, Rollout, RolloutCredit, Totals
-
-
-@dataclass
-class _FlatTokens:
-    """The tokens of a batch under construction, in segments."""
-
-    tokens: list[Tensor] = field(default_factory=list)
-    positions: list[Tensor] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    length: int = 0
-
-    def add_segment(self, tokens: Tensor, parent: int, position: int) -> int:
-        self.starts.append(self.length)
-        self.parents.append(parent)
-        self.tokens.append(tokens)
-        self.positions.append(torch.arange(position, position + len(tokens)))
-        self.length += len(tokens)
-        return len(self.starts) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,25 +31,32 @@ class _Predictions:
 def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_prefixes: bool = True) -> Batch:
     """Pack groups into one flat batch with the credit of their rollouts. Raises ValueError if the policy sampled no token.
 
-    Without ``credit``, for a batch that is only scored, advantages are 0 and all rollouts count.
+    Without ``credit``, for a batch that is only scored, advantages are 0 and all rollouts count. Without ``share_prefixes``, every path of
+    a rollout is a row of its own, in which the tokens of its own turns alone are predicted.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     credit = _no_credit(rollouts) if credit is None else credit
     if len(credit.rewards) != len(rollouts):
         raise ValueError(f"this is the credit of {len(credit.rewards)} rollouts, not of {len(rollouts)}: pass the same groups")
-    flat = _FlatTokens()
+    flat = FlatTokens()
     at_end = credit.predict == "last_token"
-    appended: list[tuple[int, _Predictions]] = []
+    leaves: list[list[int]] = []  # of each rollout
+    predictions: list[_Predictions] = []
     for group in groups:
-        shared = share_prefixes and all(torch.equal(rollout.prompt, group.rollouts[0].prompt) for rollout in group.rollouts)
-        root = flat.add_segment(group.rollouts[0].prompt, -1, 0) if shared else -1
-        appended += [_append_rollout(flat, rollout, root, at_end=at_end) for rollout in group.rollouts]
-    predictions = [predicted for _, predicted in appended]
+        prompt = group.rollouts[0].prompt
+        shared = share_prefixes and all(torch.equal(rollout.prompt, prompt) for rollout in group.rollouts)
+        root = TokenPath(prompt, len(prompt)) if shared else None
+        trees = [make_paths(rollout, root, share=share_prefixes, at_end=at_end) for rollout in group.rollouts]
+        for path in ([root] if root else []) + [path for paths in trees for path in paths]:
+            path.append_to(flat)
+        leaves += [[path.leaf for path in paths] for paths in trees]
+        predict = _predict_at_end if at_end else _predict_tokens
+        predictions += [predict(rollout, paths) for rollout, paths in zip(group.rollouts, trees, strict=True)]
     target = torch.cat([predicted.target for predicted in predictions])
     if not len(target):
         raise ValueError("the policy sampled no token of this batch: all rollouts are empty")
     dtype = torch.get_default_dtype()
-    sequence = torch.arange(len(rollouts)).repeat_interleave(torch.tensor([len(predicted.target) for predicted in predictions]))
+    sequence = _count_off([predicted.target for predicted in predictions])
     return Batch(
         tokens=torch.cat(flat.tokens),
         positions=torch.cat(flat.positions),
@@ -80,9 +69,10 @@ def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_
         versions=torch.cat([predicted.versions for predicted in predictions]),
         advantages=credit.advantages.to(dtype)[sequence],
         mask=credit.mask.to(dtype)[sequence],
-        leaf=torch.tensor([leaf for leaf, _ in appended]),
+        leaf=torch.tensor([leaf for each in leaves for leaf in each]),
         group=torch.tensor([index for index, group in enumerate(groups) for _ in group.rollouts]),
         rewards=credit.rewards,
+        leaf_sequence=_count_off(leaves) if any(len(each) > 1 for each in leaves) else None,
         totals=Totals(0, 0, 0),
         columns={} if at_end else _kept_token_ids(rollouts, target),
     ).with_totals()
@@ -116,32 +106,31 @@ def _kept_token_ids(rollouts: Sequence[Rollout], target: Tensor) -> dict[str, Te
     return {KEPT_TOKENS: column}
 
 
-def _append_rollout(flat: _FlatTokens, rollout: Rollout, root: int, *, at_end: bool) -> tuple[int, _Predictions]:
-    """Append a rollout. Return its leaf segment and a prediction for every sampled token, or ``at_end`` one at the last of them.
-
-    ``at_end``, the last sampled token is an input too; without sampled tokens it is the last token of the prompt.
-    """
-    prompt, tokens = rollout.prompt, _concatenate([turn.tokens for turn in rollout.turns], torch.int64)
-    sampled = _concatenate([torch.full((len(turn.tokens),), turn.sampled) for turn in rollout.turns], torch.bool)
-    end = int(sampled.nonzero().max()) + 1 if bool(sampled.any()) else 0
-    read = tokens[: end if at_end else max(end - 1, 0)]
-    if root >= 0:
-        leaf = flat.add_segment(read, root, len(prompt))
-        prompt_end = flat.starts[root] + len(prompt) - 1
-    else:
-        leaf = flat.add_segment(torch.cat([prompt, read]), -1, 0)
-        prompt_end = flat.length - len(read) - 1
-    if at_end:
-        if not len(prompt) + len(read):
-            raise ValueError(f"a rollout of task {rollout.task.id} has no tokens, so there is no token to score")
-        source = torch.tensor([flat.length - 1 if len(read) else prompt_end])
-        return leaf, _Predictions(source, torch.cat([prompt, read])[-1:], torch.zeros(1), torch.full((1,), -1, dtype=torch.int32))
-    source = torch.arange(len(tokens)) + flat.length - len(read) - 1
-    source[:1] = prompt_end
-    logprobs = _concatenate([turn.logprobs for turn in rollout.turns], torch.float32)
-    versions = _concatenate([turn.versions for turn in rollout.turns], torch.int32)
-    return leaf, _Predictions(source[sampled], tokens[sampled], logprobs[sampled], versions[sampled])
+def _count_off(sized: Sequence[Sized]) -> Tensor:
+    """Return the index of each, as often as its length."""
+    return torch.arange(len(sized)).repeat_interleave(torch.tensor([len(each) for each in sized]))
 
 
-def _concatenate(columns: Sequence[Tensor], dtype: torch.dtype) -> Tensor:  # [L]
-    return torch.cat(list(columns)) if columns else torch.zeros(0, dtype=dtype)
+def _predict_tokens(rollout: Rollout, paths: Sequence[TokenPath]) -> _Predictions:
+    """Predict every sampled token of a rollout from the one before it on its path."""
+    sources: list[Tensor] = []
+    starts = [(len(rollout.prompt), rollout.turns), *((branch.start, branch.turns) for branch in rollout.branches)]
+    for path, (start, turns) in zip(paths, starts, strict=True):
+        sampled = concatenate([torch.full((len(turn.tokens),), turn.sampled) for turn in turns], torch.bool)
+        sources.append(path.find(start - 1 + sampled.nonzero().squeeze(1)))
+    turns = rollout.policy_turns
+    return _Predictions(
+        torch.cat(sources),
+        concatenate([turn.tokens for turn in turns], torch.int64),
+        concatenate([turn.logprobs for turn in turns], torch.float32),
+        concatenate([turn.versions for turn in turns], torch.int32),
+    )
+
+
+def _predict_at_end(rollout: Rollout, paths: Sequence[TokenPath]) -> _Predictions:
+    """Predict once, at the last sampled token; without one, at the last token of the prompt."""
+    end = len(rollout.prompt) + own_tokens(rollout.turns)[1]
+    if not end:
+        raise ValueError(f"a rollout of task {rollout.task.id} has no tokens, so there is no token to score")
+    last = rollout.tokens()[end - 1 : end]
+    return _Predictions(paths[0].find(torch.tensor([end - 1])), last, torch.zeros(1), torch.full((1,), -1, dtype=torch.int32))

@@ -25,12 +25,8 @@ class SubBatch:
 def select_rollouts(batch: Batch, sequences: Sequence[int]) -> SubBatch:
     """Return some rollouts as a batch with the totals of the full batch. It includes their shared prefixes once."""
     starts, lengths, parents = (column.tolist() for column in (batch.segment_start, batch.segment_length, batch.segment_parent))
-    needed: set[int] = set()
-    for segment in batch.leaf[list(sequences)].tolist():
-        while segment != -1 and segment not in needed:
-            needed.add(segment)
-            segment = parents[segment]
-    segments = sorted(needed)
+    kept = batch.rollout_paths(sequences)
+    segments = sorted({segment for paths in kept for path in paths for segment in path})
     renumbered = {old: new for new, old in enumerate(segments)}
     token_index = torch.cat([torch.arange(starts[segment], starts[segment] + lengths[segment]) for segment in segments])
     new_position = torch.full((len(batch.tokens),), -1)
@@ -54,7 +50,10 @@ def select_rollouts(batch: Batch, sequences: Sequence[int]) -> SubBatch:
         versions=batch.versions[index],
         advantages=batch.advantages[index],
         mask=batch.mask[index],
-        leaf=torch.tensor([renumbered[segment] for segment in batch.leaf[list(sequences)].tolist()]),
+        leaf=torch.tensor([renumbered[path[-1]] for paths in kept for path in paths]),
+        leaf_sequence=None
+        if batch.leaf_sequence is None
+        else torch.tensor([new for new, paths in enumerate(kept) for _ in paths]),
         group=group,
         rewards=batch.rewards[list(sequences)],
         zero_gradient=None if batch.zero_gradient is None else batch.zero_gradient[list(sequences)],
@@ -63,21 +62,26 @@ def select_rollouts(batch: Batch, sequences: Sequence[int]) -> SubBatch:
     return SubBatch(part, index)
 
 
+def find_rollout_segments(batch: Batch) -> list[set[int]]:
+    """Return the segments of each rollout, its shared prefixes included."""
+    return [{segment for path in paths for segment in path} for paths in batch.rollout_paths()]
+
+
 def split_micro_batches(batch: Batch, token_budget: int, *, padded: bool = False, whole_groups: bool = False) -> list[SubBatch]:
     """Split a batch into micro-batches of at most ``token_budget`` tokens, at group boundaries where a group fits.
 
     A larger group is split between its rollouts, with its prompt in each part; a single rollout over the budget is a micro-batch of its
-    own. First fit, longest first: few micro-batches, and deterministic. With ``padded``, every rollout counts as a row as long as the
-    longest. Groups with zero gradient do not share a micro-batch with others. With ``whole_groups``, groups are never split, for losses
-    that compare the rollouts of a group.
+    own. First fit, longest first: few micro-batches, and deterministic. With ``padded``, every path of a rollout counts as a row as long
+    as the longest. Groups with zero gradient do not share a micro-batch with others. With ``whole_groups``, groups are never split, for
+    losses that compare the rollouts of a group.
     """
-    lengths = batch.segment_length.tolist()
+    lengths, segments = batch.segment_length.tolist(), find_rollout_segments(batch)
     budget = 1 << 62 if whole_groups else token_budget
-    units = [unit for members in group_members(batch) for unit in split_group(members, batch, lengths, budget)]
+    units = [unit for members in group_members(batch) for unit in split_group(members, segments, lengths, budget)]
     if padded:
-        longest = int(batch.positions.max()) + 1
-        rows = group_members(batch) if whole_groups else [[sequence] for sequence in range(batch.num_sequences)]
-        units = [(sequences, longest * len(sequences)) for sequences in rows]
+        longest, paths = int(batch.positions.max()) + 1, batch.rollout_paths()
+        together = group_members(batch) if whole_groups else [[sequence] for sequence in range(batch.num_sequences)]
+        units = [(sequences, longest * sum(len(paths[sequence]) for sequence in sequences)) for sequences in together]
     zero_gradient = [False] * batch.num_sequences if batch.zero_gradient is None else batch.zero_gradient.tolist()
     by_kind = [[unit for unit in units if all(zero_gradient[sequence] for sequence in unit[0]) == kind] for kind in (False, True)]
     return [select_rollouts(batch, sequences) for kind in by_kind for sequences in pack_first_fit(kind, token_budget)]
@@ -114,22 +118,20 @@ def group_members(batch: Batch) -> list[list[int]]:
     return members
 
 
-def split_group(members: list[int], batch: Batch, lengths: list[int], budget: int) -> list[tuple[list[int], int]]:
-    """Split a group into units of (rollouts, tokens), each within the budget unless a single rollout exceeds it."""
-    parents = batch.segment_parent.tolist()
+def split_group(members: list[int], segments: list[set[int]], lengths: list[int], budget: int) -> list[tuple[list[int], int]]:
+    """Split a group into units of (rollouts, tokens), each within the budget unless a single rollout exceeds it.
+
+    ``segments`` are those of each rollout of the batch, ``lengths`` those of each segment.
+    """
     units: list[tuple[list[int], int]] = []
     seen: set[int] = set()
     for sequence in members:
-        path = []
-        segment = int(batch.leaf[sequence])
-        while segment != -1:
-            path.append(segment)
-            segment = parents[segment]
-        fresh = sum(lengths[segment] for segment in path if segment not in seen)
+        own = segments[sequence]
+        fresh = sum(lengths[segment] for segment in own - seen)
         if units and units[-1][1] + fresh <= budget:
             units[-1] = (units[-1][0] + [sequence], units[-1][1] + fresh)
-            seen.update(path)
+            seen |= own
         else:
-            units.append(([sequence], sum(lengths[segment] for segment in path)))
-            seen = set(path)
+            units.append(([sequence], sum(lengths[segment] for segment in own)))
+            seen = set(own)
     return units

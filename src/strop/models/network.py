@@ -143,7 +143,7 @@ class Network:
         return hidden.index_select(0, self.token_sharding.shard_predictions(batch.source).to(self.device))
 
     def _hidden_padded(self, batch: Batch) -> Tensor:
-        rows = [torch.cat(path) for path in _rollout_paths(batch)]
+        rows = _read_rows(batch)
         longest = max(len(row) for row in rows)
         tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
         mask = torch.zeros(len(rows), longest, dtype=torch.int64)
@@ -153,7 +153,7 @@ class Network:
         output = self.decoder(input_ids=tokens.to(self.device), attention_mask=mask.to(self.device), use_cache=False)
         column = batch.positions[batch.source]
         hidden: Tensor = output.last_hidden_state
-        return hidden[batch.sequence.to(self.device), column.to(self.device)]
+        return hidden[_source_rows(batch).to(self.device), column.to(self.device)]
 
     @torch.no_grad()
     def _probe(self) -> bool:
@@ -190,17 +190,23 @@ def _native_attention(model: Any) -> str:
     return "sdpa" if getattr(model, "_supports_sdpa", False) and not softcapped else "eager"
 
 
-def _rollout_paths(batch: Batch) -> list[list[Tensor]]:
-    """Return the tokens of each rollout as a list of segments, ancestors first."""
-    starts, lengths, parents = (column.tolist() for column in (batch.segment_start, batch.segment_length, batch.segment_parent))
-    paths: list[list[Tensor]] = []
-    for leaf in batch.leaf.tolist():
-        path: list[Tensor] = []
-        while leaf != -1:
-            path.insert(0, batch.tokens[starts[leaf] : starts[leaf] + lengths[leaf]])
-            leaf = parents[leaf]
-        paths.append(path)
-    return paths
+def _read_rows(batch: Batch) -> list[Tensor]:
+    """Return the tokens of each path of the rollouts."""
+    segments = batch.tokens.split(batch.segment_length.tolist())
+    return [torch.cat([segments[segment] for segment in path]) for paths in batch.rollout_paths() for path in paths]
+
+
+def _source_rows(batch: Batch) -> Tensor:  # [N] int64
+    """Return the row of each predicted token: the first path of its rollout that its source is on."""
+    if batch.leaf_sequence is None:
+        return batch.sequence
+    rows: dict[tuple[int, int], int] = {}  # (rollout, segment) -> path
+    owned = ((sequence, path) for sequence, paths in enumerate(batch.rollout_paths()) for path in paths)
+    for row, (sequence, path) in enumerate(owned):
+        for segment in path:
+            rows.setdefault((sequence, segment), row)
+    segment_of = torch.arange(len(batch.segment_start)).repeat_interleave(batch.segment_length)[batch.source]
+    return torch.tensor([rows[key] for key in zip(batch.sequence.tolist(), segment_of.tolist(), strict=True)])
 
 
 def _compute_logprobs(network: Network, hidden: Tensor, batch: Batch, *, direct: bool = False) -> Tensor:
@@ -208,7 +214,7 @@ def _compute_logprobs(network: Network, hidden: Tensor, batch: Batch, *, direct:
     if not direct:
         return token_logprobs(hidden, batch.target.to(network.device), network.head, Sampling(), network.chunk).logprobs
     logprobs: list[Tensor] = []
-    rows = [torch.cat(path) for path in _rollout_paths(batch)]
+    rows = _read_rows(batch)
     logits = [network.model(input_ids=row[None].to(network.device), use_cache=False).logits[0] for row in rows]
     for sequence, source, target in zip(batch.sequence.tolist(), batch.source.tolist(), batch.target.tolist(), strict=True):
         logprobs.append(at_least_float32(logits[sequence][int(batch.positions[source])]).log_softmax(-1)[target])

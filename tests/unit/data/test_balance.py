@@ -64,7 +64,9 @@ def test_no_rank_reads_more_than_an_even_share_and_one_unit(
     division = partition_batch(batch, ranks, budget, padded=padded)
     longest = int(batch.positions.max()) + 1
     total = sum(division.tokens_per_rank)
-    largest_rollout = longest if padded else int(batch.segment_length.max())
+    rows = batch.rollout_paths()
+    lengths = batch.segment_length.tolist()
+    largest_rollout = max(len(paths) * longest if padded else sum(lengths[path[-1]] for path in paths) for paths in rows)
     unit = max(largest_rollout, 0 if padded else min(budget, -(-total // ranks)))
     assert max(division.tokens_per_rank) <= total / ranks + unit * (1 - 1 / ranks) + 1e-9
     assert division.max_over_mean == pytest.approx(max(division.tokens_per_rank) * ranks / total)

@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pyarrow.parquet
 import pytest
@@ -14,7 +15,9 @@ import torch
 from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.turn_record import TurnRecord
+from strop.monitoring.rollout_view.shown_rollout import show_rollout
 from strop.types import Ending, Group, Message, Rollout, Task, Turn, observation_turn
+from support.rollouts import make_agent_groups
 
 
 def said(*tokens: int, text: str, version: int = 3) -> Turn:
@@ -99,3 +102,28 @@ def test_a_rollout_that_failed_keeps_the_metrics_that_can_be_stored() -> None:
     failed = replace(group.rollouts[0], error="no", metrics=odd)  # type: ignore[arg-type]
     (record,) = make_records(1, [replace(group, rollouts=(failed,))], dropped={0: "error"})
     assert record.metrics == {"calls": 2.0}
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_the_turns_of_branches_are_stored_after_those_of_the_conversation_and_shown_with_where_they_begin(
+    tmp_path: Path, format: Literal["parquet", "jsonl"]
+) -> None:
+    store = RolloutStore(tmp_path, format)
+    [group] = make_agent_groups()
+    store.write(1, make_records(1, [group]))
+    store.close()
+    record = store.read(1)[0]
+    assert record.branches == ((0, 6), (0, 2), (0, 8), (3, 12), (0, 15), (0, 0))
+    assert [token for token, sampled in zip(record.tokens, record.sampled, strict=True) if sampled] == [
+        token for turn in group.rollouts[0].policy_turns for token in turn.tokens.tolist()
+    ]
+    assert [turn.path for turn in record.turns] == [0, 0, 0, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+    notes = [message.note for message in show_rollout(record, None).messages]
+    assert [note.partition("; ")[2] for note in notes if ";" in note] == [
+        "branch 1 begins after 6 tokens of the conversation",
+        "branch 2 begins after 2 tokens of the conversation",
+        "branch 3 begins after 8 tokens of the conversation",
+        "branch 4 begins after 12 tokens of branch 3",
+        "branch 5 begins after 15 tokens of the conversation",
+        "branch 6 begins anew",
+    ]

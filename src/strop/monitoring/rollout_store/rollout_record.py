@@ -19,7 +19,7 @@ RolloutKey = tuple[int, int]  # (group index, sample): identifies a rollout in a
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRecord:
-    """One rollout. Per-token columns cover the conversation after the prompt, including the environment's turns."""
+    """One rollout. Per-token columns cover the conversation after the prompt, including the environment's turns; then each branch."""
 
     step: int
     group: int
@@ -44,6 +44,7 @@ class RolloutRecord:
     answer: str = ""  # the task's reference answer
     prompt_messages: tuple[Mapping[str, str], ...] = ()  # role and content of each message before the first turn
     turns: tuple[TurnRecord, ...] = ()  # the messages after them; empty in files of earlier versions
+    branches: tuple[tuple[int, int], ...] = ()  # of each, the path that it leaves, and the tokens of that path that it continues
     metrics: Mapping[str, float] = field(default_factory=dict)  # the environment's own
 
 
@@ -99,7 +100,7 @@ def _make_record(
     dropped: DropReason | None,
     prompt: str,
 ) -> RolloutRecord:
-    turns = rollout.turns
+    turns = (*rollout.turns, *(turn for branch in rollout.branches for turn in branch.turns))
     sampled = tuple(turn.sampled for turn in turns for _ in range(len(turn.tokens)))
     return RolloutRecord(
         step=step,
@@ -108,7 +109,7 @@ def _make_record(
         task_id=rollout.task.id,
         sample=rollout.sample,
         prompt=prompt,
-        completion="".join(turn.text for turn in turns),
+        completion="".join(turn.text for turn in rollout.turns),
         prompt_tokens=tuple(rollout.prompt.tolist()),
         tokens=tuple(token for turn in turns for token in turn.tokens.tolist()),
         sampled=sampled,
@@ -125,6 +126,7 @@ def _make_record(
         answer=rollout.task.answer,
         prompt_messages=tuple(message.as_dict() for message in _prompt_messages(rollout)),
         turns=make_turn_records(rollout),
+        branches=tuple((branch.parent, branch.start) for branch in rollout.branches),
         metrics=storable_metrics(rollout),
     )
 

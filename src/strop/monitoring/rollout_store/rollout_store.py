@@ -175,9 +175,10 @@ def _build_schema(pa: Any) -> pyarrow.Schema:
         "turns": pa.list_(
             pa.struct([
                 ("role", pa.string()), ("text", pa.string()), ("start", pa.int64()), ("end", pa.int64()), ("sampled", pa.bool_()),
-                ("versions", pa.list_(pa.int32())), ("reward", pa.float64()),
+                ("versions", pa.list_(pa.int32())), ("reward", pa.float64()), ("path", pa.int64()),
             ])
         ),
+        "branches": pa.list_(pa.list_(pa.int64())),
         "metrics": pa.map_(pa.string(), pa.float64()),
     }  # fmt: skip
     return pa.schema([(field.name, types.get(field.name, pa.string())) for field in fields(RolloutRecord)])
@@ -240,6 +241,7 @@ def _from_row(row: Mapping[str, Any]) -> RolloutRecord:
             "rewards": {name: float(value) for name, value in row["rewards"].items()},
             "metrics": {name: float(value) for name, value in row.get("metrics", {}).items()},
             "prompt_messages": tuple(row.get("prompt_messages", ())),
+            "branches": tuple((parent, start) for parent, start in row.get("branches", ())),
             "turns": tuple(TurnRecord(**{**turn, "versions": tuple(turn["versions"])}) for turn in row.get("turns", ())),
         }
     )

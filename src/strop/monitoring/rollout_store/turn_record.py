@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from strop.types import Rollout
@@ -20,24 +20,32 @@ class TurnRecord:
     sampled: bool  # by the policy
     versions: tuple[int, ...]  # of the weights that sampled it, in order, each once; empty for the environment
     reward: float | None = None  # the sum of the rewards of its steps, weighted; None if it has none
+    path: int = 0  # 0: the main path; i: branch i of the rollout
 
 
 def make_turn_records(rollout: Rollout) -> tuple[TurnRecord, ...]:
-    """Return the messages of a rollout after its prompt."""
+    """Return the messages of a rollout after its prompt: those of the main path, then those of each branch."""
     records: list[TurnRecord] = []
     start, next_message, first = 0, len(rollout.prompt_messages), 0
-    for turn in rollout.turns:
+    paths = (rollout.turns, *(branch.turns for branch in rollout.branches))
+    for path, turn in ((path, turn) for path, turns in enumerate(paths) for turn in turns):
         messages = rollout.messages[next_message : next_message + turn.num_messages]
         named = [(message.role, turn.text if turn.sampled else message.content) for message in messages]
         versions = tuple(dict.fromkeys(turn.versions.tolist())) if turn.sampled else ()
-        for role, text in named or [("assistant" if turn.sampled else "user", turn.text)]:
-            end = start + len(turn.tokens)
-            reward = _sum_steps(rollout, first, first + len(turn.tokens)) if turn.sampled else None
-            records.append(
-                TurnRecord(role=role, text=text, start=start, end=end, sampled=turn.sampled, versions=versions, reward=reward)
-            )
+        end = start + len(turn.tokens)
+        reward = _sum_steps(rollout, first, first + len(turn.tokens)) if turn.sampled else None
+        common: dict[str, Any] = {
+            "start": start,
+            "end": end,
+            "sampled": turn.sampled,
+            "versions": versions,
+            "reward": reward,
+            "path": path,
+        }
+        default = [("assistant" if turn.sampled else "user", turn.text)]
+        records += [TurnRecord(role=role, text=text, **common) for role, text in named or default]
         first += len(turn.tokens) if turn.sampled else 0
-        start, next_message = start + len(turn.tokens), next_message + turn.num_messages
+        start, next_message = end, next_message + turn.num_messages
     return tuple(records)
 
 

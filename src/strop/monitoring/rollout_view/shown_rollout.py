@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
@@ -47,8 +47,10 @@ def show_rollout(record: RolloutRecord, limit: int | None) -> ShownRollout:
 def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
     prompt = [ShownMessage(message["role"], message["content"], sampled=False) for message in record.prompt_messages]
     turns = [
-        ShownMessage(turn.role, turn.text, turn.sampled, _describe_turn(turn.end - turn.start, turn.versions, turn.reward))
-        for turn in record.turns
+        ShownMessage(
+            turn.role, turn.text, turn.sampled, _describe_turn(turn.end - turn.start, turn.versions, turn.reward) + branch
+        )
+        for turn, branch in zip(record.turns, _describe_branches(record), strict=True)
     ]
     if turns or record.prompt_messages:
         return [*prompt, *turns]
@@ -56,6 +58,19 @@ def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
         ShownMessage("prompt", record.prompt, sampled=False),
         ShownMessage("completion", record.completion, sampled=True, note=_describe_turn(sum(record.sampled), ())),
     ]
+
+
+def _describe_branches(record: RolloutRecord) -> Iterator[str]:
+    """Yield, for each turn, where its branch begins if it is the first one of a branch."""
+    shown = 0
+    for turn in record.turns:
+        if turn.path > shown:
+            shown = turn.path
+            parent, start = record.branches[shown - 1]
+            where = f"branch {parent}" if parent else "the conversation"
+            yield f"; branch {shown} begins after {start} tokens of {where}" if start else f"; branch {shown} begins anew"
+        else:
+            yield ""
 
 
 def _describe_turn(tokens: int, versions: tuple[int, ...], reward: float | None = None) -> str:

@@ -25,7 +25,8 @@ SPECS = {
     "softcap": AttentionSpec(0, 0.4, softcap=2.0),
     "both": AttentionSpec(0, 0.4, window=4, softcap=2.0),
 }
-STARTS, PARENTS, TOKENS = [0, 5, 8, 14, 16], [-1, 0, 0, -1, 3], 19  # two prompts, one with two completions; padded to 20
+# Two prompts, one with two completions, of which the first goes on in a branch; padded to 20.
+STARTS, PARENTS, TOKENS = [0, 5, 8, 11, 14, 16], [-1, 0, 0, 1, -1, 4], 19
 
 
 def plan() -> TreePlan:

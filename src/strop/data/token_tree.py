@@ -1,0 +1,116 @@
+"""The tokens of a prompt, its rollouts and their branches as a tree of segments, each of which the network reads once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from strop.types import Rollout, Turn
+
+
+@dataclass
+class FlatTokens:
+    """The tokens of a batch under construction, in segments."""
+
+    tokens: list[Tensor] = field(default_factory=list)
+    positions: list[Tensor] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    length: int = 0
+
+    def add_segment(self, tokens: Tensor, parent: int, position: int) -> int:
+        self.starts.append(self.length)
+        self.parents.append(parent)
+        self.tokens.append(tokens)
+        self.positions.append(torch.arange(position, position + len(tokens)))
+        self.length += len(tokens)
+        return len(self.starts) - 1
+
+
+@dataclass(eq=False)
+class TokenPath:
+    """A prompt, a rollout or a branch: its own tokens after ``start`` tokens of ``parent``, cut into segments where others leave it."""
+
+    tokens: Tensor  # its own, all of them
+    read: int  # of them that the network reads
+    parent: TokenPath | None = None
+    start: int = 0
+    cuts: set[int] = field(default_factory=set)  # among its own tokens
+    segments: list[tuple[int, int, int]] = field(default_factory=list)  # first position, segment, index of its first token in T
+
+    def __post_init__(self) -> None:
+        if self.parent is not None:
+            self.parent._cut(self.start)
+
+    def _cut(self, position: int) -> None:
+        if position <= self.start and self.parent is not None:
+            self.parent._cut(position)
+        elif position > self.start:
+            self.cuts.add(position - self.start)
+            self.read = max(self.read, position - self.start)
+
+    def append_to(self, flat: FlatTokens) -> None:
+        """Append its segments. Those of its parent must be there, and all paths that leave it must be known."""
+        bounds = [0, *sorted(self.cuts - {self.read}), self.read]
+        parent = -1 if self.parent is None else self.parent._segment_before(self.start)
+        for first, last in pairwise(bounds):
+            offset = flat.length
+            parent = flat.add_segment(self.tokens[first:last], parent, self.start + first)
+            self.segments.append((self.start + first, parent, offset))
+
+    @property
+    def leaf(self) -> int:
+        return self.segments[-1][1]
+
+    def _segment_before(self, position: int) -> int:
+        """Return the segment that ends at a position, where the path is cut; -1 at its beginning."""
+        if position <= self.start:
+            return -1 if self.parent is None else self.parent._segment_before(position)
+        return next(segment for first, segment, _ in reversed(self.segments) if first < position)
+
+    def find(self, positions: Tensor) -> Tensor:
+        """Return the indices in T of the tokens at ``positions``, which ascend, from ``start`` - 1 on."""
+        if len(self.segments) == 1:
+            (first, _, offset), *_ = self.segments
+            found = positions + (offset - first)
+        else:
+            firsts = torch.tensor([first for first, _, _ in self.segments])
+            offsets = torch.tensor([offset - first for first, _, offset in self.segments])
+            found = positions + offsets[torch.searchsorted(firsts, positions, right=True).clamp(min=1) - 1]
+        if self.parent is not None and len(positions) and int(positions[0]) < self.start:
+            found[:1] = self.parent.find(positions[:1])
+        return found
+
+
+def make_paths(rollout: Rollout, root: TokenPath | None, *, share: bool, at_end: bool) -> list[TokenPath]:
+    """Return the main path of a rollout and its branches. ``at_end`` there is only the former, with its last sampled token."""
+    prompt, (tokens, end) = rollout.prompt, own_tokens(rollout.turns)
+    read = end if at_end else max(end - 1, 0)
+    main = (
+        TokenPath(torch.cat([prompt, tokens]), len(prompt) + read) if root is None else TokenPath(tokens, read, root, len(prompt))
+    )
+    paths, rows = [main], [rollout.tokens()]
+    for branch in () if at_end else rollout.branches:
+        tokens, end = own_tokens(branch.turns)
+        context = rows[branch.parent][: branch.start]
+        rows.append(torch.cat([context, tokens]))
+        read = max(end - 1, 0)
+        flat = TokenPath(rows[-1], len(context) + read)
+        paths.append(TokenPath(tokens, read, paths[branch.parent], branch.start) if share else flat)
+    return paths
+
+
+def own_tokens(turns: Sequence[Turn]) -> tuple[Tensor, int]:
+    """Return the tokens of some turns, and how many of them there are up to the last one that was sampled."""
+    lengths = list(accumulate(len(turn.tokens) for turn in turns))
+    return concatenate([turn.tokens for turn in turns], torch.int64), max(
+        (end for end, turn in zip(lengths, turns, strict=True) if turn.sampled and len(turn.tokens)), default=0
+    )
+
+
+def concatenate(columns: Sequence[Tensor], dtype: torch.dtype) -> Tensor:  # [L]
+    return torch.cat(list(columns)) if columns else torch.zeros(0, dtype=dtype)
