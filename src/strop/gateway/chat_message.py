@@ -26,8 +26,9 @@ def _read_message(message: Any, where: str) -> Message:
         raise BadRequest(f"{where} must have a role and a content", where)
     calls = message.get("tool_calls") or []
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    role = str(message["role"])
     return Message(
-        ROLES.get(message["role"], message["role"]),
+        ROLES.get(role, role),
         "" if message.get("content") is None and calls else read_content(message.get("content"), where),
         tool_calls=tuple(_read_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)),
         reasoning=reasoning if isinstance(reasoning, str) else "",

@@ -86,7 +86,8 @@ class RequestReader:
             asked = 16  # OpenAI's default
         limit = room if asked is None else min(_number(asked, "max_tokens", int, lowest=1), room)
         options = body.get("stream_options") or {}
-        texts = body.get("prompt") if isinstance(body.get("prompt"), list) else [body.get("prompt")]
+        given = body.get("prompt")
+        texts = [text for text in (given if isinstance(given, list) else [given]) if isinstance(text, str)]
         return CompletionRequest(
             prompts=prompts,
             sampling=self._make_sampling(body, limit, stop),
@@ -98,7 +99,7 @@ class RequestReader:
             logprobs=body.get("logprobs") is not None and body["logprobs"] is not False,  # 0 asks for them too
             is_chat=is_chat,
             messages=messages,
-            texts=() if is_chat or not isinstance(texts[0], str) else tuple(texts),
+            texts=() if is_chat else tuple(texts),
             tools=tools,
             parallel_calls=_read(body, "parallel_tool_calls", bool, True),
             sampling_parameters=tuple(name for name in SAMPLING_PARAMETERS if body.get(name) is not None),

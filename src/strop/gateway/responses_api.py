@@ -197,7 +197,7 @@ def _item_events(item: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[
         return
     for number, part in enumerate(item["content"]):
         where, kind = {**place, "content_index": number}, f"response.{part['type']}"
-        more = {"logprobs": []} if part["type"] == "output_text" else {}
+        more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
         yield {"type": "response.content_part.added", **where, "part": {**part, "text": ""}}
         yield {"type": f"{kind}.delta", **where, "delta": part["text"], **more}
         yield {"type": f"{kind}.done", **where, "text": part["text"], **more}
