@@ -138,8 +138,8 @@ class ChatTemplate:
                 return style
         return None
 
-    def write_call(self, call: ToolCall) -> str | None:
-        """Return a call as the template writes it in a turn; None if it writes none."""
+    def write_call(self, call: ToolCall) -> tuple[str, str] | None:
+        """Return a call as the template writes it in a turn, and the token that ends the turn; None if it writes no calls."""
         if self.call_style is None:
             return None
         opened = self._render([user("?")], open_turn=True)
@@ -148,7 +148,7 @@ class ChatTemplate:
         tag = rendered.rfind("<", 0, common)  # tokens that begin alike
         text = rendered[common if ">" in rendered[tag:common] or tag < 0 else tag :].rstrip()
         end = max((token for token in self._special_tokens if text.endswith(token)), key=len, default="")
-        return text.removesuffix(end)
+        return text.removesuffix(end), end
 
     def _after_calls(self, calls: Sequence[ToolCall], messages: Messages) -> str:
         """Return the rendered text from the end of a turn with these calls to the start of the next one."""
@@ -172,9 +172,9 @@ class ChatTemplate:
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
         return frozenset({*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""})
 
-    def encode_conversation(self, messages: Messages, *, trailing: bool = True) -> list[int]:
-        """Encode a complete conversation, for a reward model. Without ``trailing``, the template's trailing white space is left out."""
-        text = _join_messages(messages) if self.joins_plain_text else self._render(messages, open_turn=False)
+    def encode_conversation(self, messages: Messages, *, trailing: bool = True, tools: Tools = ()) -> list[int]:
+        """Encode a complete conversation, such as for a reward model. Without ``trailing``, the template's trailing white space is left out."""
+        text = _join_messages(messages) if self.joins_plain_text else self._render(messages, open_turn=False, tools=tools)
         return self._encode(text if trailing else text.rstrip())
 
     def encode_spans(self, messages: Messages, *, loss_from: int = 0, opened: bool = True) -> list[TokenSpan]:

@@ -57,7 +57,13 @@ class ToolTurns:
 
     def describe(self, messages: Messages) -> Messages:
         """Return the messages, with a system message that describes the tools where the chat template does not."""
-        return messages if self.template.describes_tools else with_description(messages, self.offer, self.format)
+        return messages if self.template.describes_tools else with_description(messages, self.offer, self._example())
+
+    def _example(self) -> str:
+        """Return how a call is written: as the chat template writes those of earlier turns, else as the format does."""
+        name = self.offer.schemas[0]["function"]["name"] if self.offer.schemas else "NAME"
+        written = self.template.write_call(ToolCall(name, {"ARGUMENT": "VALUE"}, id="call00000"))
+        return self.format.example(name) if written is None else written[0].strip()
 
     def encode_prompt(self, messages: Messages) -> list[int]:
         return self.template.encode_prompt(messages, self.offer.schemas if self.template.describes_tools else ())
@@ -77,8 +83,7 @@ class ToolTurns:
         if self.template.tokenizer.decode(context[-16:]).rstrip().endswith(THINK_OPEN):
             text = THINK_OPEN + text
         reply = self.format.parse(text, self.offer.schemas)
-        calls = (replace(call, id=f"c{number:04d}{index:04d}") for index, call in enumerate(reply.calls))
-        return replace(reply, calls=tuple(calls))
+        return replace(reply, calls=tuple(_identify(call, number, index) for index, call in enumerate(reply.calls)))
 
     def encode_results(self, messages: Messages, turn: Turn, reply: ParsedReply) -> list[int]:
         """Encode the answers to the calls of a turn, and the start of what the policy samples next."""
@@ -96,14 +101,18 @@ class ToolTurns:
         return self.template.encode_observation(answers, sampled, calls=calls)
 
 
+def _identify(call: ToolCall, turn: int, index: int) -> ToolCall:
+    """Return the call with an id: that which the policy wrote, where its format has such, or one that follows from its place."""
+    return call if len(call.id) == 9 and call.id.isalnum() else replace(call, id=f"c{turn:04d}{index:04d}")
+
+
 def make_reply_message(reply: ParsedReply) -> Message:
     return Message("assistant", reply.content, tool_calls=reply.calls, reasoning=reply.reasoning)
 
 
-def with_description(messages: Messages, offer: ToolOffer, format: ToolCallFormat) -> Messages:
+def with_description(messages: Messages, offer: ToolOffer, example: str) -> Messages:
     """Return the messages with the tools described in the system message, which is made if there is none."""
     listed = "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in offer.schemas)
-    example = format.example(offer.schemas[0]["function"]["name"]) if offer.schemas else ""
     text = f"You may call these tools:\n{listed}\n\nA call is written exactly like this:\n{example}"
     if messages and messages[0].role == "system":
         return (replace(messages[0], content=f"{messages[0].content}\n\n{text}"), *messages[1:])

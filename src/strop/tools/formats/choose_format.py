@@ -31,10 +31,10 @@ FORMATS: Final[dict[str, ToolCallFormat]] = {
 PROBE = ToolCall("probe_tool", {"text": "two words"}, id="call00000")
 
 
-def choose_format(name: str | None, write: Callable[[ToolCall], str | None]) -> ToolCallFormat:
+def choose_format(name: str | None, write: Callable[[ToolCall], tuple[str, str] | None]) -> ToolCallFormat:
     """Return the format ``name``, or where it is None the one that reads what ``write`` writes. Raises ToolConfigError.
 
-    ``write`` renders a call with the chat template, as the policy would sample it; None: the template writes no calls.
+    ``write`` renders a call with the chat template: as the policy samples it, and the token that ends the turn. None: no calls.
     """
     if name is not None:
         if name not in FORMATS:
@@ -42,11 +42,11 @@ def choose_format(name: str | None, write: Callable[[ToolCall], str | None]) -> 
         return FORMATS[name]
     written = write(PROBE)
     if written is not None:
-        for each in FORMATS.values():
-            found = each.parse(written)
-            if [(call.name, dict(call.arguments)) for call in found.calls] == [(PROBE.name, PROBE.arguments)]:
-                return each
-    what = "writes no calls of tools" if written is None else f"writes calls in a form that is not known: {written!r:.200}"
+        for text in (written[0], "".join(written)):  # some templates forget what ends a single call
+            for each in FORMATS.values():
+                if [(call.name, dict(call.arguments)) for call in each.parse(text).calls] == [(PROBE.name, PROBE.arguments)]:
+                    return each
+    what = "writes no calls of tools" if written is None else f"writes calls in a form that is not known: {written[0]!r:.200}"
     raise ToolConfigError(
         f"the environment has tools, but the chat template {what}; set policy.tokenizer.tool_call_format to the form in which the model "
         f"is to write them ({', '.join(FORMATS)}), or policy.tokenizer.chat_template to a template with tools"
