@@ -29,6 +29,7 @@ from strop.types import Ending, Message, Messages, Rollout, Turn
 
 log = logging.getLogger(__name__)
 
+CHANNEL = "<|channel|>"  # of GPT-OSS
 LENGTH_KEY = "policy.max_total_sequence_length"
 COUNTED = ("requests", "retries", "rewritten", "unmatched", "normalized", "overridden", "refused", "malformed_calls")
 _said: set[str] = set()  # warnings, each once
@@ -185,17 +186,17 @@ class AgentSession:
         text = cut_at_stop(turn.text, asked.stop)
         if not asked.is_chat:
             return ParsedReply(text)
-        reasoning, content = split_reasoning(text)
-        if reasoning:
-            content = content.lstrip("\n")
-        if not asked.tools:
-            return ParsedReply(content, reasoning)
-        reply = self.offer_tools(asked.tools).parse(turn, len(self.exchanges), context)
-        self._counts["malformed_calls"] += len(reply.malformed)
-        if not reply.calls:  # as it was written, also where a call could not be read
-            return replace(reply, content=content)
-        calls = reply.calls if asked.parallel_calls else reply.calls[:1]
-        return replace(reply, content=cut_at_stop(reply.content, asked.stop), calls=calls)
+        in_channels = CHANNEL in self.template.decode_turn(turn.tokens.tolist())  # content is in one of them
+        if asked.tools or in_channels:
+            reply = self.offer_tools(asked.tools).parse(turn, len(self.exchanges), context)
+            self._counts["malformed_calls"] += len(reply.malformed)
+            if asked.tools and reply.calls:
+                calls = reply.calls if asked.parallel_calls else reply.calls[:1]
+                return replace(reply, content=cut_at_stop(reply.content, asked.stop), calls=calls)
+            if in_channels and not reply.calls and not reply.malformed:
+                return reply
+        reasoning, content = split_reasoning(text)  # as it was written, also where a call could not be read
+        return ParsedReply(content.lstrip("\n") if reasoning else content, reasoning)
 
     def _record(
         self,
