@@ -6,16 +6,21 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from loop.fakes import FakeGenerator
 from loop.tiny import tiny_tokenizer
 from strop.base_config import validate_section
 from strop.environments.agents.external_agent import ExternalAgent
 from strop.environments.base import PromptedTask
+from strop.gateway.agent_session import AgentSession
 from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Completion
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_episode
+from strop.rollouts.tool_turns import ToolTurns
 from strop.sampling import Sampling
+from strop.tools.toolbox import ToolOffer
 from strop.types import Rollout, Turn, user
 
 TOOL_CHATML = (
@@ -82,6 +87,19 @@ async def play_async(
 def play(agent: Callable[..., Any] | None, generator: Any = None, **options: Any) -> Rollout:
     """Run an episode."""
     return asyncio.run(play_async(agent, generator, **options))
+
+
+def make_session(generator: Any, **limits: int) -> AgentSession:
+    """Return a session without a server."""
+    return AgentSession(
+        rollout=Rollout(task=TASK, sample=0, seed=SEED, messages=(), prompt=torch.zeros(0, dtype=torch.int64)),
+        generator=generator,
+        template=TEMPLATE,
+        sampling=Sampling(max_new_tokens=16),
+        config=validate_section(GatewayConfig, {}),
+        offer_tools=lambda tools: ToolTurns.make(ToolOffer(tuple(tools)), TEMPLATE, None),
+        **{"max_turns": 1000, "max_length": 4000, **limits},
+    )
 
 
 def check_tree(rollout: Rollout, sampled: Sequence[tuple[list[int], Completion]]) -> None:

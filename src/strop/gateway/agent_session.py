@@ -31,7 +31,17 @@ log = logging.getLogger(__name__)
 
 CHANNEL = "<|channel|>"  # of GPT-OSS
 LENGTH_KEY = "policy.max_total_sequence_length"
-COUNTED = ("requests", "retries", "rewritten", "unmatched", "normalized", "overridden", "refused", "malformed_calls")
+COUNTED = (
+    "requests",
+    "retries",
+    "rewritten",
+    "unmatched",
+    "normalized",
+    "overridden",
+    "unenforced",
+    "refused",
+    "malformed_calls",
+)
 _said: set[str] = set()  # warnings, each once
 
 
@@ -148,6 +158,7 @@ class AgentSession:
             self._counts["rewritten"] += encoded.rewritten
             self._counts["normalized"] += encoded.normalized
             self._counts["unmatched"] += not (encoded.known or known or not self.exchanges)
+        self._counts["unenforced"] += asked.must_call
         overridden = asked.sampling_parameters if self.config.sampling == "run" else ()
         self._counts["overridden"] += bool(overridden)
         if overridden and "overridden" not in _said:

@@ -25,6 +25,8 @@ def _read_message(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BadRequest(f"{where} must have a role and a content", where)
     calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise BadRequest(f"{where}.tool_calls must be a list of calls", where)
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     role = str(message["role"])
     return Message(

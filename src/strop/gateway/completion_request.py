@@ -45,6 +45,7 @@ class CompletionRequest:
     texts: tuple[str, ...] = ()  # of completions whose prompts are texts
     tools: Sequence[Mapping[str, Any]] = ()  # that the policy may call
     parallel_calls: bool = True  # more than one in a turn
+    must_call: bool = False  # at least one, or a certain one
     sampling_parameters: tuple[str, ...] = ()  # those that the request sets
 
 
@@ -102,6 +103,7 @@ class RequestReader:
             texts=() if is_chat else tuple(texts),
             tools=tools,
             parallel_calls=_read(body, "parallel_tool_calls", bool, True),
+            must_call=bool(tools) and body.get("tool_choice") not in (None, "auto", "none"),
             sampling_parameters=tuple(name for name in SAMPLING_PARAMETERS if body.get(name) is not None),
         )
 
@@ -162,7 +164,10 @@ class RequestReader:
 
     def _encode_prompt(self, prompt: Any, encode: EncodeText) -> Sequence[int]:
         if isinstance(prompt, str):
-            return encode(prompt)
+            try:
+                return encode(prompt)
+            except (TypeError, ValueError) as error:  # a lone surrogate
+                raise BadRequest(f"the prompt cannot be read by the tokenizer: {error}", "prompt") from error
         if isinstance(prompt, list) and all(
             isinstance(token, int) and 0 <= token < len(self.template.tokenizer) for token in prompt
         ):

@@ -25,11 +25,13 @@ def make_chat_body(body: Any, conversations: Conversations) -> dict[str, Any]:
         if body.get(name) not in neutral:
             raise BadRequest(f"{name} is not supported", name)
     form = (body.get("text") or {}).get("format") if isinstance(body.get("text"), Mapping) else None
-    instructions = body.get("instructions")
+    instructions, tools = body.get("instructions"), body.get("tools") or []
+    if not isinstance(tools, list):
+        raise BadRequest("tools must be a list of functions", "tools")
     begin = [{"role": "system", "content": instructions}] if instructions else []
     chat = {name: body[name] for name in SAME_NAME if body.get(name) is not None}
     chat["messages"] = [*begin, *_continue(body, conversations), *read_items(body.get("input"))]
-    chat["tools"] = [_read_tool(tool, index) for index, tool in enumerate(body.get("tools") or [])]
+    chat["tools"] = [_read_tool(tool, index) for index, tool in enumerate(tools)]
     if body.get("max_output_tokens") is not None:
         chat["max_completion_tokens"] = body["max_output_tokens"]
     if form not in (None, {"type": "text"}):
@@ -43,7 +45,7 @@ def _continue(body: Mapping[str, Any], conversations: Conversations) -> Sequence
     earlier = body.get("previous_response_id")
     if earlier is None:
         return ()
-    if earlier not in conversations:
+    if not isinstance(earlier, str) or earlier not in conversations:
         raise BadRequest(
             f"the response {earlier!r} does not exist in this episode",
             "previous_response_id",
@@ -75,6 +77,8 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
             messages.append({"role": item.get("role"), "content": content})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
+        if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+            raise BadRequest(f"{where}.content must be a list of texts", where)
         _open_reply(messages)["reasoning_content"] = "\n".join(str(part.get("text", "")) for part in parts)
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}

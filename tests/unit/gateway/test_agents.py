@@ -85,6 +85,7 @@ def test_an_agent_of_smolagents_is_stored_as_it_was_sampled() -> None:
     check_tree(rollout, generator.sampled)
     assert len(rollout.policy_turns) == 2  # it writes its history in its own way: a branch, counted
     assert rollout.metrics["gateway/rewritten"] == len(rollout.branches) == 1
+    assert rollout.metrics["gateway/unenforced"] == 2  # it asks for tool_choice: required
 
 
 CURL = """

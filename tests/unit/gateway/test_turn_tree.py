@@ -12,13 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loop.fakes import FakeGenerator
-from strop.base_config import validate_section
-from strop.gateway.agent_session import AgentSession
-from strop.gateway.gateway_config import GatewayConfig
 from strop.gateway.turn_tree import count_common
-from strop.sampling import Sampling
 from strop.types import Rollout
-from support.agents import END, SEED, TASK, TEMPLATE, TOKENIZER, Recorder, check_tree, ids, list_contexts
+from support.agents import END, TOKENIZER, Recorder, check_tree, ids, list_contexts, make_session
 
 WORDS = ("the", "in", "12", " ", "a", "34")
 
@@ -44,17 +40,7 @@ class Babbler(Recorder):
 def converse(draw: random.Random, requests: int) -> tuple[Rollout, Recorder]:
     """Make requests that continue, repeat, edit or cut earlier conversations at random places."""
     generator = Babbler(draw.randrange(1000))
-    rollout = Rollout(task=TASK, sample=0, seed=SEED, messages=(), prompt=torch.zeros(0, dtype=torch.int64))
-    session = AgentSession(
-        rollout=rollout,
-        generator=generator,
-        template=TEMPLATE,
-        sampling=Sampling(max_new_tokens=16),
-        config=validate_section(GatewayConfig, {}),
-        offer_tools=lambda tools: pytest.fail("no tools are asked for"),
-        max_turns=1000,
-        max_length=4000,
-    )
+    session = make_session(generator)
 
     async def run() -> None:
         known: list[list[dict[str, Any]]] = [[]]
