@@ -93,6 +93,7 @@ class Ending(StrEnum):
     LENGTH = "length"  # a turn reached the maximum number of new tokens
     CONTEXT = "context"  # the conversation no longer fits the maximum sequence length
     TURNS = "turns"  # the maximum number of turns was reached
+    TOOL_CALLS = "tool_calls"  # the maximum number of tool calls was reached
     ERROR = "error"  # the environment or the engine raised an exception
 
 
@@ -169,6 +170,7 @@ class Rollout:
     step_rewards: tuple[StepReward, ...] = ()  # the parts of ``reward`` that belong to steps, in order
     rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # of the environment's own; it sets them during the episode
+    output: str = ""  # what an agent printed or returned
     error: str | None = None
 
     @property

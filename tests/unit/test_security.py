@@ -66,6 +66,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "web.TCPSite": {
         "build/jobs/serve_model.py": "strop serve: loopback unless --host is given",
         "sandbox/sandbox_server.py": "strop sandbox serve: loopback unless --host is given, always with a key",
+        "gateway/gateway.py": "for agents: loopback unless gateway.host is set, and a key for each episode",
     },
 }
 

@@ -12,6 +12,7 @@ from strop.environments.base import Environment, EnvironmentConfigError, import_
 from strop.user_code import suggest_names
 
 ENVIRONMENTS = {
+    "agent": "strop.environments.agents.external_agent:ExternalAgent",
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
     "math": "strop.environments.math:MathEnvironment",
     "math_multi_reward": "strop.environments.math_multi_reward:MathMultiReward",

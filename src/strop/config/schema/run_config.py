@@ -31,6 +31,7 @@ from strop.config.schema.recorded_config import (
 from strop.data.data_config import DataConfig, DataEntryConfig, EvalDataConfig
 from strop.distributed.cluster_config import ClusterConfig
 from strop.environments.environment_config import EnvironmentConfig
+from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
 from strop.monitoring.logger_config import LoggerConfig
@@ -89,6 +90,7 @@ class RolloutRunConfig(TrainingRunConfig):
 
     env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
     sandbox: SandboxConfig = subsection(SandboxConfig)
+    gateway: GatewayConfig = subsection(GatewayConfig)
 
     @property
     def rollout_training(self) -> RolloutTrainingConfig:
@@ -178,6 +180,7 @@ class EvalRunConfig(BaseConfig):
     data: EvalDataConfig = subsection(EvalDataConfig)
     env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
     sandbox: SandboxConfig = subsection(SandboxConfig)
+    gateway: GatewayConfig = subsection(GatewayConfig)
     cluster: EvalClusterConfig = subsection(EvalClusterConfig)
 
 
