@@ -12,6 +12,7 @@ from strop.build.algorithm.run_algorithm import count_steps_per_batch
 from strop.build.backend import make_backend
 from strop.build.cluster.ray_backend import make_remote_environments
 from strop.build.engines import GeneratorSpec
+from strop.build.hacking_monitoring import make_hacking_monitor
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_health, make_saver
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
@@ -114,6 +115,7 @@ async def build_rollout_run(
         early_stop=make_early_stop(config),
         mismatch=MismatchGuard(config.policy.generation.mismatch),
         health=make_health(config, find_at_start(config, options, train_source)),
+        monitor=make_hacking_monitor(config),
         checkpoints=make_saver(config, checkpoints),
     )
     return resume_run(run, state), generator

@@ -33,6 +33,7 @@ from strop.distributed.cluster_config import ClusterConfig
 from strop.environments.environment_config import EnvironmentConfig
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
+from strop.monitoring.hacking.monitor_config import MonitorConfig
 from strop.monitoring.logger_config import LoggerConfig
 from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
@@ -87,6 +88,7 @@ class RolloutRunConfig(TrainingRunConfig):
     """A run that samples its training data."""
 
     env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
+    monitor: MonitorConfig = subsection(MonitorConfig)
 
     @property
     def rollout_training(self) -> RolloutTrainingConfig:
