@@ -60,7 +60,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "check": {
         "doctor": Command(doctor, "say whether a run is alive, and what went wrong"),
-        "env": Command(env, "check the environments of a configuration without a model: strop env check"),
+        "env": Command(env, "check tasks and rewards without a model: strop env check"),
         "cluster": Command(cluster, "check the nodes before a run: strop cluster check"),
     },
 }

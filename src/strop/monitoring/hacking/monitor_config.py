@@ -8,9 +8,19 @@ from typing import ClassVar
 from pydantic import Field
 
 from strop.base_config import BaseConfig
-from strop.monitoring.hacking.hacking_monitor import DETECTORS
 from strop.problems import Problem
 from strop.user_code import suggest_names
+
+DETECTORS = (  # of ``hacking_monitor``, without importing them to read a configuration
+    "length",
+    "format",
+    "repetition",
+    "duplicate_answers",
+    "templates",
+    "diversity",
+    "second_grader",
+    "judges",
+)
 
 
 class MonitorConfig(BaseConfig):
@@ -19,20 +29,22 @@ class MonitorConfig(BaseConfig):
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     enabled: bool = Field(True, description="Watch the rollouts for reward hacking, and log monitor/*.")
-    detectors: tuple[str, ...] | None = Field(
+    detectors: list[str] | None = Field(
         None, description=f"Detectors to apply, of {', '.join(DETECTORS)}; null is all that have what they need."
     )
     false_alarm_rate: float = Field(
         0.01, gt=0, lt=1, description="Largest probability that any detector warns of an honest run, however long it is."
     )
-    stop_on: tuple[str, ...] = Field((), description="Detectors whose warning ends the run, with exit code 1.")
+    stop_on: list[str] = Field(default_factory=list, description="Detectors whose warning ends the run, with exit code 1.")
     second_grader: str | None = Field(
         None,
         description="A grader that is never trained on: file.py:function of (task, rollout), from 0 to 1, or a verifier of the "
         "environment math, such as math_verify.",
     )
-    judges: tuple[str, ...] = Field(
-        (), max_length=2, description="Two graders, likewise, whose difference is watched; a single one is asked twice."
+    judges: list[str] = Field(
+        default_factory=list,
+        max_length=2,
+        description="Two graders, likewise, whose difference is watched; a single one is asked twice.",
     )
     graded_samples: int = Field(8, ge=1, description="Rollouts of a step that the graders see (rollouts).")
 
