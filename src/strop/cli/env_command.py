@@ -75,12 +75,22 @@ def _count(text: str) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from strop.build.env_check.checked_environments import CHECKED_RUNS, find_kind
-    from strop.config import load_config
+    from strop.config import EvalRunConfig, RolloutRunConfig, load_config
+    from strop.config.load.load import load_any_kind
+    from strop.config.source.yaml_source import read_config_file
     from strop.data.sources.records import DataError
     from strop.environments.base import EnvironmentConfigError
 
-    loaded: Any = load_config(options.config, options.overrides, root=CHECKED_RUNS[find_kind(options.config)])
+    if "eval" in read_config_file(options.config).values:
+        loaded: Any = load_config(options.config, options.overrides, root=EvalRunConfig)
+    else:
+        loaded = load_any_kind(options.config, options.overrides)
+    if not isinstance(loaded.config, RolloutRunConfig | EvalRunConfig):
+        print(
+            f"error: {options.config} is a run on recorded data (strop {loaded.config.section}), which has no environments",
+            file=sys.stderr,
+        )
+        return USAGE_ERROR
     print_warnings(loaded)
     from strop.build.env_check.check_report import format_reports
     from strop.build.env_check.environment_check import EnvironmentCheckOptions, check_environments

@@ -28,6 +28,7 @@ async def start(run: TrainingRun) -> None:
     await run.weights.publish(run.step)
     check_stop_request(run)
     run.health.start(run.tracker)
+    run.monitor.check_stop()  # a run that was stopped for its alarm is not continued
     if run.options.val_at_start and run.step == 0 and run.evaluator is not None and run.ending is None:
         run.tracker.log(0, await run.evaluator.evaluate(run.step, run.tracker))
         check_stop_request(run)

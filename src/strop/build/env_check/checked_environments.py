@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, overload
 
 from strop.build.tasks import make_mixture
@@ -83,11 +82,3 @@ def _make_parts(config: CheckedConfig) -> tuple[tuple[Component, ...], tuple[Com
     entries = data.validation_entries
     train: Mixture = make_mixture(data.train, config.env, "train", seed=seed)
     return train.components, make_mixture(entries, config.env, "validation", seed=seed).components if entries else ()
-
-
-def find_kind(file: Path) -> str:
-    """Return the kind of run that a configuration file is of, by the sections it has; ``grpo`` where none says so."""
-    from strop.config.source.yaml_source import read_config_file
-
-    sections = read_config_file(file).values
-    return next((kind for kind in ("eval", "ppo", "distillation") if kind in sections), "grpo")

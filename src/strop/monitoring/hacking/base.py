@@ -42,7 +42,7 @@ class HackingDetector(ABC):
         return self.bound if self.margin is None or first is None else min(max(self.bound, first + self.margin), 0.98)
 
     def confirms(self, step: WatchedStep, first: float | None) -> bool:
-        """Whether the step agrees with an alarm. It can only prevent alarms."""
+        """Whether the step agrees with an alarm, which it can only prevent. ``first``: the mean of ``level`` in the very first steps."""
         return True
 
 

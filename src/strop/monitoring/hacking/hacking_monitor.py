@@ -40,7 +40,7 @@ DETECTORS: Mapping[str, type[HackingDetector]] = {
         JudgesDetector,
     )
 }
-CALIBRATION = 8  # first steps, from which a run's own level is taken
+CALIBRATION, START = 8, 3  # first steps, from which a run's own level is taken; those that growth is measured from
 HELP = "docs/reward_hacking.md"
 
 Grader = Callable[[Task, Rollout], Any]  # a number or a bool in [0, 1], or an awaitable of one
@@ -142,8 +142,9 @@ class HackingMonitor:
         if reading is None:
             return {}
         value, bound = mean(reading.values), detector.choose_bound(first)
+        start = None if first is None else mean(state.levels[:START])
         evidence = state.process.update(reading.values, bound)
-        if state.alarm is None and evidence >= len(self.detectors) / self.false_alarm_rate and detector.confirms(step, first):
+        if state.alarm is None and evidence >= len(self.detectors) / self.false_alarm_rate and detector.confirms(step, start):
             state.alarm = f"{detector.meaning.format(value=value, bound=bound)} at step {step.step}"
             tracker.note(self._describe(detector.name, state.alarm, reading))
         name = f"monitor/{detector.name}"

@@ -6,17 +6,21 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+from strop.base_config import validate_section
+from strop.monitoring.hacking import monitor_config
 from strop.monitoring.hacking.e_process import EProcess
 from strop.monitoring.hacking.hacking_monitor import DETECTORS, Grader, HackingMonitor, RewardHacked
 from strop.monitoring.trackers.base import NullTracker
 from strop.types import Group, Rollout, Task
 from support.simulated_policies import HACKS, HONEST, Policy, hacks_length, learns, needs_length, needs_length_badly, sample_step
 
+PAGE = Path(__file__).parents[4] / "docs" / "reward_hacking.md"
 STEPS = 60
 OF_TEXTS = tuple(name for name in DETECTORS if name not in ("second_grader", "judges"))
 
@@ -198,3 +202,22 @@ def test_a_change_late_in_a_run_is_found() -> None:
     for _ in range(500):
         process.update([float(random.random() < 0.2)], 0.3)
     assert max(process.update([float(random.random() < 0.9)], 0.3) for _ in range(60)) >= 1000
+
+
+def test_the_page_has_every_detector_and_the_section_names_them_all() -> None:
+    headings = [line.removeprefix("### ") for line in PAGE.read_text().splitlines() if line.startswith("### ")]
+    assert headings == list(DETECTORS) == list(monitor_config.DETECTORS)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"detectors": ["lenght"]}, "there is no detector 'lenght'; did you mean 'length'?"),
+        ({"stop_on": ["second_grader"]}, "names 'second_grader', which is not applied: it needs monitor.second_grader"),
+        ({"stop_on": ["length"], "enabled": False}, "names 'length', which is not applied: monitor.detectors or monitor.enabled"),
+        ({"detectors": ["judges"]}, "names 'judges', which needs monitor.judges"),
+    ],
+)
+def test_detectors_that_cannot_be_applied_are_errors(values: dict[str, Any], said: str) -> None:
+    problems = list(validate_section(monitor_config.MonitorConfig, values).errors("monitor"))
+    assert len(problems) == 1 and said in problems[0].message
