@@ -20,7 +20,7 @@ import torch
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.build.algorithm.run_algorithm import make_rollout_algorithm
-from strop.cli import plot_command, rollouts_command, translate_command
+from strop.cli import env_command, plot_command, rollouts_command, translate_command
 from strop.cli.eval_command import is_model_name, make_eval_parser
 from strop.cli.export_command import make_export_parser
 from strop.cli.serve_command import make_serve_parser
@@ -202,6 +202,10 @@ def test_commands_name_configurations_that_load(
         return
     if words[0] == "python" and words[1] not in SCRIPTS:
         assert (ROOT / words[1]).is_file()
+        return
+    if words[1:3] == ["env", "check"]:
+        options = env_command.make_env_parser().parse_intermixed_args(words[2:])
+        load_any_kind(options.config, options.overrides)
         return
     if words[1:3] == ["cluster", "check"]:
         named = words[3] == "--config"

@@ -14,6 +14,7 @@ from strop.distributed.base import ActorDied
 from strop.environments.base import EnvironmentConfigError
 from strop.models.loading import ModelNotFound
 from strop.monitoring.console.message_style import configure_messages, reader_is_gone
+from strop.monitoring.hacking.hacking_monitor import RewardHacked
 from strop.safety.exits import RunExited, run_coroutine
 from strop.safety.printable import make_printable
 from strop.storage.storage_error import StorageError
@@ -38,6 +39,7 @@ USER_ERRORS = (
     TooFewTasks,
     MismatchTooLarge,
     TooManySkipped,
+    RewardHacked,
     VerificationFailed,
     EngineDied,
     TransportError,

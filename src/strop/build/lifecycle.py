@@ -14,8 +14,10 @@ from strop.base_config import redact_secrets, to_tree
 from strop.checkpointing.background import BackgroundCheckpointer
 from strop.checkpointing.base import Checkpointer
 from strop.checkpointing.folders import FolderCheckpointer
-from strop.config import TrainingRunConfig, dump_config
+from strop.config import RolloutRunConfig, TrainingRunConfig, dump_config
+from strop.environments.scoring.held_out_grader import import_grader
 from strop.monitoring.console.console import open_console
+from strop.monitoring.hacking.hacking_monitor import DETECTORS, HackingMonitor
 from strop.monitoring.trackers.base import CompositeTracker, Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE, JsonlTracker, read_metrics
 from strop.monitoring.watchdog.watchdog import Watchdog, WatchdogTimeout, schedule_exit
@@ -102,6 +104,24 @@ def make_health(config: TrainingRunConfig, at_start: Iterable[HealthFinding]) ->
     monitor = HealthMonitor(section=config.section, max_skipped_steps=limit, at_start=tuple(at_start))
     monitor.replay(logged for step, logged in read_metrics(Path(config.logger.log_dir) / METRICS_FILE) if step > 0)
     return monitor
+
+
+def make_hacking_monitor(config: RolloutRunConfig) -> HackingMonitor:
+    """Make the monitor of reward hacking. Raises EnvironmentConfigError for a grader that cannot be imported."""
+    section = config.monitor
+    if not section.enabled:
+        return HackingMonitor()
+    judges = [import_grader(name, "monitor.judges") for name in section.judges]
+    second = section.second_grader
+    return HackingMonitor(
+        detectors=[DETECTORS[name]() for name in section.active],
+        false_alarm_rate=section.false_alarm_rate,
+        stop_on=section.stop_on,
+        second_grader=None if second is None else import_grader(second, "monitor.second_grader"),
+        judges=(judges[0], judges[-1]) if judges else None,
+        graded_samples=section.graded_samples,
+        log_dir=config.logger.log_dir,
+    )
 
 
 def seed_everything(seed: int) -> None:

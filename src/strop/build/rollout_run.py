@@ -12,7 +12,7 @@ from strop.build.algorithm.run_algorithm import count_steps_per_batch
 from strop.build.backend import make_backend
 from strop.build.cluster.ray_backend import make_remote_environments
 from strop.build.engines import GeneratorSpec
-from strop.build.lifecycle import make_checkpoints, make_early_stop, make_health, make_saver
+from strop.build.lifecycle import make_checkpoints, make_early_stop, make_hacking_monitor, make_health, make_saver
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.build.tasks import make_training_tasks, make_validation_tasks
@@ -48,6 +48,7 @@ async def build_rollout_run(
     """Build a run on rollouts and its generator, restored from the newest checkpoint if there is one."""
     training = config.rollout_training
     remote_environments = {} if cluster is None else make_remote_environments(config, cluster)
+    monitor = make_hacking_monitor(config)
     tracker.progress("reading tasks")
     train_source = make_training_tasks(config, remote_environments)
     validation_source = make_validation_tasks(config, remote_environments)
@@ -118,6 +119,7 @@ async def build_rollout_run(
         early_stop=make_early_stop(config),
         mismatch=MismatchGuard(config.policy.generation.mismatch),
         health=make_health(config, find_at_start(config, options, train_source)),
+        monitor=monitor,
         checkpoints=make_saver(config, checkpoints),
     )
     return resume_run(run, state), generator

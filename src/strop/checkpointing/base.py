@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from strop.learner.client import LearnerClient
 from strop.rollouts.stream import StreamState
@@ -20,6 +20,7 @@ class RunState:
     stream: StreamState
     logged: Mapping[str, float]  # the step's metrics, for a run that was killed after saving the step but before logging it
     early_stop: EarlyStop | None = None
+    monitor: Mapping[str, Any] | None = None  # of reward hacking; None in checkpoints of earlier versions
 
 
 class Saveable(Protocol):

@@ -19,6 +19,7 @@ from strop import __version__
 from strop.cli.cluster_command import cluster
 from strop.cli.config_command import config
 from strop.cli.doctor_command import doctor
+from strop.cli.env_command import env
 from strop.cli.eval_command import evaluate
 from strop.cli.export_command import export
 from strop.cli.init_command import init
@@ -61,6 +62,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     "check": {
         "doctor": Command(doctor, "say whether a run is alive, and what went wrong"),
         "sandbox": Command(sandbox, "check or serve what runs programs that a model wrote"),
+        "env": Command(env, "check tasks and rewards without a model: strop env check"),
         "cluster": Command(cluster, "check the nodes before a run: strop cluster check"),
     },
 }

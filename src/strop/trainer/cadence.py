@@ -28,6 +28,7 @@ async def start(run: TrainingRun) -> None:
     await run.weights.publish(run.step)
     check_stop_request(run)
     run.health.start(run.tracker)
+    run.monitor.check_stop()  # a run that was stopped for its alarm is not continued
     if run.options.val_at_start and run.step == 0 and run.evaluator is not None and run.ending is None:
         run.tracker.log(0, await run.evaluator.evaluate(run.step, run.tracker))
         check_stop_request(run)
@@ -45,12 +46,15 @@ async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, re
     progress = progress_metrics(run.last_metrics, result.metrics, groups, run.options.tasks_per_epoch)
     run.last_metrics = {**collected, **result.metrics, **metrics.to_floats(published), **progress}
     run.last_metrics = {**run.last_metrics, **run.health.check(run.last_metrics, run.tracker)}
+    run.last_metrics = {**run.last_metrics, **await run.monitor.after_step(run.step, groups, run.tracker)}
     check_ending(run, run.last_metrics)
     with run.timer.span("validation"):
         validated = await validate_if_due(run)
     run.last_metrics = {**run.last_metrics, **validated}
     check_ending(run, validated)
     with run.timer.span("checkpointing"):
+        if is_save_due(run):
+            await run.monitor.settle()  # its state has the grades of this step
         save_if_due(run, run.stream.state())
     if run.save_failed:
         run.last_metrics = {**run.last_metrics, "train/checkpoint_failed": 1.0}
@@ -58,6 +62,7 @@ async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, re
     timing = run.timer.metrics(tokens_read=len(batch.tokens), tokens_sampled=None if recorded else sampled)
     run.tracker.log(run.step, {**run.last_metrics, **timing})
     run.health.check_skipped()
+    run.monitor.check_stop()
 
 
 async def finish_without_tasks(run: TrainingRun, left_over_groups: int) -> None:
@@ -122,12 +127,12 @@ def save_if_due(run: TrainingRun, stream: StreamState) -> None:
     If the file system refuses it, training goes on, and the next step tries again. Raises StorageError if the run ends, or trains on ranks
     in other processes.
     """
-    period = run.options.save_period
-    due = bool(period) and (run.step % period == 0 or run.save_failed or run.ending is not None)
-    if run.checkpoints is None or not due:
+    if run.checkpoints is None or not is_save_due(run):
         return
     run.tracker.progress("saving a checkpoint")
-    state = RunState(step=run.step, stream=stream, logged=run.last_metrics, early_stop=run.early_stop)
+    state = RunState(
+        step=run.step, stream=stream, logged=run.last_metrics, early_stop=run.early_stop, monitor=run.monitor.state()
+    )
     try:
         path = run.checkpoints.save(state, run.learners)
     except StorageError as error:
@@ -140,6 +145,12 @@ def save_if_due(run: TrainingRun, stream: StreamState) -> None:
         path = run.checkpoints.save(state, run.learners)  # the error may be of an earlier save, in the background
     run.saved_step, run.save_failed = run.step, False
     run.tracker.note(f"checkpoint: {path}" if path.exists() else f"checkpoint, written in the background: {path}")
+
+
+def is_save_due(run: TrainingRun) -> bool:
+    period = run.options.save_period
+    due = bool(period) and (run.step % period == 0 or run.save_failed or run.ending is not None)
+    return due and run.checkpoints is not None
 
 
 def check_ending(run: TrainingRun, logged: Mapping[str, float]) -> None:

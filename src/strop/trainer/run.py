@@ -9,6 +9,7 @@ from typing import Literal
 from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Checkpointer
 from strop.learner.client import LearnerClient
+from strop.monitoring.hacking.hacking_monitor import HackingMonitor
 from strop.monitoring.rollout_store.rollout_record import DropReason
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
@@ -78,6 +79,7 @@ class TrainingRun:
     stop_request: StopRequest = field(default_factory=StopRequest)
     mismatch: MismatchGuard = field(default_factory=MismatchGuard)
     health: HealthMonitor = field(default_factory=HealthMonitor)
+    monitor: HackingMonitor = field(default_factory=HackingMonitor)
     checkpoints: Checkpointer | None = None
     step: int = 0
     ending: RunEnding | None = None  # None: there is a further step

@@ -14,6 +14,7 @@ from loop.fakes import FakeCheckpoints, FakeLearner, Recorder, make_run
 from loop.tiny import tiny_tokenizer
 from strop.checkpointing.base import RunState
 from strop.learner.client import LearnerClient
+from strop.monitoring.hacking.hacking_monitor import HackingMonitor
 from strop.monitoring.trackers.base import NullTracker
 from strop.rollouts.stream import StreamState
 from strop.stopping import EarlyStop
@@ -137,7 +138,7 @@ def saving_run(checkpoints: FullDisk, **changes: Any) -> Any:
     run = SimpleNamespace(
         options=SimpleNamespace(save_period=5), step=5, ending=None, save_failed=False, saved_step=-1, checkpoints=checkpoints
     )
-    values = {"learners": {}, "tracker": NullTracker(), "last_metrics": {}, "early_stop": None}
+    values = {"learners": {}, "tracker": NullTracker(), "last_metrics": {}, "early_stop": None, "monitor": HackingMonitor()}
     run.__dict__.update(values | changes)
     return run
 

@@ -95,6 +95,8 @@ def resume_run(run: TrainingRun, state: RunState | None) -> TrainingRun:
     if state is not None:
         run.step, run.saved_step, run.last_metrics = state.step, state.step, state.logged
         run.early_stop = _restore_early_stop(run.early_stop, state.early_stop)
+        if state.monitor is not None:
+            run.monitor.restore(state.monitor)
     return run
 
 

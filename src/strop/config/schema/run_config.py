@@ -34,6 +34,7 @@ from strop.environments.environment_config import EnvironmentConfig
 from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
+from strop.monitoring.hacking.monitor_config import MonitorConfig
 from strop.monitoring.logger_config import LoggerConfig
 from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
@@ -91,6 +92,7 @@ class RolloutRunConfig(TrainingRunConfig):
     env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
     sandbox: SandboxConfig = subsection(SandboxConfig)
     gateway: GatewayConfig = subsection(GatewayConfig)
+    monitor: MonitorConfig = subsection(MonitorConfig)
 
     @property
     def rollout_training(self) -> RolloutTrainingConfig:

@@ -1,0 +1,1 @@
+"""``strop env check``: what is wrong with an environment, found without a model."""

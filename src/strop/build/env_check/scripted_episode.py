@@ -1,0 +1,104 @@
+"""Episodes without a model: in every turn the policy writes a text that was given."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from strop.environments.base import Environment, RewardResult
+from strop.safety.exits import contain_exits
+from strop.types import Ending, Messages, Rollout, Task, Turn, assistant, observation_turn
+from strop.user_code import describe_error
+
+CHARACTERS_PER_TOKEN = 4
+EPISODE_SECONDS = 60.0  # an episode that waits for longer has hung
+
+
+@dataclass(frozen=True)
+class PlayedEpisode:
+    """What an environment did with a text."""
+
+    rollout: Rollout
+    responses: tuple[tuple[tuple[str, str], ...] | None, ...] = ()  # role and content after each turn; None: it ended
+    result: RewardResult | None = None
+    accuracy: float = 0.0
+    seconds: float = 0.0  # of the rewards
+    error: str | None = None
+
+    @property
+    def reward(self) -> float:
+        return 0.0 if self.result is None else self.result.reward
+
+    @property
+    def ended(self) -> bool:
+        return self.rollout.ending is Ending.STOP
+
+
+def make_turn(text: str) -> Turn:
+    """Return a turn of the policy with as many tokens as a tokenizer would make of the text, roughly."""
+    length = -(-len(text) // CHARACTERS_PER_TOKEN) + 1  # and the end of the turn
+    return Turn(
+        author="policy",
+        tokens=torch.arange(length),
+        text=text,
+        logprobs=torch.zeros(length),
+        versions=torch.zeros(length, dtype=torch.int32),
+    )
+
+
+async def play(environment: Environment[Any], task: Task, text: str, *, max_turns: int, sample: int = 0) -> PlayedEpisode:
+    """Play one episode, its rewards included. An error is returned, not raised."""
+    rollout = Rollout(task=task, sample=sample, seed=sample, messages=(), prompt=torch.zeros(1, dtype=torch.int64))
+    episode = _Episode(environment, rollout, text, max_turns)
+    try:
+        with contain_exits():
+            return await asyncio.wait_for(episode.run(), EPISODE_SECONDS)
+    except TimeoutError as error:
+        message = describe_error(error) if str(error) else f"TimeoutError: the episode did not end within {EPISODE_SECONDS:g} s"
+        return PlayedEpisode(episode.rollout, tuple(episode.responses), error=message)
+    except Exception as error:
+        return PlayedEpisode(episode.rollout, tuple(episode.responses), error=describe_error(error))
+
+
+class _Episode:
+    def __init__(self, environment: Environment[Any], rollout: Rollout, text: str, max_turns: int) -> None:
+        self.environment, self.rollout, self.text, self.max_turns = environment, rollout, text, max_turns
+        self.responses: list[tuple[tuple[str, str], ...] | None] = []
+
+    async def run(self) -> PlayedEpisode:
+        environment, task = self.environment, self.rollout.task
+        played: PlayedEpisode | None = None
+        async with environment.session(task):
+            messages = tuple(await environment.first_messages(task))
+            self.rollout = replace(self.rollout, messages=messages, prompt=torch.arange(_count_tokens(messages)))
+            while self.rollout.ending is None:
+                await self._take_turn()
+            started = time.perf_counter()
+            result = await environment.score_rollout(task, self.rollout)
+            seconds = time.perf_counter() - started
+            self.rollout = replace(self.rollout, reward=result.reward, rewards=result.rewards, step_rewards=result.step_rewards)
+            accuracy = (await environment.grade(task, self.rollout)).accuracy
+            played = PlayedEpisode(self.rollout, tuple(self.responses), result, accuracy, seconds)
+        if played is None:
+            raise RuntimeError(f"{environment.title}.session swallowed an exception")
+        return played
+
+    async def _take_turn(self) -> None:
+        self.rollout = self.rollout.with_turn(make_turn(self.text), assistant(self.text))
+        answer = await self.environment.respond(self.rollout.task, self.rollout)
+        self.responses.append(None if answer is None else tuple((message.role, message.content) for message in answer))
+        if answer is None:
+            self.rollout = replace(self.rollout, ending=Ending.STOP)
+        elif len(self.rollout.policy_turns) >= self.max_turns:
+            self.rollout = replace(self.rollout, ending=Ending.TURNS)
+        else:
+            joined = "\n".join(message.content for message in answer)
+            self.rollout = self.rollout.with_turn(observation_turn(list(range(_count_tokens(answer))), joined), *answer)
+
+
+def _count_tokens(messages: Messages) -> int:
+    return 1 + sum(len(message.content) for message in messages) // CHARACTERS_PER_TOKEN

@@ -1,0 +1,213 @@
+"""Checks of tasks: are they the same when asked again, whole, distinct, split and silent about their answers?"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from strop.build.env_check.check_report import EnvironmentReport
+from strop.build.env_check.task_digests import digest_task
+from strop.environments.base import DatasetEnvironment, Environment
+from strop.types import Task
+from strop.user_code import describe_error
+
+DUPLICATES = 0.1  # share of rows above which duplicates are a fault
+OVERLAP = 0.01  # share of validation tasks above which those that training sees, too, are a fault
+MOST_COMPARED, SECONDS_TO_READ = 5000, 3.0  # tasks of each part whose texts are compared
+TOO_LONG = 0.05  # share of prompts above which those that are too long are a fault
+LEAK_RISK = 1e-4  # probability of a false alarm
+_ANNOUNCED = r"(?:answer|solution|result|hint|ground.?truth|target|label|correct|boxed|####)[\"'\s:=*({\[]{1,12}(?:is[\s:]+)?"
+
+
+@dataclass(frozen=True)
+class CheckedTask:
+    index: int
+    task: Task
+    prompt: str  # its messages as text
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether it has a reference answer; libraries write None for those that they do not know."""
+        return self.task.answer.strip() not in ("", "None")
+
+
+def read_tasks(
+    environment: Environment[Any], tasks: Sequence[Task], indices: Sequence[int], report: EnvironmentReport
+) -> list[CheckedTask]:
+    """Return the tasks that have a prompt; say what is wrong with the others."""
+    read: list[CheckedTask] = []
+    for index in indices:
+        try:
+            task = tasks[index]
+            text = format_prompt(environment, task)
+        except Exception as error:
+            report.fault("tasks_valid", f"task {index} cannot be made: {describe_error(error)}")
+            continue
+        if not text.strip():
+            report.fault("tasks_valid", f"task {index} ({task.id!r}) has an empty prompt")
+        elif not isinstance(task, Task):
+            report.fault("tasks_valid", f"task {index} is of type {type(task).__name__}, which is no strop.types.Task")
+        else:
+            read.append(CheckedTask(index, task, text))
+    return read
+
+
+def format_prompt(environment: Environment[Any], task: Task) -> str:
+    return "\n".join(message.content for message in environment.prompt(task))
+
+
+def check_same(
+    environment: Environment[Any],
+    tasks: Sequence[Task],
+    rebuild: Callable[[], Sequence[Task]],
+    read: Sequence[CheckedTask],
+    report: EnvironmentReport,
+) -> list[str]:
+    """Check that tasks are the same when asked again. Return their digests."""
+    first = [digest_task(environment, each.task) for each in read]
+    state = random.getstate()
+    try:
+        for how, again in (("asked again, in reverse order,", None), ("made by another call of tasks()", rebuild)):
+            random.seed(13)
+            asked = tasks if again is None else again()
+            second = [digest_task(environment, asked[each.index]) for each in reversed(read)][::-1]
+            say_different(read, first, second, f"{how} in this process", report)
+    finally:
+        random.setstate(state)
+    return first
+
+
+def say_different(
+    read: Sequence[CheckedTask], first: Sequence[str], second: Sequence[str], how: str, report: EnvironmentReport
+) -> None:
+    different = [each.index for each, one, other in zip(read, first, second, strict=True) if one != other]
+    if different:
+        report.fault(
+            "tasks_same",
+            f"{len(different)} of {len(read)} tasks are different when {how} (the first: task {different[0]}); draw random numbers from "
+            "mix_seed(data.seed, index), and do not depend on the time or on the order of a set",
+        )
+
+
+def read_prompts(environment: Environment[Any], tasks: Sequence[Task], report: EnvironmentReport) -> list[CheckedTask]:
+    """Return the first tasks, as many as can be made in a few seconds, to compare their texts."""
+    read: list[CheckedTask] = []
+    until = time.monotonic() + SECONDS_TO_READ
+    for index in range(min(len(tasks), MOST_COMPARED)):
+        if time.monotonic() > until:
+            break
+        try:
+            task = tasks[index]
+            read.append(CheckedTask(index, task, format_prompt(environment, task)))
+        except Exception as error:
+            report.fault("tasks_valid", f"task {index} cannot be made: {describe_error(error)}")
+            break
+    return read
+
+
+def check_distinct(environment: Environment[Any], read: Sequence[CheckedTask], report: EnvironmentReport) -> None:
+    """Check ids, duplicates and contradictions."""
+    by_id: dict[str, set[str]] = {}
+    answers: dict[str, set[str]] = {}
+    for each in read:
+        by_id.setdefault(each.task.id, set()).add(each.prompt)
+        answers.setdefault(normalize(each.prompt), set()).add(each.task.answer)
+    if shared := [name for name, prompts in by_id.items() if len(prompts) > 1 or not name]:
+        report.fault("task_ids", f"different tasks have the id {shared[0]!r}, so stored rollouts cannot be told apart")
+    if torn := [prompt for prompt, known in answers.items() if len(known) > 1]:
+        example = f"{torn[0][:80]!r}: {sorted(answers[torn[0]])[:3]}"
+        report.fault("duplicates", f"{len(torn)} prompts occur with different answers, such as {example}")
+    if repeated := len(read) - len(answers):
+        message = f"{repeated} of {len(read)} tasks have the prompt of another one"
+        fault = isinstance(environment, DatasetEnvironment) and repeated > DUPLICATES * len(read)
+        (report.fault if fault else report.note)("duplicates", message)
+
+
+def normalize(prompt: str) -> str:
+    """Return a prompt without what does not make it another one: case, white space, marks at the ends of words."""
+    return " ".join(re.sub(r"[.,;:!?\"'`]+(?=\s|$)", " ", prompt).casefold().split())
+
+
+def check_splits(train: Sequence[CheckedTask], validation: Sequence[CheckedTask], report: EnvironmentReport) -> None:
+    """Check that the tasks of validation are not those of training."""
+    known, asked = ([each.prompt for each in part] for part in (train, validation))
+    exact, near = set(known), {normalize(prompt) for prompt in known}
+    same = [prompt for prompt in asked if prompt in exact]
+    alike = [prompt for prompt in asked if prompt not in exact and normalize(prompt) in near]
+    for found, what in (
+        (same, "are training tasks, too"),
+        (alike, "differ from training tasks in case, white space or marks only"),
+    ):
+        if found:
+            message = f"{len(found)} of {len(asked)} validation tasks {what}, such as {found[0][-80:]!r}"
+            (report.fault if len(found) > OVERLAP * len(asked) else report.note)("splits", message)
+
+
+def check_leaks(read: Sequence[CheckedTask], report: EnvironmentReport) -> None:
+    """Check whether prompts say the answer: announced, or as their first or last word.
+
+    By chance they do, too ("2" in "2 + 3"), as often as they say the answers of other tasks: that share is the null of a binomial test.
+    """
+    known = [each for each in read if each.has_answer and len(each.task.answer) < 2000]
+    if len(known) < 2:
+        return
+    found = [each for each in known if _gives_away(each.prompt, each.task.answer)]
+    pairs = [(one, other) for one in known for other in known if one.task.answer != other.task.answer]
+    pairs = pairs[:: max(len(pairs) // 4000, 1)]
+    by_chance = sum(_gives_away(one.prompt, other.task.answer) for one, other in pairs)
+    rate = (by_chance + 1) / (len(pairs) + 2)
+    if len(found) >= 2 and _tail(len(found), len(known), rate) < LEAK_RISK:
+        report.fault("prompt_leak", f"{len(found)} of {len(known)} prompts state the answer, such as {found[0].prompt[-100:]!r}")
+        return
+    inside = [each for each in known if len(each.task.answer.strip()) >= 6 and _occurs(each.prompt, each.task.answer)]
+    if len(inside) >= 2 and len(inside) > len(known) / 2:
+        report.note("prompt_leak", f"the answer occurs in {len(inside)} of {len(known)} prompts; is it to be found there?")
+
+
+def _gives_away(prompt: str, answer: str) -> bool:
+    answer = answer.strip().casefold()
+    text = prompt.strip().casefold()
+    escaped = re.escape(answer)
+    return bool(
+        re.search(rf"{_ANNOUNCED}{escaped}(?!\w|[.,]\d)", text)
+        or re.search(rf"(?:^|[\s(:=]){escaped}[\s.)\]}}]*$", text)
+        or re.match(rf"{escaped}(?!\w|[.,]\d)(?=\s*\n|\s*$)", text)
+    )
+
+
+def _occurs(prompt: str, answer: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(answer.strip().casefold())}(?!\w)", prompt.casefold()) is not None
+
+
+def _tail(successes: int, trials: int, rate: float) -> float:
+    """Return the probability of at least so many successes."""
+    return sum(math.comb(trials, k) * rate**k * (1 - rate) ** (trials - k) for k in range(successes, trials + 1))
+
+
+def check_lengths(
+    read: Sequence[CheckedTask], count_tokens: Callable[[Task], int], limit: int, report: EnvironmentReport
+) -> None:
+    lengths = [(count_tokens(each.task), each.index) for each in read]
+    long = [(length, index) for length, index in lengths if length > limit]
+    if long:
+        message = (
+            f"{len(long)} of {len(read)} prompts are longer than {limit} tokens (data.max_input_seq_length, "
+            f"policy.max_total_sequence_length) and would be dropped; task {max(long)[1]} has {max(long)[0]}"
+        )
+        (report.fault if len(long) > TOO_LONG * len(read) else report.note)("prompt_length", message)
+
+
+def find_common_answer(read: Sequence[CheckedTask]) -> str | None:
+    counted = Counter(each.task.answer for each in read if each.has_answer)
+    return counted.most_common(1)[0][0] if len(counted) > 1 else None
+
+
+def spread(size: int, count: int) -> list[int]:
+    """Return at most ``count`` indices, spread evenly."""
+    return list(range(size)) if size <= count else [index * size // count for index in range(count)]
