@@ -1,7 +1,8 @@
-"""vLLM's own parsers of tool calls, on the same texts. Where the two differ, ours says what is wrong, or vLLM's sees no call.
+"""vLLM's own parsers of tool calls, on the same texts. Where the two differ, ours says what is wrong, or vLLM's sees fewer calls.
 
 vLLM's parsers serve: they take calls that are not closed, arguments that are no object and keys that stand twice, and turn all calls of a
-reply into text if one of them cannot be read. Each of its DeepSeek parsers knows one generation.
+reply into text if one of them cannot be read. Its Mistral parser reads the first list of calls alone, and each of its DeepSeek parsers
+knows one generation.
 """
 
 from __future__ import annotations
@@ -44,14 +45,22 @@ def _kind(name: str) -> tuple[Any, Any, Any]:
 def theirs(name: str, text: str) -> list[tuple[str, Any]]:
     kind, tokenizer, request = _kind(name)
     found = kind(tokenizer, request.tools).extract_tool_calls(text, request)
-    return [(call.function.name, json.loads(call.function.arguments or "null")) for call in found.tool_calls]
+    return [(call.function.name, _arguments(call.function.arguments)) for call in found.tool_calls]
+
+
+def _arguments(text: str) -> Any:
+    """Read arguments, which vLLM's DeepSeek parsers hand on as they find them."""
+    try:
+        return json.loads(text or "null")
+    except ValueError:
+        return text
 
 
 def check(name: str, text: str) -> None:
     reply = FORMATS[PARSERS[name][0]].parse(text, [SCHEMA])
     ours = [(call.name, dict(call.arguments)) for call in reply.calls]
     found = theirs(name, text)
-    assert found == ours or reply.malformed or not found, (text, found, ours)
+    assert found == ours[: len(found)] or reply.malformed, (text, found, ours)
 
 
 @pytest.mark.parametrize("name", PARSERS)
