@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from strop.tools.base import ParsedReply
+from strop.tools.base import ParsedReply, ToolConfigError
 from strop.tools.mcp_tools import McpServer
 from strop.tools.toolbox import ToolLimits, open_toolbox
 from strop.types import ToolCall
@@ -41,6 +43,22 @@ def seen() -> str:
 
 if __name__ == "__main__":
     server.run("stdio")
+"""
+
+
+HTTP = """
+    import sys, uvicorn
+
+    inner = server.streamable_http_app()
+
+    async def app(scope, receive, send):
+        if scope["type"] == "http" and (b"authorization", b"Bearer sesame") not in scope["headers"]:
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b"no"})
+            return
+        await inner(scope, receive, send)
+
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]))
 """
 
 
@@ -82,6 +100,29 @@ def test_a_server_in_a_process_sees_no_secrets_and_its_death_is_told(tmp_path: P
     told = ask(server, [("add", {"a": 1, "b": 2}), ("seen", {})], [("die", {})], [("add", {"a": 1, "b": 2})])
     assert told[:2] == ["3", "nothing!"]
     assert all("server" in each and each.startswith("Error") for each in told[2:])
+
+
+def test_a_server_at_an_address_is_asked_with_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEMO_TOKEN", "sesame")
+    file = tmp_path / "server.py"
+    file.write_text(SERVER.replace('server.run("stdio")', HTTP))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, str(file), str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        assert process.stdout is not None
+        while "running on" not in process.stdout.readline():
+            assert process.poll() is None
+        url = f"http://127.0.0.1:{port}/mcp"
+        assert ask(McpServer(url=url, token_env="DEMO_TOKEN"), [("add", {"a": 1, "b": 2})]) == ["3"]
+        with pytest.raises(ToolConfigError, match="cannot be reached"):
+            ask(McpServer(url=url), [("add", {"a": 1, "b": 2})])
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize(
