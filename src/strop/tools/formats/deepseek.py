@@ -24,13 +24,12 @@ class DeepSeekFormat:
     def parse(self, text: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
         reasoning, rest = split_reasoning(text)
         content, opened, body = rest.partition(CALLS)
+        stray = [f"{marker} without {CALLS} before it." for marker in (CALL, CALL_END, CALLS_END) if marker in content][:1]
         if not opened:
-            stray = next((marker for marker in (CALL, CALL_END, CALLS_END) if marker in rest), None)
-            malformed = () if stray is None else (f"{stray} without {CALLS} before it.",)
-            return ParsedReply(rest.strip(), reasoning, (), malformed)
+            return ParsedReply(rest.strip(), reasoning, (), tuple(stray))
         inside, closed, after = body.partition(CALLS_END)
         calls: list[ToolCall] = []
-        problems: list[str] = [] if closed else [f"{CALLS} is not closed by {CALLS_END}."]
+        problems = stray if closed else [*stray, f"{CALLS} is not closed by {CALLS_END}."]
         before, *parts = inside.split(CALL)
         if before.strip() or not parts:
             problems.append(f"{CALLS} is followed by {before.strip()!r:.60} in place of {CALL}.")

@@ -47,13 +47,13 @@ class Llama3JsonFormat:
 
 
 def _find_late_call(text: str) -> tuple[str, ...]:
-    """Return what is told of a reply that ends with a call and begins with other text: it is no call in this format, and no answer."""
+    """Return what is told of a reply with other text before a call: it is no call in this format, and no answer either."""
     late = TAG in text
     for begin in _BEGINS.finditer(text):
         try:
-            value, end = read_json(text, begin.start())
+            value, _ = read_json(text, begin.start())
             make_call(value, arguments=("parameters", "arguments"), extra=("type", "id"))
         except MalformedCall:
             continue
-        late = late or end == len(text)
+        late = True
     return ("Text stands before a call; a call is the whole reply.",) if late else ()
