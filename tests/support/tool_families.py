@@ -25,7 +25,8 @@ MISTRAL_TEMPLATE = (
     "{% else %}{{ message.content + eos_token }}{% endif %}{% elif message.role == 'tool' %}"
     "{% if message.tool_call_id is not defined or message.tool_call_id | length != 9 %}"
     "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
-    "{{ '[TOOL_RESULTS]{\"content\": ' + message.content | tojson + ', \"call_id\": ' + message.tool_call_id | tojson + '}[/TOOL_RESULTS]' }}"
+    "{{ '[TOOL_RESULTS]{\"content\": ' + message.content | tojson + ', \"call_id\": ' + message.tool_call_id | tojson }}"
+    "{{ '}[/TOOL_RESULTS]' }}"
     "{% else %}{{ raise_exception('Only user, assistant and tool roles are supported!') }}{% endif %}{% endfor %}"
 )
 

@@ -65,9 +65,11 @@ class McpServer:
         elif self.command:
             target = StdioServerParameters(command=self.command[0], args=[*self.command[1:]], env=dict(self.env), cwd=self.cwd)
         elif self.token_env is not None:
-            from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+            import httpx2
+            from mcp.client.streamable_http import streamable_http_client
 
-            http = create_mcp_http_client(headers={"Authorization": f"Bearer {os.environ[self.token_env]}"})
+            headers = {"Authorization": f"Bearer {os.environ[self.token_env]}"}
+            http = httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(30, read=300))
             async with http, Client(streamable_http_client(str(self.url), http_client=http)) as client:
                 yield client
             return

@@ -24,13 +24,12 @@ class DeepSeekFormat:
     def parse(self, text: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
         reasoning, rest = split_reasoning(text)
         content, opened, body = rest.partition(CALLS)
+        stray = [f"{marker} without {CALLS} before it." for marker in (CALL, CALL_END, CALLS_END) if marker in content][:1]
         if not opened:
-            stray = next((marker for marker in (CALL, CALL_END, CALLS_END) if marker in rest), None)
-            malformed = () if stray is None else (f"{stray} without {CALLS} before it.",)
-            return ParsedReply(rest.strip(), reasoning, (), malformed)
+            return ParsedReply(rest.strip(), reasoning, (), tuple(stray))
         inside, closed, after = body.partition(CALLS_END)
         calls: list[ToolCall] = []
-        problems: list[str] = [] if closed else [f"{CALLS} is not closed by {CALLS_END}."]
+        problems = stray if closed else [*stray, f"{CALLS} is not closed by {CALLS_END}."]
         before, *parts = inside.split(CALL)
         if before.strip() or not parts:
             problems.append(f"{CALLS} is followed by {before.strip()!r:.60} in place of {CALL}.")
@@ -39,8 +38,9 @@ class DeepSeekFormat:
                 calls.append(_read(part))
             except MalformedCall as error:
                 problems.append(f"A call after {CALL} could not be read: {error}.")
-        after = after.replace("<｜end▁of▁sentence｜>", "")
-        return ParsedReply((content + after).strip(), reasoning, tuple(calls), tuple(problems))
+        more = self.parse(after.replace("<｜end▁of▁sentence｜>", "")) if after else ParsedReply("")
+        said = (content + more.content).strip()
+        return ParsedReply(said, reasoning, (*calls, *more.calls), (*problems, *more.malformed))
 
     def example(self, name: str) -> str:
         return f'{CALLS}{CALL}{name}{SEPARATOR}{{"ARGUMENT": "VALUE"}}{CALL_END}{CALLS_END}'
