@@ -61,7 +61,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "math_verify": ("environments/",),
     "reasoning_gym": ("environments/",),
     "omegaconf": ("config/",),
-    "pydantic": ("*_config.py", "config/", "environments/registry.py", "algorithm_factory.py"),
+    "pydantic": ("*_config.py", "config/", "environments/verifiers/options.py", "algorithm_factory.py"),
 }
 
 LARGEST_FOLDER = 15  # modules, without __init__.py

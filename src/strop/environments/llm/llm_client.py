@@ -214,7 +214,7 @@ class LlmClient:
         try:
             async with self._session.post(self.endpoint.url, json=request, headers=headers, allow_redirects=False) as response:
                 return response.status, response.headers, await response.text(errors="replace")
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise _Passing(f"no answer within timeout_s ({self.endpoint.timeout_s:g} s)") from None
         except aiohttp.ClientError as error:
             raise _Passing(f"{type(error).__name__}: {self._without_key(str(error))}") from None

@@ -49,7 +49,7 @@ def test_the_key_comes_from_the_environment_and_is_in_no_message_or_log(monkeypa
     caplog.set_level(logging.DEBUG)
     with llm_server(lambda request, number: (401, {}, "bad key: sk-hidden-123")) as server:
         client = LlmClient(LlmEndpoint(base_url=server.base_url, model="m", api_key_env="JUDGE_KEY"))
-        with pytest.raises(LlmError, match="401.*redacted.*api_key_env") as caught:
+        with pytest.raises(LlmError, match=r"401.*redacted.*api_key_env") as caught:
             ask(client)
     assert server.headers[0]["Authorization"] == "Bearer sk-hidden-123" and len(server.requests) == 1
     assert "sk-hidden" not in f"{caught.value} {caplog.text} {client.endpoint}"
@@ -87,12 +87,14 @@ def test_a_server_that_stays_broken_silent_or_away_is_an_error_that_says_so():
         assert client.usage.failures == 1 and len(server.requests) == 3
     with pytest.raises(LlmError, match="gave no reply: Client"):
         ask(LlmClient(LlmEndpoint(base_url=server.base_url, model="m", max_retries=1)))
-    with llm_server(lambda request, number: "late", delay=1.0) as server:
-        with pytest.raises(LlmError, match=r"no answer within timeout_s \(0.1 s\)"):
-            ask(LlmClient(LlmEndpoint(base_url=server.base_url, model="m", max_retries=0, timeout_s=0.1)))
-    with llm_server(lambda request, number: (429, {"Retry-After": "3600"}, "tomorrow")) as server:
-        with pytest.raises(LlmError, match="asks to wait 3600 s, which is more than max_backoff_s"):
-            ask(LlmClient(LlmEndpoint(base_url=server.base_url, model="m")))
+    with llm_server(lambda request, number: "late", delay=1.0) as server, pytest.raises(LlmError, match=r"timeout_s \(0.1 s\)"):
+        ask(LlmClient(LlmEndpoint(base_url=server.base_url, model="m", max_retries=0, timeout_s=0.1)))
+    tomorrow = (429, {"Retry-After": "3600"}, "tomorrow")
+    with (
+        llm_server(lambda request, number: tomorrow) as server,
+        pytest.raises(LlmError, match="3600 s, which is more than max_backoff_s"),
+    ):
+        ask(LlmClient(LlmEndpoint(base_url=server.base_url, model="m")))
 
 
 def test_a_server_that_asks_to_wait_is_left_alone_by_everybody():
