@@ -101,7 +101,7 @@ def _translate_math_multi_reward(recipe: Recipe, key: str, options: Mapping[str,
 def _translate_reward_model(recipe: Recipe, key: str, options: Mapping[str, Any]) -> None:
     if not REWARD_MODEL_KEYS & options.keys():
         return  # Strop's own keys
-    _refuse_divided_reward_model(recipe, f"{key}.dtensor_cfg", options.get("dtensor_cfg"))
+    _divide_reward_model(recipe, key)
     for name, why in REWARD_MODEL_LAYOUT.items():
         _drop(recipe, f"{key}.{name}", why)
     if isinstance(tokenizer := options.get("tokenizer"), Mapping):
@@ -135,15 +135,17 @@ def _translate_reward_model(recipe: Recipe, key: str, options: Mapping[str, Any]
     )
 
 
-def _refuse_divided_reward_model(recipe: Recipe, key: str, sizes: Any) -> None:
-    """Refuse the first size above 1: who divides a reward model does so because one GPU does not hold it."""
+def _divide_reward_model(recipe: Recipe, key: str) -> None:
+    """Place the layers on all GPUs where a size is above 1: who divides a reward model does so because one GPU does not hold it."""
     for name in ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size"):
-        size = sizes.get(name) if isinstance(sizes, Mapping) else None
+        size = recipe.value(f"{key}.dtensor_cfg.{name}")
         if isinstance(size, int) and size > 1:
-            recipe.refuse(
-                f"{key}.{name}",
-                f"found {size}, but the reward model of an environment is whole on one device in this version",
-                "Set it to 1 if the model fits one GPU.",
+            recipe.set(f"{key}.device_map", "balanced", because=f"{key}.dtensor_cfg.{name}")
+            recipe.note(
+                f"{key}.dtensor_cfg.{name}",
+                Effect.CHANGED,
+                "layers stand on all GPUs of the process (device_map); cluster.environment_hosts=1 with "
+                "cluster.roles.environment.num_gpus gives it several of its own",
             )
             return
 
