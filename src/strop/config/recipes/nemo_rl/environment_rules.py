@@ -39,6 +39,9 @@ REWARD_MODEL_LAYOUT = {
 REWARD_MODEL_KEYS = {*REWARD_MODEL_LAYOUT, "tokenizer", "max_model_len", "reward_model_cfg", "checkpoint_path"}  # NeMo-RL's alone
 
 
+_drop = Recipe.unused_if_set  # (recipe, key, why)
+
+
 def translate_environments(recipe: Recipe) -> None:
     """Translate the options of each environment. One that no data names is not made by NeMo-RL, and need not exist."""
     written = get_at(recipe.source.values, ("env",))
@@ -156,11 +159,6 @@ TRANSLATIONS: Mapping[str, Callable[[Recipe, str, Mapping[str, Any]], None]] = {
     "math_multi_reward": _translate_math_multi_reward,
     "reward_model": _translate_reward_model,
 }
-
-
-def _drop(recipe: Recipe, key: str, why: str) -> None:
-    if recipe.is_set(key):
-        recipe.unused(key, why)
 
 
 def _refuse_value(recipe: Recipe, key: str, value: Any, known: tuple[str, ...]) -> None:
