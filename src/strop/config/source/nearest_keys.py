@@ -25,7 +25,7 @@ def suggest_keys(path: Sequence[str], root: type[BaseConfig]) -> str:
 
 def find_nearest_keys(path: Sequence[str], root: type[BaseConfig]) -> tuple[str, ...]:
     """Return dotted keys that may be meant, best first; none if no name is truly close."""
-    return _find_nearest_keys(tuple(path), root)
+    return _find_nearest_keys(tuple(path), root)  # type: ignore[arg-type]  # mypy: as if a section were hashed
 
 
 @lru_cache(maxsize=4096)  # one message asks several times
@@ -84,7 +84,7 @@ def _is_close(word: str, other: str) -> bool:
 
 def _list_candidates(root: type[BaseConfig], target: str) -> list[str]:
     """Return every key and section, except those that the target is in."""
-    return [key for key in _list_keys(root) if not f"{target}.".startswith(f"{key}.")]
+    return [key for key in _list_keys(root) if not f"{target}.".startswith(f"{key}.")]  # type: ignore[arg-type]
 
 
 @lru_cache
