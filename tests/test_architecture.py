@@ -64,7 +64,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "pydantic": (
         "*_config.py",
         "config/",
-        "environments/registry.py",
+        "environments/verifiers/options.py",
         "algorithm_factory.py",
         "tools/function_tool.py",
         "tools/tool_registry.py",

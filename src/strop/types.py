@@ -166,6 +166,7 @@ class Rollout:
     turns: tuple[Turn, ...] = ()
     branches: tuple[Branch, ...] = ()  # of an agent whose requests are not one conversation
     ending: Ending | None = None
+    version: int = 0  # the weight version of the generators when its group was started: in training, the step
     reward: float = 0.0  # the weighted sum of ``rewards``
     step_rewards: tuple[StepReward, ...] = ()  # the parts of ``reward`` that belong to steps, in order
     rewards: Mapping[str, float] = field(default_factory=dict)

@@ -17,15 +17,9 @@ from strop.cli.train_command import TRAINING
 from strop.config import GrpoRunConfig
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.stopping import RunStopped
+from support.overrides import RUN
 
 ROOT = Path(__file__).parents[2]
-RUN = [
-    "policy.model_name=m",
-    "env.arithmetic={}",
-    "data.train.env_name=arithmetic",
-    "grpo.val_period=0",
-    "checkpointing.metric_name=null",
-]
 
 
 @pytest.fixture

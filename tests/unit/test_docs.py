@@ -29,6 +29,7 @@ from strop.config.load.evaluation_keys import translate_overrides
 from strop.config.load.load import load_any_kind
 from strop.data.splitting import split_micro_batches
 from strop.environments.base import Environment
+from strop.environments.verifiers.base import Verifier
 from strop.types import Group, Rollout, Task, Turn
 from strop.user_code import import_attribute
 from support.each import each
@@ -267,7 +268,8 @@ def test_examples_run(page: Path, file: str, code: str, tmp_path: Path) -> None:
         if issubclass(found, Algorithm):
             trains_with(f"{path}:{kind}")
         else:
-            assert issubclass(found, Environment) and found().tasks  # its page's own tests run it
+            kinds = (issubclass(found, Environment) and found().tasks, issubclass(found, Verifier) and found().score)
+            assert any(kinds)  # its page's own tests run it
     if not defined:
         assert import_attribute(f"{path}:__name__")
 

@@ -23,10 +23,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
-from typing import Any, ClassVar, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 from strop.data.messages import make_prompt
 from strop.data.sources.source import DataSource
+from strop.environments.verifiers.gate import Gate, find_closed_gate, multiply_gates
+from strop.environments.verifiers.weight_schedule import WeightSchedule
 from strop.safety.exits import contain_exits
 from strop.tools.base import ParsedReply, ToolConfigError
 from strop.tools.tool_options import ToolOptions
@@ -63,6 +65,9 @@ class RewardMark:
     accuracy: bool = False
     group: bool = False  # called once for all rollouts of a task
     per_turn: bool = False  # a process reward: one for each turn of the policy
+    schedule: WeightSchedule | None = None  # the weight by step, in place of ``weight``
+    gates: tuple[Gate, ...] = ()  # all must open
+    log_weighted: bool = False  # as the metric ``weighted/NAME``, too
 
 
 @dataclass(frozen=True)
@@ -277,19 +282,26 @@ async def compute_rewards(environment: Environment[TaskT], task: TaskT, rollout:
     for name, each in environment.reward_functions.items():
         if each.mark.group:
             continue
-        returned = await _call_reward(each, task, rollout)
-        weight = environment.reward_weights.get(name, each.mark.weight)
-        if each.mark.per_turn:
+        closed = find_closed_gate(each.mark.gates, rewards)
+        if closed is not None and closed.otherwise is None:
+            continue
+        returned = await _call_reward(each, task, rollout) if closed is None else closed.otherwise
+        weight, factor = (
+            weight_of(environment, name, rollout),
+            multiply_gates(each.mark.gates, rewards) if closed is None else 1.0,
+        )
+        if each.mark.per_turn and closed is None:
             values = read_step_rewards(each, task, rollout, returned)
             for token, step in values:
-                steps[token] = steps.get(token, 0.0) + weight * step
+                steps[token] = steps.get(token, 0.0) + weight * factor * step
             returned = math.fsum(step for _, step in values)
         if (value := to_number(returned)) is None:
             raise RewardError(
                 f"{each.source} returned {describe_value(returned)} on task {task.id!r}; a reward is a finite number or a bool"
             )
-        rewards[name] = value
+        rewards[name] = value = factor * value if each.mark.gates else value
         total += weight * value
+        _log_weighted(each, name, rollout, weight * value)
     check_total(environment, task, total, rewards)
     step_rewards = tuple(StepReward(token, steps[token]) for token in sorted(steps))
     return RewardResult(total, rewards, _check_metrics(environment, task, rollout), step_rewards)
@@ -327,19 +339,12 @@ async def compute_group_rewards(environment: Environment[TaskT], task: TaskT, ro
     for name, each in environment.reward_functions.items():
         if not each.mark.group:
             continue
-        returned = await _call_reward(each, task, rollouts)
-        listed = returned.tolist() if hasattr(returned, "tolist") else returned  # of NumPy or torch
-        numbers = [to_number(value) for value in listed] if isinstance(listed, Sequence) and not isinstance(listed, str) else []
-        values = [value for value in numbers if value is not None]
-        if len(numbers) != len(rollouts) or len(values) != len(rollouts):
-            raise RewardError(
-                f"{each.source} returned {describe_value(returned)} on task {task.id!r}; the reward of a group is a list of finite "
-                f"numbers or bools, one for each of the {len(rollouts)} rollouts"
-            )
-        weight = environment.reward_weights.get(name, each.mark.weight)
+        closed = [find_closed_gate(each.mark.gates, result.rewards) for result in results]
+        asked = [rollout for rollout, gate in zip(rollouts, closed, strict=True) if gate is None]
+        values = iter(await _compare_rollouts(each, task, asked) if asked else ())
         results = [
-            replace(result, reward=result.reward + weight * value, rewards={**result.rewards, name: value})
-            for result, value in zip(results, values, strict=True)
+            _add_reward(environment, name, rollout, result, gate, next(values) if gate is None else gate.otherwise)
+            for rollout, result, gate in zip(rollouts, results, closed, strict=True)
         ]
     for result in results:
         check_total(environment, task, result.reward, result.rewards)
@@ -347,6 +352,45 @@ async def compute_group_rewards(environment: Environment[TaskT], task: TaskT, ro
         replace(result, metrics=_check_metrics(environment, task, rollout))
         for result, rollout in zip(results, rollouts, strict=True)
     ]
+
+
+async def _compare_rollouts(each: RewardFunction, task: Task, rollouts: Sequence[Rollout]) -> list[float]:
+    """Call the reward of a group. Raises RewardError."""
+    returned = await _call_reward(each, task, rollouts)
+    listed = returned.tolist() if hasattr(returned, "tolist") else returned  # of NumPy or torch
+    numbers = [to_number(value) for value in listed] if isinstance(listed, Sequence) and not isinstance(listed, str) else []
+    values = [value for value in numbers if value is not None]
+    if len(numbers) != len(rollouts) or len(values) != len(rollouts):
+        raise RewardError(
+            f"{each.source} returned {describe_value(returned)} on task {task.id!r}; the reward of a group is a list of finite "
+            f"numbers or bools, one for each of the {len(rollouts)} rollouts"
+        )
+    return values
+
+
+def _add_reward(
+    environment: Environment[Any], name: str, rollout: Rollout, result: RewardResult, closed: Gate | None, value: float | None
+) -> RewardResult:
+    """Add the reward ``name`` of a group to those that a rollout has; ``closed`` is the gate that it did not pass."""
+    if value is None:
+        return result
+    each, weight = environment.reward_functions[name], weight_of(environment, name, rollout)
+    if closed is None and each.mark.gates:
+        value *= multiply_gates(each.mark.gates, result.rewards)
+    _log_weighted(each, name, rollout, weight * value)
+    return replace(result, reward=result.reward + weight * value, rewards={**result.rewards, name: value})
+
+
+def weight_of(environment: Environment[Any], name: str, rollout: Rollout) -> float:
+    """Return the weight of a reward: of the configuration, else of its schedule at the version that began the rollout, else its own."""
+    mark = environment.reward_functions[name].mark
+    own = mark.weight if mark.schedule is None else mark.schedule.at(rollout.version)
+    return environment.reward_weights.get(name, own)
+
+
+def _log_weighted(each: RewardFunction, name: str, rollout: Rollout, weighted: float) -> None:
+    if each.mark.log_weighted:
+        rollout.metrics[f"weighted/{name}"] = weighted
 
 
 def _check_metrics(environment: Environment[Any], task: Task, rollout: Rollout) -> Mapping[str, float]:
@@ -436,7 +480,10 @@ class PromptedTask(Task):
 class DatasetEnvironment(Environment[PromptedTask]):
     """An environment over the rows of a dataset. A subclass only adds rewards."""
 
-    needs_answers: ClassVar[bool] = True  # whether data without a column of reference answers is an error
+    @property
+    def needs_answers(self) -> bool:
+        """Whether data without a column of reference answers is an error."""
+        return True
 
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
         rows, template = data.load_rows(needs_answers=self.needs_answers), data.load_template()

@@ -1,4 +1,4 @@
-"""Plain functions as rewards: rows of a dataset, answered in one turn and scored by functions of (task, rollout).
+"""Plain functions and verifiers as rewards: rows of a dataset, answered in one turn and scored by functions of (task, rollout).
 
 def correct(task, rollout):             # a number or a bool, for each rollout
     return task.answer in rollout.text
@@ -9,25 +9,32 @@ def shortest(task, rollouts):           # one for each rollout of the prompt, al
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
+from strop.data.sources.source import DataSource
 from strop.environments.base import (
     DatasetEnvironment,
     Environment,
     EnvironmentConfigError,
+    PromptedTask,
     RewardFunction,
     RewardMark,
     import_user_code,
-    is_finite,
     takes_rollouts,
 )
+from strop.environments.verifier_registry import VerifierReward, make_verifier
+from strop.environments.verifiers.base import Verifier
+from strop.environments.verifiers.mark_options import MARK_OPTIONS, order_by_gates, read_mark
+from strop.types import Rollout
 from strop.user_code import suggest_names
 
-OPTIONS = ("function", "weight", "accuracy", "group", "per_turn")
+OPTIONS = ("function", "thread", *MARK_OPTIONS)
 CALLS = (
     "a reward is called with (task, rollout), or with (task, rollouts) for all rollouts of a prompt at once: rollout.text is the "
     "completion, task.answer the reference answer, task.metadata the row"
@@ -36,34 +43,56 @@ CALLS = (
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionEnvironment(DatasetEnvironment):
-    """Scores with functions, which may be async. Each is a Python function, ``file.py:name``, ``module:name``, or a mapping of
-    ``function`` with ``weight`` (default 1), ``accuracy``, ``group`` and ``per_turn``, as in ``strop.environments.base.reward``.
+    """Scores with functions, which may be async, and with verifiers. Each is a Python function, ``file.py:name``, ``module:name``, or a
+    mapping of ``function`` or ``verifier`` with ``weight`` (default 1), ``gate``, ``accuracy``, ``group`` and ``per_turn``, as in
+    ``strop.environments.base.reward``; all other keys are options of the verifier.
 
-    Evaluation reports as accuracy the reward with ``accuracy: true``, else the only one annotated to return bool, else the only reward,
-    else the total.
+    Evaluation reports as accuracy the reward with ``accuracy: true``, else the only one annotated to return bool (or verifier that says
+    whether an answer is right), else the only reward, else the total.
     """
 
     reward: Any = None  # one function
     rewards: Any = None  # several: a list of functions, logged by their own names, or a mapping of names to functions
 
-    needs_answers: ClassVar[bool] = False
-
     @cached_property
     def reward_functions(self) -> Mapping[str, RewardFunction]:
         functions: dict[str, RewardFunction] = {}
         accuracies: dict[str, bool | None] = {}
-        for key, given in self._list_given():
-            name, function, accuracy = _make_reward(key, given)
+        for name, function, accuracy in self._made:
             if name in functions:
                 raise EnvironmentConfigError(f"two rewards are named {name!r}; set rewards to a mapping of names to functions")
             functions[name], accuracies[name] = function, accuracy
         chosen = _choose_accuracy(functions, accuracies)
-        return {name: replace(each, mark=replace(each.mark, accuracy=name == chosen)) for name, each in functions.items()}
+        marked = {name: replace(each, mark=replace(each.mark, accuracy=name == chosen)) for name, each in functions.items()}
+        return {name: marked[name] for name in order_by_gates(marked)}
+
+    @cached_property
+    def _made(self) -> list[tuple[str, RewardFunction, bool | None]]:
+        return [_make_reward(key, given) for key, given in self._list_given()]
 
     @property
     def declares_accuracy(self) -> bool:
-        made = [_make_reward(key, given) for key, given in self._list_given()]
-        return any(accuracy or (accuracy is None and _returns_bool(each.function)) for _, each, accuracy in made)
+        return any(accuracy or (accuracy is None and _says_right_or_wrong(each.function)) for _, each, accuracy in self._made)
+
+    @property
+    def needs_answers(self) -> bool:
+        return any(each.verifier.needs_answer for each in self._verifiers)
+
+    def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
+        """Load what the verifiers need too: a wrong model or a missing key raises EnvironmentConfigError at the start of the run."""
+        for each in self._verifiers:
+            each.verifier.prepare()
+        return super().tasks(data)
+
+    def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
+        for each in self.reward_functions.values():
+            if each.mark.accuracy and isinstance(each.function, VerifierReward):
+                return each.function.find_answer(rollout)
+        return None
+
+    @property
+    def _verifiers(self) -> list[VerifierReward]:
+        return [each.function for each in self.reward_functions.values() if isinstance(each.function, VerifierReward)]
 
     @classmethod
     def list_rewards(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -88,7 +117,7 @@ class FunctionEnvironment(DatasetEnvironment):
             )
         if isinstance(given, list | tuple):
             yield from ((None, each) for each in given)
-        elif isinstance(given, Mapping) and "function" not in given:
+        elif isinstance(given, Mapping) and not {"function", "verifier"} & set(given):
             yield from given.items()
         else:
             yield None, given
@@ -97,6 +126,36 @@ class FunctionEnvironment(DatasetEnvironment):
 def _make_reward(name: str | None, given: Any) -> tuple[str, RewardFunction, bool | None]:
     """Return the name of a reward, its function, and whether it is the accuracy (None: not said). Raises EnvironmentConfigError."""
     options = given if isinstance(given, Mapping) else {"function": given}
+    if "verifier" in options:
+        own_name, function, source, mark = _find_verifier(name, options)
+    else:
+        own_name, function, source, mark = _find_function(name, options)
+    made, accuracy = read_mark(options, mark, source)
+    return name or own_name, RewardFunction(function, made, source), accuracy
+
+
+def _find_verifier(name: str | None, options: Mapping[str, Any]) -> tuple[str, Callable[..., Any], str, RewardMark]:
+    if "function" in options:
+        raise EnvironmentConfigError(f"the reward {name} has a function and a verifier; keep one")
+    kind, where = options["verifier"], "the reward" if name is None else f"the reward {name}"
+    rest = {option: value for option, value in options.items() if option != "verifier" and option not in MARK_OPTIONS}
+    try:
+        verifier = make_verifier(kind, rest)
+    except EnvironmentConfigError as error:
+        raise EnvironmentConfigError(f"{where}: {error}") from error
+    per_turn = options.get("per_turn", False)
+    if verifier.compares and (per_turn or options.get("group") is False):
+        raise EnvironmentConfigError(
+            f"{where}: the verifier {kind} compares the rollouts of a task; leave group and per_turn out"
+        )
+    if not verifier.compares and options.get("group"):
+        raise EnvironmentConfigError(f"{where}: the verifier {kind} reads one rollout; leave group out")
+    own_name = kind.rpartition(":")[2]
+    function = VerifierReward(name or own_name, verifier, bool(per_turn))
+    return own_name, function, f"the verifier {kind}", RewardMark(group=verifier.compares, log_weighted=True)
+
+
+def _find_function(name: str | None, options: Mapping[str, Any]) -> tuple[str, Callable[..., Any], str, RewardMark]:
     for option in options:
         if option not in OPTIONS:
             raise EnvironmentConfigError(f"the reward {name} has no option {option!r}{suggest_names(str(option), OPTIONS)}")
@@ -110,25 +169,24 @@ def _make_reward(name: str | None, given: Any) -> tuple[str, RewardFunction, boo
         function = import_user_code(function)
     if isinstance(function, type) and issubclass(function, Environment):
         raise EnvironmentConfigError(f"the reward {source} is an environment; set type to it in place of reward")
+    if isinstance(function, type) and issubclass(function, Verifier):
+        raise EnvironmentConfigError(f"the reward {source} is a verifier; write {{verifier: {source}}} in its place")
     if not callable(function) or isinstance(function, type):
         raise EnvironmentConfigError(f"the reward {source} is {function!r:.80}, not a function; {CALLS}")
     _check_parameters(function, source)
-    mark = getattr(function, "__reward__", None) or RewardMark(group=takes_rollouts(function))
-    weight, group = options.get("weight", mark.weight), options.get("group", mark.group)
-    accuracy, per_turn = options.get("accuracy", mark.accuracy or None), options.get("per_turn", mark.per_turn)
-    if isinstance(weight, bool) or not is_finite(weight):
-        raise EnvironmentConfigError(f"the weight of the reward {source} is {weight!r}; set it to a finite number")
-    for option, value in (("accuracy", accuracy), ("group", group), ("per_turn", per_turn)):
-        if value is not None and not isinstance(value, bool):
-            raise EnvironmentConfigError(f"the option {option} of the reward {source} is {value!r}; set it to true or false")
-    if group and per_turn:
-        raise EnvironmentConfigError(f"the reward {source} is of a group and per_turn; set one of them to false")
     own_name: str = getattr(function, "__name__", type(function).__name__)
-    return (
-        name or own_name,
-        RewardFunction(function, RewardMark(float(weight), group=bool(group), per_turn=bool(per_turn)), source),
-        accuracy,
-    )
+    mark = getattr(function, "__reward__", None) or RewardMark(group=takes_rollouts(function))
+    return own_name, _in_thread(function) if options.get("thread") is True else function, source, mark
+
+
+def _in_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a coroutine function that calls a plain one in a thread, so that a slow reward blocks nobody."""
+
+    @functools.wraps(function)
+    async def call(task: Any, rollouts: Any) -> Any:
+        return await asyncio.to_thread(function, task, rollouts)
+
+    return call
 
 
 def _check_parameters(function: Callable[..., Any], source: str) -> None:
@@ -149,13 +207,15 @@ def _choose_accuracy(functions: Mapping[str, RewardFunction], accuracies: Mappin
     if len(marked) > 1:
         raise EnvironmentConfigError(f"{' and '.join(marked)} are marked as the accuracy; at most one can be")
     open_to_choice = [name for name, accuracy in accuracies.items() if accuracy is None]
-    bools = [name for name in open_to_choice if _returns_bool(functions[name].function)]
+    bools = [name for name in open_to_choice if _says_right_or_wrong(functions[name].function)]
     for names in (marked, bools, open_to_choice if len(functions) == 1 else []):
         if len(names) == 1:
             return names[0]
     return None
 
 
-def _returns_bool(function: Callable[..., Any]) -> bool:
+def _says_right_or_wrong(function: Callable[..., Any]) -> bool:
+    if isinstance(function, VerifierReward):
+        return function.verifier.is_accuracy
     annotation = inspect.signature(function).return_annotation
     return annotation is bool or annotation in ("bool", "list[bool]", "Sequence[bool]", list[bool])

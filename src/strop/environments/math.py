@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from strop.environments.answers import extract_final_answer, extract_last_boxed, is_integer, normalize_answer
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, reward
-from strop.environments.multiple_choice import CHOICE_EXTRACTORS, remove_markup
-from strop.environments.scoring.dapo_verifier import LAST_CHARACTERS, NO_ANSWER, extract_dapo_answer
-from strop.environments.scoring.scoring_pool import ScoringResult, get_scoring_pool
+from strop.environments.scoring.scoring_pool import ScoringResult
+from strop.environments.verifiers.math_verifier import MathMethod, find_math_answer, verify_math
 from strop.types import Rollout
 
 
@@ -18,10 +15,11 @@ class MathEnvironment(DatasetEnvironment):
     """The answer is the last ``\\boxed{...}`` of the last turn, else the last expression in it; ``verifier`` compares it.
 
     exact: equal after normalizing notation and fractions. dapo: what follows the last "Answer:", equal after DAPO's normalization.
+    multilingual: as math_verify, with digits of any script, after "Answer:" or its translations.
     english_multichoice, multilingual_multichoice: the letter that follows "Answer:", or its translations.
     """
 
-    verifier: Literal["math_verify", "exact", "dapo", "english_multichoice", "multilingual_multichoice"] = "math_verify"
+    verifier: MathMethod = "math_verify"
     num_workers: int = 4  # processes that check answers, started on demand
     timeout_s: float = 5.0  # CPU seconds to check one answer; an answer that needs more counts as wrong
 
@@ -42,30 +40,7 @@ class MathEnvironment(DatasetEnvironment):
         return (await self._verify(task.answer, rollout.text)).failure is not None
 
     def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
-        if self.verifier == "dapo":
-            stated = extract_dapo_answer(rollout.text)
-            return None if stated == NO_ANSWER else stated
-        if extract_choice := CHOICE_EXTRACTORS.get(self.verifier):
-            return extract_choice(rollout.text)
-        answer = extract_final_answer(rollout.text)
-        return normalize_answer(answer) if answer else None
+        return find_math_answer(self.verifier, rollout.text)
 
     async def _verify(self, reference: str, text: str) -> ScoringResult:
-        pool = get_scoring_pool(self.num_workers)
-        if self.verifier == "dapo":
-            return await pool.call("dapo", self.timeout_s, reference=reference, answer=text[-LAST_CHARACTERS:])
-        if extract_choice := CHOICE_EXTRACTORS.get(self.verifier):
-            expected = remove_markup(reference) if self.verifier == "english_multichoice" else reference
-            return ScoringResult(float(extract_choice(text) == expected))
-        boxed = extract_last_boxed(text)
-        answer = extract_final_answer(text) if self.verifier == "exact" else boxed
-        expected = normalize_answer(reference)
-        if answer is not None:
-            normalized = normalize_answer(answer)
-            both_integers = is_integer(normalized) and is_integer(expected)  # integers need no symbolic comparison
-            if not normalized or normalized == expected or both_integers or self.verifier == "exact":
-                return ScoringResult(float(bool(normalized) and normalized == expected))
-        elif self.verifier == "exact":
-            return ScoringResult(0.0)
-        answer = text if boxed is None else f"\\boxed{{{boxed}}}"  # one box: math-verify would read several as a set
-        return await pool.call("math_verify", self.timeout_s, reference=reference, answer=answer)
+        return await verify_math(self.verifier, reference, text, num_workers=self.num_workers, timeout_s=self.timeout_s)

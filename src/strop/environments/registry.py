@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
 from inspect import isroutine
-from typing import Any, get_type_hints
+from typing import Any
 
 from strop.environments.base import Environment, EnvironmentConfigError, import_user_code
+from strop.environments.verifiers.options import build_from_options
 from strop.user_code import suggest_names
 
 ENVIRONMENTS = {
@@ -24,27 +23,7 @@ ENVIRONMENTS = {
 
 def make_environment(name: str, options: Mapping[str, Any] | None = None) -> Environment[Any]:
     """Build the environment ``name``. Raises EnvironmentConfigError for an unknown name and for unknown, ill-typed or missing options."""
-    from pydantic import TypeAdapter, ValidationError
-
-    kind = environment_class(name)
-    known = {item.name: item for item in fields(kind) if item.init}
-    types = get_type_hints(kind)
-    values: dict[str, Any] = {}
-    for option, value in (options or {}).items():
-        if option not in known:
-            raise EnvironmentConfigError(f"the environment {name} has no option {option!r}{suggest_names(option, known)}")
-        if types[option] is Any:  # checked by the environment, and perhaps no JSON
-            values[option] = value
-            continue
-        try:  # in JSON mode a list may stand for a tuple, while "3" is not a number
-            values[option] = TypeAdapter(types[option]).validate_json(json.dumps(value), strict=True)
-        except (ValidationError, TypeError) as error:
-            why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-            raise EnvironmentConfigError(f"the option {option} of the environment {name} is {value!r}: {why}") from error
-    for option, item in known.items():
-        if option not in values and item.default is MISSING and item.default_factory is MISSING:
-            raise EnvironmentConfigError(f"the environment {name} needs the option {option}; set it")
-    return kind(**values)
+    return build_from_options(environment_class(name), f"the environment {name}", options or {})
 
 
 def list_rewards(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 import threading
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from strop.data.sources.source import DataSource
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, reward
 from strop.lazy_torch import torch
 from strop.models.tokenizer_config import read_chat_template
+from strop.packages import is_installed
 from strop.types import Messages, Rollout
 
 if TYPE_CHECKING:  # a configuration is checked without loading models
@@ -28,11 +30,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelEnvironment(DatasetEnvironment):
-    """The reward is the model's score of the whole conversation, times ``scale``, clamped to ``min_score`` and ``max_score``."""
+class RatingModel:
+    """The score of a whole conversation, times ``scale``, clamped to ``min_score`` and ``max_score``."""
 
     model_name: str  # a folder, such as policy/weights of strop rm, or a hub name
     device: str = "auto"  # cpu, cuda, cuda:1, ...; auto is a GPU if one is visible
+    device_map: str | dict[str, int | str] | None = None  # balanced: layers over all GPUs; or module name -> device
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     chat_template: str | None = None  # Jinja, or a file with it, in place of the tokenizer's own
     ends: Literal["answer", "rendering"] = "answer"  # read the score before or after the template's trailing white space
@@ -44,8 +47,8 @@ class RewardModelEnvironment(DatasetEnvironment):
     min_score: float | None = None
     max_score: float | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_options(self) -> None:
+        """Raise EnvironmentConfigError for options that cannot work."""
         for name in ("batch_size", "batch_tokens", "max_length"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise EnvironmentConfigError(f"{name} is {value}; it must be at least 1")
@@ -59,16 +62,23 @@ class RewardModelEnvironment(DatasetEnvironment):
             raise EnvironmentConfigError(
                 f"min_score is {self.min_score} and max_score is {self.max_score}; max_score must be larger"
             )
+        if self.device_map is not None:
+            self._check_device_map()
 
-    def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
-        """Load the model too, so that a wrong one raises EnvironmentConfigError at the start of the run."""
-        self.load_scorer()
-        return super().tasks(data)
+    def _check_device_map(self) -> None:
+        if isinstance(self.device_map, str) and self.device_map != "balanced":
+            raise EnvironmentConfigError(
+                f"device_map is {self.device_map!r}; set it to balanced, or to a mapping of the names of modules to devices"
+            )
+        if self.device != "auto":
+            raise EnvironmentConfigError(f"device is {self.device} and device_map is set too; leave device out")
+        if not is_installed("accelerate"):
+            raise EnvironmentConfigError("device_map needs the package accelerate: pip install 'strop[verifiers]'")
 
-    @reward(weight=1.0)
-    async def score(self, task: PromptedTask, rollout: Rollout) -> float:
+    async def rate(self, messages: Messages) -> float:
+        """Return the score of a conversation."""
         scorer = await asyncio.to_thread(self.load_scorer)  # slow at the first call in a process that created no tasks
-        value = self.scale * await scorer.score(rollout.messages, ends=self.ends, max_length=self.max_length)
+        value = self.scale * await scorer.score(messages, ends=self.ends, max_length=self.max_length)
         value = value if self.min_score is None else max(value, self.min_score)
         return value if self.max_score is None else min(value, self.max_score)
 
@@ -78,7 +88,27 @@ class RewardModelEnvironment(DatasetEnvironment):
 
         limits = ScorerLimits(conversations=self.batch_size, tokens=self.batch_tokens, wait=self.wait_ms / 1000)
         with _load_lock:
-            return _load_scorer(self.model_name, self.chat_template, self.device, self.precision, limits)
+            return _load_scorer(
+                self.model_name, self.chat_template, self.device, json.dumps(self.device_map), self.precision, limits
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelEnvironment(RatingModel, DatasetEnvironment):
+    """The reward is the model's score of the whole conversation, times ``scale``, clamped to ``min_score`` and ``max_score``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_options()
+
+    def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
+        """Load the model too, so that a wrong one raises EnvironmentConfigError at the start of the run."""
+        self.load_scorer()
+        return super().tasks(data)
+
+    @reward(weight=1.0)
+    async def score(self, task: PromptedTask, rollout: Rollout) -> float:
+        return await self.rate(rollout.messages)
 
 
 class ConversationScorer:
@@ -108,7 +138,9 @@ _load_lock = threading.Lock()
 
 
 @functools.cache
-def _load_scorer(name: str, chat_template: str | None, device: str, precision: str, limits: ScorerLimits) -> ConversationScorer:
+def _load_scorer(
+    name: str, chat_template: str | None, device: str, device_map: str, precision: str, limits: ScorerLimits
+) -> ConversationScorer:
     from strop.models.chat_template import ChatTemplate
     from strop.models.loading import ModelNotFound, load_tokenizer
     from strop.models.reward_scorer import load_reward_scorer
@@ -116,7 +148,8 @@ def _load_scorer(name: str, chat_template: str | None, device: str, precision: s
     resolved = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         tokenizer = load_tokenizer(name, chat_template=chat_template)
-        scorer = load_reward_scorer(name, device=resolved, precision=getattr(torch, precision), limits=limits)
+        placed = json.loads(device_map)
+        scorer = load_reward_scorer(name, device=resolved, device_map=placed, precision=getattr(torch, precision), limits=limits)
     except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: a missing device
         message = str(error).replace("policy.model_name", "model_name")
         raise EnvironmentConfigError(message if isinstance(error, ModelNotFound) else f"the reward model: {message}") from error

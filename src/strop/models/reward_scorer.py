@@ -11,7 +11,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,7 +78,9 @@ class RewardScorer:
             logits: Tensor = self.model(input_ids=tokens, attention_mask=mask).logits[:, 0]
             return logits
         hidden = self.model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
-        return apply_score_layer(get_score_layer(self.model), hidden[torch.arange(len(tokens), device=hidden.device), last])
+        layer = get_score_layer(self.model)  # a model over several devices ends on another one than it begins
+        hidden = hidden[torch.arange(len(tokens), device=hidden.device), last.to(hidden.device)]
+        return apply_score_layer(layer, hidden.to(layer.weight.device))
 
     # --- in the thread ----------------------------------------------------------------------------------------------------
 
@@ -125,8 +127,17 @@ class RewardScorer:
             request.future.set_result(score)
 
 
-def load_reward_scorer(name: str, *, device: str, precision: torch.dtype, limits: ScorerLimits | None = None) -> RewardScorer:
+def load_reward_scorer(
+    name: str,
+    *,
+    device: str,
+    device_map: str | Mapping[str, int | str] | None = None,
+    precision: torch.dtype,
+    limits: ScorerLimits | None = None,
+) -> RewardScorer:
     """Load a trained sequence classifier with one label: a folder of ``strop rm``, or a Hugging Face model.
+
+    ``device_map`` places its layers on several devices, in place of ``device``: "balanced" over all GPUs, or as it says.
 
     Raises ModelNotFound, and ValueError for several labels or a model without a trained score layer.
     """
@@ -138,4 +149,17 @@ def load_reward_scorer(name: str, *, device: str, precision: torch.dtype, limits
         )
     disable_dropout(model)
     cast_weights(model, precision)
-    return RewardScorer(model.to(device), precision=precision, limits=limits)
+    placed = model.to(device) if device_map is None else _place_layers(model, device_map)
+    return RewardScorer(placed, precision=precision, limits=limits)
+
+
+def _place_layers(model: Any, device_map: str | Mapping[str, int | str]) -> Any:
+    """Place the layers on several devices; a batch goes through them one after the other. Raises ValueError for a map that does not fit."""
+    from accelerate import dispatch_model, infer_auto_device_map
+    from accelerate.utils import check_device_map, get_balanced_memory
+
+    if device_map == "balanced":
+        whole = list(getattr(model, "_no_split_modules", None) or ())
+        device_map = infer_auto_device_map(model, get_balanced_memory(model, no_split_module_classes=whole), whole)
+    check_device_map(model, device_map)
+    return dispatch_model(model, device_map)

@@ -79,6 +79,7 @@ async def run_group(
             template=template,
             sampling=replace(sampling, temperature=0.0) if sample == samples else sampling,
             rules=replace(rules, scaling=None) if compares else rules,
+            version=version,
         )
         for sample in range(samples + greedy_baseline)
     )
@@ -149,9 +150,11 @@ async def run_episode(
     template: ChatTemplate,
     sampling: Sampling,
     rules: EpisodeRules,
+    version: int = 0,
 ) -> Rollout:
     """Run one rollout and score it. Errors of the environment or the engine are recorded on the rollout, not raised."""
-    rollout = Rollout(task=task, sample=sample, seed=seed, messages=(), prompt=torch.zeros(0, dtype=torch.int64))
+    empty = torch.zeros(0, dtype=torch.int64)
+    rollout = Rollout(task=task, sample=sample, seed=seed, messages=(), prompt=empty, version=version)
     scored: RewardResult | None = None
     try:
         with contain_exits():

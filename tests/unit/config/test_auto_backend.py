@@ -18,14 +18,8 @@ from strop.config.identity import find_changes
 from strop.config.load import auto_backend
 from strop.config.load.evaluated_run import load_evaluated_run
 from strop.generation.vllm import supported_models
+from support.overrides import RUN
 
-RUN = [
-    "policy.model_name=m",
-    "env.arithmetic={}",
-    "data.train.env_name=arithmetic",
-    "grpo.val_period=0",
-    "checkpointing.metric_name=null",
-]
 G = "policy.generation."
 
 

@@ -8,14 +8,8 @@ from strop import packages
 from strop.build.summary import summarize
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, TrainingRunConfig, load_config
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, SftRunConfig
+from support.overrides import RUN
 
-RUN = [
-    "policy.model_name=m",
-    "env.arithmetic={}",
-    "data.train.env_name=arithmetic",
-    "grpo.val_period=0",
-    "checkpointing.metric_name=null",
-]
 EVALUATION = ["generation.model_name=m", "env.math={}"]
 
 

@@ -12,14 +12,8 @@ from strop.build import summary
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
 from strop.config.schema.run_config import PpoRunConfig, SftRunConfig
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE
+from support.overrides import RUN
 
-RUN = [
-    "policy.model_name=m",
-    "env.arithmetic={}",
-    "data.train.env_name=arithmetic",
-    "grpo.val_period=0",
-    "checkpointing.metric_name=null",
-]
 VLLM = "policy.generation.backend=vllm"
 APART = "policy.generation.colocated.enabled=false"
 AHEAD = "grpo.async_grpo.enabled=true"

@@ -44,6 +44,9 @@ NONE_TRAINS = (
 
 # The old message -> what says it now.
 REWORDED: dict[str, str] = {
+    "the environment {} has no option {}{}": "{} has no option {}{}",  # of environments and verifiers
+    "the environment {} needs the option {}; set it": "{} needs the option {}; set it",
+    "the option {} of the environment {} is {}: {}": "the option {} of {} is {}: {}",
     "found {}, with context_parallel_size = {} and dp_replicate_size = {}: these {} ranks do not divide {}": NOT_DIVIDED,
     "found {}, but no checkpoints are saved: checkpointing.{} is {}": (
         "it has no effect: no checkpoints are saved: checkpointing.{} is {}"

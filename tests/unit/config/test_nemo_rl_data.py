@@ -122,12 +122,11 @@ def test_a_translated_reward_model_is_not_translated_again() -> None:
 
 
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "context_parallel_size"])
-def test_a_reward_model_that_is_divided_is_refused_at_the_size(size: str) -> None:
+def test_a_reward_model_that_is_divided_has_its_layers_on_all_gpus(size: str) -> None:
     section = f"{{model_name: rm, precision: bfloat16, batch_size: 4, dtensor_cfg: {{enabled: true, {size}: 4}}}}"
-    with pytest.raises(ConfigError) as caught:
-        load("grpo", "data.default.env_name=reward_model", f"env.reward_model={section}")
-    (problem,) = caught.value.problems
-    assert problem.key == f"env.reward_model.dtensor_cfg.{size}" and "whole on one device" in problem.message
+    loaded = load("grpo", "data.default.env_name=reward_model", f"env.reward_model={section}")
+    assert loaded.config.env["reward_model"].options["device_map"] == "balanced"
+    assert "layers stand on all GPUs" in differences(loaded, Effect.CHANGED)[f"env.reward_model.dtensor_cfg.{size}"]
 
 
 # --- data sets -------------------------------------------------------------------------------------------------------------

@@ -8,14 +8,8 @@ import pytest
 
 from strop.config import ConfigError, GrpoRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
+from support.overrides import RUN
 
-RUN = [
-    "policy.model_name=m",
-    "env.arithmetic={}",
-    "data.train.env_name=arithmetic",
-    "grpo.val_period=0",
-    "checkpointing.metric_name=null",
-]
 P = "policy.sequence_packing."
 
 

@@ -201,3 +201,48 @@ def test_an_error_of_the_model_names_the_reward(folder: Path, monkeypatch: pytes
     monkeypatch.setattr(ChatTemplate, "encode_conversation", fail)
     with pytest.raises(RewardError, match=r"RewardModelEnvironment\.score raised KeyError"):
         asyncio.run(compute_rewards(environment, TASK, rollout(TALKS[0])))
+
+
+def test_reward_models_are_rewards_among_others_and_several_may_be_asked(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    build_classifier("llama", seed=8).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model = {"verifier": "reward_model", "precision": "float32", "device": "cpu"}
+    rewards = {
+        "first": {**model, "model_name": str(folder)},
+        "second": {**model, "model_name": str(tmp_path), "weight": 0.5, "scale": 2.0},
+        "steps": {**model, "model_name": str(folder), "per_turn": True, "gate": {"reward": "brief", "otherwise": None}},
+        "brief": {"verifier": "regex", "pattern": "never written"},
+    }
+    environment = make_environment("reward_function", {"rewards": rewards})
+    scored = asyncio.run(compute_rewards(environment, TASK, rollout(TALKS[0])))
+    first, second = wanted(folder, TALKS[0]), wanted(tmp_path, TALKS[0])
+    assert scored.rewards == pytest.approx({"first": first, "second": 2 * second, "brief": 0.0}, rel=1e-4) and first != second
+    assert scored.reward == pytest.approx(first + second, rel=1e-4)
+
+
+def test_a_wrong_reward_model_among_other_rewards_is_an_error_when_the_run_starts(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "1+1?"}))
+    missing = {"verifier": "reward_model", "model_name": str(tmp_path / "missing")}
+    environment = make_environment("reward_function", {"rewards": {"score": missing}})
+    with pytest.raises(EnvironmentConfigError, match="missing"):
+        environment.tasks(DataSource(dataset_name=str(tmp_path / "rows.jsonl")))
+
+
+def test_layers_on_several_devices_give_the_same_scores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules are placed as the map says; all of them on the CPU, which is the only device here."""
+    import accelerate
+
+    placed: list[Any] = []
+    dispatch = accelerate.dispatch_model
+    monkeypatch.setattr(
+        accelerate, "dispatch_model", lambda model, device_map: placed.append(device_map) or dispatch(model, device_map)
+    )
+    for device_map in ("balanced", {"model": "cpu", "score": "cpu"}):
+        environment = environment_of(folder, device="auto", device_map=device_map)
+        for messages in TALKS[:2]:
+            assert asyncio.run(environment.rate(messages)) == pytest.approx(wanted(folder, messages), rel=1e-4)
+    assert placed == [{"": "cpu"}, {"model": "cpu", "score": "cpu"}]
+    with pytest.raises(EnvironmentConfigError, match="the reward model: "):
+        environment_of(folder, device="auto", device_map={"model": "cpu"}).load_scorer()
+    with pytest.raises(EnvironmentConfigError, match="leave device out"):
+        environment_of(folder, device_map="balanced")

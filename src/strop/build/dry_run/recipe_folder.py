@@ -16,8 +16,6 @@ from strop.config import EvalRunConfig
 from strop.config.load.translated_recipe import NotARun, TranslatedRecipe, translate_recipe
 from strop.config.recipes.difference import Difference
 from strop.config.recipes.recipe_format import DEFAULT, list_formats
-from strop.config.schema.run_config import GrpoRunConfig
-from strop.config.source.keys import find_field
 from strop.problems import ConfigError, Problem
 
 TORCH_LEARNER = "policy.backend=torch"  # asks a recipe of Megatron Core for the torch learner
@@ -72,8 +70,7 @@ def examine_recipe(path: Path, overrides: Sequence[str] = (), library: str = "au
 
 
 def _needs_megatron(recipe: ExaminedRecipe) -> bool:
-    asks = any(problem.key.endswith("megatron_cfg.enabled") for problem in recipe.problems)
-    return asks and find_field(GrpoRunConfig, tuple(TORCH_LEARNER.partition("=")[0].split("."))) is not None
+    return any(problem.key.endswith("megatron_cfg.enabled") for problem in recipe.problems)
 
 
 def _try(path: Path, overrides: Sequence[str], library: str) -> TranslatedRecipe:

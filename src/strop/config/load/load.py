@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -36,7 +36,15 @@ from strop.config.source import keys, yaml_text
 from strop.config.source.defaults import resolve_source
 from strop.config.source.interpolation import UNSET_VARIABLE, escape_interpolations, referenced_keys
 from strop.config.source.nearest_keys import find_nearest_keys, suggest_keys
-from strop.config.source.yaml_source import ConfigSource, KeyPath, apply_overrides, describe_type, get_at, read_config_file
+from strop.config.source.yaml_source import (
+    ConfigSource,
+    KeyPath,
+    apply_overrides,
+    describe_type,
+    get_at,
+    iter_values,
+    read_config_file,
+)
 from strop.problems import ConfigError, Origin, Problem
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
@@ -142,16 +150,6 @@ def _describe_infinite(path: KeyPath, value: float, source: ConfigSource) -> Pro
 
 
 FINITE_HINT = "Set a finite number; where there is no limit, null or leaving the key out says so."
-
-
-def iter_values(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield (path, value) of everything in nested values that is neither a mapping nor a list."""
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else None
-    if items is None:
-        yield path, tree
-        return
-    for name, inner in items:
-        yield from iter_values(inner, (*path, str(name)))
 
 
 def dump_config(config: BaseConfig) -> str:

@@ -14,7 +14,7 @@ from strop.config.recipes.rules import is_switched_off
 
 @dataclass(frozen=True)
 class Carried:
-    """Another key says the same. ``values`` or ``convert`` gives its value there."""
+    """Another key says the same. ``convert`` gives its value there."""
 
     to: tuple[str, ...]
     convert: Callable[[Any], Any] = lambda value: value
@@ -44,8 +44,8 @@ class Lacking:
     to: tuple[str, ...] = ()
 
     def apply(self, recipe: LibraryRecipe, key: str) -> None:
-        if self.asks(recipe, key):
-            recipe.refuse(key, self.why, self.fix)
+        """Refuse a key that asks for it (``asks``)."""
+        recipe.refuse(key, self.why, self.fix)
 
     def asks(self, recipe: LibraryRecipe, key: str) -> bool:
         return not (is_switched_off(recipe.value(key)) or recipe.is_default(key))

@@ -12,7 +12,7 @@ from strop.base_config import BaseConfig, KeyPath
 from strop.config.recipes.difference import Difference, Effect
 from strop.config.source.defaults import resolve_source
 from strop.config.source.keys import find_field
-from strop.config.source.yaml_source import ConfigSource, delete_key, get_at, set_key
+from strop.config.source.yaml_source import ConfigSource, delete_key, get_at, iter_paths, iter_values, set_key
 from strop.problems import COMMAND_LINE, Origin
 
 
@@ -38,7 +38,7 @@ class Recipe:
 
     def value(self, key: str, default: Any = None) -> Any:
         """Return what the recipe sets a key to, or the schema's default; ``default`` for a key that has neither, or is null."""
-        found = _get(self.resolved, key)
+        found = get_at(self.resolved, tuple(key.split(".")))
         return default if found is None else found
 
     def is_set(self, key: str) -> bool:
@@ -80,7 +80,7 @@ class Recipe:
     def _keys(self) -> list[str]:
         """Return every key and section that the recipe writes now, each section before its keys."""
         if self._listed[0] is not self.source:
-            self._listed = self.source, list(_iter_keys(self.source.values, ""))
+            self._listed = self.source, [".".join(path) for path in iter_paths(self.source.values)]
         return self._listed[1]
 
     def set(self, key: str, value: Any, *, because: str) -> None:
@@ -108,6 +108,10 @@ class Recipe:
         self.note(key, Effect.UNUSED, text)
         self.drop(key)
 
+    def unused_if_set(self, key: str, text: str) -> None:
+        if self.is_set(key):
+            self.unused(key, text)
+
     def refuse(self, key: str, text: str, fix: str) -> None:
         """Drop a key that asks for something that Strop would not do; the recipe is refused, unless it is for a reason around this one."""
         if not matches_any(key, self.explained):
@@ -127,8 +131,9 @@ class Recipe:
         if self.source is self._written:
             return self.source
         now, _ = resolve_source(self.source, self.root)
-        for path in list(_interpolated(self.source.values, ())):
-            before, after = (_get(tree, ".".join(path)) for tree in (self.resolved, now))
+        interpolated = [path for path, value in iter_values(self.source.values) if isinstance(value, str) and "${" in value]
+        for path in interpolated:
+            before, after = (get_at(tree, path) for tree in (self.resolved, now))
             if before != after and before is not None and not any(path[: len(own)] == own for own in self._changed):
                 origin = self.source.find_origin(path) or Origin("the recipe")
                 _, self.source = set_key(self.source, path, before, origin)
@@ -140,30 +145,3 @@ def matches_any(key: str, patterns: Iterable[str]) -> bool:
     parts = key.split(".")
     keys = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
     return any(fnmatchcase(inner, pattern) for pattern in patterns for inner in keys)
-
-
-def _get(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        if isinstance(tree, list) and name.isdigit() and int(name) < len(tree):
-            tree = tree[int(name)]
-        else:
-            tree = tree.get(name) if isinstance(tree, Mapping) else None
-    return tree
-
-
-def _iter_keys(values: Mapping[str, Any] | list[Any], prefix: str) -> Iterator[str]:
-    for name, value in values.items() if isinstance(values, Mapping) else enumerate(values):
-        yield f"{prefix}{name}"
-        if isinstance(value, Mapping | list):
-            yield from _iter_keys(value, f"{prefix}{name}.")
-
-
-def _interpolated(value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _interpolated(inner, (*path, str(name)))
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _interpolated(inner, (*path, str(index)))
-    elif isinstance(value, str) and "${" in value:
-        yield path

@@ -30,7 +30,21 @@ class AdvantageConfig(BaseConfig):
     )
 
 
-class GrpoConfig(RolloutTrainingConfig):
+class PolicyGradientConfig(RolloutTrainingConfig):
+    """What policy gradients with and without a critic have in common."""
+
+    advantage_clip_low: float | None = sets("advantage_low", None, description="Lower clip of advantages; null does not clip.")
+    advantage_clip_high: float | None = sets("advantage_high", None, description="Upper clip of advantages; null does not clip.")
+    seq_logprob_error_threshold: float | None = sets(
+        "seq_logprob_error_threshold",
+        None,
+        ge=1,
+        description="Leave rollouts out of the loss whose mean exp|learner's log-probability - engine's| is above this, for "
+        "instance 2; null keeps all (ratio).",
+    )
+
+
+class GrpoConfig(PolicyGradientConfig):
     """Advantages and optimizer passes of policy gradients without a critic."""
 
     normalize_rewards: bool | None = sets(
@@ -51,15 +65,6 @@ class GrpoConfig(RolloutTrainingConfig):
         description="Subtract the baseline; false takes the reward as advantage. null is the algorithm's own (grpo: true).",
     )
     adv_estimator: AdvantageConfig = subsection(AdvantageConfig)
-    advantage_clip_low: float | None = sets("advantage_low", None, description="Lower clip of advantages; null does not clip.")
-    advantage_clip_high: float | None = sets("advantage_high", None, description="Upper clip of advantages; null does not clip.")
-    seq_logprob_error_threshold: float | None = sets(
-        "seq_logprob_error_threshold",
-        None,
-        ge=1,
-        description="Leave rollouts out of the loss whose mean exp|learner's log-probability - engine's| is above this, for "
-        "instance 2; null keeps all (ratio).",
-    )
     update_epochs: int = Field(1, ge=1, description="Optimizer passes over one batch of rollouts (passes).")
     async_grpo: AsyncConfig = subsection(AsyncConfig)
 

@@ -8,11 +8,11 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from strop.base_config import BaseConfig, follows, sets, subsection
-from strop.config.schema.grpo_config import AlgorithmConfig
+from strop.config.schema.grpo_config import AlgorithmConfig, PolicyGradientConfig
 from strop.learner.model_config import ModelConfig
 from strop.models.tokenizer_config import TokenizerConfig
 from strop.problems import Problem
-from strop.trainer.training_config import AsyncConfig, RolloutTrainingConfig
+from strop.trainer.training_config import AsyncConfig
 
 
 class GaeConfig(BaseConfig):
@@ -58,7 +58,7 @@ class GaeConfig(BaseConfig):
     )
 
 
-class PpoConfig(RolloutTrainingConfig):
+class PpoConfig(PolicyGradientConfig):
     """Proximal policy optimisation with a critic."""
 
     ppo_epochs: int = Field(1, ge=1, description="Optimizer passes over one batch of rollouts (passes).")
@@ -67,15 +67,6 @@ class PpoConfig(RolloutTrainingConfig):
         None,
         ge=0,
         description="Train only the critic before this step (steps); null is the algorithm's own (ppo: 0).",
-    )
-    advantage_clip_low: float | None = sets("advantage_low", None, description="Lower clip of advantages; null does not clip.")
-    advantage_clip_high: float | None = sets("advantage_high", None, description="Upper clip of advantages; null does not clip.")
-    seq_logprob_error_threshold: float | None = sets(
-        "seq_logprob_error_threshold",
-        None,
-        ge=1,
-        description="Leave rollouts out of the loss whose mean exp|learner's log-probability - engine's| is above this, for "
-        "instance 2; null keeps all (ratio).",
     )
     adv_estimator: GaeConfig = subsection(GaeConfig)
     async_ppo: AsyncConfig = subsection(AsyncConfig)

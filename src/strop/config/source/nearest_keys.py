@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from functools import lru_cache
 
 from strop.base_config import BaseConfig, fields_of
 from strop.config.source.keys import iter_keys
@@ -24,6 +25,11 @@ def suggest_keys(path: Sequence[str], root: type[BaseConfig]) -> str:
 
 def find_nearest_keys(path: Sequence[str], root: type[BaseConfig]) -> tuple[str, ...]:
     """Return dotted keys that may be meant, best first; none if no name is truly close."""
+    return _find_nearest_keys(tuple(path), root)  # type: ignore[arg-type]  # mypy: as if a section were hashed
+
+
+@lru_cache(maxsize=4096)  # one message asks several times
+def _find_nearest_keys(path: tuple[str, ...], root: type[BaseConfig]) -> tuple[str, ...]:
     section, name = ".".join(part for part in path[:-1] if not part.isdigit()), path[-1]
     target = f"{section}.{name}" if section else name
     if len(target) > LONGEST_KEY:
@@ -78,9 +84,14 @@ def _is_close(word: str, other: str) -> bool:
 
 def _list_candidates(root: type[BaseConfig], target: str) -> list[str]:
     """Return every key and section, except those that the target is in."""
+    return [key for key in _list_keys(root) if not f"{target}.".startswith(f"{key}.")]  # type: ignore[arg-type]
+
+
+@lru_cache
+def _list_keys(root: type[BaseConfig]) -> tuple[str, ...]:
     keys = [key.dotted for key in iter_keys(root, repeated=True)]
     sections = sorted({key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)} - set(keys))
-    return [key for key in [*keys, *sections] if not f"{target}.".startswith(f"{key}.")]
+    return (*keys, *sections)
 
 
 def _list_section(section: Sequence[str], root: type[BaseConfig]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,7 +32,7 @@ class ConfigSource:
 
     @classmethod
     def from_python(cls, values: Mapping[str, Any]) -> ConfigSource:
-        return cls(values, dict.fromkeys(_paths_inside((), values), Origin(PYTHON)))
+        return cls(values, dict.fromkeys(iter_paths(values), Origin(PYTHON)))
 
     def overlay(self, other: ConfigSource) -> ConfigSource:
         """Return this source with ``other`` on top: sections merge, other values are replaced."""
@@ -283,7 +283,7 @@ def set_key(source: ConfigSource, path: KeyPath, value: Any, origin: Origin) -> 
     else:
         current = target.get(last)
         target[last] = merge_sections(current, value) if isinstance(current, dict) and isinstance(value, dict) else value
-    written = dict.fromkeys((*created, path, *_paths_inside(path, value)), origin)
+    written = dict.fromkeys((*created, path, *iter_paths(value, path)), origin)
     return None, ConfigSource(values, {**source.origins, **written}, source.files)
 
 
@@ -331,9 +331,22 @@ def _list_index(target: Any, name: str) -> int | None:
     return int(name) if isinstance(target, list) and name.isdigit() and int(name) < len(target) else None
 
 
-def _paths_inside(path: KeyPath, value: Any) -> list[KeyPath]:
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    return [path_inside for key, inner in items for path_inside in [(*path, str(key)), *_paths_inside((*path, str(key)), inner)]]
+def iter_paths(tree: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield the path of every key and section of nested values, each section before its keys."""
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, inner in items:
+        yield (*path, str(key))
+        yield from iter_paths(inner, (*path, str(key)))
+
+
+def iter_values(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield (path, value) of everything in nested values that is neither a mapping nor a list."""
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else None
+    if items is None:
+        yield path, tree
+        return
+    for name, inner in items:
+        yield from iter_values(inner, (*path, str(name)))
 
 
 TYPE_PHRASES = {

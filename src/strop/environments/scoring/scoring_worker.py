@@ -89,7 +89,26 @@ def load_dapo() -> Callable[..., Callable[[], float]]:
     return lambda reference, answer: partial(score_dapo, reference, answer)
 
 
-SCORER_LOADERS = {"math_verify": load_math_verify, "dapo": load_dapo, "reasoning_gym": load_reasoning_gym}
+def load_pattern() -> Callable[..., Callable[[], float]]:
+    from strop.environments.scoring.text_scorers import prepare_pattern
+
+    return prepare_pattern
+
+
+def load_json_schema() -> Callable[..., Callable[[], float]]:
+    from strop.environments.scoring.text_scorers import prepare_json_schema
+
+    prepare_json_schema("{}", "{}")()
+    return prepare_json_schema
+
+
+SCORER_LOADERS = {
+    "math_verify": load_math_verify,
+    "dapo": load_dapo,
+    "reasoning_gym": load_reasoning_gym,
+    "pattern": load_pattern,
+    "json_schema": load_json_schema,
+}
 
 
 def main() -> None:

@@ -94,8 +94,7 @@ def _own_options(recipe: Recipe, name: str) -> dict[str, Any]:
 
 def _drop_unread(recipe: Recipe, name: str) -> None:
     for option in ("normalize_rewards", "use_leave_one_out_baseline"):
-        if recipe.is_set(f"grpo.{option}"):
-            recipe.unused(f"grpo.{option}", f"{name} does not read it")
+        recipe.unused_if_set(f"grpo.{option}", f"{name} does not read it")
 
 
 def _origin(recipe: Recipe, target: str, written: str) -> str:

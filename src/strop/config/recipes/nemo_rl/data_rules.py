@@ -73,7 +73,7 @@ def _list_entries(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _translate_processor(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> None:
     name = entry.get("processor")
     if name is None:
-        _drop(recipe, f"{key}.processor", PROMPT)
+        recipe.unused_if_set(f"{key}.processor", PROMPT)
     elif str(name) not in PROCESSORS:
         why = MISSING_PROCESSORS.get(str(name), "a processor is code of NeMo-RL, and this one is not built in")
         recipe.refuse(
@@ -82,7 +82,7 @@ def _translate_processor(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> 
             "Write the prompts into a column of the data, and name it in input_key.",
         )
     else:
-        _drop(recipe, f"{key}.processor", PROCESSORS[name])
+        recipe.unused_if_set(f"{key}.processor", PROCESSORS[name])
         if name in SEPARATE_SYSTEM_PROMPT and (entry.get("system_prompt_file") or entry.get("system_prompt")):
             recipe.note(
                 _place(recipe, key, "processor"),
@@ -96,13 +96,13 @@ def _translate_dataset(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> No
     if str(name) in MEDIA_DATASETS or name == "NemoGymDataset":
         for option in ("data_path", "download_dir", "allowed_problem_types", "max_samples", "repeat"):
             if not recipe.is_own_key(f"{key}.{option}"):
-                _drop(recipe, f"{key}.{option}", f"it is an option of {name}")
+                recipe.unused_if_set(f"{key}.{option}", f"it is an option of {name}")
         return
     if kind := DATASET_FORMATS.get(str(name)):
         _name_path(recipe, key, str(name), kind, entry)
     elif why := MISSING_DATASETS.get(str(name)) or _describe_class(name):
         for option in ("data_files", "text_key", "characters_per_sample"):
-            _drop(recipe, f"{key}.{option}", f"it is an option of {name}")
+            recipe.unused_if_set(f"{key}.{option}", f"it is an option of {name}")
         fix = f"Write the rows to a file, such as rows.jsonl, and set {key}.dataset_name=rows.jsonl."
         if entry.get("processor") == "kd_data_processor":
             recipe.unused(_place(recipe, key, "dataset_name"), PROCESSORS["kd_data_processor"])
@@ -111,7 +111,7 @@ def _translate_dataset(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> No
     elif path is not None and name is None:
         recipe.rename(_place(recipe, key, "data_path"), f"{key}.dataset_name", path)
     else:
-        _drop(recipe, f"{key}.data_path", f"{name} is not read from a path")
+        recipe.unused_if_set(f"{key}.data_path", f"{name} is not read from a path")
 
 
 def _name_path(recipe: Recipe, key: str, name: str, kind: DatasetFormat, entry: Mapping[str, Any]) -> None:
@@ -141,8 +141,8 @@ def _translate_other_keys(recipe: Recipe, key: str, entry: Mapping[str, Any]) ->
         else:
             text = f"{key}.size={entry['max_samples']} takes the first rows; NeMo-RL draws as many by the seed"
             recipe.rename(f"{key}.max_samples", f"{key}.size", effect=Effect.CHANGED, text=text)
-    _drop(recipe, f"{key}.file_format", "the ending of the file says it")
-    _drop(recipe, f"{key}.download_dir", "HF_HOME says where data sets are kept")
+    recipe.unused_if_set(f"{key}.file_format", "the ending of the file says it")
+    recipe.unused_if_set(f"{key}.download_dir", "HF_HOME says where data sets are kept")
 
 
 def translate_preference_validation(recipe: Recipe) -> None:
@@ -173,7 +173,7 @@ def translate_dataloaders(recipe: Recipe) -> None:
             for index in range(len(entries)):
                 recipe.set(f"data.train.{index}.weight", None, because=switch)
         for key in (switch, loader, number):
-            _drop(recipe, key, "the entries of data.train are joined, and a larger one has a larger share")
+            recipe.unused_if_set(key, "the entries of data.train are joined, and a larger one has a larger share")
         return
     name = str(recipe.value(loader, ""))
     if name.rpartition(".")[2] != EXAMPLE_DATALOADER:
@@ -192,8 +192,7 @@ def drop_stray_keys(recipe: Recipe) -> None:
     """Drop keys of an entry that stand in ``data`` itself: only an evaluation reads them there."""
     for name in fields_of(DataEntryConfig):
         if not recipe.is_own_key(f"data.{name}"):
-            _drop(
-                recipe,
+            recipe.unused_if_set(
                 f"data.{name}",
                 "NeMo-RL does not read it here either; data.train, data.validation and data.default have it",
             )
@@ -247,11 +246,6 @@ def _place(recipe: Recipe, key: str, option: str) -> str:
     """Return the key that sets an option of an entry: its own, or that of ``data.default``."""
     places = (f"{at}.{option}" for at in (key, "data.default"))
     return next(filter(recipe.is_written, places), f"{key}.{option}")
-
-
-def _drop(recipe: Recipe, key: str, why: str) -> None:
-    if recipe.is_set(key):
-        recipe.unused(key, why)
 
 
 DATA_RULES: tuple[Rule, ...] = (

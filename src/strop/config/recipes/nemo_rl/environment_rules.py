@@ -39,6 +39,9 @@ REWARD_MODEL_LAYOUT = {
 REWARD_MODEL_KEYS = {*REWARD_MODEL_LAYOUT, "tokenizer", "max_model_len", "reward_model_cfg", "checkpoint_path"}  # NeMo-RL's alone
 
 
+_drop = Recipe.unused_if_set  # (recipe, key, why)
+
+
 def translate_environments(recipe: Recipe) -> None:
     """Translate the options of each environment. One that no data names is not made by NeMo-RL, and need not exist."""
     written = get_at(recipe.source.values, ("env",))
@@ -101,7 +104,7 @@ def _translate_math_multi_reward(recipe: Recipe, key: str, options: Mapping[str,
 def _translate_reward_model(recipe: Recipe, key: str, options: Mapping[str, Any]) -> None:
     if not REWARD_MODEL_KEYS & options.keys():
         return  # Strop's own keys
-    _refuse_divided_reward_model(recipe, f"{key}.dtensor_cfg", options.get("dtensor_cfg"))
+    _divide_reward_model(recipe, key)
     for name, why in REWARD_MODEL_LAYOUT.items():
         _drop(recipe, f"{key}.{name}", why)
     if isinstance(tokenizer := options.get("tokenizer"), Mapping):
@@ -135,15 +138,17 @@ def _translate_reward_model(recipe: Recipe, key: str, options: Mapping[str, Any]
     )
 
 
-def _refuse_divided_reward_model(recipe: Recipe, key: str, sizes: Any) -> None:
-    """Refuse the first size above 1: who divides a reward model does so because one GPU does not hold it."""
+def _divide_reward_model(recipe: Recipe, key: str) -> None:
+    """Place the layers on all GPUs where a size is above 1: who divides a reward model does so because one GPU does not hold it."""
     for name in ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size"):
-        size = sizes.get(name) if isinstance(sizes, Mapping) else None
+        size = recipe.value(f"{key}.dtensor_cfg.{name}")
         if isinstance(size, int) and size > 1:
-            recipe.refuse(
-                f"{key}.{name}",
-                f"found {size}, but the reward model of an environment is whole on one device in this version",
-                "Set it to 1 if the model fits one GPU.",
+            recipe.set(f"{key}.device_map", "balanced", because=f"{key}.dtensor_cfg.{name}")
+            recipe.note(
+                f"{key}.dtensor_cfg.{name}",
+                Effect.CHANGED,
+                "layers stand on all GPUs of the process (device_map); cluster.environment_hosts=1 with "
+                "cluster.roles.environment.num_gpus gives it several of its own",
             )
             return
 
@@ -154,11 +159,6 @@ TRANSLATIONS: Mapping[str, Callable[[Recipe, str, Mapping[str, Any]], None]] = {
     "math_multi_reward": _translate_math_multi_reward,
     "reward_model": _translate_reward_model,
 }
-
-
-def _drop(recipe: Recipe, key: str, why: str) -> None:
-    if recipe.is_set(key):
-        recipe.unused(key, why)
 
 
 def _refuse_value(recipe: Recipe, key: str, value: Any, known: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,8 +170,6 @@ def test_the_learning_rate_is_that_of_verl_at_each_batch(translate: Translate) -
     loaded = translate(*extra).loaded
     scheduler = loaded.source.values["policy"]["scheduler"]
     ours = make_schedule(scheduler["name"], scheduler["kwargs"], total_steps=100)
-    import math
-
     for step in range(100):
         cosine = 0.55 + 0.45 * math.cos(math.pi * (step - 10) / 90)
         assert ours.ratio(step) == pytest.approx(step / 10 if step < 10 else cosine)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from strop.environments.answers import extract_last_boxed
+from strop.environments.verifiers.base import AnswerVerifier, Reply
+from strop.types import Task
 
 # How a final answer is announced. The first of these that is followed by a letter counts, wherever it stands.
-_ANNOUNCEMENTS = (
+ANNOUNCEMENTS = (
     *(r"Answer\s*:", "Answer\\s*:\u200b\u200b\u200b\u200b\u200b\u200b"),
     *(r"উত্তর\s*:", r"उत्तर\s*:", "উত্তরঃ", r"Antwort\s*:", r"답변\s*:", r"정답\s*:", r"답\s*:"),
     *(r"答案\s*：", r"答案\s*:", r"答\s*：", r"答\s*:", r"答复\s*：", r"答曰\s*："),
@@ -27,8 +33,9 @@ _ANNOUNCEMENTS = (
 _ENGLISH = re.compile(r"Answer\s*:[ \t]*([A-Z])", re.IGNORECASE)
 _MULTILINGUAL = tuple(
     re.compile(f"{announcement}[ \t]*([A-D]|[أ-د]|[অ]|[ব]|[ড]|[ঢ]|[Ａ]|[Ｂ]|[Ｃ]|[Ｄ])", re.IGNORECASE)
-    for announcement in _ANNOUNCEMENTS
+    for announcement in ANNOUNCEMENTS
 )
+_ALONE = re.compile(r"\(?([A-Za-zأ-دঅবডঢＡ-Ｄ])[).]?")
 _LETTERS = str.maketrans(dict(zip("أبجدঅবডঢＡＢＣＤ", "ABCDABCDABCD", strict=True)))
 _MARKUP = (*("**", "$\\boxed{", "}$", "\\$", "$\\text{", "$", "\\mathrm{", "\\{", "\\text", "\\(", "\\mathbf{", "{", "\\boxed"),)
 
@@ -57,3 +64,29 @@ CHOICE_EXTRACTORS: Mapping[str, Callable[[str], str | None]] = {
     "english_multichoice": extract_english_choice,
     "multilingual_multichoice": extract_multilingual_choice,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultipleChoiceVerifier(AnswerVerifier):
+    """1 where the chosen letter is the reference's: after "Answer:", else the last ``\\boxed``, else the whole answer if it is a letter."""
+
+    is_accuracy: ClassVar[bool] = True
+
+    language: Literal["english", "multilingual"] = "english"  # multilingual: "Answer:" in 20 languages, letters of four scripts
+
+    @property
+    def needs_answer(self) -> bool:
+        return True
+
+    def score(self, task: Task, reply: Reply) -> bool:
+        wanted = self._read_letter(task.answer) or remove_markup(task.answer).strip().upper()
+        return self.find_answer(reply) == wanted
+
+    def find_answer(self, reply: Reply) -> str | None:
+        return self._read_letter(self.read(reply) or "")
+
+    def _read_letter(self, text: str) -> str | None:
+        if (letter := CHOICE_EXTRACTORS[f"{self.language}_multichoice"](text)) is not None:
+            return letter.upper()
+        alone = _ALONE.fullmatch(remove_markup(extract_last_boxed(text) or text).strip())
+        return alone[1].upper().translate(_LETTERS) if alone else None

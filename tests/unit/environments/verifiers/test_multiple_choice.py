@@ -9,7 +9,7 @@ import pytest
 from strop.environments.base import PromptedTask, compute_rewards
 from strop.environments.math import MathEnvironment
 from strop.environments.math_multi_reward import MathMultiReward
-from strop.environments.multiple_choice import extract_english_choice, extract_multilingual_choice
+from strop.environments.verifiers.multiple_choice import extract_english_choice, extract_multilingual_choice
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""Verifiers by name, as the rewards of an environment name them; others are ``file.py:Class``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from strop.environments.base import EnvironmentConfigError, import_user_code
+from strop.environments.verifiers.base import Reply, Score, Scored, Verifier, call_score, read_reply, read_turns
+from strop.environments.verifiers.options import build_from_options
+from strop.types import Rollout, Task
+from strop.user_code import suggest_names
+
+VERIFIERS = {
+    "citation": "strop.environments.verifiers.citation:CitationVerifier",
+    "exact_match": "strop.environments.verifiers.match:ExactMatchVerifier",
+    "f1": "strop.environments.verifiers.match:F1Verifier",
+    "fuzzy_match": "strop.environments.verifiers.match:FuzzyMatchVerifier",
+    "json_schema": "strop.environments.verifiers.json_schema:JsonSchemaVerifier",
+    "judge": "strop.environments.verifiers.judges.judge:JudgeVerifier",
+    "length": "strop.environments.verifiers.length:LengthVerifier",
+    "math": "strop.environments.verifiers.math_verifier:MathVerifier",
+    "multiple_choice": "strop.environments.verifiers.multiple_choice:MultipleChoiceVerifier",
+    "pairwise_judge": "strop.environments.verifiers.judges.pairwise_judge:PairwiseJudgeVerifier",
+    "regex": "strop.environments.verifiers.pattern:PatternVerifier",
+    "retrieval_hit": "strop.environments.verifiers.citation:RetrievalHitVerifier",
+    "reward_model": "strop.environments.verifiers.reward_model_verifier:RewardModelVerifier",
+    "tags": "strop.environments.verifiers.tags:TagsVerifier",
+}
+
+
+def make_verifier(name: str, options: Mapping[str, Any]) -> Verifier:
+    """Build the verifier ``name``. Raises EnvironmentConfigError for an unknown name and for unknown, ill-typed or missing options."""
+    path = VERIFIERS.get(name, name) if isinstance(name, str) else ""
+    if ":" not in path:
+        raise EnvironmentConfigError(
+            f"there is no verifier {name!r}{suggest_names(str(name), VERIFIERS)}. Name your own as file.py:Class, or set function in "
+            "place of verifier"
+        )
+    kind = import_user_code(path)
+    if not (isinstance(kind, type) and issubclass(kind, Verifier)):
+        raise EnvironmentConfigError(
+            f"the verifier {name} is {kind!r:.80}, not a subclass of strop.environments.verifiers.base.Verifier; a function is a reward "
+            "with function in place of verifier"
+        )
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise EnvironmentConfigError(f"the verifier {name} does not define {', '.join(missing)}, which a verifier must")
+    return build_from_options(kind, f"the verifier {name}", options)
+
+
+@dataclass(frozen=True)
+class VerifierReward:
+    """A verifier as a reward function: of a rollout, of each of its turns, or of the rollouts of a task."""
+
+    name: str
+    verifier: Verifier
+    per_turn: bool = False
+
+    async def __call__(self, task: Task, rollouts: Any) -> Any:
+        if self.verifier.compares:
+            scores = await self.verifier.score_group(task, [read_reply(rollout) for rollout in rollouts])
+            return [self._log([score], rollout)[0] for score, rollout in zip(scores, rollouts, strict=True)]
+        rollout: Rollout = rollouts
+        if self.per_turn:
+            return self._log([await call_score(self.verifier, task, turn) for turn in read_turns(rollout)], rollout)
+        return self._log([await call_score(self.verifier, task, read_reply(rollout))], rollout)[0]
+
+    def _log(self, scores: list[Scored], rollout: Rollout) -> list[float | bool]:
+        """Return the values; the metrics beside them, means over the turns, become the rollout's."""
+        logged: dict[str, list[float]] = {}
+        for score in scores:
+            for name, value in score.metrics.items() if isinstance(score, Score) else ():
+                logged.setdefault(f"{self.name}/{name}", []).append(value)
+        rollout.metrics.update({name: sum(values) / len(values) for name, values in logged.items()})
+        return [score.value if isinstance(score, Score) else score for score in scores]
+
+    def find_answer(self, rollout: Rollout) -> str | None:
+        return self.verifier.find_answer(Reply(text=rollout.text, messages=rollout.messages))

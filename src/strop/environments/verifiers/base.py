@@ -1,0 +1,178 @@
+"""The interface of verifiers: one part of a reward, from a reply and what its task knows.
+
+A verifier is a frozen dataclass; its fields are its options. It scores the last turn of a rollout, or each of its turns (``per_turn``), and
+those that compare score all rollouts of a task at once. A new one is a file, which a configuration names as ``file.py:Class``.
+
+What a model wrote is hostile: a verifier that hands it to a parser or to a pattern does so in the scoring pool, and what takes time
+is ``async``, or a plain method, which runs in a thread. An exception drops the group; a verdict that cannot be had is never a 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from strop.environments.answers import extract_final_answer, extract_last_boxed, extract_last_tagged
+from strop.environments.base import EnvironmentConfigError
+from strop.types import Messages, Rollout, Task, assistant, user
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What a verifier reads: a turn of the policy and the conversation up to its end."""
+
+    text: str
+    messages: Messages
+    tokens: int = 0  # that the policy sampled in the turn; of a whole rollout, in all turns
+
+    @property
+    def context(self) -> Messages:
+        """The messages before the turn."""
+        last = max((index for index, each in enumerate(self.messages) if each.role == "assistant"), default=len(self.messages))
+        return self.messages[:last]
+
+
+@dataclass(frozen=True)
+class Score:
+    """The value of a reply, with what else is worth logging, under the name of the reward."""
+
+    value: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+Scored = float | bool | Score
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verifier(ABC):
+    """Base class of verifiers. Subclasses must be ``@dataclass(frozen=True, kw_only=True)`` too."""
+
+    is_accuracy: ClassVar[bool] = (
+        False  # whether it says that an answer is right, which evaluation reports where it is the only one
+    )
+
+    @abstractmethod
+    def score(self, task: Task, reply: Reply) -> Scored | Awaitable[Scored]:
+        """Return the value of a reply. May be a coroutine; a plain method runs in a thread."""
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether data without reference answers is an error."""
+        return False
+
+    @property
+    def compares(self) -> bool:
+        """Whether ``score_group`` is called with all replies to a task instead of ``score`` with each."""
+        return False
+
+    async def score_group(self, task: Task, replies: Sequence[Reply]) -> Sequence[Scored]:
+        return [await call_score(self, task, reply) for reply in replies]
+
+    def prepare(self) -> None:  # noqa: B027
+        """Load what is needed, at the start of a run. Raises EnvironmentConfigError."""
+
+    def find_answer(self, reply: Reply) -> str | None:
+        """Return the final answer in a normal form, for majority votes, or None to abstain."""
+        return None
+
+
+async def call_score(verifier: Verifier, task: Task, reply: Reply) -> Scored:
+    """Score a reply without blocking the event loop."""
+    if inspect.iscoroutinefunction(verifier.score):
+        scored: Scored = await verifier.score(task, reply)
+        return scored
+    returned = await asyncio.to_thread(verifier.score, task, reply)
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+def read_reply(rollout: Rollout) -> Reply:
+    """Return the last turn of a rollout, with the tokens of all of them."""
+    messages = rollout.messages or (user(rollout.task.question), assistant(rollout.text))
+    return Reply(text=rollout.text, messages=messages, tokens=rollout.sampled_tokens)
+
+
+def read_turns(rollout: Rollout) -> list[Reply]:
+    """Return the policy's turns, those of branches after those of the main path, in the order of ``Rollout.policy_turns``."""
+    return [*_read_main_path(rollout), *_read_branches(rollout)]
+
+
+def _read_main_path(rollout: Rollout) -> Iterator[Reply]:
+    end = len(rollout.prompt_messages)
+    for turn in rollout.turns:
+        end += turn.num_messages
+        if turn.sampled:
+            messages = rollout.messages[:end] or (user(rollout.task.question), assistant(turn.text))
+            yield Reply(text=turn.text, messages=messages, tokens=len(turn.tokens))
+
+
+def _read_branches(rollout: Rollout) -> Iterator[Reply]:
+    for branch in rollout.branches:  # no messages are kept of them
+        for turn in branch.turns:
+            if turn.sampled:
+                messages = (*rollout.prompt_messages, assistant(turn.text))
+                yield Reply(text=turn.text, messages=messages, tokens=len(turn.tokens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerVerifier(Verifier):
+    """A verifier of a part of the reply: what follows the thoughts, or what is marked as the answer in it."""
+
+    tag: str | None = None  # read what the last <tag>...</tag> holds
+    extract: Literal["reply", "boxed", "final", "last_line"] = (
+        "reply"  # all of it, the last \\boxed, the stated answer, the last line
+    )
+    thoughts: bool = False  # read what stands before </think>, too
+
+    def read(self, reply: Reply) -> str | None:
+        """Return the part to verify, None if there is none."""
+        text: str | None = reply.text if self.thoughts else drop_thoughts(reply.text)
+        if self.tag is not None:
+            text = extract_last_tagged(text or "", self.tag)
+        if text is None:
+            return None
+        if self.extract == "boxed":
+            return extract_last_boxed(text)
+        if self.extract == "final":
+            return extract_final_answer(text)
+        return (text.strip().splitlines() or [""])[-1] if self.extract == "last_line" else text
+
+
+def drop_thoughts(text: str) -> str:
+    """Return what follows the last ``</think>``; nothing where a thought that was opened has no end."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def read_path(metadata: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path of a row, None if there is none."""
+    value: Any = metadata
+    for part in path.split("."):
+        if isinstance(value, Sequence) and not isinstance(value, str) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, Mapping) and part in value:
+            value = value[part]
+        else:
+            return None
+    return value
+
+
+def read_references(task: Task, key: str | None) -> list[str]:
+    """Return the reference answers: of the row's column ``key``, one or a list, else the task's own. Raises ValueError if there is none."""
+    value = task.answer if key is None else read_path(task.metadata, key)
+    found = [str(each) for each in value] if isinstance(value, list | tuple) else [] if value is None else [str(value)]
+    if not found:
+        raise ValueError(
+            f"the task {task.id!r} has nothing in its column {key!r} to compare with; set references to another column"
+        )
+    return found
+
+
+def check_positive(verifier: Verifier, *names: str) -> None:
+    """Raise EnvironmentConfigError for an option that is set and not positive."""
+    for name in names:
+        value = getattr(verifier, name)
+        if value is not None and not value > 0:
+            raise EnvironmentConfigError(f"{name} is {value}; it must be positive")

@@ -1,0 +1,51 @@
+"""Rewards that count only where another one says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """A reward is computed only where the reward ``reward`` is at least ``at_least``; elsewhere it is ``otherwise``."""
+
+    reward: str
+    at_least: float = 1.0
+    otherwise: float | None = 0.0  # None: the rollout does not have the reward at all
+    multiply: bool = False  # the reward is multiplied with that of the gate
+
+    def opens(self, rewards: Mapping[str, float]) -> bool:
+        """A reward that the rollout does not have opens nothing."""
+        return self.reward in rewards and rewards[self.reward] >= self.at_least
+
+
+def find_closed_gate(gates: Sequence[Gate], rewards: Mapping[str, float]) -> Gate | None:
+    return next((gate for gate in gates if not gate.opens(rewards)), None)
+
+
+def multiply_gates(gates: Sequence[Gate], rewards: Mapping[str, float]) -> float:
+    """Return the factor that open gates give."""
+    factor = 1.0
+    for gate in gates:
+        factor *= rewards[gate.reward] if gate.multiply else 1.0
+    return factor
+
+
+def sort_by_gates(gates: Mapping[str, Sequence[Gate]]) -> list[str]:
+    """Return the names of rewards in their order, but each after those that its gates read. Raises ValueError for a circle."""
+    ordered: dict[str, None] = {}
+
+    def place(name: str, path: tuple[str, ...]) -> None:
+        if name in path:
+            raise ValueError(
+                f"the gates of the rewards go in a circle: {' -> '.join((*path[path.index(name) :], name))}; remove one"
+            )
+        if name not in ordered:
+            for gate in gates[name]:
+                place(gate.reward, (*path, name))
+            ordered[name] = None
+
+    for name in gates:
+        place(name, ())
+    return list(ordered)

@@ -1,0 +1,106 @@
+"""Whether a mathematical answer equals the reference, by one of several methods."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from strop.environments.answers import extract_final_answer, extract_last_boxed, is_integer, normalize_answer
+from strop.environments.base import EnvironmentConfigError
+from strop.environments.scoring.dapo_verifier import LAST_CHARACTERS, NO_ANSWER, extract_dapo_answer
+from strop.environments.scoring.scoring_pool import ScoringResult, get_scoring_pool
+from strop.environments.verifiers.base import AnswerVerifier, Reply, Score
+from strop.environments.verifiers.multiple_choice import ANNOUNCEMENTS, CHOICE_EXTRACTORS, remove_markup
+from strop.types import Task
+
+MathMethod = Literal["math_verify", "exact", "dapo", "multilingual", "english_multichoice", "multilingual_multichoice"]
+
+_ANNOUNCED = re.compile(f"(?:{'|'.join(ANNOUNCEMENTS)})[ \t\u200b]*([^\n]+)", re.IGNORECASE)
+_SIGNS = str.maketrans({"٫": ".", "٬": ",", "．": ".", "，": ",", "−": "-", "－": "-", "％": "%"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathVerifier(AnswerVerifier):
+    """1 where the answer equals the reference. An answer that cannot be checked within the limits is 0 and counts as ``unverified``."""
+
+    is_accuracy: ClassVar[bool] = True
+
+    method: Literal["math_verify", "exact", "dapo", "multilingual"] = "math_verify"
+    num_workers: int = 4  # processes that check answers, started on demand
+    timeout_s: float = 5.0  # CPU seconds to check one answer
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1 or self.timeout_s <= 0:
+            raise EnvironmentConfigError(
+                f"num_workers is {self.num_workers} and timeout_s is {self.timeout_s}; both must be positive"
+            )
+
+    @property
+    def needs_answer(self) -> bool:
+        return True
+
+    async def score(self, task: Task, reply: Reply) -> Score:
+        text = self.read(reply)
+        if text is None:
+            return Score(0.0, {"unverified": 0.0})
+        checked = await verify_math(self.method, task.answer, text, num_workers=self.num_workers, timeout_s=self.timeout_s)
+        return Score(checked.value or 0.0, {"unverified": float(checked.failure is not None)})
+
+    def find_answer(self, reply: Reply) -> str | None:
+        text = self.read(reply)
+        return None if text is None else find_math_answer(self.method, text)
+
+
+async def verify_math(method: MathMethod, reference: str, text: str, *, num_workers: int, timeout_s: float) -> ScoringResult:
+    """Compare the answer in a text with the reference; see ``MathEnvironment`` for the methods."""
+    pool = get_scoring_pool(num_workers)
+    if method == "dapo":
+        return await pool.call("dapo", timeout_s, reference=reference, answer=text[-LAST_CHARACTERS:])
+    if extract_choice := CHOICE_EXTRACTORS.get(method):
+        expected = remove_markup(reference) if method == "english_multichoice" else reference
+        return ScoringResult(float(extract_choice(text) == expected))
+    if method == "multilingual":
+        reference, text = in_western_digits(reference), find_announced_answer(text)
+    boxed = extract_last_boxed(text)
+    answer = extract_final_answer(text) if method == "exact" else boxed
+    expected = normalize_answer(reference)
+    if answer is not None:
+        normalized = normalize_answer(answer)
+        both_integers = is_integer(normalized) and is_integer(expected)  # integers need no symbolic comparison
+        if not normalized or normalized == expected or both_integers or method == "exact":
+            return ScoringResult(float(bool(normalized) and normalized == expected))
+    elif method == "exact":
+        return ScoringResult(0.0)
+    answer = text if boxed is None else f"\\boxed{{{boxed}}}"  # one box: math-verify would read several as a set
+    return await pool.call("math_verify", timeout_s, reference=reference, answer=answer)
+
+
+def find_math_answer(method: MathMethod, text: str) -> str | None:
+    """Return the answer in a normal form, for majority votes."""
+    if method == "dapo":
+        stated = extract_dapo_answer(text)
+        return None if stated == NO_ANSWER else stated
+    if extract_choice := CHOICE_EXTRACTORS.get(method):
+        return extract_choice(text)
+    answer = extract_final_answer(find_announced_answer(text) if method == "multilingual" else text)
+    return normalize_answer(answer) if answer else None
+
+
+def in_western_digits(text: str) -> str:
+    """Write digits of any script as 0 to 9, and the signs of numbers as in English: ٣٫٥ is 3.5."""
+    return "".join(
+        each if each.isascii() or (digit := unicodedata.decimal(each, None)) is None else str(digit)
+        for each in text.translate(_SIGNS)
+    )
+
+
+def find_announced_answer(text: str) -> str:
+    """Return the last box, else what follows the last "Answer:" in any of its languages, boxed, else the text; in Western digits."""
+    text = in_western_digits(text)
+    if extract_last_boxed(text) is not None:
+        return text
+    announced = _ANNOUNCED.findall(text)
+    answer = announced[-1].strip().strip("*").strip().rstrip("。.।") if announced else ""
+    return f"\\boxed{{{extract_final_answer(answer) or answer}}}" if answer else text

@@ -1,0 +1,37 @@
+"""Build what a configuration describes from its options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar, get_type_hints
+
+from strop.environments.base import EnvironmentConfigError
+from strop.user_code import suggest_names
+
+T = TypeVar("T")
+
+
+def build_from_options(kind: type[T], what: str, options: Mapping[str, Any]) -> T:
+    """Build a dataclass. Raises EnvironmentConfigError for unknown, ill-typed and missing options of ``what``."""
+    from pydantic import TypeAdapter, ValidationError
+
+    known = {item.name: item for item in fields(kind) if item.init}  # type: ignore[arg-type]
+    types = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for option, value in options.items():
+        if option not in known:
+            raise EnvironmentConfigError(f"{what} has no option {option!r}{suggest_names(str(option), known)}")
+        if types[option] is Any:  # checked by the class itself, and perhaps no JSON
+            values[option] = value
+            continue
+        try:  # in JSON mode a list may stand for a tuple, while "3" is not a number
+            values[option] = TypeAdapter(types[option]).validate_json(json.dumps(value), strict=True)
+        except (ValidationError, TypeError) as error:
+            why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+            raise EnvironmentConfigError(f"the option {option} of {what} is {value!r}: {why}") from error
+    for option, item in known.items():
+        if option not in values and item.default is MISSING and item.default_factory is MISSING:
+            raise EnvironmentConfigError(f"{what} needs the option {option}; set it")
+    return kind(**values)

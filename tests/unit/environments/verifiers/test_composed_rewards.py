@@ -1,0 +1,285 @@
+"""Verifiers and functions as the rewards of one environment: weights, gates, schedules, and what they do not hold up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from strop.config import GrpoRunConfig, dump_config, load_config
+from strop.data.sources.source import DataSource
+from strop.environments.base import EnvironmentConfigError, compute_group_rewards, compute_rewards
+from strop.environments.function_environment import FunctionEnvironment
+from strop.environments.registry import list_rewards, list_step_rewards, make_environment
+from strop.environments.remote import EnvironmentDescription, EnvironmentServer, Transport, connect
+from strop.environments.verifiers.gate import Gate, sort_by_gates
+from strop.environments.verifiers.weight_schedule import WeightSchedule
+from strop.types import Task
+
+TASK = Task(id="t", question="1+1?", answer="2")
+TAGS = {"verifier": "tags"}
+GOOD, BAD = "<think>1+1</think><answer>2</answer>", "2"
+called: list[str] = []
+
+
+def costly(task, rollout):
+    called.append(rollout.text)
+    return 0.5
+
+
+def costly_comparison(task, rollouts):
+    called.append(f"{len(rollouts)} rollouts")
+    return [float(len(rollout.text)) for rollout in rollouts]
+
+
+def blocking(task, rollout):
+    time.sleep(0.3)
+    return threading.current_thread() is not threading.main_thread()
+
+
+async def slow(task, rollout):
+    await asyncio.sleep(0.3)
+    return 1.0
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    called.clear()
+
+
+def score(rewards, rollout, **options):
+    return asyncio.run(compute_rewards(FunctionEnvironment(rewards=rewards, **options), TASK, rollout))
+
+
+def test_verifiers_and_functions_stand_side_by_side_and_each_is_logged_raw_and_weighted(talk):
+    rewards = {
+        "right": {"verifier": "math", "tag": "answer"},
+        "format": {**TAGS, "weight": 0.5},
+        "short": {"verifier": "length", "limit": 3, "weight": 0.2},
+        "own": costly,
+    }
+    scored = score(rewards, talk(TASK, GOOD))
+    assert scored.rewards == {"right": 1.0, "format": 1.0, "short": 1.0, "own": 0.5}
+    assert scored.reward == pytest.approx(1 + 0.5 + 0.2 + 0.5)
+    weighted = {name: value for name, value in scored.metrics.items() if name.startswith("weighted/")}
+    assert weighted == {"weighted/right": 1.0, "weighted/format": 0.5, "weighted/short": pytest.approx(0.2)}
+    assert list_rewards("reward_function", {"rewards": rewards}) == ("right", "format", "short", "own")
+    heavier = score(rewards, talk(TASK, GOOD), reward_weights={"short": 2.0})
+    assert heavier.reward == pytest.approx(1 + 0.5 + 2 + 0.5) and heavier.metrics["weighted/short"] == 2.0
+
+
+def test_a_gated_reward_is_not_asked_where_its_gate_is_closed(talk):
+    for otherwise, wanted in ((0.0, {"format": 0.0, "own": 0.0}), (-0.5, {"format": 0.0, "own": -0.5}), (None, {"format": 0.0})):
+        rewards = {"own": {"function": costly, "gate": {"reward": "format", "otherwise": otherwise}}, "format": TAGS}
+        scored = score(rewards, talk(TASK, BAD))
+        assert scored.rewards == wanted and scored.reward == sum(wanted.values()) and not called
+    assert score({"own": {"function": costly, "gate": "format"}, "format": TAGS}, talk(TASK, GOOD)).reward == 1.5
+    assert called == [GOOD]
+
+
+def test_a_gate_may_multiply_have_a_threshold_and_stand_with_others(talk):
+    half = {**TAGS, "credit": "each", "only": False}
+    multiplied = {"format": half, "own": {"function": costly, "gate": {"reward": "format", "at_least": 0.3, "multiply": True}}}
+    assert score(multiplied, talk(TASK, "<think>a</think>2")).rewards == {"format": 0.5, "own": 0.25}
+    both = {
+        "own": {"function": costly, "gate": ["format", "right"]},
+        "format": half,
+        "right": {"verifier": "math", "tag": "answer"},
+    }
+    assert score(both, talk(TASK, GOOD)).rewards["own"] == 0.5
+    assert score(both, talk(TASK, GOOD.replace("2<", "3<"))).rewards["own"] == 0.0
+    chained = {
+        "last": {"function": costly, "gate": {"reward": "own", "at_least": 0.5, "otherwise": None}},
+        "own": {"function": costly, "gate": {"reward": "format", "otherwise": None}},
+        "format": TAGS,
+    }
+    assert score(chained, talk(TASK, BAD)).rewards == {"format": 0.0}  # a reward that is missing opens nothing
+    assert list(score(chained, talk(TASK, GOOD)).rewards) == ["format", "own", "last"]
+
+
+def test_a_comparison_sees_only_the_rollouts_whose_gate_is_open(talk):
+    rewards = {"longest": {"function": costly_comparison, "gate": "format", "weight": 2.0}, "format": TAGS}
+    environment = FunctionEnvironment(rewards=rewards)
+    rollouts = [talk(TASK, text) for text in (GOOD, BAD, GOOD + " ", BAD)]
+
+    async def run():
+        scored = [replace(each, **vars(await compute_rewards(environment, TASK, each))) for each in rollouts]
+        return await compute_group_rewards(environment, TASK, scored)
+
+    results = asyncio.run(run())
+    assert called == ["2 rollouts"]
+    assert [result.rewards["longest"] for result in results] == [len(GOOD), 0.0, len(GOOD) + 1, 0.0]
+    assert results[0].reward == 1 + 2 * len(GOOD) and results[1].reward == 0.0
+    assert results[0].metrics["weighted/longest"] == 2 * len(GOOD)
+    called.clear()
+    none_open = [replace(talk(TASK, BAD), rewards={"format": 0.0})]
+    assert asyncio.run(compute_group_rewards(environment, TASK, none_open))[0].rewards["longest"] == 0.0 and not called
+
+
+def test_a_verifier_of_each_turn_gives_steps_and_a_closed_gate_gives_none(talk):
+    steps = {"verifier": "regex", "pattern": "good", "per_turn": True, "weight": 0.5, "gate": {"reward": "own", "at_least": 0.5}}
+    rollout = talk(TASK, "good", "bad", "good")
+    scored = score({"step": steps, "own": costly}, rollout)
+    assert [(step.token, step.reward) for step in scored.step_rewards] == [(2, 0.5), (5, 0.0), (8, 0.5)] and scored.reward == 1.5
+    closed = score({"step": {**steps, "gate": "own"}, "own": costly}, rollout)
+    assert closed.step_rewards == () and closed.rewards == {"own": 0.5, "step": 0.0}
+    assert list_step_rewards("reward_function", {"rewards": {"step": steps, "own": costly}}) == ("step",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [
+        ("linear", {0: 1.0, 10: 1.0, 15: 0.6, 20: 0.2, 99: 0.2}),
+        ("cosine", {0: 1.0, 10: 1.0, 15: 0.6, 12: 1.0 - 0.8 * (1 - 0.5**0.5 * 1.1441228056353687) / 2, 20: 0.2}),
+        ("steps", {9: 1.0, 10: 1.0, 19: 1.0, 20: 0.2, 21: 0.2}),
+    ],
+)
+def test_a_schedule_gives_the_weight_of_a_step(kind, weights):
+    schedule = WeightSchedule(kind, ((10, 1.0), (20, 0.2)))
+    assert {step: schedule.at(step) for step in weights} == pytest.approx(weights)
+
+
+def test_the_weight_is_of_the_version_that_began_the_group(talk):
+    rewards = {"own": {"function": costly, "weight": {"schedule": "linear", "points": {"0": 1.0, 10: 0.0}}}}
+    for version, weight in ((0, 1.0), (5, 0.5), (30, 0.0)):
+        scored = score(rewards, talk(TASK, "x", version=version))
+        assert scored.rewards == {"own": 0.5} and scored.reward == pytest.approx(0.5 * weight)
+        assert scored.metrics == {"weighted/own": pytest.approx(0.5 * weight)}
+    steps = {"own": {"verifier": "regex", "pattern": "x", "per_turn": True, **{"weight": rewards["own"]["weight"]}}}
+    assert score(steps, talk(TASK, "x", version=5)).step_rewards[0].reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("rewards", "says"),
+    [
+        ({"a": {**TAGS, "gate": "fromat"}, "format": TAGS}, "names 'fromat', which is not a reward; did you mean 'format'"),
+        ({"a": {**TAGS, "gate": "b"}, "b": {**TAGS, "gate": "a"}}, "in a circle: a -> b -> a"),
+        ({"a": {**TAGS, "gate": {"reward": "b", "atleast": 1}}, "b": TAGS}, "did you mean 'at_least'"),
+        ({"a": {**TAGS, "gate": 3}}, "set it to the name of another reward"),
+        ({"a": {**TAGS, "gate": "b"}, "b": costly_comparison}, "which compares all rollouts of a task and is computed after"),
+        ({"a": {**TAGS, "per_turn": True, "gate": {"reward": "b", "otherwise": 1}}, "b": TAGS}, "set otherwise to 0 or null"),
+        ({"a": {**TAGS, "wieght": 2}}, "the reward a: the verifier tags has no option 'wieght'"),
+        ({"a": {"verifier": "mth"}}, "there is no verifier 'mth'; did you mean 'math'"),
+        ({"a": {**TAGS, "function": costly}}, "a function and a verifier"),
+        ({"a": {**TAGS, "group": True}}, "leave group out"),
+        ({"a": {"verifier": "pairwise_judge", "endpoint": {"base_url": "http://x", "model": "m"}, "per_turn": True}}, "compares"),
+        ({"a": {**TAGS, "weight": {"schedule": "linaer", "points": {0: 1}}}}, "did you mean 'linear'"),
+        ({"a": {**TAGS, "weight": {"schedule": "linear", "points": {10: 1, 0: 2}}}}, "ascending order"),
+        ({"a": {**TAGS, "weight": {"schedule": "linear", "points": {-1: 1}}}}, "has the point -1"),
+        ({"a": {**TAGS, "weight": {"schedule": "linear", "point": {0: 1}}}}, "did you mean 'points'"),
+        ({"a": {**TAGS, "weight": "1"}}, "finite number"),
+        ({"a": {"function": costly, "thread": "yes"}}, "set it to true or false"),
+    ],
+)
+def test_rewards_that_cannot_work_are_refused(rewards, says):
+    with pytest.raises(EnvironmentConfigError, match=says):
+        make_environment("reward_function", {"rewards": rewards})
+
+
+def test_rewards_come_after_their_gates_and_else_stay_in_order():
+    gates = {"a": (), "b": (Gate(reward="d"),), "c": (), "d": (Gate(reward="c"),)}
+    assert sort_by_gates(gates) == ["a", "c", "d", "b"]
+
+
+def test_the_accuracy_is_the_verifier_that_says_right_or_wrong_and_votes_count_its_answers(talk):
+    environment = make_environment(
+        "reward_function", {"rewards": {"format": TAGS, "right": {"verifier": "math", "method": "exact"}}}
+    )
+    assert environment.declares_accuracy and environment.accuracy(replace(talk(TASK, "2"), rewards={"right": 1.0})) == 1.0
+    assert environment.answer_key(TASK, talk(TASK, "so \\boxed{4/2}")) == "2"
+    assert (
+        make_environment("reward_function", {"rewards": {"format": TAGS, "own": costly}}).answer_key(TASK, talk(TASK, "2"))
+        is None
+    )
+
+
+def test_what_a_verifier_needs_is_missed_when_the_run_starts(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "1+1?"}))
+    data = DataSource(dataset_name=str(tmp_path / "rows.jsonl"))
+    make_environment("reward_function", {"rewards": {"format": TAGS}}).tasks(data)
+    with pytest.raises(Exception, match="answer"):
+        make_environment("reward_function", {"rewards": {"right": {"verifier": "math"}}}).tasks(data)
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    judge = {"verifier": "judge", "endpoint": {"base_url": "http://x/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"}}
+    with pytest.raises(EnvironmentConfigError, match="NO_SUCH_KEY, which is not set"):
+        make_environment("reward_function", {"rewards": {"good": judge}}).tasks(data)
+
+
+def test_a_slow_reward_holds_up_neither_the_event_loop_nor_other_rollouts(talk):
+    async def lag_while(rewards) -> tuple[float, float, list[float]]:
+        environment, worst = FunctionEnvironment(rewards=rewards), 0.0
+
+        async def watch() -> None:
+            nonlocal worst
+            while True:
+                before = time.perf_counter()
+                await asyncio.sleep(0.005)
+                worst = max(worst, time.perf_counter() - before - 0.005)
+
+        watcher, started = asyncio.ensure_future(watch()), time.perf_counter()
+        scored = await asyncio.gather(*(compute_rewards(environment, TASK, talk(TASK, "x" * 200_000)) for _ in range(4)))
+        watcher.cancel()
+        return worst, time.perf_counter() - started, [each.reward for each in scored]
+
+    asyncio.run(
+        compute_rewards(FunctionEnvironment(rewards={"warm": {"verifier": "regex", "pattern": "x"}}), TASK, talk(TASK, "x"))
+    )
+    for rewards in (
+        {"slow": slow},
+        {"blocking": {"function": blocking, "thread": True}},
+        {"evil": {"verifier": "regex", "pattern": "(x+x+)+y", "timeout_s": 0.3}},
+    ):
+        worst, seconds, values = asyncio.run(lag_while(rewards))
+        assert worst < 0.15, rewards
+        assert seconds < 0.9 or "evil" in rewards  # four at once, not one after the other
+        assert values == [0.0 if "evil" in rewards else 1.0] * 4
+
+
+def test_verifiers_work_in_processes_of_their_own(talk, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "1+1?", "answer": "2"}))
+    source = DataSource(dataset_name=str(tmp_path / "rows.jsonl"))
+    rewards = {
+        "right": {"verifier": "math", "method": "exact", "weight": {"schedule": "steps", "points": {0: 1.0, 5: 3.0}}},
+        "format": {**TAGS, "gate": {"reward": "right", "otherwise": None}},
+    }
+    description = EnvironmentDescription(alias="mine", name="reward_function", options={"rewards": rewards}, sources=(source,))
+    server = EnvironmentServer(description)
+    loop = asyncio.new_event_loop()
+    transport = Transport(server.answer, lambda method, arguments: loop.run_until_complete(server.answer(method, arguments)))
+    remote = connect(description, [transport])
+    task = remote.tasks(source)[0]
+    scored = asyncio.run(remote.score_rollout(task, talk(task, "it is 2", version=7)))
+    assert scored.rewards == {"right": 1.0, "format": 0.0} and scored.reward == 3.0 and scored.metrics["weighted/right"] == 3.0
+    assert asyncio.run(remote.score_rollout(task, talk(task, "3", version=7))).rewards == {"right": 0.0}
+    assert remote.answer_key(task, talk(task, "it is 2")) == "2"
+    loop.close()
+
+
+def test_rewards_survive_being_written_and_read_as_yaml(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        """
+policy: {model_name: m}
+data: {train: {dataset_name: rows.jsonl, env_name: mine}}
+env:
+  mine:
+    rewards:
+      right: {verifier: math}
+      format: {verifier: tags, tags: [think, answer], weight: {schedule: linear, points: {0: 1.0, 200: 0.1}}}
+      short: {verifier: length, limit: 200, weight: 0.2, gate: {reward: format, otherwise: null}}
+"""
+    )
+    first = load_config(path, root=GrpoRunConfig, check=False).config
+    (tmp_path / "again.yaml").write_text(dump_config(first))
+    second = load_config(tmp_path / "again.yaml", root=GrpoRunConfig, check=False).config
+    for config in (first, second):
+        section = config.env["mine"]
+        marks = {
+            name: each.mark for name, each in make_environment(section.type_of("mine"), section.options).reward_functions.items()
+        }
+        assert marks["format"].schedule == WeightSchedule("linear", ((0, 1.0), (200, 0.1)))
+        assert marks["short"].gates == (Gate(reward="format", otherwise=None),)
