@@ -166,6 +166,7 @@ class Rollout:
     ending: Ending | None = None
     reward: float = 0.0  # the weighted sum of ``rewards``
     step_rewards: tuple[StepReward, ...] = ()  # the parts of ``reward`` that belong to steps, in order
+    turn_states: tuple[str | None, ...] = ()  # of each of ``policy_turns``, the environment's state before it; empty: not known
     rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # of the environment's own; it sets them during the episode
     error: str | None = None

@@ -49,6 +49,7 @@ class Plan:
     max_staleness: int = 0
     environment_rewards: tuple[str, ...] = ()  # names, if known
     step_rewards: bool = True  # whether an environment rewards steps of a rollout
+    turn_states: bool = True  # whether an environment says in which state a turn was taken
 
 
 @dataclass(frozen=True, kw_only=True)

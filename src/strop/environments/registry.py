@@ -56,6 +56,11 @@ def list_step_rewards(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
     return environment_class(name).list_step_rewards(options)
 
 
+def gives_turn_states(name: str) -> bool:
+    """Return whether an environment says in which state a turn was taken. Raises EnvironmentConfigError."""
+    return environment_class(name).turn_states is not Environment.turn_states
+
+
 def environment_class(name: str) -> type[Environment[Any]]:
     """Return the class of a registered name, ``module:Class`` or ``path/to/file.py:Class``. Raises EnvironmentConfigError."""
     path = ENVIRONMENTS.get(name, name)

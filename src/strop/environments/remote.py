@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Method = Literal["spec", "task_count", "tasks", "open", "prompt", "respond", "score", "score_group", "grade", "close"]
+Method = Literal["spec", "task_count", "tasks", "open", "prompt", "stops", "respond", "score", "score_group", "grade", "close"]
 Call = Callable[[Method, tuple[Any, ...]], Awaitable["CallResult"]]
 """Calls ``EnvironmentServer.answer``. Raises EnvironmentServerDied if the process died; the next call then reaches its replacement."""
 SyncCall = Callable[[Method, tuple[Any, ...]], "CallResult"]
@@ -107,6 +107,7 @@ class EnvironmentSpec:
     has_respond: bool  # overrides Environment.respond
     has_session: bool  # overrides Environment.session
     has_answer_key: bool  # overrides Environment.answer_key
+    has_stop_strings: bool = False  # overrides Environment.stop_strings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +161,7 @@ class EnvironmentServer:
             has_respond=self.environment.responds,
             has_session=kind.session is not Environment.session,
             has_answer_key=kind.answer_key is not Environment.answer_key,
+            has_stop_strings=kind.stop_strings is not Environment.stop_strings,
         )
 
     async def task_count(self, part: int) -> int:
@@ -181,6 +183,14 @@ class EnvironmentServer:
     async def prompt(self, task: RemoteTask, session: str = "") -> tuple[Message, ...]:
         local_task = self._get_task(task.part, task.index)
         return tuple(await self._run_in_session(session, lambda: self.environment.first_messages(local_task)))
+
+    async def stops(self, task: RemoteTask, rollout: Rollout, session: str = "") -> tuple[str, ...]:
+        local_task = self._get_task(task.part, task.index)
+        return tuple(
+            await self._run_in_session(
+                session, lambda: self.environment.next_stop_strings(local_task, replace(rollout, task=local_task))
+            )
+        )
 
     async def respond(
         self, task: RemoteTask, rollout: Rollout, session: str = ""
@@ -382,6 +392,12 @@ class RemoteEnvironment(Environment[RemoteTask]):
     async def first_messages(self, task: RemoteTask) -> Messages:
         messages: Messages = await self._call("prompt", task)
         return messages
+
+    async def next_stop_strings(self, task: RemoteTask, rollout: Rollout) -> Sequence[str]:
+        if not self.spec.has_stop_strings:
+            return ()
+        stops: tuple[str, ...] = await self._call("stops", task, rollout)
+        return stops
 
     async def respond(self, task: RemoteTask, rollout: Rollout) -> Messages | None:
         if not self.spec.has_respond:

@@ -109,7 +109,7 @@ def _with_rewards(rollout: Rollout, scored: RewardResult, scaling: RewardScaling
     reward, steps = scored.reward, scored.step_rewards
     if scaling is not None:
         reward, steps = scaling(reward), tuple(replace(step, reward=scaling.slope * step.reward) for step in steps)
-    return replace(rollout, reward=reward, rewards=dict(scored.rewards), step_rewards=steps)
+    return replace(rollout, reward=reward, rewards=dict(scored.rewards), step_rewards=steps, turn_states=scored.turn_states)
 
 
 def _penalize(rollout: Rollout, penalties: RewardPenaltiesConfig, template: ChatTemplate, reward: float) -> Rollout:
@@ -151,7 +151,8 @@ async def run_episode(
                 messages = _check_text(await environment.first_messages(task), environment)
                 rollout = _start_rollout(rollout, messages, template, rules)
                 while rollout.ending is None:
-                    rollout = await _policy_turn(rollout, generator, sampling, rules)
+                    wanted = await _stop_where_asked(rollout, environment, sampling)
+                    rollout = await _policy_turn(rollout, generator, wanted, rules)
                     rollout = await _environment_turn(rollout, environment, template, rules)
                 with _wait_for_environment(environment, rollout, "rewards"):
                     scored = await environment.score_rollout(task, rollout)
@@ -211,6 +212,14 @@ def _check_text(messages: Messages, environment: Environment[Any]) -> Messages:
                 f"{error.start}, which is not text; decode what it reads with errors='replace'"
             ) from None
     return messages
+
+
+async def _stop_where_asked(rollout: Rollout, environment: Environment[Any], sampling: Sampling) -> Sampling:
+    """Return the sampling of the next turn, which also ends at the environment's stop strings."""
+    stops = await environment.next_stop_strings(rollout.task, rollout)
+    if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError(f"{environment.title}.stop_strings returned {stops!r:.80}; return a list of texts that are not empty")
+    return replace(sampling, stop_strings=tuple(dict.fromkeys((*sampling.stop_strings, *stops)))) if stops else sampling
 
 
 async def _policy_turn(rollout: Rollout, generator: Generator, sampling: Sampling, rules: EpisodeRules) -> Rollout:
