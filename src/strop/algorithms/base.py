@@ -55,7 +55,6 @@ class Plan:
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ABC):
     """Base class of algorithms: credit, losses and a group filter.
-
     A loss must divide by ``batch.totals`` only, never by the size of its inputs: it is called once per micro-batch and the results are
     summed (law 1). Compute what depends on the whole optimizer step in ``prepare_step``.
     """

@@ -18,6 +18,8 @@ ENVIRONMENTS = {
     "reasoning_gym": "strop.environments.reasoning_gym:ReasoningGym",
     "reward_function": "strop.environments.function_environment:FunctionEnvironment",
     "reward_model": "strop.environments.reward_model_environment:RewardModelEnvironment",
+    "sliding_puzzle": "strop.environments.games.sliding_puzzle:SlidingPuzzle",
+    "sliding_puzzle_game": "strop.environments.games.sliding_puzzle:SlidingPuzzle",  # its name in NeMo-RL
 }
 
 
