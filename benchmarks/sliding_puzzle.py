@@ -107,7 +107,10 @@ def learn(model: Path, folder: Path, algorithm: str, seed: int, steps: int, lr: 
     if not folder.exists():
         settings = {
             **COMMON,
-            "env.task": {"type": "sliding_puzzle", "held_out_fraction": 0.0, "cfg": {"game_config": {"size": 2, "shuffle_moves": SHUFFLE}, "max_moves": MOVES}},
+            "env.task.held_out_fraction": 0.0,
+            "env.task.cfg.game_config.size": 2,
+            "env.task.cfg.game_config.shuffle_moves": SHUFFLE,
+            "env.task.cfg.max_moves": MOVES,
             "grpo.seed": seed,
             "grpo.max_num_steps": steps,
             "grpo.max_num_epochs": None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from strop.sampling import Sampling
 from strop.types import Rollout, Task
 from support.tokenizer import build_tokenizer
 
+_tokenizer = cache(build_tokenizer)
+
 
 class ScriptedGenerator:
     """Says one text after the other, then ends its turns at once. Remembers each request's sampling and prompt."""
@@ -23,7 +26,7 @@ class ScriptedGenerator:
     version = 0
 
     def __init__(self, *texts: str) -> None:
-        self.tokenizer = build_tokenizer()
+        self.tokenizer = _tokenizer()
         self.texts = list(texts)
         self.requests: list[tuple[str, Sampling]] = []
         self.seeds: list[int] = []

@@ -12,11 +12,13 @@ import torch
 
 from strop.environments.base import Environment, RewardResult
 from strop.environments.forks import run_in_one_process
+from strop.environments.games.policy_client import serve_policy
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.watchdog.waits import waiting
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
+from strop.rollouts.sampled_policy import SampledPolicy
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling, mix_seed
 from strop.types import Ending, Group, Messages, Rollout, Task, Turn, assistant, observation_turn
@@ -74,7 +76,9 @@ async def run_group(
         )
         for sample in range(samples + greedy_baseline)
     )
-    with waiting("generation", on=f"group {index}", detail=f"task {task.id} of {name}"):
+    opponent = SampledPolicy(generator, template, sampling, rules.max_length)
+    waits = waiting("generation", on=f"group {index}", detail=f"task {task.id} of {name}")
+    with waits, serve_policy(opponent):
         rollouts = await asyncio.gather(*episodes)
         if compares:
             rollouts = await run_in_one_process(_score_group, environment, task, rollouts, rules.scaling)
