@@ -24,7 +24,7 @@ def normalised(value: float, others: Sequence[float], *, normalize: bool) -> flo
     """(x - mean) / (std + eps); 0 where nothing varies."""
     if max(others) == min(others):
         return 0.0
-    return (value - mean(others)) / (deviation(others) + EPS if normalize else 1.0)
+    return float((value - mean(others)) / (deviation(others) + EPS if normalize else 1.0))
 
 
 def return_to_go(rollout: Played, turn: int, gamma: float) -> float:

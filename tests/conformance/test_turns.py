@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -114,11 +115,12 @@ def test_returns_of_turns_are_discounted_and_compared_over_the_group(gamma: floa
 @pytest.mark.parametrize("lam", [1.0, 0.9])
 def test_bi_level_gae_is_its_papers_recursion(lam: float, seed: int) -> None:
     games = play(seed)
-    options = {"gamma": 0.99, "turn_gamma": 0.9, "turn_lambda": 0.8}
+    options: dict[str, Any] = {"gamma": 0.99, "turn_gamma": 0.9, "turn_lambda": 0.8}
     advantage = part("bi_level_gae", lambda_policy=lam, lambda_value=1.0, whiten=False, **options)
     batch = credited(games, "bi_level_gae", advantage=advantage)
     values = batch.column(VALUES).double()
-    rows, start = [], 0
+    rows: list[tuple[list[PlayedTurn], list[float]]] = []
+    start = 0
     for rollout in (rollout for game in games for rollout in game):
         length = sum(turn.tokens for turn in rollout)
         rows.append((rollout, values[start : start + length].tolist()))

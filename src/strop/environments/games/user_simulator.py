@@ -90,8 +90,8 @@ class UserSimulator(DatasetEnvironment):
         """Let the language model speak as the user: what the policy says is the other side of its conversation."""
         persona = str(task.metadata.get(self.persona_key) or "an ordinary user")
         told = (
-            f"You play a user who talks to an assistant. You are: {persona}. What you want: {task.answer}. Never say it outright before you "
-            "are asked; answer the question that you are asked, in one or two sentences, and stay in your role."
+            f"You play a user who talks to an assistant. You are: {persona}. What you want: {task.answer}. Never say it outright before "
+            "you are asked; answer the question that you are asked, in one or two sentences, and stay in your role."
         )
         spoken = [message for message in rollout.messages if message.role != "system"]
         turned = [assistant(message.content) if message.role == "user" else user(message.content) for message in spoken]

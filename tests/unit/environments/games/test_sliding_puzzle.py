@@ -40,7 +40,8 @@ def puzzle(*, size: int = 3, shuffle_moves: int = 10, max_moves: int = 30, **opt
 
 def solve(grid: Grid) -> list[str]:
     """The shortest solution, by breadth-first search."""
-    ways, queue = {grid: []}, deque([grid])
+    ways: dict[Grid, list[str]] = {grid: []}
+    queue = deque([grid])
     while queue:
         at = queue.popleft()
         if at == solution(len(grid)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -93,6 +94,7 @@ def test_turns_of_an_adventure_are_limited_and_options_are_checked() -> None:
     game = TextAdventure(rooms=2, locks=0, max_turns=4)
     rollout = played(game, game.make_task(Random(0)), *["look"] * 9)
     assert len(rollout.policy_turns) == 4 and len(set(rollout.turn_states)) == 1
+    wrong: dict[str, Any]
     for wrong in ({"rooms": 1}, {"rooms": 3, "locks": 3}, {"max_turns": 0}):
         with pytest.raises(EnvironmentConfigError):
             TextAdventure(**wrong)

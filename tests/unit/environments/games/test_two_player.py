@@ -19,7 +19,7 @@ from strop.environments.remote import EnvironmentDescription, connect
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling
-from strop.types import Group
+from strop.types import Group, Task
 from support.environment_servers import EnvironmentServerThread
 from support.games import ScriptedGenerator, played, run_script
 from support.llm_server import llm_server
@@ -32,7 +32,7 @@ def says(*moves: str) -> list[str]:
     return [f"<move>{move}</move>" for move in moves]
 
 
-def play_group(environment: Any, task: PositionTask, generator: ScriptedGenerator, *, samples: int = 1, seed: int = 0) -> Group:
+def play_group(environment: Any, task: Task, generator: ScriptedGenerator, *, samples: int = 1, seed: int = 0) -> Group:
     return asyncio.run(
         run_group(
             0, "game", environment, task, samples=samples, generator=generator, template=ChatTemplate(generator.tokenizer),
