@@ -40,7 +40,9 @@ def settings(model: Path, **changes: Any) -> dict[str, Any]:
         **dict.fromkeys(dropped, ...),
         "policy.max_total_sequence_length": 640,
         "policy.generation.max_new_tokens": 16,
-        "policy.generation.stop_strings": [*"abcdefghijklmnopqrstuvwxyz0123456789 <>/"],  # most tokens end a turn of a random model
+        "policy.generation.stop_strings": [
+            *"abcdefghijklmnopqrstuvwxyz0123456789 <>/"
+        ],  # most tokens end a turn of a random model
         "policy.generation.torch_cfg.kv_cache_memory_gb": 0.2,
         "grpo.num_prompts_per_step": 2,
         "grpo.num_generations_per_prompt": 4,

@@ -1,6 +1,6 @@
 """GiGPO (Feng et al. 2025, arXiv 2505.10978): credit of rollouts in their group, and of turns among those taken in the same state.
 
-Metrics: those of ``grpo``; turns_per_sample, and turns_compared, the share of turns that another one was taken in the same state as.
+Metrics: those of ``grpo``; turns_compared, the share of turns that another one was taken in the same state as.
 """
 
 from __future__ import annotations
@@ -72,5 +72,4 @@ class GiGPO(PolicyGradient):
     def report(self, batch: Batch) -> dict[str, float]:
         turns = find_turns(batch)
         compared = sum(len(same) for same in indices_by_label(turns.states) if len(same) > 1)
-        count = len(turns.rollout)
-        return {"train/turns_per_sample": count / batch.num_sequences, "train/turns_compared": compared / max(count, 1)}
+        return {"train/turns_compared": compared / max(len(turns.rollout), 1)}

@@ -1,6 +1,6 @@
 """Discounted returns of turns, compared within the group: Kevin (Baronio et al. 2025, arXiv 2507.11948).
 
-Metrics: those of ``grpo``; turns_per_sample.
+Metrics: those of ``grpo``.
 """
 
 from __future__ import annotations
@@ -57,6 +57,3 @@ class TurnReturns(PolicyGradient):
 
     advantage: Advantage = DiscountedTurns()
     objective: Objective = Clip()
-
-    def report(self, batch: Batch) -> dict[str, float]:
-        return {"train/turns_per_sample": len(find_turns(batch).rollout) / batch.num_sequences}

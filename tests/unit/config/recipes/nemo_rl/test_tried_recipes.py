@@ -52,6 +52,15 @@ def test_a_game_that_makes_its_own_tasks_is_played_in_the_place_of_the_data_of_t
     assert load(tmp_path, PUZZLE, "data.train.env_name=sliding_puzzle_game").config.data.train[0].dataset_name == "gsm8k"
 
 
+def test_a_game_whose_recipe_offloads_on_one_rank_keeps_its_parameters_on_the_device_and_says_so(tmp_path: Path) -> None:
+    recipe = PUZZLE.replace("policy: {", "policy: {dtensor_cfg: {enabled: true, cpu_offload: true}, ")
+    loaded = load(tmp_path, recipe)
+    assert not loaded.config.policy.dtensor_cfg.cpu_offload
+    assert any("one rank keeps its parameters" in warning.message for warning in loaded.warnings)
+    (refusal,) = refusals(tmp_path, recipe, "policy.dtensor_cfg.cpu_offload=true")
+    assert "only a learner on several ranks" in refusal
+
+
 def test_a_learning_rate_that_stands_only_in_a_section_that_is_off_is_not_replaced_by_the_default(tmp_path: Path) -> None:
     torch_learner = ("policy.megatron_cfg.enabled=false", "policy.dtensor_cfg.enabled=true")
     (refusal,) = refusals(tmp_path, MEGATRON, *torch_learner)
