@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
-from strop.types import Rollout, Task
+from strop.types import Messages, Rollout, Task, user
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,3 +46,18 @@ class GradedBySteps(Graded):
         (turn,) = rollout.policy_turns
         length = max(len(turn.text), 1)
         return [{index: (turn.text[index : index + 1] == "7") / length for index in range(len(turn.tokens))}]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradedByTurns(Graded):
+    """Two turns, each with its own share of sevens as its reward. The first is taken in the state of the prompt, for GiGPO."""
+
+    async def respond(self, task: Task, rollout: Rollout) -> Messages | None:
+        return None if len(rollout.policy_turns) == 2 else (user("again"),)
+
+    def turn_states(self, task: Task, rollout: Rollout) -> list[str]:
+        return [task.question, "again"][: len(rollout.policy_turns)]
+
+    @reward(weight=1.0, accuracy=True, per_turn=True)
+    def sevens(self, task: Task, rollout: Rollout) -> list[float]:  # type: ignore[override]
+        return [turn.text.count("7") / max(len(turn.text), 1) for turn in rollout.policy_turns]

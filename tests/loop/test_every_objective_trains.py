@@ -24,7 +24,11 @@ pytestmark = pytest.mark.slow
 
 Logged = dict[int, dict[str, float]]
 
+IN_TURNS = f"{Path(__file__).with_name('graded.py')}:GradedByTurns"
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "gigpo": {"env.graded.type": IN_TURNS, "grpo.max_rollout_turns": 2},
+    "turn_returns": {"env.graded.type": IN_TURNS, "grpo.max_rollout_turns": 2},
+    "bi_level_gae": {"env.graded.type": IN_TURNS, "ppo.max_rollout_turns": 2, "env.graded.reward_weights.sevens": 0.5},
     "dr_grpo": {"loss_fn.constant_length": 4},
     "gdpo": {"algorithm.kwargs.advantage.weights": {"sevens": 1.0, "digits": 0.1}},
     "process_supervision": {"env.graded.type": f"{Path(__file__).with_name('graded.py')}:GradedBySteps"},

@@ -46,6 +46,7 @@ ROOTS: dict[str, Any] = {**TRAINING_RUNS, "eval": EvalRunConfig}
 SCRIPTS = {
     "examples/run_grpo.py": ("grpo", "examples/configs/grpo_math_1B.yaml"),
     "examples/run_grpo_math.py": ("grpo", "examples/configs/grpo_math_1B.yaml"),
+    "examples/run_grpo_sliding_puzzle.py": ("grpo", "examples/configs/grpo_sliding_puzzle.yaml"),
     "examples/run_ppo.py": ("ppo", "examples/configs/ppo_math_1B.yaml"),
     "examples/run_sft.py": ("sft", "examples/configs/sft.yaml"),
     "examples/run_dpo.py": ("dpo", "examples/configs/dpo.yaml"),

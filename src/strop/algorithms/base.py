@@ -49,12 +49,12 @@ class Plan:
     max_staleness: int = 0
     environment_rewards: tuple[str, ...] = ()  # names, if known
     step_rewards: bool = True  # whether an environment rewards steps of a rollout
+    turn_states: bool = True  # whether an environment says in which state a turn was taken
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ABC):
     """Base class of algorithms: credit, losses and a group filter.
-
     A loss must divide by ``batch.totals`` only, never by the size of its inputs: it is called once per micro-batch and the results are
     summed (law 1). Compute what depends on the whole optimizer step in ``prepare_step``.
     """

@@ -13,7 +13,7 @@ from strop.data.sources.source import DataSource, Part
 from strop.environments.base import Environment, EnvironmentConfigError
 from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.mixture import Component, Mixture
-from strop.environments.registry import list_rewards, list_step_rewards, make_environment
+from strop.environments.registry import gives_turn_states, list_rewards, list_step_rewards, make_environment
 from strop.environments.remote import EnvironmentDescription
 from strop.safety.exits import contain_exits
 from strop.sandbox.sandbox_pool import configure_sandbox
@@ -104,6 +104,14 @@ def list_reward_names(config: RolloutRunConfig, of_steps: bool = False) -> tuple
     aliases = {alias: _environment_config(config.env, alias) for alias in used}
     listed = [_call_for_alias(alias, listing, config.type_of(alias), config.options) for alias, config in aliases.items()]
     return tuple(dict.fromkeys(name for names in listed for name in names))
+
+
+def have_turn_states(config: RolloutRunConfig) -> bool:
+    """Return whether an environment of the training tasks says in which state a turn was taken."""
+    aliases = {resolve_alias(entry, config.env) for entry in config.data.train}
+    return any(
+        _call_for_alias(alias, gives_turn_states, _environment_config(config.env, alias).type_of(alias)) for alias in aliases
+    )
 
 
 def resolve_alias(entry: DataEntryConfig, env: EnvironmentConfigs) -> str:

@@ -148,6 +148,15 @@ class Environment(ToolOptions, ABC, Generic[TaskT]):
         """Return the messages that follow the policy's last turn, or None to end the episode (the default)."""
         return None
 
+    def stop_strings(self, task: TaskT, rollout: Rollout) -> Sequence[str]:
+        """Return the texts that end the policy's next turn, besides ``policy.generation.stop_strings``. Default: none."""
+        return ()
+
+    def turn_states(self, task: TaskT, rollout: Rollout) -> Sequence[str | None]:
+        """Return the state that each of ``rollout.policy_turns`` was taken in, for algorithms that compare turns taken in the same state
+        (``strop.algorithms.policy_gradient.process.gigpo``); None for a turn without one. Called with the rewards. Default: none."""
+        return ()
+
     def session(self, task: TaskT) -> AbstractAsyncContextManager[Any]:
         """Return a context manager that stays open during one episode and its rewards, e.g. a sandbox or a browser. Default: none."""
         return nullcontext()
@@ -217,6 +226,9 @@ class Environment(ToolOptions, ABC, Generic[TaskT]):
     async def first_messages(self, task: TaskT) -> Messages:
         return self.prompt(task)
 
+    async def next_stop_strings(self, task: TaskT, rollout: Rollout) -> Sequence[str]:
+        return self.stop_strings(task, rollout)
+
     async def score_rollout(self, task: TaskT, rollout: Rollout) -> RewardResult:
         """Compute the rewards of a rollout. Raises RewardError."""
         return await compute_rewards(self, task, rollout)
@@ -266,6 +278,7 @@ class RewardResult:
     rewards: Mapping[str, float]
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the rollout, checked
     step_rewards: tuple[StepReward, ...] = ()  # the parts of ``reward`` that belong to steps
+    turn_states: tuple[str | None, ...] = ()  # of each turn of the policy, or empty
 
 
 @dataclass(frozen=True)
@@ -304,7 +317,24 @@ async def compute_rewards(environment: Environment[TaskT], task: TaskT, rollout:
         _log_weighted(each, name, rollout, weight * value)
     check_total(environment, task, total, rewards)
     step_rewards = tuple(StepReward(token, steps[token]) for token in sorted(steps))
-    return RewardResult(total, rewards, _check_metrics(environment, task, rollout), step_rewards)
+    states = _read_turn_states(environment, task, rollout)
+    return RewardResult(total, rewards, _check_metrics(environment, task, rollout), step_rewards, states)
+
+
+def _read_turn_states(environment: Environment[TaskT], task: TaskT, rollout: Rollout) -> tuple[str | None, ...]:
+    """Return the states of a rollout's turns. Raises RewardError."""
+    try:
+        with contain_exits():
+            states = environment.turn_states(task, rollout)
+    except Exception as error:
+        raise RewardError(f"{environment.title}.turn_states raised {describe_error(error)} on task {task.id!r}") from error
+    listed = isinstance(states, Sequence) and not isinstance(states, str)
+    if not listed or len(states) not in (0, len(rollout.policy_turns)) or not all(isinstance(one, str | None) for one in states):
+        raise RewardError(
+            f"{environment.title}.turn_states returned {describe_value(states)} on task {task.id!r}; return a list with one text, or None, "
+            f"for each of the {len(rollout.policy_turns)} turns of the policy, or an empty one"
+        )
+    return tuple(states)
 
 
 def read_step_rewards(each: RewardFunction, task: Task, rollout: Rollout, returned: Any) -> list[tuple[int, float]]:
@@ -335,7 +365,10 @@ def read_step_rewards(each: RewardFunction, task: Task, rollout: Rollout, return
 
 async def compute_group_rewards(environment: Environment[TaskT], task: TaskT, rollouts: Sequence[Rollout]) -> list[RewardResult]:
     """Compute every reward of a group in order, and add it to each rollout's. Raises RewardError."""
-    results = [RewardResult(rollout.reward, rollout.rewards, step_rewards=rollout.step_rewards) for rollout in rollouts]
+    results = [
+        RewardResult(rollout.reward, rollout.rewards, step_rewards=rollout.step_rewards, turn_states=rollout.turn_states)
+        for rollout in rollouts
+    ]
     for name, each in environment.reward_functions.items():
         if not each.mark.group:
             continue

@@ -15,9 +15,15 @@ ENVIRONMENTS = {
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
     "math": "strop.environments.math:MathEnvironment",
     "math_multi_reward": "strop.environments.math_multi_reward:MathMultiReward",
+    "number_guessing": "strop.environments.games.number_guessing:NumberGuessing",
     "reasoning_gym": "strop.environments.reasoning_gym:ReasoningGym",
     "reward_function": "strop.environments.function_environment:FunctionEnvironment",
     "reward_model": "strop.environments.reward_model_environment:RewardModelEnvironment",
+    "sliding_puzzle": "strop.environments.games.sliding_puzzle:SlidingPuzzle",
+    "sliding_puzzle_game": "strop.environments.games.sliding_puzzle:SlidingPuzzle",  # its name in NeMo-RL
+    "text_adventure": "strop.environments.games.text_adventure:TextAdventure",
+    "two_player": "strop.environments.games.two_player.two_player:TwoPlayer",
+    "user_simulator": "strop.environments.games.user_simulator:UserSimulator",
 }
 
 
@@ -34,6 +40,11 @@ def list_rewards(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
 def list_step_rewards(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the rewards of an environment that are of steps of a rollout. Raises EnvironmentConfigError."""
     return environment_class(name).list_step_rewards(options)
+
+
+def gives_turn_states(name: str) -> bool:
+    """Return whether an environment says in which state a turn was taken. Raises EnvironmentConfigError."""
+    return environment_class(name).turn_states is not Environment.turn_states
 
 
 def environment_class(name: str) -> type[Environment[Any]]:

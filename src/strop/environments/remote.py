@@ -49,6 +49,7 @@ Method = Literal[
     "open",
     "offer_tools",
     "prompt",
+    "stops",
     "run_agent",
     "respond",
     "answer_calls",
@@ -128,6 +129,7 @@ class EnvironmentSpec:
     has_session: bool  # overrides Environment.session
     has_answer_key: bool  # overrides Environment.answer_key
     has_tools: bool = False
+    has_stop_strings: bool = False  # overrides Environment.stop_strings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +188,7 @@ class EnvironmentServer:
             or kind.session is not Environment.session,
             has_answer_key=kind.answer_key is not Environment.answer_key,
             has_tools=self.environment.has_tools,
+            has_stop_strings=kind.stop_strings is not Environment.stop_strings,
         )
 
     async def task_count(self, part: int) -> int:
@@ -222,6 +225,14 @@ class EnvironmentServer:
         local = replace(rollout, task=self._get_task(task.part, task.index))
         messages = await self._run_in_session(session, lambda: self.environment.answer_calls(local, reply))
         return None if messages is None else tuple(messages), rollout.metrics
+
+    async def stops(self, task: RemoteTask, rollout: Rollout, session: str = "") -> tuple[str, ...]:
+        local_task = self._get_task(task.part, task.index)
+        return tuple(
+            await self._run_in_session(
+                session, lambda: self.environment.next_stop_strings(local_task, replace(rollout, task=local_task))
+            )
+        )
 
     async def respond(
         self, task: RemoteTask, rollout: Rollout, session: str = ""
@@ -447,6 +458,12 @@ class RemoteEnvironment(Environment[RemoteTask]):
         messages, metrics = await self._call("answer_calls", rollout.task, rollout, reply)
         rollout.metrics.update(metrics)
         return messages
+
+    async def next_stop_strings(self, task: RemoteTask, rollout: Rollout) -> Sequence[str]:
+        if not self.spec.has_stop_strings:
+            return ()
+        stops: tuple[str, ...] = await self._call("stops", task, rollout)
+        return stops
 
     async def respond(self, task: RemoteTask, rollout: Rollout) -> Messages | None:
         if not self.spec.has_respond:

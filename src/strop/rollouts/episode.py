@@ -12,6 +12,7 @@ import torch
 
 from strop.environments.base import Environment, RewardResult
 from strop.environments.forks import run_in_one_process
+from strop.environments.games.policy_client import serve_policy
 from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Generator
 from strop.generation.policy_turn import make_policy_turn
@@ -20,6 +21,7 @@ from strop.monitoring.watchdog.waits import waiting
 from strop.rollouts.agent_episode import run_agent
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
+from strop.rollouts.sampled_policy import SampledPolicy
 from strop.rollouts.tool_turns import ToolTurns, make_reply_message
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling, mix_seed
@@ -83,7 +85,9 @@ async def run_group(
         )
         for sample in range(samples + greedy_baseline)
     )
-    with waiting("generation", on=f"group {index}", detail=f"task {task.id} of {name}"):
+    opponent = SampledPolicy(generator, template, sampling, rules.max_length)
+    waits = waiting("generation", on=f"group {index}", detail=f"task {task.id} of {name}")
+    with waits, serve_policy(opponent):
         rollouts = await asyncio.gather(*episodes)
         if compares:
             rollouts = await run_in_one_process(_score_group, environment, task, rollouts, rules.scaling)
@@ -118,7 +122,7 @@ def _with_rewards(rollout: Rollout, scored: RewardResult, scaling: RewardScaling
     reward, steps = scored.reward, scored.step_rewards
     if scaling is not None:
         reward, steps = scaling(reward), tuple(replace(step, reward=scaling.slope * step.reward) for step in steps)
-    return replace(rollout, reward=reward, rewards=dict(scored.rewards), step_rewards=steps)
+    return replace(rollout, reward=reward, rewards=dict(scored.rewards), step_rewards=steps, turn_states=scored.turn_states)
 
 
 def _penalize(rollout: Rollout, penalties: RewardPenaltiesConfig, template: ChatTemplate, reward: float) -> Rollout:
@@ -180,7 +184,8 @@ async def run_episode(
                     messages = _check_text(await environment.first_messages(task), environment)
                     rollout = _start_rollout(rollout, messages, template, rules, tools)
                 while rollout.ending is None:
-                    rollout, reply = await _policy_turn(rollout, generator, sampling, rules, tools)
+                    wanted = await _stop_where_asked(rollout, environment, sampling)
+                    rollout, reply = await _policy_turn(rollout, generator, wanted, rules, tools)
                     if tools is not None and reply is not None and reply.asks_for_tools:
                         rollout = await _tool_turn(rollout, environment, tools, reply, rules)
                     else:
@@ -247,6 +252,14 @@ def _check_text(messages: Messages, environment: Environment[Any]) -> Messages:
                 f"{error.start}, which is not text; decode what it reads with errors='replace'"
             ) from None
     return messages
+
+
+async def _stop_where_asked(rollout: Rollout, environment: Environment[Any], sampling: Sampling) -> Sampling:
+    """Return the sampling of the next turn, which also ends at the environment's stop strings."""
+    stops = await environment.next_stop_strings(rollout.task, rollout)
+    if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError(f"{environment.title}.stop_strings returned {stops!r:.80}; return a list of texts that are not empty")
+    return replace(sampling, stop_strings=tuple(dict.fromkeys((*sampling.stop_strings, *stops)))) if stops else sampling
 
 
 async def _policy_turn(

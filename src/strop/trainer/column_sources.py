@@ -10,6 +10,7 @@ from torch import Tensor
 
 from strop.algorithms.kl import KL_WEIGHT, KL_WEIGHT_NEXT
 from strop.algorithms.policy_gradient.process.steps import make_step_columns
+from strop.algorithms.policy_gradient.process.turns import make_turn_columns
 from strop.learner.client import AsyncColumnSource
 from strop.types import Batch, Group
 
@@ -34,9 +35,9 @@ class ColumnSources:
     sources: Mapping[str, AsyncColumnSource]
 
     async def fill(self, batch: Batch, groups: Sequence[Group]) -> Batch:
-        """Return the batch with all required columns, computed in the order of their names, and with the rewards of steps if there are
-        any. ``batch`` was packed from ``groups``."""
-        batch = batch.with_columns(make_step_columns(batch, groups))
+        """Return the batch with all required columns, computed in the order of their names, and with the rewards of steps and the turns
+        if there are several. ``batch`` was packed from ``groups``."""
+        batch = batch.with_columns({**make_step_columns(batch, groups), **make_turn_columns(batch, groups)})
         for name in sorted(self.required):
             batch = batch.with_columns(await self.sources[name].columns(batch, groups))
         return batch

@@ -50,6 +50,7 @@ def group_metrics(
         "train/turns_per_sample": sum(len(rollout.policy_turns) for rollout in rollouts) / count,
         "train/truncated": sum(rollout.truncated for rollout in rollouts) / count,
         "train/ended_by_stop": sum(rollout.ending == Ending.STOP for rollout in rollouts) / count,
+        "train/ended_by_turns": sum(rollout.ending == Ending.TURNS for rollout in rollouts) / count,
         "train/staleness": sum(staleness) / len(staleness),
         "train/staleness_max": float(max(staleness)),
     }

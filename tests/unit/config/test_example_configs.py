@@ -91,6 +91,7 @@ def test_the_data_of_the_examples_is_read_and_no_question_is_held_out_and_traine
 SCRIPTS: dict[str, tuple[str, str]] = {
     "run_grpo.py": ("grpo", "grpo_math_1B.yaml"),
     "run_grpo_math.py": ("grpo", "grpo_math_1B.yaml"),
+    "run_grpo_sliding_puzzle.py": ("grpo", "grpo_sliding_puzzle.yaml"),
     "run_sft.py": ("sft", "sft.yaml"),
     "run_dpo.py": ("dpo", "dpo.yaml"),
     "run_rm.py": ("rm", "rm.yaml"),
@@ -121,6 +122,17 @@ COMMANDS: list[tuple[str, set[str]]] = [
         "policy.dtensor_cfg.enabled=True policy.dtensor_cfg.tensor_parallel_size=8 policy.dtensor_cfg.sequence_parallel=True "
         "policy.dtensor_cfg.activation_checkpointing=True checkpointing.checkpoint_dir='results/qwen2.5-32b' "
         "logger.wandb_enabled=True logger.wandb.name='qwen2.5-32b'",
+        set(),
+    ),
+    ("examples/run_grpo_sliding_puzzle.py", set()),
+    (
+        "examples/run_grpo_sliding_puzzle.py env.sliding_puzzle_game.cfg.game_config.size=3 "
+        "env.sliding_puzzle_game.cfg.game_config.shuffle_moves=10",
+        set(),
+    ),
+    (
+        "examples/run_grpo_sliding_puzzle.py --config examples/configs/grpo_sliding_puzzle.yaml logger.wandb_enabled=true "
+        "logger.tensorboard_enabled=true",
         set(),
     ),
     ("examples/run_sft.py", set()),

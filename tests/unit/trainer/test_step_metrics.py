@@ -46,7 +46,12 @@ def group(index: int, *rollouts: Rollout, environment: str = "a") -> Group:
 
 KEPT = [
     group(0, rollout(0, 1.0, 2, right=1.0), rollout(1, 0.0, 4, ending=Ending.LENGTH, right=0.0)),
-    group(1, rollout(0, 0.5, 1, turns=2, right=0.5, brief=1.0), rollout(1, 0.5, 3, right=0.5, brief=0.0), environment="b"),
+    group(
+        1,
+        rollout(0, 0.5, 1, turns=2, right=0.5, brief=1.0),
+        rollout(1, 0.5, 3, ending=Ending.TURNS, right=0.5, brief=0.0),
+        environment="b",
+    ),
 ]
 
 
@@ -74,7 +79,8 @@ def test_means_are_over_the_rollouts_that_are_trained_on():
             "train/max_gen_tokens_per_sample": 4,
             "train/turns_per_sample": 5 / 4,
             "train/truncated": 0.25,
-            "train/ended_by_stop": 0.75,
+            "train/ended_by_stop": 0.5,
+            "train/ended_by_turns": 0.25,
             "train/staleness": 1,
             "train/staleness_max": 2,
         }

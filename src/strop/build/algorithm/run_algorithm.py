@@ -6,7 +6,7 @@ from strop.algorithm_factory import make_algorithm
 from strop.algorithms.base import Algorithm, Plan
 from strop.build.algorithm.sections import check_algorithm, check_section
 from strop.build.algorithm.settings import collect_settings
-from strop.build.tasks import list_reward_names
+from strop.build.tasks import have_turn_states, list_reward_names
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 
 
@@ -29,6 +29,7 @@ def make_rollout_algorithm(config: RolloutRunConfig) -> Algorithm:
         max_staleness=training.max_staleness,
         environment_rewards=list_reward_names(config),
         step_rewards=bool(list_reward_names(config, of_steps=True)),
+        turn_states=have_turn_states(config),
     )
     check_algorithm(algorithm, plan)
     return algorithm

@@ -83,7 +83,7 @@ class PpoConfig(PolicyGradientConfig):
 class PpoAlgorithmConfig(AlgorithmConfig):
     """The algorithm that turns rollouts and values into losses."""
 
-    name: str = Field("ppo", min_length=1, description="ppo, vapo, or module:Class.")
+    name: str = Field("ppo", min_length=1, description="ppo, vapo, bi_level_gae, or module:Class.")
 
 
 class ValueLossConfig(BaseConfig):

@@ -14,18 +14,12 @@ MATH_VERIFIERS = {"hf_math_verify": "math_verify", "dapo_math_verify": "dapo"}
 CHOICE_VERIFIERS = ("english_multichoice", "multilingual_multichoice")
 OWN_REWARD = "Score the answers with a function of yours: env.{alias}={{reward: file.py:function}}."
 
-# A game makes its own tasks, in a script of its own: that no data names it does not say that it is not played.
 GAME = "sliding_puzzle_game"
-OWN_GAME = (
-    "Write the game as a class (env.sliding_puzzle_game.type=file.py:Class, and data.train.env_name names it), or remove the section "
-    "(~env.sliding_puzzle_game) to train on data.train."
-)
 
 # Environments of NeMo-RL, by alias, that Strop does not have. Those of images and of NeMo-Gym are refused with their data.
 MISSING_ENVIRONMENTS = {
     "code": "no environment of this version runs programs that a model wrote",
     "code_jaccard": "rewards for overlap with a reference program are not built in",
-    GAME: "its game is not built in",
 }
 # How NeMo-RL places, batches and trains a reward model changes none of its scores.
 ONLY_SCORES = "the reward model is loaded whole and only scores"
@@ -52,9 +46,7 @@ def translate_environments(recipe: Recipe) -> None:
         key = f"env.{alias}"
         if not isinstance(options, Mapping) or options.get("type") or {"reward", "rewards"} & set(options):
             continue
-        if alias == GAME:
-            recipe.refuse(key, MISSING_ENVIRONMENTS[alias], OWN_GAME)
-        elif why := MISSING_ENVIRONMENTS.get(alias):
+        if why := MISSING_ENVIRONMENTS.get(alias):
             if used and alias not in used and not recipe.is_on_command_line(key):
                 recipe.unused(key, "no data names it")
             else:
@@ -99,6 +91,39 @@ def _translate_math_multi_reward(recipe: Recipe, key: str, options: Mapping[str,
     _drop(recipe, f"{key}.math_verify_impl", "the answer is compared as text, there too")
     _drop(recipe, f"{key}.verifier_type", "there is one verifier")
     _drop(recipe, f"{key}.stop_strings", "the environment does not read it; policy.generation.stop_strings stops a turn")
+
+
+def _play_game(recipe: Recipe, key: str, options: Mapping[str, Any]) -> None:
+    """Play the game that the recipe has a section for. In NeMo-RL a script of its own makes its tasks, whatever data the recipe names."""
+    entries = recipe.value("data.train")
+    made = [entry for entry in (entries if isinstance(entries, list) else [entries]) if not (entry or {}).get("dataset_name")]
+    if GAME in _used_aliases(recipe) or (made and entries) or not recipe.is_own_key("grpo.max_num_steps"):
+        return
+    recipe.drop("data.default")
+    steps, prompts = recipe.value("grpo.max_num_steps"), recipe.value("grpo.num_prompts_per_step")
+    recipe.set("data.train", {"env_name": GAME, "size": steps * prompts}, because=key)
+    recipe.set("data.validation", {"env_name": GAME, "size": recipe.value("grpo.max_val_samples", 256)}, because=key)
+    recipe.note(
+        key,
+        Effect.CHANGED,
+        "the game makes its own tasks, as with NeMo-RL's run_grpo_sliding_puzzle.py, and data.train and data.validation are not read "
+        f"(~{key} trains on them instead); answers of the game are messages of the user in the chat template, which NeMo-RL appends "
+        "without one, and an episode ends with its last move, where NeMo-RL samples one more turn",
+    )
+    offload, ranks = (
+        "policy.dtensor_cfg.cpu_offload",
+        recipe.value("cluster.gpus_per_node", 1) * recipe.value("cluster.num_nodes", 1),
+    )
+    if (
+        recipe.value(offload)
+        and ranks == 1
+        and recipe.value("cluster.backend") != "ray"
+        and not recipe.is_on_command_line(offload)
+    ):
+        recipe.note(
+            offload, Effect.CHANGED, "one rank keeps its parameters on its device; cluster.backend=ray offloads them, too"
+        )
+        recipe.drop(offload)
 
 
 def _translate_reward_model(recipe: Recipe, key: str, options: Mapping[str, Any]) -> None:
@@ -158,6 +183,7 @@ TRANSLATIONS: Mapping[str, Callable[[Recipe, str, Mapping[str, Any]], None]] = {
     "math_default": _translate_math,
     "math_multi_reward": _translate_math_multi_reward,
     "reward_model": _translate_reward_model,
+    GAME: _play_game,
 }
 
 

@@ -42,11 +42,23 @@ def refusals(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     return [f"{problem.key}: {problem.message} {problem.fix}" for problem in caught.value.problems]
 
 
-def test_a_game_that_makes_its_own_tasks_is_not_replaced_by_the_data_of_the_base_recipe(tmp_path: Path) -> None:
-    (refusal,) = refusals(tmp_path, PUZZLE)
-    assert refusal.startswith("env.sliding_puzzle_game: its game is not built in")
-    assert "~env.sliding_puzzle_game" in refusal
+def test_a_game_that_makes_its_own_tasks_is_played_in_the_place_of_the_data_of_the_base_recipe(tmp_path: Path) -> None:
+    loaded = load(tmp_path, PUZZLE, "grpo.max_num_steps=10", "grpo.num_prompts_per_step=4", "grpo.max_val_samples=7")
+    (entry,), (held_out,) = loaded.config.data.train, loaded.config.data.validation_entries
+    assert (entry.dataset_name, entry.env_name, entry.size) == (None, "sliding_puzzle_game", 40)
+    assert (held_out.env_name, held_out.size) == ("sliding_puzzle_game", 7)
+    assert any("the game makes its own tasks" in warning for warning in map(str, loaded.warnings))
     assert load(tmp_path, PUZZLE, "~env.sliding_puzzle_game").config.data.train[0].dataset_name == "gsm8k"
+    assert load(tmp_path, PUZZLE, "data.train.env_name=sliding_puzzle_game").config.data.train[0].dataset_name == "gsm8k"
+
+
+def test_a_game_whose_recipe_offloads_on_one_rank_keeps_its_parameters_on_the_device_and_says_so(tmp_path: Path) -> None:
+    recipe = PUZZLE.replace("policy: {", "policy: {dtensor_cfg: {enabled: true, cpu_offload: true}, ")
+    loaded = load(tmp_path, recipe)
+    assert not loaded.config.policy.dtensor_cfg.cpu_offload
+    assert any("one rank keeps its parameters" in warning.message for warning in loaded.warnings)
+    (refusal,) = refusals(tmp_path, recipe, "policy.dtensor_cfg.cpu_offload=true")
+    assert "only a learner on several ranks" in refusal
 
 
 def test_a_learning_rate_that_stands_only_in_a_section_that_is_off_is_not_replaced_by_the_default(tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""The policy that is trained, as an environment may ask it: for the other side of a game that it plays against itself.
+
+    with serve_policy(client): ...          around an episode, by whoever runs it (``strop.rollouts.episode``)
+    await get_policy().complete(messages)   in the environment
+
+What is sampled this way is not trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+from strop.types import Messages
+
+
+class PolicyClient(Protocol):
+    async def complete(self, messages: Messages, *, seed: int, stop_strings: Sequence[str] = ()) -> str:
+        """Return what the policy writes next in a conversation, sampled as in the episode, with its current weights."""
+        ...
+
+
+class NoPolicyError(RuntimeError):
+    """An environment asked for the policy where there is none."""
+
+
+_policy: ContextVar[PolicyClient | None] = ContextVar("strop_policy", default=None)
+
+
+@contextmanager
+def serve_policy(client: PolicyClient) -> Iterator[None]:
+    """Make ``get_policy`` return ``client`` in this context, and in tasks that are created in it."""
+    token = _policy.set(client)
+    try:
+        yield
+    finally:
+        _policy.reset(token)
+
+
+def get_policy() -> PolicyClient:
+    """Return the policy of the episode. Raises NoPolicyError outside of one."""
+    if (client := _policy.get()) is None:
+        raise NoPolicyError(
+            "this environment plays against the policy itself, which is only there in the process that samples; set "
+            "cluster.environment_hosts to 0, or let it play against a served model (opponent: endpoint)"
+        )
+    return client

@@ -1,0 +1,39 @@
+"""The interface of a game for two players who move in turn and see everything."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Generic, TypeVar
+
+PositionT = TypeVar("PositionT")
+
+
+class TwoPlayerGame(ABC, Generic[PositionT]):
+    """Positions are values that can be hashed. Players are 0, who begins, and 1; moves are short texts."""
+
+    rules: ClassVar[str]  # for the prompt
+    players: ClassVar[tuple[str, str]] = ("the first player", "the second player")  # what each one is called
+    solvable: ClassVar[bool] = True  # whether the whole game can be searched
+
+    @abstractmethod
+    def start(self) -> PositionT: ...
+
+    @abstractmethod
+    def to_move(self, position: PositionT) -> int: ...
+
+    @abstractmethod
+    def legal_moves(self, position: PositionT) -> Sequence[str]:
+        """Return the moves in a fixed order; none when the game is over."""
+
+    @abstractmethod
+    def play(self, position: PositionT, move: str) -> PositionT:
+        """Return the position after a legal move."""
+
+    @abstractmethod
+    def winner(self, position: PositionT) -> int | None:
+        """Return who has won; None if nobody has (yet)."""
+
+    @abstractmethod
+    def draw(self, position: PositionT) -> str:
+        """Draw the position as text."""

@@ -1,0 +1,36 @@
+"""The policy as an opponent of itself: what it would write in another conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from strop.generation.base import Generator
+from strop.models.chat_template import ChatTemplate
+from strop.sampling import Sampling
+from strop.types import Messages
+
+
+@dataclass(frozen=True)
+class SampledPolicy:
+    """A ``PolicyClient`` over the generator of a run."""
+
+    generator: Generator
+    template: ChatTemplate
+    sampling: Sampling
+    max_length: int  # tokens of a conversation
+
+    async def complete(self, messages: Messages, *, seed: int, stop_strings: Sequence[str] = ()) -> str:
+        """Return the reply. Raises ValueError for a conversation that leaves no room for one."""
+        prompt = self.template.encode_prompt(messages)
+        room = self.max_length - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"the conversation of the policy's opponent has {len(prompt)} tokens, and policy.max_total_sequence_length is "
+                f"{self.max_length}; raise it"
+            )
+        stops = tuple(dict.fromkeys((*self.sampling.stop_strings, *stop_strings)))
+        wanted = replace(
+            self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room), stop_strings=stops, record_sampling_mask=False
+        )
+        return (await self.generator.generate(prompt, sampling=wanted, seed=seed)).text
