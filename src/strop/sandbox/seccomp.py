@@ -1,8 +1,10 @@
-"""A seccomp sandbox: after ``confine()`` this process can compute and read files, and nothing else.
+"""Filters of system calls, for Linux on x86-64 and 64-bit ARM; elsewhere they raise OSError. They cannot be undone.
 
-A kernel filter allows the system calls below and denies all others: no new process or program, no network, no file
-written, created or removed, no signals, no resource limit raised. It cannot be undone. Linux only, on x86-64 and
-64-bit ARM; elsewhere ``confine`` raises OSError.
+After ``confine()`` this process can compute and read files, and nothing else: all calls but a few are denied, so no new process or
+program, no network, no file written, created or removed, no signals, no resource limit raised.
+
+``build_program_filter()`` is for programs in a namespace of their own, which may start processes and write files. It denies what is of use
+against the kernel and the rest of the machine, and every call that is newer than this list.
 """
 
 from __future__ import annotations
@@ -33,10 +35,52 @@ _AARCH64 = {
 }  # fmt: skip
 _ARCHITECTURES = {"x86_64": (0xC000003E, _X86_64), "aarch64": (0xC00000B7, _AARCH64)}  # the kernel's AUDIT_ARCH numbers
 
+# Denied to programs: tracing others, mounts and namespaces, sockets (a pair of connected ones is allowed), memory that no limit counts
+# (memfd, System V), and interfaces to the kernel that had many holes. The third row of numbers is the same on both architectures.
+_X86_64_DENIED = {
+    "shmget": 29, "shmat": 30, "socket": 41, "semget": 64, "msgget": 68, "ptrace": 101, "syslog": 103, "personality": 135,
+    "vhangup": 153, "modify_ldt": 154, "pivot_root": 155, "adjtimex": 159, "chroot": 161, "acct": 163, "settimeofday": 164,
+    "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169, "sethostname": 170, "setdomainname": 171,
+    "iopl": 172, "ioperm": 173, "init_module": 175, "delete_module": 176, "quotactl": 179, "lookup_dcookie": 212,
+    "clock_settime": 227, "mbind": 237, "set_mempolicy": 238, "mq_open": 240, "kexec_load": 246, "add_key": 248,
+    "request_key": 249, "keyctl": 250, "migrate_pages": 256, "unshare": 272, "move_pages": 279, "perf_event_open": 298,
+    "fanotify_init": 300, "name_to_handle_at": 303, "open_by_handle_at": 304, "clock_adjtime": 305, "setns": 308,
+    "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "finit_module": 313, "memfd_create": 319,
+    "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
+}  # fmt: skip
+_AARCH64_DENIED = {
+    "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "vhangup": 58, "quotactl": 60, "acct": 89, "personality": 92,
+    "unshare": 97, "kexec_load": 104, "init_module": 105, "delete_module": 106, "clock_settime": 112, "syslog": 116,
+    "ptrace": 117, "reboot": 142, "sethostname": 161, "setdomainname": 162, "settimeofday": 170, "adjtimex": 171,
+    "mq_open": 180, "msgget": 186, "semget": 190, "shmget": 194, "shmat": 196, "socket": 198, "add_key": 217,
+    "request_key": 218, "keyctl": 219, "swapon": 224, "swapoff": 225, "mbind": 235, "set_mempolicy": 237,
+    "migrate_pages": 238, "move_pages": 239, "perf_event_open": 241, "fanotify_init": 262, "name_to_handle_at": 264,
+    "open_by_handle_at": 265, "clock_adjtime": 266, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271,
+    "kcmp": 272, "finit_module": 273, "memfd_create": 279, "bpf": 280, "userfaultfd": 282, "kexec_file_load": 294,
+}  # fmt: skip
+_BOTH_DENIED = {
+    "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429, "fsopen": 430,
+    "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442,
+    "quotactl_fd": 443, "memfd_secret": 447,
+}  # fmt: skip
+_PROGRAMS = {  # calls whose arguments matter, and what is denied
+    "x86_64": ({"ioctl": 16, "clone": 56, "prlimit64": 302}, _X86_64_DENIED),
+    "aarch64": ({"ioctl": 29, "clone": 220, "prlimit64": 261}, _AARCH64_DENIED),
+}
+_NEWEST = 450  # the last call that was considered; x86-64's x32 calls have far higher numbers
+_CLONE3 = 435  # its flags are in memory, where a filter cannot look; the C library falls back to clone
+_NEW_NAMESPACE = 0x7E020080  # the flags of clone that make one
+_TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX, which type into a terminal
+
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # classic BPF: load a word, jump if equal, if any bit, return
-_ALLOW, _DENY = 0x7FFF0000, 0x00050001  # deny: the call fails with EPERM
-_NUMBER, _ARCHITECTURE, _OPEN_FLAGS = 0, 4, 32  # offsets in the kernel's seccomp_data; the flags are openat's third argument
+_GREATER = 0x25
+_ALLOW, _DENY, _UNKNOWN = 0x7FFF0000, 0x00050001, 0x00050026  # deny: the call fails with EPERM; unknown: with ENOSYS
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, (16, 24, 32)  # offsets in the kernel's seccomp_data
+_OPEN_FLAGS = _ARGUMENTS[2]  # of openat
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2  # prctl
+
+
+_Instruction = tuple[int, int, int, int]  # operation, jump if true, jump if false, constant
 
 
 class _Program(ctypes.Structure):
@@ -45,15 +89,53 @@ class _Program(ctypes.Structure):
 
 def confine() -> None:
     """Install the filter in this process, permanently. Raises OSError if the system does not support it."""
-    machine = platform.machine()
-    if sys.platform != "linux" or machine not in _ARCHITECTURES:
-        raise OSError(f"there is no system-call filter for {sys.platform} on {machine}")
-    code = _build_filter(*_ARCHITECTURES[machine])
+    code = build_confining_filter()
     program = _Program(len(code) // 8, code)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.prctl(_SECCOMP, _FILTER, ctypes.byref(program), 0, 0):
         number = ctypes.get_errno()
         raise OSError(number, f"the kernel refused the system-call filter: {os.strerror(number)}")
+
+
+def build_confining_filter() -> bytes:
+    """Return the filter of ``confine``. Raises OSError if there is none for this machine."""
+    return _build_filter(*_ARCHITECTURES[_machine()])
+
+
+def build_program_filter() -> bytes:
+    """Return the filter for programs in namespaces of their own. Raises OSError if there is none for this machine."""
+    machine = _machine()
+    checked, denied = _PROGRAMS[machine]
+    code = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUAL, 1, 0, _ARCHITECTURES[machine][0]),
+        (_RETURN, 0, 0, _DENY),
+        (_LOAD, 0, 0, _NUMBER),
+        (_GREATER, 0, 1, _NEWEST),
+        (_RETURN, 0, 0, _UNKNOWN),
+        (_EQUAL, 0, 1, _CLONE3),
+        (_RETURN, 0, 0, _UNKNOWN),
+    ]
+    for number in [*denied.values(), *_BOTH_DENIED.values()]:
+        code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _DENY)]
+    code += _check_argument(checked["clone"], 0, (_ANY_BIT, 0, 1, _NEW_NAMESPACE), (_RETURN, 0, 0, _DENY))
+    code += _check_argument(checked["prlimit64"], 0, (_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _DENY))  # of other processes
+    for request in _TERMINAL_INPUT:
+        code += _check_argument(checked["ioctl"], 1, (_EQUAL, 0, 1, request), (_RETURN, 0, 0, _DENY))
+    code.append((_RETURN, 0, 0, _ALLOW))
+    return _assemble(code)
+
+
+def _check_argument(number: int, argument: int, *test: _Instruction) -> list[_Instruction]:
+    """For the system call ``number``, test the lower half of an argument, then load the call's number again."""
+    return [(_EQUAL, 0, len(test) + 2, number), (_LOAD, 0, 0, _ARGUMENTS[argument]), *test, (_LOAD, 0, 0, _NUMBER)]
+
+
+def _machine() -> str:
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in _ARCHITECTURES:
+        raise OSError(f"there is no system-call filter for {sys.platform} on {machine}")
+    return machine
 
 
 def _build_filter(architecture: int, calls: dict[str, int]) -> bytes:
@@ -73,4 +155,8 @@ def _build_filter(architecture: int, calls: dict[str, int]) -> bytes:
     for number in calls.values():
         code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     code.append((_RETURN, 0, 0, _DENY))
+    return _assemble(code)
+
+
+def _assemble(code: list[_Instruction]) -> bytes:
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
