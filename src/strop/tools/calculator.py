@@ -114,6 +114,8 @@ def _write_decimal(value: Fraction) -> str:
 
 def _evaluate(node: ast.expr) -> Number:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        if node.value == math.inf:
+            raise ToolError("a number is too large")
         return _bounded(Fraction(str(node.value)))
     if isinstance(node, ast.Name) and node.id in _CONSTANTS:
         return _CONSTANTS[node.id]

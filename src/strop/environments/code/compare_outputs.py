@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
 from typing import Any
@@ -27,11 +28,18 @@ def _same_number(found: str, expected: str, tolerance: float) -> bool:
     if not (_NUMBER.fullmatch(found) and _NUMBER.fullmatch(expected)):
         return False
     first, second = Decimal(found), Decimal(expected)
-    return first == second or _is_close(float(first), float(second), tolerance)
+    return first == second or _is_close(_to_float(first), _to_float(second), tolerance)
 
 
 def _is_close(found: float, expected: float, tolerance: float) -> bool:
-    return abs(found - expected) <= tolerance * max(1.0, abs(expected)) if tolerance else found == expected
+    return tolerance > 0 and abs(found - expected) <= tolerance * max(1.0, abs(expected))
+
+
+def _to_float(number: float | Decimal) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # an integer above all floats
+        return math.inf
 
 
 def same_value(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
@@ -49,8 +57,7 @@ def same_value(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
         return isinstance(expected, int) and found["int"] == hex(expected)
     if not isinstance(found, bool | int | float):
         return False
-    both_whole = isinstance(found, int) and isinstance(expected, int)
-    return bool(found == expected) or (not both_whole and _is_close(float(found), float(expected), tolerance))
+    return bool(found == expected) or _is_close(_to_float(found), _to_float(expected), tolerance)
 
 
 def _same_mapping(found: Any, expected: dict[str, Any], tolerance: float) -> bool:
