@@ -216,7 +216,7 @@ def _bubblewrap_options(python: str, paths: tuple[str, ...]) -> list[str]:
     ]
     for device in _DEVICES:
         options += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    return [*options, "--symlink", "/tmp", "/var/tmp", "--remount-ro", "/", "--chdir", "/"]
+    return [*options, "--perms", "0755", "--dir", "/var", "--symlink", "/tmp", "/var/tmp", "--remount-ro", "/", "--chdir", "/"]
 
 
 def _bind(path: str, made: set[str]) -> Iterator[str]:

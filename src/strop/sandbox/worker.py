@@ -12,11 +12,15 @@ Messages in both directions: four bytes of length, then JSON. The caller's pickl
 from __future__ import annotations
 
 import ast
+import atexit
 import base64
 import contextlib
 import ctypes
+import gc
 import json
+import linecache
 import os
+import random
 import resource
 import select
 import shutil
@@ -26,6 +30,7 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
@@ -51,6 +56,17 @@ _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER, _AMBIENT, _CLEAR_ALL, _SUBREAPER, _CAPABI
 _NOSUID, _NODEV, _READ_ONLY, _PRIVATE, _RECURSIVE = 2, 4, 1, 1 << 18, 1 << 14  # mount flags
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _CapabilityHeader(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class _SystemCallFilter(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+_HEADER, _NO_CAPABILITIES = _CapabilityHeader(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +115,7 @@ def main() -> None:
     sys.path.extend(settings.paths)
     for module in WARM.split():
         __import__(module)
+    gc.freeze()  # so that a fork copies fewer pages
     site.setquit()  # exit() and quit(), without the packages of the interpreter
     _send(channel, {"ready": os.getpid()})
     while channel.recv(1, socket.MSG_PEEK):  # the job reads the message itself
@@ -449,11 +466,8 @@ def _become_program(job: Job, descriptors: list[int], command: list[str] | None,
 
 
 def _drop_capabilities() -> None:
-    class Header(ctypes.Structure):
-        _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
-
     _libc.prctl(_AMBIENT, _CLEAR_ALL, 0, 0, 0)
-    if _libc.capset(ctypes.byref(Header(_CAPABILITY_VERSION, 0)), (ctypes.c_uint32 * 6)()):
+    if _libc.capset(ctypes.byref(_HEADER), ctypes.byref(_NO_CAPABILITIES)):
         raise OSError(ctypes.get_errno(), "capset")
 
 
@@ -498,18 +512,12 @@ def _set_limits(limits: dict[str, Any], settings: WorkerSettings, *, session: bo
 
 
 def _install(code: bytes) -> None:
-    class Filter(ctypes.Structure):
-        _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
-
-    if _libc.prctl(_SECCOMP, _FILTER, ctypes.byref(Filter(len(code) // 8, code)), 0, 0):
+    if _libc.prctl(_SECCOMP, _FILTER, ctypes.byref(_SystemCallFilter(len(code) // 8, code)), 0, 0):
         raise OSError(ctypes.get_errno(), "the kernel refused the filter of system calls")
 
 
 def _run_python(source: str) -> int:
     """Run a program as ``python main.py`` would. Return its exit code."""
-    import random
-    import threading
-
     random.seed(0)  # the same program gives the same result
     signal.signal(signal.SIGINT, signal.default_int_handler)
     module = _make_main("main.py")
@@ -520,8 +528,6 @@ def _run_python(source: str) -> int:
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
-        import atexit
-
         atexit._run_exitfuncs()
     _flush()
     return code & 255
@@ -529,8 +535,6 @@ def _run_python(source: str) -> int:
 
 def _serve_session() -> NoReturn:
     """Run the sources that come over descriptor 3, in one namespace, and answer each with its exit code over descriptor 4."""
-    import random
-
     random.seed(0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     commands, answers = os.fdopen(3, "rb", 0), 4
@@ -550,8 +554,6 @@ def _serve_session() -> NoReturn:
 
 def _run_cell(source: str, name: str, module: types.ModuleType) -> None:
     """Run statements; show the value of the last one if it is an expression, as a notebook does."""
-    import linecache
-
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     tree = ast.parse(source, name)
     last = [tree.body.pop()] if tree.body and isinstance(tree.body[-1], ast.Expr) else []

@@ -1,0 +1,258 @@
+"""The sandbox of this machine: a pool of warm workers, for any thread and event loop.
+
+run() -> a thread of the pool -> an idle worker, or a new one -> the job -> its result
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import PurePosixPath
+from queue import Empty, LifoQueue
+from typing import Any
+
+from strop.sandbox.base import ExitReason, Limits, Program, RunResult, Sandbox, SandboxError
+from strop.sandbox.launcher import LANGUAGES, PACKAGES, SandboxWorker, WorkerDied, check_level, find_commands
+from strop.sandbox.sandbox_config import SandboxConfig
+
+GRACE_S = 20.0  # after a program's limits, for a busy machine and a compiler
+_configured = SandboxConfig()
+
+
+def configure_sandbox(config: SandboxConfig) -> None:
+    """Set what ``get_sandbox`` gives in this process."""
+    global _configured
+    _configured = config
+
+
+def get_sandbox() -> Sandbox:
+    """Return this process's sandbox, as configured by the section ``sandbox``. A forked process gets its own."""
+    return _make_sandbox(os.getpid(), _configured)
+
+
+@lru_cache(maxsize=8)
+def _make_sandbox(process: int, config: SandboxConfig) -> Sandbox:
+    if config.url:
+        from strop.sandbox.remote_sandbox import RemoteSandbox
+
+        return RemoteSandbox(config.url)
+    check_level(config.level)
+    return SandboxPool(config)
+
+
+class SandboxPool:
+    """Runs programs in worker processes of this machine."""
+
+    def __init__(self, config: SandboxConfig = SandboxConfig()) -> None:
+        self.config = config
+        self.commands = find_commands()
+        workers = config.workers or len(os.sched_getaffinity(0))
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
+        self._session_threads = ThreadPoolExecutor(min(config.sessions, 64), thread_name_prefix="sandbox_session")
+        self._idle: LifoQueue[SandboxWorker] = LifoQueue()
+        self._lock = threading.Lock()
+        self._busy: set[SandboxWorker] = set()
+        self._open_sessions = 0
+        self._closed = False
+        atexit.register(self._close)
+
+    async def run(self, program: Program) -> RunResult:
+        self._check(program.language, program.limits, program.files)
+        request = {
+            "language": program.language,
+            "source": program.source,
+            "stdin": program.stdin,
+            "files": dict(program.files),
+            "limits": asdict(program.limits),
+            "session": False,
+        }
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, request)
+
+    @asynccontextmanager
+    async def session(self, language: str = "python", limits: Limits = Limits()) -> AsyncIterator[PoolSession]:
+        if language != "python":
+            raise ValueError(f"a session is an interpreter of python; found {language!r}")
+        self._check(language, limits, {})
+        with self._lock:
+            if self._open_sessions >= self.config.sessions:
+                raise SandboxError(
+                    f"{self._open_sessions} interpreters are open, as many as sandbox.sessions allows; set it higher"
+                )
+            self._open_sessions += 1
+        session = PoolSession(self, limits)
+        try:
+            yield session
+        finally:
+            with self._lock:
+                self._open_sessions -= 1
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._session_threads, session.end))
+
+    async def close(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self._close)
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closed = True
+            busy = list(self._busy)
+        for worker in busy:
+            with suppress(OSError):
+                worker.channel.shutdown(2)  # its job ends, and the thread that waits for it sees that
+        self._threads.shutdown(cancel_futures=True)
+        self._session_threads.shutdown(cancel_futures=True)
+        with suppress(Empty):
+            while True:
+                self._idle.get_nowait().close()
+
+    def _check(self, language: str, limits: Limits, files: Mapping[str, str]) -> None:
+        if language not in LANGUAGES:
+            raise ValueError(f"the sandbox has no language {language!r}; it has {', '.join(LANGUAGES)}")
+        if language not in self.commands:
+            raise SandboxError(
+                f"this machine has no {PACKAGES[language]}, so programs in {language} cannot run: install it (apt-get install "
+                f"{PACKAGES[language]}), or set sandbox.url to a service that has it"
+            )
+        if self.config.level == "seccomp" and language != "python":
+            raise SandboxError(
+                f"sandbox.level=seccomp runs Python only, and this program is in {language}; set sandbox.level=namespaces"
+            )
+        for name, value in asdict(limits).items():
+            if not 0 < value < 1 << 31:
+                raise ValueError(f"the limit {name} is {value}; it must be positive")
+        for name in files:
+            if name.startswith("/") or not name.strip() or ".." in PurePosixPath(name).parts or "\0" in name:
+                raise ValueError(f"the file {name!r:.100} is not inside the program's folder; write a relative path without ..")
+
+    # --- in a thread of the pool --------------------------------------------------------------------------------------------
+
+    def take(self) -> SandboxWorker:
+        """Return an idle worker, or a new one."""
+        try:
+            worker = self._idle.get_nowait()
+        except Empty:
+            worker = SandboxWorker(self.config)
+        with self._lock:
+            self._busy.add(worker)
+            closed = self._closed
+        if closed:
+            self.drop(worker)
+            raise SandboxError("the sandbox is closed")
+        return worker
+
+    def give(self, worker: SandboxWorker) -> None:
+        with self._lock:
+            self._busy.discard(worker)
+            if not self._closed:
+                self._idle.put(worker)
+                return
+        worker.close()
+
+    def drop(self, worker: SandboxWorker) -> None:
+        with self._lock:
+            self._busy.discard(worker)
+        worker.close()
+
+    def _run(self, request: Mapping[str, Any]) -> RunResult:
+        try:
+            return self._try(request)
+        except WorkerDied:  # killed from outside: once more with another
+            try:
+                return self._try(request)
+            except WorkerDied as error:
+                raise SandboxError(
+                    f"two workers of the sandbox died, one after the other ({error}): is the machine out of memory?"
+                ) from error
+
+    def _try(self, request: Mapping[str, Any]) -> RunResult:
+        worker = self.take()
+        limits = request["limits"]
+        try:
+            result = call_worker(worker, request, limits, 2 * limits["wall_s"] + GRACE_S)
+        except BaseException:
+            self.drop(worker)
+            raise
+        self.give(worker)
+        return result
+
+
+class PoolSession:
+    """An interpreter in a worker of its own, which starts with the first call."""
+
+    def __init__(self, pool: SandboxPool, limits: Limits) -> None:
+        self._pool, self._limits = pool, limits
+        self._worker: SandboxWorker | None = None
+        self._running = threading.Lock()
+
+    async def run(self, source: str, *, wall_s: float | None = None) -> RunResult:
+        return await asyncio.get_running_loop().run_in_executor(self._pool._session_threads, self._run, source, wall_s)
+
+    def _run(self, source: str, wall_s: float | None) -> RunResult:
+        wall = self._limits.wall_s if wall_s is None else wall_s
+        with self._running:
+            new = self._worker is None
+            worker = self._worker or self._pool.take()
+            request: dict[str, Any] = {"source": source, "wall_s": wall}
+            limits = asdict(self._limits)
+            if new:
+                request |= {"language": "python", "stdin": "", "files": {}, "limits": limits, "session": True}
+            try:
+                result, alive = call_session(worker, request, limits, wall + GRACE_S)
+            except WorkerDied:
+                self._worker = None
+                self._pool.drop(worker)
+                if new:
+                    raise SandboxError("the worker of an interpreter died before its first call") from None
+                return RunResult(reason=ExitReason.SIGNAL, exit_code=-9, stderr="the interpreter's process died; it begins anew")
+            except BaseException:
+                self._worker = None
+                self._pool.drop(worker)
+                raise
+            self._worker = worker if alive else None
+            if not alive:
+                self._pool.give(worker)
+            return result
+
+    def end(self) -> None:
+        """Close the interpreter."""
+        with self._running:
+            worker, self._worker = self._worker, None
+            if worker is None:
+                return
+            try:
+                worker.call({"close": True}, GRACE_S)
+            except WorkerDied:
+                self._pool.drop(worker)
+            else:
+                self._pool.give(worker)
+
+
+def call_worker(worker: SandboxWorker, request: Mapping[str, Any], limits: Mapping[str, Any], timeout_s: float) -> RunResult:
+    """Run a job in a worker, under the limits of its control group too."""
+    return call_session(worker, request, limits, timeout_s)[0]
+
+
+def call_session(
+    worker: SandboxWorker, request: Mapping[str, Any], limits: Mapping[str, Any], timeout_s: float
+) -> tuple[RunResult, bool]:
+    """Return the result of a call, and whether its interpreter lives on."""
+    kills = 0
+    if worker.cgroup is not None:
+        compiles = request.get("language") in ("c", "cpp")
+        worker.cgroup.limit(max(limits["memory_mb"], 512 if compiles else 0), max(limits["processes"], 16 if compiles else 0))
+        kills = worker.cgroup.count_kills()
+    answer = worker.call(request, timeout_s)
+    out_of_memory = worker.cgroup is not None and worker.cgroup.count_kills() > kills
+    if "died" in answer:
+        reason = ExitReason.MEMORY if out_of_memory else ExitReason.SIGNAL
+        return RunResult(reason=reason, exit_code=-9, stderr="the process that supervises the program died"), False
+    alive = answer.pop("alive", False)
+    reason = ExitReason(answer.pop("reason"))
+    if out_of_memory and reason in (ExitReason.SIGNAL, ExitReason.EXIT):
+        reason = ExitReason.MEMORY
+    return RunResult(reason=reason, **answer), alive
