@@ -151,9 +151,6 @@ REWORDED: dict[str, str] = {
 
 # The old message -> why nothing says it any more.
 DROPPED: dict[str, str] = {
-    "no environment of this version runs programs that a model wrote": "the environment code_interpreter does",
-    "rewards for overlap with a reference program are not built in": "the environment code_jaccard gives them",
-    "Score the answers with a function of yours: env.{}={{reward: file.py:function}}.": "these environments are there",
     "found true, but with {}.async_{} rollouts come from older weights, so the ratio is not 1": ASYNCHRONOUS,
     "Set loss_fn.force_on_policy_ratio=false, or {}.async_{}.enabled=false.": ASYNCHRONOUS,
     "Strop does not have this key of NeMo-RL": "the rules of strop.config.recipes say of each key why",

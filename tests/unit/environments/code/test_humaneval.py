@@ -84,9 +84,9 @@ def test_pass_at_k_counts_samples_that_pass() -> None:
         """Solves each problem in every second sample."""
 
         async def generate(self, prompt, *, sampling, seed, session=""):
+            solved = len(self.requests) % 2
             completion = await super().generate(prompt, sampling=sampling, seed=seed)
             name = next(task.id for task in tasks if len(ChatTemplate(tokenizer).encode_prompt(task.messages)) == len(prompt))
-            solved = len(self.requests) % 2
             return replace(completion, text=PROBLEMS[name]["canonical_solution"] if solved else "    pass\n", stopped=True)
 
     evaluator = Evaluator(

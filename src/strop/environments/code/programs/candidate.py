@@ -92,7 +92,8 @@ def main() -> None:
     signal.signal(signal.SIGPROF, stop_call)
 
     def write(answer: dict[str, Any]) -> None:
-        print(json.dumps(answer), file=answers, flush=True)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
 
     candidate = Candidate()
     write(loaded := candidate.load(request["sources"]))

@@ -212,4 +212,5 @@ def main() -> None:
         verdict = run_checks(request)
     except (SyntaxError, MalformedValue) as error:
         verdict = {"ungradable": f"{type(error).__name__}: {error}"}
-    print(json.dumps(verdict), file=result, flush=True)
+    result.write(json.dumps(verdict) + "\n")
+    result.flush()

@@ -13,7 +13,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from strop.tools.base import Tool, ToolError
+from strop.packages import is_installed
+from strop.tools.base import Tool
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 _WORD = re.compile(r"\w+")
@@ -37,9 +38,11 @@ class SearchTool:
 
     def __post_init__(self) -> None:
         if self.results < 1 or self.snippet_chars < 1:
-            raise ValueError("the tool search: results and snippet_chars must be at least 1")
+            raise ValueError("results and snippet_chars must be at least 1")
         if not Path(self.corpus).exists():
-            raise ValueError(f"the tool search: there is no corpus {self.corpus!r}; set it to a .jsonl file or a folder of text files")
+            raise ValueError(f"there is no corpus {self.corpus!r}; set it to a .jsonl file or a folder of text files")
+        if not is_installed("bm25s"):
+            raise ValueError("it needs a package: pip install 'strop[search]'")
 
     def open(self) -> AbstractAsyncContextManager[Sequence[Tool]]:
         @asynccontextmanager
@@ -75,10 +78,8 @@ class SearchIndex:
     """A corpus and its BM25 index. The same query always has the same results, in the same order."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
-        try:
-            import bm25s  # type: ignore[import-untyped,unused-ignore]
-        except ImportError as error:
-            raise RuntimeError("the tool search needs a package: pip install 'strop[search]'") from error
+        import bm25s  # type: ignore[import-untyped,unused-ignore]
+
         self.documents = documents
         self.words = {word: number for number, word in enumerate(sorted({w for each in documents for w in split_words(each)}))}
         self.ranking: Any = bm25s.BM25()

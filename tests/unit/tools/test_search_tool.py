@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from strop.tools import search
-from strop.tools.search import SearchTool, cut_snippet, list_citations, load_index
+from strop.tools.search_tool import SearchTool, cut_snippet, list_citations, load_index
 
 ROWS = [
     {"id": "fr", "title": "France", "text": "Paris is the capital of France. " + "It lies on the Seine. " * 60},
@@ -79,9 +77,9 @@ def test_a_corpus_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch) -
     (tmp_path / "bad.jsonl").write_text('{"words": 1}')
     with pytest.raises(ValueError, match="line 1 of the corpus is no JSON object with a key 'text'"):
         ask(SearchTool(corpus=str(tmp_path / "bad.jsonl")), "x")
-    monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(RuntimeError, match=r"pip install 'strop\[search\]'"):
-        search.SearchIndex([search.Document("1", "", "a")])
+    monkeypatch.setattr("strop.tools.search_tool.is_installed", lambda package: False)
+    with pytest.raises(ValueError, match=r"pip install 'strop\[search\]'"):
+        SearchTool(corpus=str(tmp_path))
 
 
 def test_citations_are_the_ids_in_brackets() -> None:

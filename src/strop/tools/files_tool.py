@@ -23,9 +23,9 @@ class FilesTool:
 
     def __post_init__(self) -> None:
         if min(self.max_files, self.max_file_chars, self.max_output_chars) < 1:
-            raise ValueError("the tool files: its limits must be at least 1")
+            raise ValueError("its limits must be at least 1")
         if self.start is not None and not Path(self.start).is_dir():
-            raise ValueError(f"the tool files: start is {self.start!r}, which is no folder")
+            raise ValueError(f"start is {self.start!r}, which is no folder")
 
     def open(self) -> AbstractAsyncContextManager[Sequence[Tool]]:
         @asynccontextmanager

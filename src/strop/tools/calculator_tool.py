@@ -6,9 +6,7 @@ import ast
 import math
 import operator
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from fractions import Fraction
 
 from strop.tools.base import Tool, ToolError
@@ -51,18 +49,6 @@ _FUNCTIONS: dict[str, Callable[..., Number]] = {
     "tan": math.tan,
 }
 _CONSTANTS: dict[str, Number] = {"pi": math.pi, "e": math.e}
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalculatorTool:
-    """``calculator(expression)``: ``+ - * / // % ^``, parentheses, and functions. Fractions stay exact."""
-
-    def open(self) -> AbstractAsyncContextManager[Sequence[Tool]]:
-        @asynccontextmanager
-        async def opened() -> AsyncIterator[Sequence[Tool]]:
-            yield (CALCULATOR,)
-
-        return opened()
 
 
 async def calculate(expression: str) -> str:
