@@ -61,7 +61,15 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "math_verify": ("environments/",),
     "reasoning_gym": ("environments/",),
     "omegaconf": ("config/",),
-    "pydantic": ("*_config.py", "config/", "environments/registry.py", "algorithm_factory.py"),
+    "pydantic": (
+        "*_config.py",
+        "config/",
+        "environments/registry.py",
+        "algorithm_factory.py",
+        "tools/function_tool.py",
+        "tools/tool_registry.py",
+    ),
+    "mcp": ("tools/mcp_tools.py",),
 }
 
 LARGEST_FOLDER = 15  # modules, without __init__.py

@@ -92,6 +92,7 @@ class Ending(StrEnum):
     LENGTH = "length"  # a turn reached the maximum number of new tokens
     CONTEXT = "context"  # the conversation no longer fits the maximum sequence length
     TURNS = "turns"  # the maximum number of turns was reached
+    TOOL_CALLS = "tool_calls"  # the maximum number of tool calls was reached
     ERROR = "error"  # the environment or the engine raised an exception
 
 

@@ -24,6 +24,7 @@ from strop.checkpointing.saved_model import SavedModel
 from strop.config import EvalRunConfig, RecordedRunConfig
 from strop.config.load.evaluated_run import EvaluatedRun
 from strop.monitoring.console.console import ConsoleKind, open_console
+from strop.rollouts.tool_turns import describe_tool_calls
 from strop.trainer.evaluation import Evaluator
 
 
@@ -97,6 +98,9 @@ async def evaluate_job(
         placed = job if folder == job.model.weights else job.with_model(folder)
         select_device(placed.policy.device)
         policy = load_policy(placed.policy)
+        environments = [each.environment for each in source.components]
+        if said := describe_tool_calls(environments, policy.template, placed.rules.tool_call_format):
+            note(said)
         length, threads = placed.rules.max_length, placed.policy.num_threads
         engine = await make_serving_engine(policy, placed.generation, length, threads=threads)
         evaluator = Evaluator(

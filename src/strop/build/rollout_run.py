@@ -28,6 +28,7 @@ from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import EpisodeRules, make_failed_group, run_group
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
+from strop.rollouts.tool_turns import describe_tool_calls
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
@@ -60,6 +61,9 @@ async def build_rollout_run(
         filters=getattr(algorithm, "drop_constant_groups", type(algorithm).keep is not Algorithm.keep),
         tasks=len(train_source),
     )
+    environments = [each.environment for source in (train_source, validation_source) if source for each in source.components]
+    if said := describe_tool_calls(environments, backend.bundle.template, config.policy.tokenizer.tool_call_format):
+        tracker.note(said)
     learners = await backend.build_learners(algorithm, sampling, count_optimizer_steps(options, train_source.size))
     scorers = await make_scorers(config, backend, algorithm, learners, tracker, last_metrics=lambda: run.last_metrics)
 
@@ -230,6 +234,7 @@ def make_episode_rules(config: RolloutRunConfig) -> EpisodeRules:
         max_prompt_length=config.data.max_input_seq_length,
         scaling=scaling if scaling.enabled else None,
         penalties=penalties if penalties is not None and penalties.enabled else None,
+        tool_call_format=config.policy.tokenizer.tool_call_format,
     )
 
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
@@ -28,6 +28,9 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 from strop.data.messages import make_prompt
 from strop.data.sources.source import DataSource
 from strop.safety.exits import contain_exits
+from strop.tools.base import ParsedReply, ToolConfigError
+from strop.tools.tool_options import ToolOptions
+from strop.tools.toolbox import ToolOffer, current_toolbox
 from strop.types import Message, Messages, Rollout, StepReward, Task, user
 from strop.user_code import UserCodeError, describe_error, describe_value, import_attribute, suggest_names
 
@@ -100,7 +103,7 @@ def reward(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environment(ABC, Generic[TaskT]):
+class Environment(ToolOptions, ABC, Generic[TaskT]):
     """Base class of environments. Subclasses must be ``@dataclass(frozen=True, kw_only=True)`` too."""
 
     reward_weights: Mapping[str, float] = field(default_factory=dict)  # reward name -> weight, overriding the method's own
@@ -116,13 +119,17 @@ class Environment(ABC, Generic[TaskT]):
             raise TypeError(f"{cls.__name__} marks {' and '.join(marked)} with accuracy=True; at most one can be the accuracy")
 
     def __post_init__(self) -> None:
-        """Check the reward weights. Subclasses that override this must call ``super().__post_init__()``."""
+        """Check the reward weights and the tools. Subclasses that override this must call ``super().__post_init__()``."""
         known = self.reward_functions
         for name in self.reward_weights:
             if name not in known:
                 raise EnvironmentConfigError(
                     f"reward_weights names {name!r}, which is not a reward of {type(self).__name__}{suggest_names(name, known)}"
                 )
+        try:
+            self.check_tool_options()
+        except ToolConfigError as error:
+            raise EnvironmentConfigError(str(error)) from error
 
     @abstractmethod
     def tasks(self, data: DataSource) -> Sequence[TaskT]:
@@ -178,6 +185,30 @@ class Environment(ABC, Generic[TaskT]):
         """The name used in messages."""
         return type(self).__name__
 
+    def episode(self, task: TaskT) -> AbstractAsyncContextManager[Any]:
+        """Return what is open during one episode: the session, and the tools in it."""
+        if not self.has_tools:
+            return self.session(task)
+
+        @asynccontextmanager
+        async def opened() -> AsyncIterator[None]:
+            async with self.session(task), self.open_tools():
+                yield
+
+        return opened()
+
+    async def offer_tools(self) -> ToolOffer | None:
+        """Return what the open episode offers to the policy; None without tools."""
+        toolbox = current_toolbox.get() if self.has_tools else None
+        return None if toolbox is None else toolbox.offer
+
+    async def answer_calls(self, rollout: Rollout, reply: ParsedReply) -> Messages | None:
+        """Return the results of the calls of the policy's last turn, and what could not be read of it; None ends the episode."""
+        toolbox = current_toolbox.get()
+        if toolbox is None:
+            raise RuntimeError(f"{self.title} has no open tools")
+        return await toolbox.answer(reply, rollout.metrics)
+
     async def first_messages(self, task: TaskT) -> Messages:
         return self.prompt(task)
 
@@ -188,7 +219,7 @@ class Environment(ABC, Generic[TaskT]):
     @property
     def responds(self) -> bool:
         """Whether episodes have more than one turn of the policy, where they are allowed."""
-        return type(self).respond is not Environment.respond
+        return self.has_tools or type(self).respond is not Environment.respond
 
     @property
     def declares_accuracy(self) -> bool:

@@ -31,6 +31,8 @@ from strop.environments.forks import run_in_one_process
 from strop.environments.registry import make_environment
 from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
+from strop.tools.base import ParsedReply
+from strop.tools.toolbox import ToolOffer
 from strop.types import Message, Messages, Rollout, Task
 from strop.user_code import MAX_ERROR_TEXT, describe_error
 
@@ -38,7 +40,20 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Method = Literal["spec", "task_count", "tasks", "open", "prompt", "respond", "score", "score_group", "grade", "close"]
+Method = Literal[
+    "spec",
+    "task_count",
+    "tasks",
+    "open",
+    "offer_tools",
+    "prompt",
+    "respond",
+    "answer_calls",
+    "score",
+    "score_group",
+    "grade",
+    "close",
+]
 Call = Callable[[Method, tuple[Any, ...]], Awaitable["CallResult"]]
 """Calls ``EnvironmentServer.answer``. Raises EnvironmentServerDied if the process died; the next call then reaches its replacement."""
 SyncCall = Callable[[Method, tuple[Any, ...]], "CallResult"]
@@ -107,6 +122,7 @@ class EnvironmentSpec:
     has_respond: bool  # overrides Environment.respond
     has_session: bool  # overrides Environment.session
     has_answer_key: bool  # overrides Environment.answer_key
+    has_tools: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +174,9 @@ class EnvironmentServer:
             accuracy=next((name for name, each in rewards.items() if each.mark.accuracy), None),
             overrides_accuracy=kind.accuracy is not Environment.accuracy,
             has_respond=self.environment.responds,
-            has_session=kind.session is not Environment.session,
+            has_session=self.environment.has_tools or kind.session is not Environment.session,
             has_answer_key=kind.answer_key is not Environment.answer_key,
+            has_tools=self.environment.has_tools,
         )
 
     async def task_count(self, part: int) -> int:
@@ -181,6 +198,17 @@ class EnvironmentServer:
     async def prompt(self, task: RemoteTask, session: str = "") -> tuple[Message, ...]:
         local_task = self._get_task(task.part, task.index)
         return tuple(await self._run_in_session(session, lambda: self.environment.first_messages(local_task)))
+
+    async def offer_tools(self, session: str = "") -> ToolOffer | None:
+        return await self._run_in_session(session, self.environment.offer_tools)
+
+    async def answer_calls(
+        self, task: RemoteTask, rollout: Rollout, reply: ParsedReply, session: str = ""
+    ) -> tuple[tuple[Message, ...] | None, dict[str, float]]:
+        """Return the messages of the tools, and the metrics of the rollout as they left them."""
+        local = replace(rollout, task=self._get_task(task.part, task.index))
+        messages = await self._run_in_session(session, lambda: self.environment.answer_calls(local, reply))
+        return None if messages is None else tuple(messages), rollout.metrics
 
     async def respond(
         self, task: RemoteTask, rollout: Rollout, session: str = ""
@@ -296,7 +324,7 @@ class _OpenSession:
     async def _serve_forever(self, environment: Environment[Any], task: Task) -> None:
         try:
             with contain_exits():
-                session = environment.session(task)
+                session = environment.episode(task)
                 await session.__aenter__()
         except Exception as error:
             self._reported = error
@@ -381,6 +409,23 @@ class RemoteEnvironment(Environment[RemoteTask]):
 
     async def first_messages(self, task: RemoteTask) -> Messages:
         messages: Messages = await self._call("prompt", task)
+        return messages
+
+    @property
+    def has_tools(self) -> bool:
+        return self.spec.has_tools
+
+    def episode(self, task: RemoteTask) -> AbstractAsyncContextManager[Any]:
+        return self.session(task)
+
+    async def offer_tools(self) -> ToolOffer | None:
+        offer: ToolOffer | None = await self._call("offer_tools") if self.has_tools else None
+        return offer
+
+    async def answer_calls(self, rollout: Rollout, reply: ParsedReply) -> Messages | None:
+        messages: Messages | None
+        messages, metrics = await self._call("answer_calls", rollout.task, rollout, reply)
+        rollout.metrics.update(metrics)
         return messages
 
     async def respond(self, task: RemoteTask, rollout: Rollout) -> Messages | None:

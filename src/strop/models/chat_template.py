@@ -6,18 +6,33 @@ policy's turn and the start of its next one.
 
 from __future__ import annotations
 
+import json
+import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from strop.types import Message, Messages, assistant, user
+from strop.types import Message, Messages, ToolCall, assistant, user
 
 # A reply that no template changes and no conversation contains. The rendered text around it is the same for every reply.
 _REPLY_MARKER = "\u241e\u2418\u241e"
+_CALL_MARKER = "strop-call-marker"  # the same for calls; no template escapes it
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, as templates name it
 _CONTEXT_CHARACTERS = 64  # characters before a text that can affect how it is tokenized
+
+
+Tools = Sequence[Mapping[str, Any]]  # definitions, as templates take them
+
+
+@dataclass(frozen=True)
+class CallStyle:
+    """How a template wants the calls of a message."""
+
+    arguments_as_text: bool  # JSON, not an object
+    content_absent: bool  # the content of a message with calls is none, not an empty text
 
 
 @dataclass(frozen=True)
@@ -50,36 +65,116 @@ class ChatTemplate:
                 stacklevel=2,
             )
 
-    def encode_prompt(self, messages: Messages) -> list[int]:
+    def encode_prompt(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """Encode the conversation so far and the start of the policy's turn. Raises ValueError if it is empty."""
         if not messages:
             raise ValueError("a prompt needs at least one message; the environment returned none")
         if self.joins_plain_text:
             ids: list[int] = self.tokenizer(_join_messages(messages))["input_ids"]
             return ids
-        return self._encode(self._render(messages, open_turn=True))
+        return self._encode(self._render(messages, open_turn=True, tools=tools))
 
-    def encode_observation(self, messages: Messages, sampled: Sequence[int]) -> list[int]:
+    def encode_observation(
+        self, messages: Messages, sampled: Sequence[int], *, calls: Sequence[ToolCall] | None = None
+    ) -> list[int]:
         """Encode the tokens to append to the policy's turn ``sampled``.
 
-        They are the end of that turn (unless it was sampled), the messages, and the start of a new turn.
+        They are the end of that turn (unless it was sampled), the messages, and the start of a new turn. ``calls`` are what the messages
+        answer; where none of them could be read, any stands for it.
         """
         if self.joins_plain_text:
             return self._encode("\n" + _join_messages(messages) + "\n")
-        context = [Message("user", "?"), Message("assistant", _REPLY_MARKER)]
-        rendered = self._render([*context, *messages], open_turn=True)
-        _, marker, rest = rendered.partition(_REPLY_MARKER)
-        if not marker:
-            raise ValueError(
-                "the chat template does not render an assistant's message as it is written, so a conversation cannot be continued as "
-                "tokens; set policy.tokenizer.chat_template to one that does, or allow only one turn"
-            )
+        if calls and self.call_style is not None:
+            rest = self._after_calls(calls, messages)
+        else:
+            context = [Message("user", "?"), Message("assistant", _REPLY_MARKER)]
+            _, marker, rest = self._render([*context, *messages], open_turn=True).partition(_REPLY_MARKER)
+            if not marker:
+                raise ValueError(
+                    "the chat template does not render an assistant's message as it is written, so a conversation cannot be continued as "
+                    "tokens; set policy.tokenizer.chat_template to one that does, or allow only one turn"
+                )
         ids = self._encode(rest)
-        return ids[1:] if sampled and ids and ids[0] == sampled[-1] else ids
+        ended = sampled[-4:] if calls else sampled[-1:]  # a call may be ended by several tokens, of which a template writes one
+        return ids[1:] if ids and ids[0] in ended else ids
 
-    def encode_conversation(self, messages: Messages, *, trailing: bool = True) -> list[int]:
-        """Encode a complete conversation, for a reward model. Without ``trailing``, the template's trailing white space is left out."""
-        text = _join_messages(messages) if self.joins_plain_text else self._render(messages, open_turn=False)
+    def encode_after(self, preceding: str, text: str) -> list[int]:
+        """Encode text that goes on in the policy's turn, after ``preceding``."""
+        return self._encode_continuation(preceding, text)
+
+    def decode_turn(self, sampled: Sequence[int]) -> str:
+        """Decode a turn of the policy with special tokens, which formats of calls may consist of, but without one that ends it."""
+        last = self.tokenizer.decode(sampled[-1:], skip_special_tokens=True) if len(sampled) else ""
+        text: str = self.tokenizer.decode(sampled if last else sampled[:-1], skip_special_tokens=False)
+        return text
+
+    # --- tools ----------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def describes_tools(self) -> bool:
+        """Whether the template shows definitions of tools to the model."""
+        if self.joins_plain_text:
+            return False
+        parameters = {"type": "object", "properties": {}}
+        tool = {"type": "function", "function": {"name": _CALL_MARKER, "description": "", "parameters": parameters}}
+        return _CALL_MARKER in self._render([user("?")], open_turn=True, tools=[tool])
+
+    @cached_property
+    def renders_tool_messages(self) -> bool:
+        """Whether the template accepts messages of tools."""
+        call = ToolCall("f", {"text": "x"}, id="call00000")
+        message = Message("tool", _CALL_MARKER, name="f", tool_call_id=call.id)
+        turns = [Message("assistant", "", tool_calls=(call,))] if self.call_style is not None else [assistant("x")]
+        return self.joins_plain_text or _CALL_MARKER in self._try_render([user("?"), *turns, message])
+
+    @cached_property
+    def call_style(self) -> CallStyle | None:
+        """How the template wants calls; None: it writes none, and they stand in the content."""
+        if self.joins_plain_text:
+            return None
+        for style in (CallStyle(text, absent) for absent in (False, True) for text in (False, True)):
+            message = Message("assistant", "", tool_calls=(ToolCall("f", {"text": _CALL_MARKER}, id="call00000"),))
+            if _CALL_MARKER in self._try_render([user("?"), message], style):
+                return style
+        return None
+
+    def write_call(self, call: ToolCall) -> tuple[str, str] | None:
+        """Return a call as the template writes it in a turn, and the token that ends the turn; None if it writes no calls."""
+        if self.call_style is None:
+            return None
+        opened = self._render([user("?")], open_turn=True)
+        rendered = self._render([user("?"), Message("assistant", "", tool_calls=(call,))], open_turn=False)
+        common = next((index for index, (a, b) in enumerate(zip(opened, rendered, strict=False)) if a != b), len(opened))
+        tag = rendered.rfind("<", 0, common)  # tokens that begin alike
+        text = rendered[common if ">" in rendered[tag:common] or tag < 0 else tag :].rstrip()
+        end = max((token for token in self._special_tokens if text.endswith(token)), key=len, default="")
+        return text.removesuffix(end), end
+
+    def _after_calls(self, calls: Sequence[ToolCall], messages: Messages) -> str:
+        """Return the rendered text from the end of a turn with these calls to the start of the next one."""
+        marked = (*calls[:-1], replace(calls[-1], arguments={"text": _CALL_MARKER}))
+        turn = [user("?"), Message("assistant", "", tool_calls=marked)]
+        closing = self._render(turn, open_turn=False).rpartition(_CALL_MARKER)[2]
+        following = self._render([*turn, *messages], open_turn=True).rpartition(_CALL_MARKER)[2]
+        text = closing.rstrip()
+        end = max((token for token in self._special_tokens if text.endswith(token)), key=len, default="")
+        cut = len(text) - len(end) if end else len(closing)
+        if not following.startswith(closing[: cut + len(end)]):
+            raise ValueError(
+                f"the chat template ends a turn with calls with {closing!r:.80}, and with {following[: len(closing)]!r:.80} when results "
+                "follow, so the conversation cannot be continued as tokens; set policy.tokenizer.chat_template to one that ends all turns "
+                "with calls alike"
+            )
+        return following[cut:]
+
+    @cached_property
+    def _special_tokens(self) -> frozenset[str]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        return frozenset({*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""})
+
+    def encode_conversation(self, messages: Messages, *, trailing: bool = True, tools: Tools = ()) -> list[int]:
+        """Encode a complete conversation, such as for a reward model. Without ``trailing``, the template's trailing white space is left out."""
+        text = _join_messages(messages) if self.joins_plain_text else self._render(messages, open_turn=False, tools=tools)
         return self._encode(text if trailing else text.rstrip())
 
     def encode_spans(self, messages: Messages, *, loss_from: int = 0, opened: bool = True) -> list[TokenSpan]:
@@ -137,10 +232,8 @@ class ChatTemplate:
                 "the chat template does not render an assistant's message as it is written; "
                 "set policy.tokenizer.chat_template to one that does"
             )
-        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
-        special = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         start, length = min(
-            ((suffix.index(token), -len(token)) for token in special if token and token in suffix), default=(0, 0)
+            ((suffix.index(token), -len(token)) for token in self._special_tokens if token in suffix), default=(0, 0)
         )
         return suffix, start - length
 
@@ -171,11 +264,52 @@ class ChatTemplate:
         preceding_ids, joined = self._encode(preceding), self._encode(preceding + text)
         return joined[len(preceding_ids) :] if joined[: len(preceding_ids)] == preceding_ids else self._encode(text)
 
-    def _render(self, messages: Messages, *, open_turn: bool) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            [message.as_dict() for message in messages], add_generation_prompt=open_turn, tokenize=False, **self.options
-        )
+    def _render(self, messages: Messages, *, open_turn: bool, tools: Tools = ()) -> str:
+        style = self.call_style if any(message.tool_calls for message in messages) else None
+        return self._apply([self._as_dict(message, style) for message in messages], open_turn, tools)
+
+    def _apply(self, messages: Sequence[Mapping[str, Any]], open_turn: bool, tools: Tools = ()) -> str:
+        options = {**self.options, **({"tools": [dict(tool) for tool in tools]} if tools else {})}
+        text: str = self.tokenizer.apply_chat_template(messages, add_generation_prompt=open_turn, tokenize=False, **options)
         return text
+
+    def _try_render(self, messages: Messages, style: CallStyle | None = None) -> str:
+        """Return the rendered messages, or an empty text if the template refuses them: it may raise anything."""
+        style = style or (self.call_style if any(message.tool_calls for message in messages) else None)
+        try:
+            return self._apply([self._as_dict(message, style) for message in messages], False)
+        except Exception:
+            return ""
+
+    def _as_dict(self, message: Message, style: CallStyle | None) -> dict[str, Any]:
+        """Return a message as this template reads it. Raises ConversationError for calls and reasoning that it would drop."""
+        fields = message.as_dict()
+        if message.tool_calls:
+            if style is None:
+                raise ConversationError(
+                    "the chat template writes no calls of tools, so a message's tool_calls would be lost; write them into its content as "
+                    "the model does, or set policy.tokenizer.chat_template to a template with tools"
+                )
+            if style.arguments_as_text:
+                for call in fields["tool_calls"]:
+                    call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            if style.content_absent and not message.content:
+                fields["content"] = None
+        if message.reasoning:
+            del fields["reasoning_content"]
+            if not self._reasoning_keys:
+                raise ConversationError(
+                    "the chat template writes no reasoning, so a message's reasoning would be lost; write it into its content between the "
+                    "model's own markers, or set policy.tokenizer.chat_template to a template that writes it"
+                )
+            fields |= dict.fromkeys(self._reasoning_keys, message.reasoning)
+        return fields
+
+    @cached_property
+    def _reasoning_keys(self) -> tuple[str, ...]:
+        """The names by which the template reads the reasoning of a message."""
+        template = str(getattr(self.tokenizer, "chat_template", ""))
+        return tuple(key for key in _REASONING_KEYS if re.search(rf"\b{key}\b", template))
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]

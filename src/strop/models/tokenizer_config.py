@@ -27,6 +27,13 @@ class TokenizerConfig(BaseConfig):
         None, description="Variables of the chat template, such as enable_thinking."
     )
 
+    tool_call_format: str | None = Field(
+        None,
+        min_length=1,
+        description="How the model writes calls of tools: hermes, qwen_xml, xml, llama3_json, mistral, gpt_oss or deepseek; null is as the "
+        "chat template writes them.",
+    )
+
     @field_validator("chat_template")
     @classmethod
     def _read_file(cls, value: str | None) -> str | None:

@@ -17,8 +17,10 @@ from strop.models.chat_template import ChatTemplate
 from strop.monitoring.watchdog.waits import waiting
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
+from strop.rollouts.tool_turns import ToolTurns, make_reply_message
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling, mix_seed
+from strop.tools.base import ParsedReply
 from strop.types import Ending, Group, Messages, Rollout, Task, Turn, assistant, observation_turn
 from strop.user_code import describe_error
 
@@ -34,6 +36,7 @@ class EpisodeRules:
     max_prompt_length: int | None = None  # tokens of the first prompt; None: max_length - 1
     scaling: RewardScalingConfig | None = None
     penalties: RewardPenaltiesConfig | None = None
+    tool_call_format: str | None = None  # None: the one that the chat template writes
 
 
 class PromptTooLong(ValueError):
@@ -148,11 +151,16 @@ async def run_episode(
     try:
         with contain_exits():
             async with _WatchedSession(environment, rollout):
+                offer = await environment.offer_tools()
+                tools = None if offer is None else ToolTurns.make(offer, template, rules.tool_call_format)
                 messages = _check_text(await environment.first_messages(task), environment)
-                rollout = _start_rollout(rollout, messages, template, rules)
+                rollout = _start_rollout(rollout, messages, template, rules, tools)
                 while rollout.ending is None:
-                    rollout = await _policy_turn(rollout, generator, sampling, rules)
-                    rollout = await _environment_turn(rollout, environment, template, rules)
+                    rollout, reply = await _policy_turn(rollout, generator, sampling, rules, tools)
+                    if tools is not None and reply is not None and reply.asks_for_tools:
+                        rollout = await _tool_turn(rollout, environment, tools, reply, rules)
+                    else:
+                        rollout = await _environment_turn(rollout, environment, template, rules)
                 with _wait_for_environment(environment, rollout, "rewards"):
                     scored = await environment.score_rollout(task, rollout)
         if scored is None:
@@ -164,11 +172,11 @@ async def run_episode(
 
 
 class _WatchedSession:
-    """``environment.session``, with its opening and closing registered as waits with the watchdog."""
+    """``environment.episode``, with its opening and closing registered as waits with the watchdog."""
 
     def __init__(self, environment: Environment[Any], rollout: Rollout) -> None:
         self._environment, self._rollout = environment, rollout
-        self._session = environment.session(rollout.task)
+        self._session = environment.episode(rollout.task)
 
     async def __aenter__(self) -> Any:
         with _wait_for_environment(self._environment, self._rollout, "opening its session"):
@@ -189,8 +197,12 @@ def _wait_for_environment(environment: Environment[Any], rollout: Rollout, what:
     )
 
 
-def _start_rollout(rollout: Rollout, messages: Messages, template: ChatTemplate, rules: EpisodeRules) -> Rollout:
-    prompt = template.encode_prompt(messages)
+def _start_rollout(
+    rollout: Rollout, messages: Messages, template: ChatTemplate, rules: EpisodeRules, tools: ToolTurns | None
+) -> Rollout:
+    if tools is not None:
+        messages = tools.describe(messages)
+    prompt = template.encode_prompt(messages) if tools is None else tools.encode_prompt(messages)
     limit = rules.max_length - 1 if rules.max_prompt_length is None else min(rules.max_prompt_length, rules.max_length - 1)
     if len(prompt) > limit:
         raise PromptTooLong(
@@ -213,7 +225,12 @@ def _check_text(messages: Messages, environment: Environment[Any]) -> Messages:
     return messages
 
 
-async def _policy_turn(rollout: Rollout, generator: Generator, sampling: Sampling, rules: EpisodeRules) -> Rollout:
+async def _policy_turn(
+    rollout: Rollout, generator: Generator, sampling: Sampling, rules: EpisodeRules, tools: ToolTurns | None
+) -> tuple[Rollout, ParsedReply | None]:
+    """Return the rollout with a turn of the policy, and the turn taken apart if there are tools."""
+    if tools is not None:
+        sampling = tools.stop_at_calls(sampling)
     remaining = rules.max_length - rollout.length
     turn_number = len(rollout.policy_turns)
     with waiting(f"sample {rollout.sample}", on=f"engine, turn {turn_number + 1}", kind="generation"):
@@ -237,10 +254,23 @@ async def _policy_turn(rollout: Rollout, generator: Generator, sampling: Samplin
         entropies=completion.entropies,
         kept=completion.kept,
     )
-    rollout = rollout.with_turn(turn, assistant(completion.text))
-    if completion.stopped:
+    reply = None if tools is None else tools.parse(turn, turn_number, rollout.tokens().tolist())
+    rollout = rollout.with_turn(turn, assistant(completion.text) if reply is None else make_reply_message(reply))
+    if not completion.stopped:
+        rollout = replace(rollout, ending=Ending.CONTEXT if rollout.length >= rules.max_length else Ending.LENGTH)
+    return rollout, reply
+
+
+async def _tool_turn(
+    rollout: Rollout, environment: Environment[Any], tools: ToolTurns, reply: ParsedReply, rules: EpisodeRules
+) -> Rollout:
+    if rollout.ending is not None:  # a call that was cut off is not run
         return rollout
-    return replace(rollout, ending=Ending.CONTEXT if rollout.length >= rules.max_length else Ending.LENGTH)
+    with _wait_for_environment(environment, rollout, f"tools of turn {len(rollout.policy_turns)}"):
+        messages = await environment.answer_calls(rollout, reply)
+    if messages is None:
+        return replace(rollout, ending=Ending.TOOL_CALLS)
+    return _append(rollout, messages, tools.encode_results(messages, rollout.turns[-1], reply), rules)
 
 
 async def _environment_turn(
@@ -252,9 +282,14 @@ async def _environment_turn(
         messages = await environment.respond(rollout.task, rollout)
     if messages is None:
         return replace(rollout, ending=Ending.STOP)
+    tokens = template.encode_observation(_check_text(messages, environment), rollout.turns[-1].tokens.tolist())
+    return _append(rollout, messages, tokens, rules)
+
+
+def _append(rollout: Rollout, messages: Messages, tokens: Sequence[int], rules: EpisodeRules) -> Rollout:
+    """Return the rollout with an observation, or ended where it leads to no further turn of the policy."""
     if len(rollout.policy_turns) >= rules.max_turns:
         return replace(rollout, ending=Ending.TURNS)
-    tokens = template.encode_observation(_check_text(messages, environment), rollout.turns[-1].tokens.tolist())
     if rollout.length + len(tokens) >= rules.max_length:
         return replace(rollout, ending=Ending.CONTEXT)
     return rollout.with_turn(observation_turn(tokens, "\n".join(message.content for message in messages)), *messages)

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 
 from strop.types import ToolCall
 
+ToolSchema = Mapping[str, Any]
+"""A tool as chat templates and OpenAI's API take it: {"type": "function", "function": {"name", "description", "parameters"}}."""
+
 
 @dataclass(frozen=True)
 class Tool:
@@ -17,11 +20,10 @@ class Tool:
     name: str
     description: str
     parameters: Mapping[str, Any]  # JSON schema of its arguments, an object
-    function: Callable[..., Awaitable[str] | str]  # arguments by name -> what the policy reads
+    function: Callable[..., Awaitable[str] | str]  # arguments by name -> what the policy reads; a plain one runs in a thread
 
     @property
-    def schema(self) -> Mapping[str, Any]:
-        """What chat templates and OpenAI's API take."""
+    def schema(self) -> ToolSchema:
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
@@ -38,6 +40,10 @@ class ToolSet(Protocol):
         ...
 
 
+class ToolConfigError(ValueError):
+    """Tools cannot be had as configured. The message says what to set instead."""
+
+
 @dataclass(frozen=True)
 class ParsedReply:
     """A turn of the policy, taken apart."""
@@ -47,13 +53,25 @@ class ParsedReply:
     calls: tuple[ToolCall, ...] = ()
     malformed: tuple[str, ...] = ()  # why a call could not be read, in words that the policy can be told
 
+    @property
+    def asks_for_tools(self) -> bool:
+        return bool(self.calls or self.malformed)
+
 
 class ToolCallFormat(Protocol):
     """How models of a family write calls."""
 
     name: str
     stop_strings: Sequence[str]  # with which a call ends, if sampling must stop there
+    inline_result: str | None  # how a result goes on in the same turn, with {result}; None: the format has no such form
 
-    def parse(self, text: str) -> ParsedReply:
-        """Take a turn apart. ``text`` is decoded with special tokens, where the format's markers are such tokens."""
+    def parse(self, text: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
+        """Take a turn apart. ``text`` is decoded with special tokens, where the format's markers are such tokens.
+
+        Formats that write every argument as text read numbers and lists by the schemas of ``tools``.
+        """
+        ...
+
+    def example(self, name: str) -> str:
+        """Return a call as the format writes it, to show it where a chat template does not describe tools."""
         ...

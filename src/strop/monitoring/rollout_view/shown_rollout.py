@@ -13,6 +13,7 @@ _ENDINGS = {
     "length": "length: a turn reached the maximum number of new tokens",
     "context": "context: the conversation no longer fits",
     "turns": "turns: the maximum number of turns was reached",
+    "tool_calls": "tool_calls: the maximum number of tool calls was reached",
     "error": "error",
 }
 

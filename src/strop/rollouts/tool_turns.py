@@ -1,0 +1,119 @@
+"""Turns with calls of tools: the tools in the prompt, the calls in what was sampled, and the results as tokens (law 2)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from strop.environments.base import Environment
+from strop.models.chat_template import ChatTemplate
+from strop.sampling import Sampling
+from strop.tools.base import ParsedReply, ToolCallFormat, ToolConfigError
+from strop.tools.formats.choose_format import choose_format
+from strop.tools.formats.reading import THINK_OPEN
+from strop.tools.toolbox import ToolOffer
+from strop.types import Message, Messages, ToolCall, Turn, system
+
+
+@lru_cache(maxsize=16)
+def find_format(template: ChatTemplate, name: str | None) -> ToolCallFormat:
+    """Return the format ``name``, or the one that the template writes. Raises ToolConfigError."""
+    return choose_format(name, template.write_call)
+
+
+def describe_tool_calls(environments: Iterable[Environment[Any]], template: ChatTemplate, name: str | None) -> str | None:
+    """Return how a run's tools are called, in words; None without tools. Raises ToolConfigError if they cannot be."""
+    with_tools = [environment for environment in environments if environment.has_tools]
+    if not with_tools:
+        return None
+    for environment in with_tools:
+        found = ToolTurns.make(ToolOffer((), environment.tool_continuation), template, name).format
+    chosen = "as the chat template writes them" if name is None else "policy.tokenizer.tool_call_format"
+    described = "" if template.describes_tools else "; a system message describes the tools, since the chat template does not"
+    return f"tool calls in the format {found.name} ({chosen}){described}"
+
+
+@dataclass(frozen=True)
+class ToolTurns:
+    """How the tools of an episode meet a model's chat template."""
+
+    offer: ToolOffer
+    template: ChatTemplate
+    format: ToolCallFormat
+
+    @staticmethod
+    def make(offer: ToolOffer, template: ChatTemplate, format_name: str | None) -> ToolTurns:
+        """Raises ToolConfigError where the format is not known, or cannot go on in the same message."""
+        found = find_format(template, format_name)
+        if offer.continuation == "message" and not (found.stop_strings and found.inline_result):
+            raise ToolConfigError(
+                f"tool_continuation is message, but calls in the format {found.name} end a message; set it to turn, or "
+                "policy.tokenizer.tool_call_format to hermes, qwen_xml or xml"
+            )
+        return ToolTurns(offer, template, found)
+
+    def describe(self, messages: Messages) -> Messages:
+        """Return the messages, with a system message that describes the tools where the chat template does not."""
+        return messages if self.template.describes_tools else with_description(messages, self.offer, self._example())
+
+    def _example(self) -> str:
+        """Return how a call is written: as the chat template writes those of earlier turns, else as the format does."""
+        name = self.offer.schemas[0]["function"]["name"] if self.offer.schemas else "NAME"
+        written = self.template.write_call(ToolCall(name, {"ARGUMENT": "VALUE"}, id="call00000"))
+        return self.format.example(name) if written is None else written[0].strip()
+
+    def encode_prompt(self, messages: Messages) -> list[int]:
+        return self.template.encode_prompt(messages, self.offer.schemas if self.template.describes_tools else ())
+
+    def stop_at_calls(self, sampling: Sampling) -> Sampling:
+        """Return the sampling that stops after a call where the same message goes on."""
+        if self.offer.continuation == "turn":
+            return sampling
+        return replace(sampling, stop_strings=tuple(dict.fromkeys((*sampling.stop_strings, *self.format.stop_strings))))
+
+    def parse(self, turn: Turn, number: int, context: Sequence[int]) -> ParsedReply:
+        """Take a turn of the policy apart. Its calls have ids of nine letters and digits, which is what every template accepts.
+
+        ``context`` is what stands before it: it may have opened the thinking.
+        """
+        text = self.template.decode_turn(turn.tokens.tolist())
+        if self.template.tokenizer.decode(context[-16:]).rstrip().endswith(THINK_OPEN):
+            text = THINK_OPEN + text
+        reply = self.format.parse(text, self.offer.schemas)
+        return replace(reply, calls=tuple(_identify(call, number, index) for index, call in enumerate(reply.calls)))
+
+    def encode_results(self, messages: Messages, turn: Turn, reply: ParsedReply) -> list[int]:
+        """Encode the answers to the calls of a turn, and the start of what the policy samples next."""
+        sampled = turn.tokens.tolist()
+        if self.offer.continuation == "message" and self.format.inline_result is not None:
+            end = self.format.stop_strings[0]
+            if self.template.decode_turn(sampled).rstrip().endswith(end):
+                text = "".join(self.format.inline_result.format(result=message.content) for message in messages)
+                return self.template.encode_after(end, text)
+        unread = (ToolCall("tool", {}, id=f"m{len(reply.calls) + index:08d}") for index in range(len(reply.malformed)))
+        calls = (*reply.calls, *unread)
+        answers = [replace(message, tool_call_id=call.id) for message, call in zip(messages, calls, strict=True)]
+        if not self.template.renders_tool_messages:
+            answers = [replace(message, role="user", name="", tool_call_id="") for message in answers]
+        return self.template.encode_observation(answers, sampled, calls=calls)
+
+
+def _identify(call: ToolCall, turn: int, index: int) -> ToolCall:
+    """Return the call with an id: that which the policy wrote, where its format has such, or one that follows from its place."""
+    return call if len(call.id) == 9 and call.id.isalnum() else replace(call, id=f"c{turn:04d}{index:04d}")
+
+
+def make_reply_message(reply: ParsedReply) -> Message:
+    return Message("assistant", reply.content, tool_calls=reply.calls, reasoning=reply.reasoning)
+
+
+def with_description(messages: Messages, offer: ToolOffer, example: str) -> Messages:
+    """Return the messages with the tools described in the system message, which is made if there is none."""
+    listed = "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in offer.schemas)
+    text = f"You may call these tools:\n{listed}\n\nA call is written exactly like this:\n{example}"
+    if messages and messages[0].role == "system":
+        return (replace(messages[0], content=f"{messages[0].content}\n\n{text}"), *messages[1:])
+    return (system(text), *messages)

@@ -1,0 +1,53 @@
+"""The format of a model: the one that reads back what its chat template writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from strop.tools.base import ToolCallFormat, ToolConfigError
+from strop.tools.formats.deepseek import DeepSeekFormat
+from strop.tools.formats.gpt_oss import GptOssFormat
+from strop.tools.formats.hermes import HermesFormat
+from strop.tools.formats.llama3_json import Llama3JsonFormat
+from strop.tools.formats.mistral_calls import MistralFormat
+from strop.tools.formats.plain_xml import XmlFormat
+from strop.tools.formats.qwen_xml import QwenXmlFormat
+from strop.types import ToolCall
+from strop.user_code import suggest_names
+
+FORMATS: Final[dict[str, ToolCallFormat]] = {
+    each.name: each
+    for each in (
+        HermesFormat(),
+        QwenXmlFormat(),
+        XmlFormat(),
+        Llama3JsonFormat(),
+        MistralFormat(),
+        GptOssFormat(),
+        DeepSeekFormat(),
+    )
+}
+PROBE = ToolCall("probe_tool", {"text": "two words"}, id="call00000")
+
+
+def choose_format(name: str | None, write: Callable[[ToolCall], tuple[str, str] | None]) -> ToolCallFormat:
+    """Return the format ``name``, or where it is None the one that reads what ``write`` writes. Raises ToolConfigError.
+
+    ``write`` renders a call with the chat template: as the policy samples it, and the token that ends the turn. None: no calls.
+    """
+    if name is not None:
+        if name not in FORMATS:
+            raise ToolConfigError(f"policy.tokenizer.tool_call_format is {name!r}{suggest_names(name, FORMATS)}")
+        return FORMATS[name]
+    written = write(PROBE)
+    if written is not None:
+        for text in (written[0], "".join(written)):  # some templates forget what ends a single call
+            for each in FORMATS.values():
+                if [(call.name, dict(call.arguments)) for call in each.parse(text).calls] == [(PROBE.name, PROBE.arguments)]:
+                    return each
+    what = "writes no calls of tools" if written is None else f"writes calls in a form that is not known: {written[0]!r:.200}"
+    raise ToolConfigError(
+        f"the environment has tools, but the chat template {what}; set policy.tokenizer.tool_call_format to the form in which the model "
+        f"is to write them ({', '.join(FORMATS)}), or policy.tokenizer.chat_template to a template with tools"
+    )

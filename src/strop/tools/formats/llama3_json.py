@@ -1,0 +1,46 @@
+"""``{"name": ..., "parameters": {...}}`` as the whole reply: Llama 3.1 to 3.3. Several calls are separated by semicolons."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from strop.tools.base import ParsedReply, ToolSchema
+from strop.tools.formats.reading import MalformedCall, make_call, read_json, skip_space, split_reasoning
+from strop.types import ToolCall
+
+TAG = "<|python_tag|>"
+_BEGINS = re.compile(r'\{\s*"(?:name|type|function|parameters)"\s*:')  # an answer may begin with a brace, too
+
+
+@dataclass(frozen=True)
+class Llama3JsonFormat:
+    name: str = "llama3_json"
+    stop_strings: Sequence[str] = ("<|eom_id|>",)
+    inline_result: str | None = None
+
+    def parse(self, text: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
+        reasoning, rest = split_reasoning(text)
+        rest = rest.removesuffix("<|eom_id|>").strip()
+        tagged = rest.startswith(TAG)
+        body = rest.removeprefix(TAG).strip()
+        if not tagged and not _BEGINS.match(body):
+            return ParsedReply(rest, reasoning)
+        calls: list[ToolCall] = []
+        try:
+            position = 0
+            while True:
+                value, position = read_json(body, position)
+                calls.append(make_call(value, arguments=("parameters", "arguments"), extra=("type", "id")))
+                position = skip_space(body, position)
+                if position == len(body):
+                    return ParsedReply("", reasoning, tuple(calls))
+                if body[position] != ";":
+                    raise MalformedCall(f"after its JSON stands {body[position : position + 30]!r}; calls are separated by ;")
+                position += 1
+        except MalformedCall as error:
+            return ParsedReply("", reasoning, tuple(calls), (f"A call could not be read: {error}.",))
+
+    def example(self, name: str) -> str:
+        return f'{{"name": "{name}", "parameters": {{"ARGUMENT": "VALUE"}}}}'

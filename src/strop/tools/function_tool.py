@@ -1,0 +1,141 @@
+"""A typed Python function as a tool: its schema from signature and docstring, its arguments checked, its result as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, get_type_hints
+
+from strop.tools.base import Tool, ToolConfigError, ToolError
+from strop.tools.docstrings import read_docstring
+from strop.user_code import describe_value
+
+_SHOWN_PROBLEMS = 5
+
+
+def make_tool(function: Callable[..., Any], *, name: str | None = None, description: str | None = None) -> Tool:
+    """Make a tool of a function, plain or async. Raises ToolConfigError for one whose arguments cannot be described as JSON.
+
+    Types of parameters may be what JSON has, ``Literal``, ``Optional``, enums, dataclasses, and lists and dicts of those. A parameter is
+    described by its docstring, or by ``Annotated[int, "what it is"]``. Whatever the function returns is told to the policy: text as it is,
+    data as JSON.
+    """
+    title = name or getattr(function, "__name__", type(function).__name__)
+    documented = read_docstring(inspect.getdoc(function) if inspect.isroutine(function) else inspect.getdoc(type(function)))
+    model, names = _make_model(function, title, documented.parameters)
+
+    def check(arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return _check_arguments(model, names, arguments)
+
+    async def call_async(**arguments: Any) -> str:
+        return format_result(await function(**check(arguments)))
+
+    def call(**arguments: Any) -> str:
+        return format_result(function(**check(arguments)))
+
+    target = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+    return Tool(
+        name=title,
+        description=description or documented.description,
+        parameters=_clean_schema(model.model_json_schema(by_alias=True)),
+        function=call_async if inspect.iscoroutinefunction(target) else call,
+    )
+
+
+def _make_model(function: Callable[..., Any], title: str, described: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
+    """Return a pydantic model of a function's arguments, and the parameter of each field: fields may not have every name."""
+    from pydantic import ConfigDict, Field, create_model
+
+    target = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
+    try:
+        hints = get_type_hints(target, include_extras=True)
+    except Exception as error:
+        raise ToolConfigError(f"the types of the tool {title} cannot be resolved: {error}") from error
+    fields: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for number, parameter in enumerate(inspect.signature(function).parameters.values()):
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ToolConfigError(
+                f"the tool {title} has the parameter {parameter}; parameters of tools are given by name, each with a type"
+            )
+        if parameter.name not in hints:
+            raise ToolConfigError(f"the parameter {parameter.name} of the tool {title} has no type; write {parameter.name}: TYPE")
+        hint = hints[parameter.name]
+        notes = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, str)]
+        said = next(iter(notes), described.get(parameter.name))
+        default = ... if parameter.default is parameter.empty else parameter.default
+        options: dict[str, Any] = {"alias": parameter.name} | ({"description": said} if said else {})
+        fields[f"argument_{number}"] = (hint, Field(default, **options))
+        names[f"argument_{number}"] = parameter.name
+    try:
+        model = create_model(title, __config__=ConfigDict(extra="forbid", strict=True), **fields)
+        model.model_json_schema(by_alias=True)
+    except Exception as error:  # pydantic has several kinds for types that it cannot describe
+        why = str(error).partition("\n")[0]
+        raise ToolConfigError(f"the tool {title} has a parameter whose type cannot be written as JSON: {why}") from error
+    return model, names
+
+
+def _check_arguments(model: Any, names: Mapping[str, str], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments as the function's types. Raises ToolError that says all that is wrong with them."""
+    from pydantic import ValidationError
+
+    try:
+        checked = model.model_validate_json(json.dumps(arguments), strict=True)
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg'].lower()}"
+            + ("" if each["type"] in ("missing", "extra_forbidden") else f", found {describe_value(each['input'])}")
+            for each in error.errors()[:_SHOWN_PROBLEMS]
+        ]
+        raise ToolError(f"the arguments do not fit the schema: {'; '.join(problems)}") from None
+    return {name: getattr(checked, field) for field, name in names.items() if field in checked.model_fields_set}
+
+
+def format_result(value: Any) -> str:
+    """Return what a tool gave as text: text as it is, data as JSON."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=_to_data)
+
+
+def _to_data(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=str)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _clean_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema as chat templates show it: without titles, and with definitions in the place where they are used."""
+    definitions = schema.get("$defs", {})
+
+    def clean(value: Any, inside: tuple[str, ...] = ()) -> Any:
+        if isinstance(value, list):
+            return [clean(each, inside) for each in value]
+        if not isinstance(value, Mapping):
+            return value
+        name = str(value.get("$ref", "")).rpartition("/")[2]
+        if name in inside:
+            return {"type": "object"}  # a type that contains itself is described once
+        if name:
+            return clean({**definitions[name], **{key: each for key, each in value.items() if key != "$ref"}}, (*inside, name))
+        result = {}
+        for key, each in value.items():
+            if key == "properties":
+                result[key] = {property: clean(inner, inside) for property, inner in each.items()}
+            elif (
+                key == "$defs" or (key == "title" and isinstance(each, str)) or (key == "additionalProperties" and each is False)
+            ):
+                continue
+            else:
+                result[key] = clean(each, inside)
+        return result
+
+    return {"type": "object", "properties": {}, **clean(schema)}
