@@ -135,7 +135,7 @@ def _power(base: Number, exponent: Number) -> Number:
         return Fraction(base ** int(exponent))
     if isinstance(exponent, Fraction) and exponent == Fraction(1, 2):
         return _root(base)
-    result = float(base) ** float(exponent)
+    result: float | complex = float(base) ** float(exponent)
     if isinstance(result, complex):
         raise ToolError("the result is not a real number")
     return result

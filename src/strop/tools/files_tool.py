@@ -119,10 +119,11 @@ def clean_path(path: str) -> str:
     """Return a path in its shortest form. Raises ToolError for one that leaves the folder."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith(("/", "~")) or ".." in parts or len(path) > 200 or not path.isprintable() or "\\" in path:
-        raise ToolError(f"{path[:80]!r} is no path inside the folder: write one such as notes/plan.md, without '..' and without '/' at its start")
+        raise ToolError(
+            f"{path[:80]!r} is no path inside the folder: write one such as notes/plan.md, without '..' and without '/' at its start"
+        )
     return "/".join(parts)
 
 
 def _object(properties: dict[str, Any], required: tuple[str, ...]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(required)}
-

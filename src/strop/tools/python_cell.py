@@ -10,7 +10,7 @@ from strop.tools.shorten_middle import shorten_middle
 
 # Runs in the sandbox, in the session's own variables; the last line of its output is what it found. A program can write such a line itself:
 # what a policy is told of its own program is all that depends on it.
-_CELL = '''
+_CELL = """
 def _strop_cell(code, namespace):
     import ast, json, linecache, pprint, sys, traceback
     found = {"evaluated": False, "value": None, "error": None, "traceback": ""}
@@ -32,7 +32,7 @@ def _strop_cell(code, namespace):
         found["traceback"] = "".join(traceback.format_exception(type(error), error, frames, limit=-4)).rstrip()
     sys.stdout.flush()
     print("\\n" + json.dumps(found), flush=True)
-'''
+"""
 _ENDINGS = {
     ExitReason.TIME: "The time limit of {wall_s:g} s was reached. The interpreter starts again, without its variables.",
     ExitReason.MEMORY: "The memory limit was reached. The interpreter starts again, without its variables.",

@@ -110,7 +110,9 @@ def load_index(corpus: str) -> SearchIndex:
 def _build_index(corpus: str, changed: int) -> SearchIndex:
     documents = list(read_corpus(Path(corpus)))
     if not documents:
-        raise ValueError(f"the corpus {corpus!r} of the tool search has no documents: no lines of JSON, or no {', '.join(TEXT_SUFFIXES)} files")
+        raise ValueError(
+            f"the corpus {corpus!r} of the tool search has no documents: no lines of JSON, or no {', '.join(TEXT_SUFFIXES)} files"
+        )
     return SearchIndex(documents)
 
 
@@ -147,4 +149,6 @@ def cut_snippet(text: str, query: str, length: int) -> str:
 
 def list_citations(text: str) -> tuple[str, ...]:
     """Return the ids that a text cites in brackets, in order: what a reward for a citation hit compares with the document it wants."""
-    return tuple(dict.fromkeys(found.strip() for group in re.findall(r"\[([^\[\]\n]{1,200})\]", text) for found in group.split(",")))
+    return tuple(
+        dict.fromkeys(found.strip() for group in re.findall(r"\[([^\[\]\n]{1,200})\]", text) for found in group.split(","))
+    )

@@ -14,11 +14,11 @@ from strop.tools.function_tool import make_tool
 from strop.user_code import UserCodeError, import_attribute, suggest_names
 
 TOOLS = {
-    "calculator": "strop.tools.calculator:Calculator",
-    "files": "strop.tools.files:Files",
+    "calculator": "strop.tools.calculator_tool:CALCULATOR",
+    "files": "strop.tools.files_tool:FilesTool",
     "mcp": "strop.tools.mcp_tools:McpServer",
     "python": "strop.tools.python_tool:PythonTool",
-    "search": "strop.tools.search:Search",
+    "search": "strop.tools.search_tool:SearchTool",
 }
 
 

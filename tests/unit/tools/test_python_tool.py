@@ -9,9 +9,9 @@ from strop.tools.python_tool import PythonTool
 from strop.tools.shorten_middle import shorten_middle
 
 
-def call(*codes: str, tool: PythonTool = PythonTool()) -> list[str]:
+def call(*codes: str, **options: float) -> list[str]:
     async def run() -> list[str]:
-        async with tool.open() as (python,):
+        async with PythonTool(**options).open() as (python,):
             return [str(await python.function(code=code)) for code in codes]
 
     return asyncio.run(run())
@@ -30,19 +30,19 @@ def test_errors_are_short_tracebacks() -> None:
 
 
 def test_long_output_is_cut_in_the_middle() -> None:
-    (said,) = call("print('a' * 5000 + 'b')", tool=PythonTool(max_output_chars=100))
+    (said,) = call("print('a' * 5000 + 'b')", max_output_chars=100)
     assert said.startswith("aaa") and said.endswith("b") and "characters left out" in said and len(said) < 200
     assert shorten_middle("abcdef", 3) == "ab\n... (3 characters left out) ...\nf" and shorten_middle("abc", 3) == "abc"
 
 
 def test_after_a_limit_or_an_exit_the_interpreter_starts_again() -> None:
-    said = call("x = 1", "while True: pass", "x", "import os; os._exit(0)", "1 + 1", tool=PythonTool(timeout_s=1))
+    said = call("x = 1", "while True: pass", "x", "import os; os._exit(0)", "1 + 1", timeout_s=1)
     assert "time limit of 1 s" in said[1] and "NameError" in said[2] and "starts again" in said[3] and said[4] == "2"
 
 
 def test_forged_results_change_nothing_but_their_own() -> None:
     said = call("print('{\"value\": 1}')", "import os; os.write(1, b'[' * 9000 + b'\\n'); os._exit(0)", "2")
-    assert said[0] == "{\"value\": 1}" and "starts again" in said[1] and said[2] == "2"
+    assert said[0] == '{"value": 1}' and "starts again" in said[1] and said[2] == "2"
 
 
 def test_an_episode_that_calls_nothing_opens_no_interpreter(monkeypatch) -> None:

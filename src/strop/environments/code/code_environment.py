@@ -45,10 +45,12 @@ class CodeEnvironment(Environment[CodeTask]):
         if self.tolerance < 0 or self.shown_tests < 0 or (self.max_tests is not None and self.max_tests < 1):
             raise EnvironmentConfigError("tolerance and shown_tests must be at least 0, max_tests at least 1 or null")
         if self.stop_early and self.score == "fraction":
-            raise EnvironmentConfigError("score=fraction needs every test, and stop_early ends at the first failure; set one of them")
+            raise EnvironmentConfigError(
+                "score=fraction needs every test, and stop_early ends at the first failure; set one of them"
+            )
 
     def tasks(self, data: DataSource) -> Sequence[CodeTask]:
-        builtin, records = data.open_records()
+        _, records = data.open_records()
         shape = find_shape(records[0])
         column = next(name for name in shape.question if name in records[0])
         kept = data.select_records(range(len(records)), lambda: records.iter_column(column, "input_key"))
@@ -85,8 +87,8 @@ class CodeEnvironment(Environment[CodeTask]):
             form = form or f"The function is called `{first.function}`."
         else:
             asked = (
-                f"Write a {language} program that reads standard input and writes the answer to standard output. Put it into one code block "
-                f"(```{self.language})."
+                f"Write a {language} program that reads standard input and writes the answer to standard output. Put it into one code "
+                f"block (```{self.language})."
             )
         return "\n\n".join(part for part in (problem.question.strip(), form, asked) if part)
 

@@ -19,8 +19,8 @@ _FENCE = re.compile(r"\s{0,3}(`{3,}|~{3,})\s*([\w+#.-]*)")
 def extract_code(reply: str, language: str = "python") -> str:
     """Return the program of a reply: what follows ``</think>``, and there the last fenced block of the language.
 
-    Without one: the last block that names no language, else what stands in ``<code>`` or ``<answer>`` tags, else, if there is no block at all,
-    the whole text. A block that is never closed goes to the end. Reasoning that never ended has no program.
+    Without one: the last block that names no language, else what stands in ``<code>`` or ``<answer>`` tags, else, if there is no block at
+    all, the whole text. A block that is never closed goes to the end. Reasoning that never ended has no program.
     """
     before, ended, text = reply.rpartition("</think>")
     if not ended and "<think>" in before + text:

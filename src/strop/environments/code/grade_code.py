@@ -63,9 +63,7 @@ class GradingRules:
     stop_early: bool = False  # at the first failure
 
 
-async def grade_code(
-    sandbox: Sandbox, problem: CodeProblem, code: str, language: str, rules: GradingRules
-) -> CodeGrade:
+async def grade_code(sandbox: Sandbox, problem: CodeProblem, code: str, language: str, rules: GradingRules) -> CodeGrade:
     """Run the tests of a problem on a program. Raises CodeTestError, SandboxError."""
     if not code.strip():
         return CodeGrade(passed=0, total=len(problem.tests), compiled=False, messages=("the reply has no program",))
@@ -76,9 +74,7 @@ async def grade_code(
     return await _grade_asserts(sandbox, problem, code, rules)
 
 
-async def _grade_stdio(
-    sandbox: Sandbox, problem: CodeProblem, code: str, language: str, rules: GradingRules
-) -> CodeGrade:
+async def _grade_stdio(sandbox: Sandbox, problem: CodeProblem, code: str, language: str, rules: GradingRules) -> CodeGrade:
     tests = [test for test in problem.tests if isinstance(test, StdioTest)]
     source = f"{problem.prefix}\n{code}" if problem.prefix else code
 
@@ -90,7 +86,9 @@ async def _grade_stdio(
         return result, same
 
     done: list[tuple[RunResult, bool]] = [await run(tests[0])]  # alone: a program that does not compile needs no second one
-    while len(done) < len(tests) and not _does_not_compile(done[0][0]) and not (rules.stop_early and not all(ok for _, ok in done)):
+    while (
+        len(done) < len(tests) and not _does_not_compile(done[0][0]) and not (rules.stop_early and not all(ok for _, ok in done))
+    ):
         done += await asyncio.gather(*(run(test) for test in tests[len(done) : len(done) + AT_ONCE]))
     failed = [result for result, ok in done if not ok]
     return CodeGrade(
@@ -126,7 +124,9 @@ class _Answers:
     message: str = ""
 
 
-async def _ask(sandbox: Sandbox, problem: CodeProblem, code: str, calls: Sequence[Mapping[str, Any]], rules: GradingRules) -> _Answers:
+async def _ask(
+    sandbox: Sandbox, problem: CodeProblem, code: str, calls: Sequence[Mapping[str, Any]], rules: GradingRules
+) -> _Answers:
     seconds = min(rules.total_s, rules.limits.cpu_s * max(1, len(calls)))
     limits = replace(
         rules.limits,
@@ -152,8 +152,14 @@ async def _ask(sandbox: Sandbox, problem: CodeProblem, code: str, calls: Sequenc
 
 async def _grade_calls(sandbox: Sandbox, problem: CodeProblem, code: str, rules: GradingRules) -> CodeGrade:
     tests = [test for test in problem.tests if isinstance(test, CallTest)]
-    calls = [
-        {"id": str(index), "kind": "call", "target": test.function, "args": [_encode(each) for each in test.arguments], "kwargs": {}}
+    calls: list[dict[str, Any]] = [
+        {
+            "id": f"{index}",
+            "kind": "call",
+            "target": test.function,
+            "args": [_encode(each) for each in test.arguments],
+            "kwargs": {},
+        }
         for index, test in enumerate(tests)
     ]
     answers = await _ask(sandbox, problem, code, calls, rules)
@@ -199,8 +205,8 @@ async def _grade_asserts(sandbox: Sandbox, problem: CodeProblem, code: str, rule
     if verdict is None or verdict.get("ungradable") or not verdict["calls"]:
         why = "they fail by themselves" if verdict is None else verdict.get("ungradable") or "they call nothing"
         raise CodeTestError(
-            f"the tests cannot run apart from the program: {why}. They may hand a program plain data (numbers, texts, lists, dicts, ...) and "
-            "objects of its own classes; change the row, or leave it out"
+            f"the tests cannot run apart from the program: {why}. They may hand a program plain data (numbers, texts, lists, dicts, ...) "
+            "and objects of its own classes; change the row, or leave it out"
         )
     seconds, answers = 0.0, _Answers(False, True, {}, RunResult(reason=ExitReason.EXIT, exit_code=0))
     asked: list[str] = []
@@ -217,7 +223,9 @@ async def _grade_asserts(sandbox: Sandbox, problem: CodeProblem, code: str, rule
         verdict = await _check(sandbox, problem, tests, lines)
         if verdict is None:  # the answers break the assertions: too much memory, too long
             break
-    settled = verdict is not None and [call["id"] for call in verdict["calls"]] == asked and answers.loaded and not verdict["waiting"]
+    settled = (
+        verdict is not None and [call["id"] for call in verdict["calls"]] == asked and answers.loaded and not verdict["waiting"]
+    )
     total = max(len(tests), verdict["passed"] + verdict["failed"] if verdict else 0)
     said = [parse_line(answers.lines.get(name, "")) for name in asked]
     late = answers.run.reason == ExitReason.TIME or any(isinstance(answer, dict) and "timeout" in answer for answer in said)
@@ -233,7 +241,9 @@ async def _grade_asserts(sandbox: Sandbox, problem: CodeProblem, code: str, rule
     )
 
 
-async def _check(sandbox: Sandbox, problem: CodeProblem, tests: Sequence[str], answers: Mapping[str, str]) -> dict[str, Any] | None:
+async def _check(
+    sandbox: Sandbox, problem: CodeProblem, tests: Sequence[str], answers: Mapping[str, str]
+) -> dict[str, Any] | None:
     """Return what a pass over the tests found, or None where it did not end well."""
     remote = [problem.entry_point] if problem.entry_point else []
     request = {"setup": list(problem.setup), "tests": list(tests), "remote": remote, "answers": dict(answers)}
@@ -246,7 +256,9 @@ def _definitions(setup: Sequence[str]) -> Iterator[str]:
     """The imports, functions and classes of the tests' setup, which a program may use, too."""
     for source in setup:
         kept = [
-            node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)
+            node
+            for node in ast.parse(source).body
+            if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)
         ]
         yield ast.unparse(ast.Module(body=list(kept), type_ignores=[]))
 

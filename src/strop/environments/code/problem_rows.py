@@ -101,7 +101,9 @@ def unpack_private_tests(text: str) -> str:
                 "since a pickle can run programs; write the tests as JSON"
             )
     if len(texts) != 1:
-        raise DataError(f"private_test_cases are a pickle of {len(texts)} texts, where LiveCodeBench has one; write the tests as JSON")
+        raise DataError(
+            f"private_test_cases are a pickle of {len(texts)} texts, where LiveCodeBench has one; write the tests as JSON"
+        )
     return texts[0]
 
 
@@ -155,7 +157,9 @@ def find_shape(row: Mapping[str, Any]) -> RowShape:
         if all(column in row for column in shape.columns) and any(column in row for column in shape.question):
             return shape
     kinds = "; ".join(f"{shape.name}: {', '.join(shape.columns)} and {' or '.join(shape.question)}" for shape in SHAPES)
-    raise DataError(f"the columns {sorted(row)} are those of no kind of code problem. Name the columns as one of these has them: {kinds}")
+    raise DataError(
+        f"the columns {sorted(row)} are those of no kind of code problem. Name the columns as one of these has them: {kinds}"
+    )
 
 
 def read_problem(shape: RowShape, row: Mapping[str, Any], where: str, *, max_tests: int | None = None) -> CodeProblem:

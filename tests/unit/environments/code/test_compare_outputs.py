@@ -61,7 +61,21 @@ def test_long_integers_are_compared() -> None:
 
 
 def test_plain_values_cross_and_come_back() -> None:
-    value = [None, True, -3, 2**20_000, 1.5, float("inf"), "ä\ud800", (1, [2]), {3, 4}, frozenset("a"), {(1, 2): {"x": b"\0"}}, 1 + 2j, range(3)]
+    value = [
+        None,
+        True,
+        -3,
+        2**20_000,
+        1.5,
+        float("inf"),
+        "ä\ud800",
+        (1, [2]),
+        {3, 4},
+        frozenset("a"),
+        {(1, 2): {"x": b"\0"}},
+        1 + 2j,
+        range(3),
+    ]
     assert decode_value(encode_value(value, str), str) == value
     assert list(decode_value(encode_value(iter([1, 2]), str), str)) == [1, 2]
 
@@ -75,7 +89,17 @@ def test_what_is_no_plain_value_is_refused_on_both_sides() -> None:
     for value in (object(), len, [lambda: 1], loop):
         with pytest.raises(NotPlain):
             encode_value(value, refuse)
-    for data in ({}, {"set": [[1]]}, {"dict": 3}, {"a": 1}, {"int": "1"}, {"a": 1, "b": 2}, {"complex": [1, 2, 3]}, {"range": ["a"]}, {"set": 1}):
+    for data in (
+        {},
+        {"set": [[1]]},
+        {"dict": 3},
+        {"a": 1},
+        {"int": "1"},
+        {"a": 1, "b": 2},
+        {"complex": [1, 2, 3]},
+        {"range": ["a"]},
+        {"set": 1},
+    ):
         if data != {"int": "1"}:
             with pytest.raises(MalformedValue):
                 decode_value(data, str)

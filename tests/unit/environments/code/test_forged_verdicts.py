@@ -34,56 +34,214 @@ CALLS = CodeProblem(question="", tests=tuple(CallTest("square", (n,), (n * n,)) 
 STDIO = CodeProblem(question="", tests=tuple(StdioTest(f"{n}\n", f"{n * n}\n") for n in (3, 4, 5)))
 
 HONEST = "def square(x):\n    return x * x\n"
-ANY = "class Any(BASE):\n    pass\nfor name in ('__eq__', '__bool__', '__lt__', '__le__', '__contains__', '__instancecheck__'):\n    setattr(Any, name, lambda *_: True)\nAny.__ne__ = lambda *_: False\nAny.__hash__ = lambda _: hash(VALUE)\n"
+EQUALS_EVERYTHING = r"""
+class Any(BASE):
+    pass
+for name in ('__eq__', '__bool__', '__lt__', '__le__', '__contains__', '__instancecheck__'):
+    setattr(Any, name, lambda *_: True)
+Any.__ne__ = lambda *_: False
+Any.__hash__ = lambda _: hash(9)
+def square(x):
+    return Any()
+"""
+OTHERS = r"""
+## an object that says it is an int
+class Fake:
+    __class__ = int
+    def __eq__(self, other): return True
+def square(x):
+    return Fake()
+
+## not a number
+def square(x):
+    return float('nan')
+
+## infinity
+def square(x):
+    return float('inf')
+
+## nothing
+def square(x):
+    return None
+
+## an endless generator
+def square(x):
+    while True:
+        yield x
+
+## an exit at the start
+import os
+os._exit(0)
+
+## an exit in the call
+import os
+def square(x):
+    os._exit(0)
+
+## sys.exit
+import sys
+sys.exit(0)
+
+## an exit with a success printed
+import os
+print('ok', flush=True)
+os._exit(0)
+
+## StopIteration
+def square(x):
+    raise StopIteration
+
+## AssertionError
+def square(x):
+    raise AssertionError
+
+## KeyboardInterrupt
+def square(x):
+    raise KeyboardInterrupt
+
+## GeneratorExit
+def square(x):
+    raise GeneratorExit
+
+## an exception of its own
+class Unanswered(BaseException): pass
+def square(x):
+    raise Unanswered
+
+## patched builtins
+import builtins
+builtins.abs = lambda *_: 0
+builtins.all = builtins.isinstance = lambda *_: True
+builtins.sorted = lambda *_: [4, 196]
+builtins.len = lambda *_: 1
+builtins.map = lambda *_: []
+def square(x):
+    return 0
+
+## a patched math
+import math
+math.isclose = lambda *_: True
+def square(x):
+    return 0
+
+## a module that is called math
+class math:
+    isclose = staticmethod(lambda *_: True)
+def square(x):
+    return 0
+
+## names of the checker
+def __failed(*_): pass
+__passed = check = isclose = __failed
+def square(x):
+    return 0
+
+## a patched json
+import json
+json.dumps = lambda *_: '{"value": true}'
+def square(x):
+    return 0
+
+## a verdict on every descriptor
+import os
+verdict = b'{"passed": 99, "failed": 0, "calls": [], "waiting": false, "messages": [], "ungradable": ""}\n'
+for fd in range(64):
+    try: os.write(fd, verdict)
+    except OSError: pass
+os._exit(0)
+
+## answers that are no JSON
+import os
+for fd in range(1, 64):
+    try: os.write(fd, b'[' * 60000 + b'\n')
+    except OSError: pass
+def square(x):
+    return 0
+
+## answers that stand for no value
+import os
+lines = [b'{"value": null}', *[b'{"value": {"set": [[1]]}}'] * 40]
+for fd in range(1, 64):
+    try: os.write(fd, b'\n'.join(lines))
+    except OSError: pass
+os._exit(0)
+
+## references to what is not there
+import os
+lines = [b'{"value": null}', *[b'{"value": {"reference": "square"}}'] * 40]
+for fd in range(1, 64):
+    try: os.write(fd, b'\n'.join(lines))
+    except OSError: pass
+os._exit(0)
+
+## true for every call
+import os
+lines = [b'{"value": null}', *[b'{"value": true}'] * 40]
+for fd in range(1, 64):
+    try: os.write(fd, b'\n'.join(lines))
+    except OSError: pass
+os._exit(0)
+
+## numbers from memory
+import gc, sys
+def square(x):
+    seen = [list(o.values()) if isinstance(o, dict) else o for o in gc.get_objects() if isinstance(o, (list, tuple, dict))]
+    numbers = [n for o in seen for n in o if type(n) is int and n > 15 and n % x == 0]
+    return numbers[0] if numbers else 0
+
+## numbers from the frames
+import sys
+def square(x):
+    frame = sys._getframe()
+    while frame:
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, dict) and 'expected' in str(value): return 9
+        frame = frame.f_back
+    return 0
+
+## tests from files
+import os, re
+def square(x):
+    for folder in ('.', '/tmp', '/proc/self/fd', '/proc/self', '/dev/shm'):
+        for name in os.listdir(folder) if os.path.isdir(folder) else ():
+            try:
+                text = open(os.path.join(folder, name), errors='replace').read(100000)
+            except OSError: continue
+            found = re.search(rf'square\({x}\) == (\d+)', text)
+            if found: return int(found[1])
+    return 0
+
+## a killed parent
+import os
+os.kill(os.getppid(), 9) if os.getppid() > 1 else None
+def square(x):
+    return 0
+
+## a child that goes on
+import os, time
+if os.fork():
+    os._exit(0)
+time.sleep(0.5)
+def square(x):
+    return 0
+
+## no limit of time
+import signal
+signal.setitimer(signal.ITIMER_PROF, 0)
+signal.signal(signal.SIGPROF, signal.SIG_IGN)
+def square(x):
+    while True: pass
+
+## the answer to the shown test
+def square(x):
+    return 9
+"""
 FORGERIES = {
-    "an object that equals everything": ANY.replace("BASE", "object").replace("VALUE", "9") + "def square(x):\n    return Any()",
-    "an int that equals everything": ANY.replace("BASE", "int").replace("VALUE", "9") + "def square(x):\n    return Any()",
-    "a float that equals everything": ANY.replace("BASE", "float").replace("VALUE", "9") + "def square(x):\n    return Any()",
-    "a text that equals everything": ANY.replace("BASE", "str").replace("VALUE", "9") + "def square(x):\n    return Any()",
-    "a list that equals everything": ANY.replace("BASE", "list").replace("VALUE", "9") + "def square(x):\n    return Any()",
-    "an object that says it is an int": "class Fake:\n    __class__ = int\n    def __eq__(self, other): return True\ndef square(x):\n    return Fake()",
-    "not a number": "def square(x):\n    return float('nan')",
-    "infinity": "def square(x):\n    return float('inf')",
-    "nothing": "def square(x):\n    return None",
-    "an endless generator": "def square(x):\n    while True:\n        yield x",
-    "an exit at the start": "import os\nos._exit(0)",
-    "an exit in the call": "import os\ndef square(x):\n    os._exit(0)",
-    "sys.exit": "import sys\nsys.exit(0)",
-    "an exit with a success printed": "import os\nprint('ok', flush=True)\nos._exit(0)",
-    "StopIteration": "def square(x):\n    raise StopIteration",
-    "AssertionError": "def square(x):\n    raise AssertionError",
-    "KeyboardInterrupt": "def square(x):\n    raise KeyboardInterrupt",
-    "GeneratorExit": "def square(x):\n    raise GeneratorExit",
-    "an exception of its own": "class Unanswered(BaseException): pass\ndef square(x):\n    raise Unanswered",
-    "patched builtins": "import builtins\nbuiltins.abs = lambda *_: 0\nbuiltins.all = builtins.isinstance = lambda *_: True\n"
-    "builtins.sorted = lambda *_: [4, 196]\nbuiltins.len = lambda *_: 1\nbuiltins.map = lambda *_: []\ndef square(x):\n    return 0",
-    "a patched math": "import math\nmath.isclose = lambda *_: True\ndef square(x):\n    return 0",
-    "a module that is called math": "class math:\n    isclose = staticmethod(lambda *_: True)\ndef square(x):\n    return 0",
-    "names of the checker": "def __failed(*_): pass\n__passed = check = isclose = __failed\ndef square(x):\n    return 0",
-    "a patched json": "import json\njson.dumps = lambda *_: '{\"value\": true}'\ndef square(x):\n    return 0",
-    "a verdict on every descriptor": "import os\nfor fd in range(64):\n    try: os.write(fd, b'{\"passed\": 99, \"failed\": 0, \"calls\": [], "
-    '"waiting": false, "messages": [], "ungradable": ""}\\n\')\n    except OSError: pass\nos._exit(0)',
-    "answers that are no JSON": "import os\nfor fd in range(1, 64):\n    try: os.write(fd, b'[' * 60000 + b'\\n')\n    except OSError: pass\n"
-    "def square(x):\n    return 0",
-    "answers that stand for no value": "import os\nlines = [b'{\"value\": null}', *[b'{\"value\": {\"set\": [[1]]}}'] * 40]\n"
-    "for fd in range(1, 64):\n    try: os.write(fd, b'\\n'.join(lines))\n    except OSError: pass\nos._exit(0)",
-    "references to what is not there": "import os\nlines = [b'{\"value\": null}', *[b'{\"value\": {\"reference\": \"square\"}}'] * 40]\n"
-    "for fd in range(1, 64):\n    try: os.write(fd, b'\\n'.join(lines))\n    except OSError: pass\nos._exit(0)",
-    "true for every call": "import os\nlines = [b'{\"value\": null}', *[b'{\"value\": true}'] * 40]\n"
-    "for fd in range(1, 64):\n    try: os.write(fd, b'\\n'.join(lines))\n    except OSError: pass\nos._exit(0)",
-    "numbers from memory": "import gc, sys\ndef square(x):\n    seen = [o for o in gc.get_objects() if isinstance(o, (list, tuple, dict))]\n"
-    "    numbers = [n for o in seen for n in (o.values() if isinstance(o, dict) else o) if type(n) is int and n > 15 and n % x == 0]\n"
-    "    return numbers[0] if numbers else 0",
-    "numbers from the frames": "import sys\ndef square(x):\n    frame = sys._getframe()\n    while frame:\n"
-    "        for value in list(frame.f_locals.values()):\n            if isinstance(value, dict) and 'expected' in str(value): return 9\n"
-    "        frame = frame.f_back\n    return 0",
-    "tests from files": "import os, re\ndef square(x):\n    for folder in ('.', '/tmp', '/proc/self/fd', '/proc/self', '/dev/shm'):\n"
-    "        for name in os.listdir(folder) if os.path.isdir(folder) else ():\n            try: text = open(os.path.join(folder, name), errors='replace').read(100000)\n"
-    "            except OSError: continue\n            found = re.search(rf'square\\({x}\\) == (\\d+)', text)\n            if found: return int(found[1])\n    return 0",
-    "a killed parent": "import os\nos.kill(os.getppid(), 9) if os.getppid() > 1 else None\ndef square(x):\n    return 0",
-    "a child that goes on": "import os, time\nif os.fork():\n    os._exit(0)\ntime.sleep(0.5)\ndef square(x):\n    return 0",
-    "no limit of time": "import signal\nsignal.setitimer(signal.ITIMER_PROF, 0)\nsignal.signal(signal.SIGPROF, signal.SIG_IGN)\ndef square(x):\n    while True: pass",
-    "the answer to the shown test": "def square(x):\n    return 9",
+    **{
+        f"a {kind} that equals everything": EQUALS_EVERYTHING.replace("BASE", kind)
+        for kind in ("object", "int", "float", "str", "list")
+    },
+    **{part.partition("\n")[0]: part.partition("\n")[2] for part in OTHERS.split("## ")[1:]},
 }
 PRINTED = {
     "nothing": "",

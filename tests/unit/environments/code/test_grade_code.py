@@ -15,7 +15,9 @@ from strop.sandbox.base import Limits
 from strop.sandbox.pool import get_sandbox
 
 RULES = GradingRules(limits=Limits(cpu_s=1, wall_s=5))
-SUMS = CodeProblem(question="Add.", tests=tuple(StdioTest(f"{a} {b}\n", f"{a + b}\n") for a, b in ((1, 2), (3, 4), (5, 6), (-1, 1))))
+SUMS = CodeProblem(
+    question="Add.", tests=tuple(StdioTest(f"{a} {b}\n", f"{a + b}\n") for a, b in ((1, 2), (3, 4), (5, 6), (-1, 1)))
+)
 
 
 def grade(problem: CodeProblem, code: str, language: str = "python", rules: GradingRules = RULES) -> CodeGrade:
@@ -100,7 +102,9 @@ def test_assertions_see_objects_of_the_program_and_keep_their_order() -> None:
 
 
 def test_exceptions_of_the_program_reach_the_assertions() -> None:
-    problem = asserts("try:\n    f(-1)\n    raised = False\nexcept ValueError:\n    raised = True\nassert raised", "assert f(1) == 1")
+    problem = asserts(
+        "try:\n    f(-1)\n    raised = False\nexcept ValueError:\n    raised = True\nassert raised", "assert f(1) == 1"
+    )
     assert grade(problem, "def f(x):\n    if x < 0: raise ValueError('negative')\n    return x").correct
     assert grade(problem, "def f(x): return x").passed == 1
 
@@ -118,7 +122,9 @@ def test_helpers_of_the_prompt_are_not_the_programs() -> None:
     assert not grade(problem, "def encode(x): return x\ndef decode(x): return x").correct
 
 
-@pytest.mark.parametrize("source", ["assert f(lambda x: x) == 1", "assert 1 == 1", "assert f(", "import no_such_module\nassert f(1) == 1"])
+@pytest.mark.parametrize(
+    "source", ["assert f(lambda x: x) == 1", "assert 1 == 1", "assert f(", "import no_such_module\nassert f(1) == 1"]
+)
 def test_assertions_that_can_judge_no_program_are_errors(source: str) -> None:
     with pytest.raises(CodeTestError, match="cannot run apart from the program"):
         grade(asserts(source), "def f(x): return x")

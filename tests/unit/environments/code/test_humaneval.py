@@ -44,9 +44,13 @@ def fenced(written: dict[str, str]) -> dict[str, str]:
 
 def test_reference_solutions_of_a_sample_pass_and_empty_ones_do_not(wrote) -> None:
     completion, instruct = HumanEval(style="completion"), HumanEval()
-    assert count_correct(wrote, completion, {name: f"{body}\n\ndef more(" for name, body in replies(SAMPLE).items()}) == len(SAMPLE)
+    assert count_correct(wrote, completion, {name: f"{body}\n\ndef more(" for name, body in replies(SAMPLE).items()}) == len(
+        SAMPLE
+    )
     assert count_correct(wrote, instruct, fenced(replies(SAMPLE))) == len(SAMPLE)
-    assert count_correct(wrote, instruct, {name: f"```python\n{body}\n```" for name, body in replies(SAMPLE).items()}) == len(SAMPLE)
+    assert count_correct(wrote, instruct, {name: f"```python\n{body}\n```" for name, body in replies(SAMPLE).items()}) == len(
+        SAMPLE
+    )
     for environment in (completion, instruct):
         assert count_correct(wrote, environment, replies(SAMPLE, solution=False)) == 0
     assert count_correct(wrote, instruct, fenced(replies(SAMPLE, solution=False))) == 0

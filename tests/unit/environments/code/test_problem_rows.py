@@ -76,7 +76,7 @@ def test_a_pickle_of_private_tests_is_read_and_never_run(tmp_path) -> None:
             return os.mkdir, (str(tmp_path / "made"),)
 
     packed = base64.b64encode(zlib.compress(pickle.dumps(Hostile()))).decode()
-    with pytest.raises(DataError, match="is a pickle with the instruction|are a pickle with the instruction"):
+    with pytest.raises(DataError, match="are a pickle with the instruction"):
         first_task(livecodebench(private_test_cases=packed))
     assert not (tmp_path / "made").exists()
 
@@ -95,7 +95,11 @@ def test_rows_of_apps_have_programs_or_functions() -> None:
         ({"question": "q", "input_output": '{"inputs": [], "outputs": []}'}, {}, "has no tests"),
         (livecodebench("functional", metadata="{}"), {}, "func_name"),
         (livecodebench(private_test_cases="AAAA"), {}, "is no row of LiveCodeBench"),
-        (livecodebench("functional", private_test_cases=livecodebench()["private_test_cases"]), {}, "standard input and of functions"),
+        (
+            livecodebench("functional", private_test_cases=livecodebench()["private_test_cases"]),
+            {},
+            "standard input and of functions",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_read_is_an_error_at_the_start(row, options, words) -> None:
@@ -108,7 +112,9 @@ def test_functions_are_graded_in_python_alone() -> None:
         first_task(MBPP, language="c")
 
 
-@pytest.mark.parametrize("options", [{"timeout_s": 0}, {"tolerance": -1}, {"max_tests": 0}, {"score": "fraction", "stop_early": True}])
+@pytest.mark.parametrize(
+    "options", [{"timeout_s": 0}, {"tolerance": -1}, {"max_tests": 0}, {"score": "fraction", "stop_early": True}]
+)
 def test_options_that_cannot_work_are_errors(options) -> None:
     with pytest.raises(EnvironmentConfigError):
         CodeEnvironment(**options)

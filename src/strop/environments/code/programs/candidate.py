@@ -55,7 +55,9 @@ class Candidate:
         if call["kind"] == "set":
             return setattr(target, call["name"], decode_value(call["value"], self.results.__getitem__))
         positional = [decode_value(each, self.results.__getitem__) for each in call["args"]]
-        return target(*positional, **{name: decode_value(each, self.results.__getitem__) for name, each in call["kwargs"].items()})
+        return target(
+            *positional, **{name: decode_value(each, self.results.__getitem__) for name, each in call["kwargs"].items()}
+        )
 
     def find(self, target: str) -> Any:
         """The result of a call ("@ID"), a name of the program, or a method of its class Solution."""

@@ -24,8 +24,25 @@ from typing import Any
 from strop.environments.code.programs.plain_values import MalformedValue, NotPlain, decode_value, encode_value
 
 MODULES = (  # that tests use without importing them
-    "bisect cmath collections copy datetime decimal fractions functools heapq itertools json math operator random re statistics string typing"
-).split()
+    "bisect",
+    "cmath",
+    "collections",
+    "copy",
+    "datetime",
+    "decimal",
+    "fractions",
+    "functools",
+    "heapq",
+    "itertools",
+    "json",
+    "math",
+    "operator",
+    "random",
+    "re",
+    "statistics",
+    "string",
+    "typing",
+)
 ENDS_ITERATION = (StopIteration, StopAsyncIteration)  # in a test's all(map(...)) they would end it, as if all were well
 MESSAGES = 3  # of failures that are reported
 
@@ -48,7 +65,10 @@ class Remote:
         object.__setattr__(self, "_target", target)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = {"args": [encode_argument(each) for each in args], "kwargs": {key: encode_argument(kwargs[key]) for key in kwargs}}
+        given = {
+            "args": [encode_argument(each) for each in args],
+            "kwargs": {key: encode_argument(kwargs[key]) for key in kwargs},
+        }
         return self._session.perform({"kind": "call", "target": self._target, **given})
 
     def __getattr__(self, name: str) -> Any:
