@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -19,6 +18,10 @@ from strop.environments.code.problem_rows import find_shape, read_problem
 from strop.sandbox.base import Limits
 from strop.sandbox.pool import get_sandbox
 from strop.types import Messages, Rollout
+
+_grades: WeakKeyDictionary[Rollout, dict[tuple[str, GradingRules], CodeGrade]] = (
+    WeakKeyDictionary()
+)  # of rollouts that still live
 
 LANGUAGES = {"python": "Python", "bash": "Bash", "c": "C", "cpp": "C++", "javascript": "JavaScript (Node.js)"}
 
@@ -123,18 +126,13 @@ class CodeEnvironment(Environment[CodeTask]):
 
     async def grade_once(self, task: CodeTask, rollout: Rollout) -> CodeGrade:
         """Run the tests, once for all rewards of a rollout."""
-        if rollout not in self._grades:
-            limits = Limits(cpu_s=self.timeout_s, wall_s=2 * self.timeout_s + 5, memory_mb=self.memory_mb)
-            rules = GradingRules(
-                limits=limits, total_s=self.total_timeout_s, tolerance=self.tolerance, stop_early=self.stop_early
-            )
-            program = self.extract_program(task, rollout.text)
-            self._grades[rollout] = await grade_code(get_sandbox(), task.problem, program, self.language, rules)
-        return self._grades[rollout]
-
-    @cached_property
-    def _grades(self) -> WeakKeyDictionary[Rollout, CodeGrade]:
-        return WeakKeyDictionary()
+        limits = Limits(cpu_s=self.timeout_s, wall_s=2 * self.timeout_s + 5, memory_mb=self.memory_mb)
+        rules = GradingRules(limits=limits, total_s=self.total_timeout_s, tolerance=self.tolerance, stop_early=self.stop_early)
+        program = self.extract_program(task, rollout.text)
+        known = _grades.setdefault(rollout, {})
+        if (program, rules) not in known:
+            known[program, rules] = await grade_code(get_sandbox(), task.problem, program, self.language, rules)
+        return known[program, rules]
 
     def _check_language(self, problem: CodeProblem, where: str) -> None:
         if self.language != "python" and isinstance(problem.tests[0], AssertTest | CallTest):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from loop.fakes import FakeGenerator
 from loop.tiny import tiny_tokenizer
+from strop.config import GrpoRunConfig, load_config
 from strop.data.sources.source import DataSource
 from strop.environments.base import EnvironmentConfigError, compute_rewards
+from strop.environments.code.code_environment import CodeEnvironment
 from strop.environments.code.humaneval import HumanEval, read_human_eval
 from strop.environments.mixture import Component, Mixture
+from strop.environments.registry import make_environment
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules
 from strop.sampling import Sampling
@@ -107,3 +112,19 @@ def test_pass_at_k_counts_samples_that_pass() -> None:
     metrics = asyncio.run(evaluator.evaluate(0))
     assert [metrics[f"validation/{name}"] for name in ("accuracy", "pass@1", "pass@2", "errors")] == [0.5, 0.5, 1.0, 0.0]
     assert metrics["validation/environments/humaneval/timeouts"] == 0.0
+
+
+def test_the_configuration_of_the_page_on_code_loads_and_has_these_environments(tmp_path) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "code.md").read_text()
+    (tmp_path / "code.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    rows = [{"text": "Add.", "test_list": ["assert add(1, 2) == 3"], "task_id": n} for n in range(8)]
+    (tmp_path / "mbpp.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    overrides = ["policy.model_name=m", f"data.train.dataset_name={tmp_path / 'mbpp.jsonl'}"]
+    config = load_config(str(tmp_path / "code.yaml"), overrides, root=GrpoRunConfig, check=False).config
+    made = {alias: make_environment(each.type_of(alias), each.options) for alias, each in config.env.items()}
+    assert isinstance(made["code"], CodeEnvironment) and isinstance(made["humaneval"], HumanEval)
+    sources = {
+        part: DataSource.from_entry(entry, seed=1, part=part)
+        for part, (entry,) in (("train", config.data.train), ("validation", config.data.validation))
+    }
+    assert len(made["code"].tasks(sources["train"])) == 8 and len(made["humaneval"].tasks(sources["validation"])) == 164
