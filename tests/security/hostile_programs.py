@@ -186,7 +186,7 @@ FILES = (
     attempt("writes into the root folder", "open('/evil', 'w')"),
     attempt("changes the interpreter", "open(os.path.realpath(sys.executable), 'ab')"),
     attempt("writes beside the interpreter", "open(os.path.join(os.path.dirname(os.__file__), 'sitecustomize.py'), 'w')"),
-    attempt("changes the worker", "open([a for a in sys.orig_argv if a.endswith('worker.py')][0], 'ab')"),
+    attempt("changes the worker", "open([a for a in sys.orig_argv if a.endswith('sandbox_worker.py')][0], 'ab')"),
     attempt("reads the memory of the init process", "open('/proc/1/mem', 'rb').read(1)"),
     attempt("goes out by /proc/1/root", "os.listdir('/proc/1/root/etc')"),
     attempt("reads the environment of other processes", "open('/proc/1/environ', 'rb').read()"),

@@ -14,8 +14,8 @@ import pytest
 
 from security.hostile_programs import PROGRAMS, HostileProgram
 from strop.sandbox.base import ExitReason, Limits, Program, RunResult
-from strop.sandbox.pool import SandboxPool
 from strop.sandbox.sandbox_config import SandboxConfig
+from strop.sandbox.sandbox_pool import SandboxPool
 
 LIMITS = Limits(cpu_s=0.6, wall_s=1.0, memory_mb=64, processes=16, open_files=32, file_mb=8, disk_mb=16, output_kb=16)
 HONEST = Program(source="import json\nprint(json.dumps(sum(range(len('abcd')))), input())", stdin="and more\n")

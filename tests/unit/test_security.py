@@ -43,6 +43,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "learner/parallel/sharded_checkpoint.py": "weights_only",
     },
     "socket.socket": {
+        "sandbox/sandbox_worker.py": "the descriptor that its caller gave it",
         "weight_sync/transports/connection.py": "abstract Unix socket, the peer's user is checked",
         "weight_sync/transports/broadcast.py": "asks for this machine's address, sends nothing",
     },
@@ -52,10 +53,12 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "eval": {},
     "exec": {
+        "sandbox/sandbox_worker.py": "in the sandbox, after every privilege was given up",
         "environments/code/programs/candidate.py": "in the sandbox: a policy's program",
         "environments/code/programs/checker.py": "in the sandbox: the tests of a data set",
     },
     "compile": {
+        "sandbox/sandbox_worker.py": "in the sandbox, after every privilege was given up",
         "environments/code/programs/candidate.py": "in the sandbox",
         "environments/code/programs/checker.py": "in the sandbox",
     },
@@ -68,7 +71,10 @@ ALLOWED: dict[str, dict[str, str]] = {
     "tempfile.mktemp": {},
     "dist.TCPStore": {"distributed/workers/learner_worker.py": "a client"},
     "distributed.TCPStore": {"distributed/node_probe.py": "a client", "distributed/rendezvous.py": "on a socket of one address"},
-    "web.TCPSite": {"build/jobs/serve_model.py": "strop serve: loopback unless --host is given"},
+    "web.TCPSite": {
+        "build/jobs/serve_model.py": "strop serve: loopback unless --host is given",
+        "sandbox/sandbox_server.py": "strop sandbox serve: loopback unless --host is given, always with a key",
+    },
 }
 
 

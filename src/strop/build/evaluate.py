@@ -25,6 +25,7 @@ from strop.config import EvalRunConfig, RecordedRunConfig
 from strop.config.load.evaluated_run import EvaluatedRun
 from strop.monitoring.console.console import ConsoleKind, open_console
 from strop.rollouts.tool_turns import describe_tool_calls
+from strop.sandbox.sandbox_pool import configure_sandbox
 from strop.trainer.evaluation import Evaluator
 
 
@@ -92,6 +93,7 @@ async def evaluate_job(
     job: EvaluationJob, note: Callable[[str], object] = print, *, console: ConsoleKind = "auto"
 ) -> EvaluationReport:
     """Sample every task, score the samples and store them."""
+    configure_sandbox(job.sandbox)
     source = make_mixture(job.entries, job.env, "validation", seed=job.task_seed)
     step = job.model.step or 0
     with lock_evaluation_folder(job.folder), loadable_folder(job.model, note) as folder:

@@ -16,6 +16,7 @@ from strop.environments.mixture import Component, Mixture
 from strop.environments.registry import list_rewards, list_step_rewards, make_environment
 from strop.environments.remote import EnvironmentDescription
 from strop.safety.exits import contain_exits
+from strop.sandbox.sandbox_pool import configure_sandbox
 
 T = TypeVar("T")
 EnvironmentConfigs = Mapping[str, EnvironmentConfig]
@@ -25,6 +26,7 @@ RemoteEnvironments = Mapping[str, Environment[Any]]
 
 def make_training_tasks(config: RolloutRunConfig, remote: RemoteEnvironments = MappingProxyType({})) -> Mixture:
     """Make the mixture of training tasks."""
+    configure_sandbox(config.sandbox)  # before an environment asks for it
     training, data = config.rollout_training, config.data
     return make_mixture(
         data.train, config.env, "train", remote, seed=training.seed, shuffle=data.shuffle, max_epochs=training.max_num_epochs
@@ -72,6 +74,7 @@ def describe_environments(config: RolloutRunConfig) -> Mapping[str, EnvironmentD
             name=_environment_config(env, alias).type_of(alias),
             options=_environment_config(env, alias).options,
             sources=tuple(distinct),
+            sandbox=config.sandbox,
         )
         for alias, distinct in sources.items()
     }

@@ -24,6 +24,7 @@ from strop.cli.export_command import export
 from strop.cli.init_command import init
 from strop.cli.plot_command import plot
 from strop.cli.rollouts_command import rollouts
+from strop.cli.sandbox_command import sandbox
 from strop.cli.serve_command import serve
 from strop.cli.train_command import TRAINING, train_run
 from strop.cli.translate_command import translate
@@ -59,6 +60,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "check": {
         "doctor": Command(doctor, "say whether a run is alive, and what went wrong"),
+        "sandbox": Command(sandbox, "check or serve what runs programs that a model wrote"),
         "cluster": Command(cluster, "check the nodes before a run: strop cluster check"),
     },
 }

@@ -31,6 +31,8 @@ from strop.environments.forks import run_in_one_process
 from strop.environments.registry import make_environment
 from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
+from strop.sandbox.sandbox_config import SandboxConfig
+from strop.sandbox.sandbox_pool import configure_sandbox
 from strop.tools.base import ParsedReply
 from strop.tools.toolbox import ToolOffer
 from strop.types import Message, Messages, Rollout, Task
@@ -82,6 +84,7 @@ class EnvironmentDescription:
     name: str  # registered name, module:Class, or path/to/file.py:Class (relative to the process's working folder)
     options: Mapping[str, Any] = field(default_factory=dict)
     sources: tuple[DataSource, ...] = ()  # where tasks come from; a part is an index into this tuple
+    sandbox: SandboxConfig | None = None  # where programs run that a model wrote
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,7 @@ class EnvironmentServer:
 
     @functools.cached_property
     def environment(self) -> Environment[Any]:
+        configure_sandbox(self.description.sandbox)
         try:
             return make_environment(self.description.name, self.description.options)
         except EnvironmentConfigError as error:

@@ -1,4 +1,4 @@
-"""Starts ``worker.py``, inside bubblewrap where the level is ``namespaces``."""
+"""Starts ``sandbox_worker.py``, inside bubblewrap where the level is ``namespaces``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LANGUAGES = ("python", *COMMANDS)
 PACKAGES = {"bash": "bash", "c": "gcc", "cpp": "g++", "javascript": "nodejs"}  # of Debian
 
 START_TIMEOUT_S = 60.0
-_WORKER = Path(__file__).with_name("worker.py")
+_WORKER = Path(__file__).with_name("sandbox_worker.py")
 _NOBODY = 65534
 _USERS = 0x70000000  # programs run as this user and the worker's process number, which is nobody on any machine
 _DEVICES = ("null", "zero", "full", "random", "urandom")

@@ -16,7 +16,7 @@ def _check_urls(value: Any) -> Any:
     for url in urls if isinstance(urls, list | tuple) else ():
         if not str(url).startswith(("http://", "https://")):
             raise ValueError(f"{url} is no address of a sandbox service; write it as http://HOST:PORT")
-    return urls
+    return tuple(urls) if isinstance(urls, list) else urls
 
 
 class SandboxConfig(BaseConfig):

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 
 from strop.sandbox.base import Limits, SandboxSession
-from strop.sandbox.pool import get_sandbox
+from strop.sandbox.sandbox_pool import get_sandbox
 from strop.tools.base import Tool
 from strop.tools.python_cell import run_cell
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from strop.sandbox.pool import get_sandbox
+from strop.sandbox.sandbox_pool import get_sandbox
 from strop.tools.python_tool import PythonTool
 from strop.tools.shorten_middle import shorten_middle
 

@@ -24,6 +24,7 @@ from strop.learner.model_config import ModelConfig
 from strop.models.lora_config import LoraConfig
 from strop.rollouts.episode import EpisodeRules
 from strop.sampling import Sampling
+from strop.sandbox.sandbox_config import SandboxConfig
 
 PYTHON_REWARD = "python:reward"  # in the configuration of a run whose reward was a function (strop.train)
 
@@ -39,6 +40,7 @@ class EvaluationJob:
     rules: EpisodeRules
     entries: Sequence[DataEntryConfig]
     env: Mapping[str, EnvironmentConfig]
+    sandbox: SandboxConfig
     task_seed: int  # of generated tasks and of splits
     seed: int  # of sampling
     samples: int  # of each task
@@ -72,6 +74,7 @@ def make_evaluation_job(config: EvalRunConfig) -> EvaluationJob:
         ),
         entries=[config.data],
         env=config.env,
+        sandbox=config.sandbox,
         task_seed=config.eval.seed,
         seed=config.eval.seed,
         samples=config.eval.num_tests_per_prompt,
@@ -97,6 +100,7 @@ def make_run_evaluation_job(run: EvaluatedRun, model: SavedModel) -> EvaluationJ
         rules=replace(make_episode_rules(config), scaling=None),
         entries=config.data.validation_entries,
         env=config.env,
+        sandbox=config.sandbox,
         task_seed=training.seed,
         seed=run.seed,
         samples=training.val_num_generations_per_prompt,

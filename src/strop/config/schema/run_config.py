@@ -36,6 +36,7 @@ from strop.learner.model_config import ModelConfig
 from strop.monitoring.logger_config import LoggerConfig
 from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
+from strop.sandbox.sandbox_config import SandboxConfig
 from strop.trainer.training_config import RecordedTrainingConfig, RolloutTrainingConfig, TrainingConfig
 
 
@@ -87,6 +88,7 @@ class RolloutRunConfig(TrainingRunConfig):
     """A run that samples its training data."""
 
     env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
+    sandbox: SandboxConfig = subsection(SandboxConfig)
 
     @property
     def rollout_training(self) -> RolloutTrainingConfig:
@@ -175,6 +177,7 @@ class EvalRunConfig(BaseConfig):
     tokenizer: EvalTokenizerConfig
     data: EvalDataConfig = subsection(EvalDataConfig)
     env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
+    sandbox: SandboxConfig = subsection(SandboxConfig)
     cluster: EvalClusterConfig = subsection(EvalClusterConfig)
 
 

@@ -16,7 +16,7 @@ from strop.environments.code.extract_code import extract_code
 from strop.environments.code.grade_code import CodeGrade, GradingRules, grade_code
 from strop.environments.code.problem_rows import find_shape, read_problem
 from strop.sandbox.base import Limits
-from strop.sandbox.pool import get_sandbox
+from strop.sandbox.sandbox_pool import get_sandbox
 from strop.types import Messages, Rollout
 
 _grades: WeakKeyDictionary[Rollout, dict[tuple[str, GradingRules], CodeGrade]] = (

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, reward
 from strop.sandbox.base import Limits, SandboxSession
-from strop.sandbox.pool import get_sandbox
+from strop.sandbox.sandbox_pool import get_sandbox
 from strop.tools.python_cell import CellResult, run_cell
 from strop.tools.shorten_middle import shorten_middle
 from strop.types import Message, Messages, Rollout

@@ -9,7 +9,7 @@ import pytest
 from strop.environments.code.code_problem import AssertTest, CallTest, CodeProblem, StdioTest
 from strop.environments.code.grade_code import CodeGrade, GradingRules, grade_code
 from strop.sandbox.base import Limits
-from strop.sandbox.pool import get_sandbox
+from strop.sandbox.sandbox_pool import get_sandbox
 
 RULES = GradingRules(limits=Limits(cpu_s=1, wall_s=4, memory_mb=256), total_s=2)
 ASSERTS = CodeProblem(

@@ -12,7 +12,7 @@ from strop.environments.code.code_environment import CodeEnvironment
 from strop.environments.code.code_problem import AssertTest, CallTest, CodeProblem, CodeTask, StdioTest
 from strop.environments.code.grade_code import CodeGrade, CodeTestError, GradingRules, grade_code
 from strop.sandbox.base import Limits
-from strop.sandbox.pool import get_sandbox
+from strop.sandbox.sandbox_pool import get_sandbox
 
 RULES = GradingRules(limits=Limits(cpu_s=1, wall_s=5))
 SUMS = CodeProblem(

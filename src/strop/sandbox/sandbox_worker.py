@@ -89,7 +89,7 @@ class Usage:
 
 
 @dataclass
-class Outcome:
+class ProcessOutcome:
     """How one process ended, and what it wrote."""
 
     reason: str = "exit"
@@ -244,7 +244,7 @@ def _run_job(channel: socket.socket, settings: WorkerSettings) -> None:
         job.close()
 
 
-def _run_program(job: Job) -> Outcome:
+def _run_program(job: Job) -> ProcessOutcome:
     language, binary = job.request["language"], f"{job.folder}/program"
     command = job.settings.commands[language]
     source = f"{job.folder}/{SOURCES[language]}"
@@ -262,7 +262,7 @@ def _run_program(job: Job) -> Outcome:
     return Process(job, exec_command=[command, source], writes_files=True).finish()
 
 
-def _compile(job: Job, command: list[str]) -> Outcome:
+def _compile(job: Job, command: list[str]) -> ProcessOutcome:
     job.limits, own = {**job.limits}, job.limits
     job.limits["wall_s"] = job.limits["cpu_s"] = max(COMPILE_S, own["cpu_s"])
     job.limits["memory_mb"], job.limits["file_mb"] = max(COMPILE_MB, own["memory_mb"]), max(32, own["file_mb"])
@@ -317,28 +317,28 @@ class Process:
         self.pipes = {reading: name for name, (reading, _) in pipes.items()}
         self.handle = os.pidfd_open(self.pid)
 
-    def finish(self) -> Outcome:
+    def finish(self) -> ProcessOutcome:
         """Wait for the end of the program or the first limit, end what it left, and say what happened."""
         limits = self.job.limits
         outcome = self._watch(limits["wall_s"], limits["cpu_s"])
         return self._close(outcome)
 
-    def call(self, source: str, wall_s: float) -> Outcome:
+    def call(self, source: str, wall_s: float) -> ProcessOutcome:
         """Let the interpreter of a session run ``source``."""
         text = source.encode()
         before = self.job.measure().cpu_s
         try:
             _write_all(self.commands[1], struct.pack("<I", len(text)) + text, time.monotonic() + wall_s)
         except OSError:
-            return self._close(Outcome(streams={"stdout": b"", "stderr": b""}))
+            return self._close(ProcessOutcome(streams={"stdout": b"", "stderr": b""}))
         outcome = self._watch(wall_s, before + self.job.limits["cpu_s"], self.answers[0])
         outcome.cpu_s -= before
         if outcome.reason != "exit" or not self.alive:
             return self._close(outcome)
         return outcome
 
-    def _watch(self, wall_s: float, cpu_s: float, answers: int | None = None) -> Outcome:
-        outcome = Outcome(streams={"stdout": b"", "stderr": b""})
+    def _watch(self, wall_s: float, cpu_s: float, answers: int | None = None) -> ProcessOutcome:
+        outcome = ProcessOutcome(streams={"stdout": b"", "stderr": b""})
         began = time.monotonic()
         poll = select.poll()
         for descriptor in (*self.pipes, self.handle, *([answers] if answers is not None else ())):
@@ -371,7 +371,7 @@ class Process:
         outcome.cpu_s = self.job.measure().cpu_s if self.alive and outcome.reason == "exit" else outcome.cpu_s
         return outcome
 
-    def _measure(self, outcome: Outcome, cpu_s: float) -> None:
+    def _measure(self, outcome: ProcessOutcome, cpu_s: float) -> None:
         """Note in the outcome if the job's processes use too much."""
         usage = self.job.measure()
         outcome.cpu_s = usage.cpu_s
@@ -380,7 +380,7 @@ class Process:
         elif usage.memory > self.job.limits["memory_mb"] << 20:
             outcome.reason = "memory"
 
-    def _read(self, descriptor: int, outcome: Outcome) -> bool:
+    def _read(self, descriptor: int, outcome: ProcessOutcome) -> bool:
         """Read what there is of a stream. False at its end."""
         name, most = self.pipes[descriptor], self.job.limits["output_kb"] << 10
         part = os.read(descriptor, 1 << 16)
@@ -390,14 +390,14 @@ class Process:
             outcome.reason = "output"
         return bool(part)
 
-    def _drain(self, outcome: Outcome) -> None:
+    def _drain(self, outcome: ProcessOutcome) -> None:
         """Read what the pipes still hold, at most once their size."""
         for descriptor in self.pipes:
             for _ in range(17):
                 if not select.select([descriptor], [], [], 0)[0] or not self._read(descriptor, outcome):
                     break
 
-    def _close(self, outcome: Outcome) -> Outcome:
+    def _close(self, outcome: ProcessOutcome) -> ProcessOutcome:
         """End all processes, and complete the outcome with how the program ended."""
         self.alive = False
         killed = outcome.reason != "exit"
@@ -450,6 +450,8 @@ def _become_program(job: Job, descriptors: list[int], command: list[str] | None,
         job.limits, settings, session=request["session"], measured_only=command is not None and request["language"] != "bash"
     )
     os.environ.update(HOME=folder, TMPDIR=folder)
+    if command is None:
+        _prepare_python("<session>" if request["session"] else "main.py")
     _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     if settings.filter:
         _install(base64.b64decode(settings.filter))
@@ -518,27 +520,21 @@ def _install(code: bytes) -> None:
 
 def _run_python(source: str) -> int:
     """Run a program as ``python main.py`` would. Return its exit code."""
-    random.seed(0)  # the same program gives the same result
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    module = _make_main("main.py")
-    code = 0
+    module = sys.modules["__main__"]
     with _outcome_of_code() as box:
         exec(compile(source, "main.py", "exec", dont_inherit=True), module.__dict__)
-    code = box[0]
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     _flush()
-    return code & 255
+    return box[0] & 255
 
 
 def _serve_session() -> NoReturn:
     """Run the sources that come over descriptor 3, in one namespace, and answer each with its exit code over descriptor 4."""
-    random.seed(0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     commands, answers = os.fdopen(3, "rb", 0), 4
-    module = _make_main("<session>")
+    module = sys.modules["__main__"]
     count = 0
     while header := commands.read(4):
         size, text = struct.unpack("<I", header)[0], b""
@@ -562,13 +558,15 @@ def _run_cell(source: str, name: str, module: types.ModuleType) -> None:
         exec(compile(ast.Interactive(last), name, "single", dont_inherit=True), module.__dict__)  # type: ignore[arg-type]
 
 
-def _make_main(file: str) -> types.ModuleType:
+def _prepare_python(file: str) -> None:
+    """Give this interpreter the state of a fresh one."""
+    random.seed(0)  # the same program gives the same result
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     module = types.ModuleType("__main__")
     module.__dict__["__file__"] = file
     sys.modules["__main__"] = module
     sys.argv, sys.path[:] = [file], [os.getcwd(), *sys.path]
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
-    return module
 
 
 @contextlib.contextmanager
@@ -580,7 +578,7 @@ def _outcome_of_code() -> Iterator[list[int]]:
         if isinstance(leaving.code, int):
             box[0] = leaving.code
         elif leaving.code is not None:
-            print(leaving.code, file=sys.stderr)
+            sys.stderr.write(f"{leaving.code}\n")
             box[0] = 1
     except BaseException as error:
         box[0] = 1

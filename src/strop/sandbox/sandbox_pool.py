@@ -18,23 +18,25 @@ from pathlib import PurePosixPath
 from queue import Empty, LifoQueue
 from typing import Any
 
+from strop.base_config import validate_section
 from strop.sandbox.base import ExitReason, Limits, Program, RunResult, Sandbox, SandboxError
 from strop.sandbox.launcher import LANGUAGES, PACKAGES, SandboxWorker, WorkerDied, check_level, find_commands
 from strop.sandbox.sandbox_config import SandboxConfig
 
 GRACE_S = 20.0  # after a program's limits, for a busy machine and a compiler
-_configured = SandboxConfig()
+DEFAULT_LIMITS = Limits()
+_configured: SandboxConfig | None = None
 
 
-def configure_sandbox(config: SandboxConfig) -> None:
-    """Set what ``get_sandbox`` gives in this process."""
+def configure_sandbox(config: SandboxConfig | None) -> None:
+    """Set what ``get_sandbox`` gives in this process; None is the section's defaults."""
     global _configured
     _configured = config
 
 
 def get_sandbox() -> Sandbox:
     """Return this process's sandbox, as configured by the section ``sandbox``. A forked process gets its own."""
-    return _make_sandbox(os.getpid(), _configured)
+    return _make_sandbox(os.getpid(), _configured or validate_section(SandboxConfig, {}))
 
 
 @lru_cache(maxsize=8)
@@ -50,11 +52,11 @@ def _make_sandbox(process: int, config: SandboxConfig) -> Sandbox:
 class SandboxPool:
     """Runs programs in worker processes of this machine."""
 
-    def __init__(self, config: SandboxConfig = SandboxConfig()) -> None:
-        self.config = config
+    def __init__(self, config: SandboxConfig | None = None) -> None:
+        config = self.config = config or validate_section(SandboxConfig, {})
         self.commands = find_commands()
-        workers = config.workers or len(os.sched_getaffinity(0))
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
+        self.size = config.workers or len(os.sched_getaffinity(0))
+        self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="sandbox")
         self._session_threads = ThreadPoolExecutor(min(config.sessions, 64), thread_name_prefix="sandbox_session")
         self._idle: LifoQueue[SandboxWorker] = LifoQueue()
         self._lock = threading.Lock()
@@ -76,7 +78,7 @@ class SandboxPool:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, request)
 
     @asynccontextmanager
-    async def session(self, language: str = "python", limits: Limits = Limits()) -> AsyncIterator[PoolSession]:
+    async def session(self, language: str = "python", limits: Limits = DEFAULT_LIMITS) -> AsyncIterator[PoolSession]:
         if language != "python":
             raise ValueError(f"a session is an interpreter of python; found {language!r}")
         self._check(language, limits, {})
