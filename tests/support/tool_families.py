@@ -25,7 +25,8 @@ MISTRAL_TEMPLATE = (
     "{% else %}{{ message.content + eos_token }}{% endif %}{% elif message.role == 'tool' %}"
     "{% if message.tool_call_id is not defined or message.tool_call_id | length != 9 %}"
     "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
-    "{{ '[TOOL_RESULTS]{\"content\": ' + message.content | tojson + ', \"call_id\": ' + message.tool_call_id | tojson + '}[/TOOL_RESULTS]' }}"
+    "{{ '[TOOL_RESULTS]{\"content\": ' + message.content | tojson + ', \"call_id\": ' + message.tool_call_id | tojson }}"
+    "{{ '}[/TOOL_RESULTS]' }}"
     "{% else %}{{ raise_exception('Only user, assistant and tool roles are supported!') }}{% endif %}{% endfor %}"
 )
 
@@ -57,7 +58,8 @@ def _harmony(calls: Sequence[ToolCall]) -> str:
 
 def _deepseek(calls: Sequence[ToolCall]) -> str:
     listed = [
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{c.name}\n```json\n{json.dumps(c.arguments)}\n```<｜tool▁call▁end｜>" for c in calls
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{c.name}\n```json\n{json.dumps(c.arguments)}\n```<｜tool▁call▁end｜>"
+        for c in calls
     ]
     joined = "\n".join(listed)
     return f"<｜tool▁calls▁begin｜>{joined}<｜tool▁calls▁end｜>"
@@ -111,7 +113,16 @@ DEEPSEEK = (
     *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
     *("<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
 )
-MISTRAL = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "</s>")
+MISTRAL = (
+    "[INST]",
+    "[/INST]",
+    "[TOOL_CALLS]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "</s>",
+)
 FORGETS = "all reasoning is dropped, and what opens a list of calls is written in the first round only"
 TOOL_FAMILIES = {
     "qwen2.5": ToolFamily("qwen2_5.jinja", "hermes"),
@@ -133,7 +144,9 @@ TOOL_FAMILIES = {
         several=False,
         rewrites="the reasoning before calls is dropped once an answer follows",
     ),
-    "deepseek_v3": ToolFamily("deepseekv3.jinja", "deepseek", "<｜end▁of▁sentence｜>", specials=DEEPSEEK, reasoning="{}\n</think>\n\n", rewrites=FORGETS),
+    "deepseek_v3": ToolFamily(
+        "deepseekv3.jinja", "deepseek", "<｜end▁of▁sentence｜>", specials=DEEPSEEK, reasoning="{}\n</think>\n\n", rewrites=FORGETS
+    ),
     "deepseek_r1": ToolFamily(
         "deepseek_r1_distill.jinja",
         "deepseek",

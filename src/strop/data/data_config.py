@@ -47,6 +47,9 @@ class DataEntryConfig(BaseConfig):
     system_key: str | None = Field(
         None, description="Column of a system prompt to put before the messages of a conversation; null is none."
     )
+    tool_key: str | None = Field(
+        None, description="Column of the definitions of tools, which the chat template shows; null is tools, if there is one."
+    )
     margin_key: str | None = Field(
         None, description="Column of how much better the chosen answer is; null is margin, if there is one."
     )

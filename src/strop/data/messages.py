@@ -1,17 +1,18 @@
 """Parse columns with conversations into messages.
 
-Two formats are read: {role, content} of chat templates, and ShareGPT's {from, value}. A record with content that ``Message`` cannot
-represent is an error; nothing is dropped silently.
+Two formats are read: {role, content} of chat templates and of OpenAI's API, with tool_calls, tool_call_id, name and reasoning, and
+ShareGPT's {from, value}. A record with content that ``Message`` cannot represent is an error; nothing is dropped silently.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strop.data.prompt_template import PromptTemplate
 from strop.data.sources.records import DataError, Record, check_text, get_text, get_value
-from strop.types import Message, Messages, assistant, system
+from strop.types import Message, Messages, ToolCall, assistant, system
 
 # Role names in datasets -> roles of chat templates.
 ROLES: Mapping[str, str] = {
@@ -22,14 +23,8 @@ ROLES: Mapping[str, str] = {
     "function_call": "assistant",
     "observation": "tool",
 }
-# Unsupported fields beside role and content, and where to put their text instead.
-UNSUPPORTED_FIELDS = {
-    "tool_calls": "write the call into content, as the model writes it",
-    "function_call": "write the call into content, as the model writes it",
-    "reasoning_content": "write the reasoning into content, between the model's own markers",
-    "reasoning": "write the reasoning into content, between the model's own markers",
-    "thinking": "write the reasoning into content, between the model's own markers",
-}
+TOOL_ROLES = ("tool", "function", "ipython")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 def get_text_or_messages(record: Record, key: str, option: str, where: str) -> str | tuple[Message, ...]:
@@ -53,7 +48,12 @@ def get_prompt_text(record: Record, key: str, option: str, where: str) -> str:
 
 def join_text(messages: Messages) -> str:
     """Return roles and contents in one text, which is equal only for equal messages."""
-    return "\0".join(text for message in messages for text in (message.role, message.content))
+    return "\0".join(text for message in messages for text in (message.role, message.content, *_other_texts(message)))
+
+
+def _other_texts(message: Message) -> tuple[str, ...]:
+    fields = {key: value for key, value in message.as_dict().items() if key not in ("role", "content")}
+    return (json.dumps(fields, sort_keys=True),) if fields else ()
 
 
 def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
@@ -68,10 +68,20 @@ def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
 def _parse_message(item: Any, where: str) -> Message:
     if not isinstance(item, Mapping):
         raise DataError(f"{where} is {item!r:.80}, not an object with role and content")
+    if item.get("weight", 1) == 0:
+        raise DataError(f"{where} has weight 0, but every assistant message is trained on; end the conversation before it")
+    calls = _parse_calls(item, where)
     for role, content in (("role", "content"), ("from", "value")):
-        if role in item and content in item:
-            _reject_unsupported_fields(item, where)
-            return Message(_parse_role(item[role], where), _parse_content(item[content], where))
+        if role in item and (content in item or calls):
+            text = item.get(content)
+            return Message(
+                _parse_role(item[role], where),
+                "" if text is None and calls else _parse_content(text, where),
+                tool_calls=calls,
+                reasoning=next((_parse_field(item, key, where) for key in REASONING_FIELDS if item.get(key)), ""),
+                name=_parse_field(item, "name", where) if item[role] in TOOL_ROLES else "",  # templates know no other names
+                tool_call_id=_parse_field(item, "tool_call_id", where),
+            )
     raise DataError(f"{where} has the keys {sorted(item)}; a message needs role and content, or from and value")
 
 
@@ -92,12 +102,55 @@ def _parse_content(value: Any, where: str) -> str:
     return check_text("".join(text for text in texts if text is not None), "content", where)
 
 
-def _reject_unsupported_fields(item: Mapping[str, Any], where: str) -> None:
-    for key, instead in UNSUPPORTED_FIELDS.items():
-        if item.get(key):
-            raise DataError(f"{where} has {key!r}, which would be lost: only role and content are read; {instead}")
-    if item.get("weight", 1) == 0:
-        raise DataError(f"{where} has weight 0, but every assistant message is trained on; end the conversation before it")
+def _parse_field(item: Mapping[str, Any], key: str, where: str) -> str:
+    value = item.get(key)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {key!r} is {value!r:.80}, which is not text; fix the record")
+    return check_text(value, key, where)
+
+
+def _parse_calls(item: Mapping[str, Any], where: str) -> tuple[ToolCall, ...]:
+    """Return the calls of tools of a message: OpenAI's tool_calls, its older function_call, or calls of name and arguments alone."""
+    calls = item.get("tool_calls") or ([item["function_call"]] if item.get("function_call") else [])
+    if not isinstance(calls, list | tuple):
+        raise DataError(f"{where}: 'tool_calls' is {calls!r:.80}, not a list of calls; fix the record")
+    return tuple(_parse_call(call, where) for call in calls)
+
+
+def _parse_call(call: Any, where: str) -> ToolCall:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where} has the call {call!r:.120}, without a name; write {{function: {{name: ..., arguments: ...}}}}")
+    given = function.get("arguments")
+    try:
+        arguments = json.loads(given) if isinstance(given, str) else {} if given is None else given
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, Mapping):
+        raise DataError(f"{where}: the call of {function['name']} has the arguments {given!r:.120}, which are no JSON object")
+    return ToolCall(function["name"], dict(arguments), str(call.get("id") or ""))
+
+
+def parse_tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
+    """Parse definitions of tools, a list or its JSON, as chat templates take them. Raises DataError."""
+    try:
+        listed = json.loads(value) if isinstance(value, str) and value.strip() else value or []
+    except ValueError as error:
+        raise DataError(f"{where} is {value!r:.80}, which is no JSON: {error}") from error
+    if not isinstance(listed, list | tuple):
+        raise DataError(f"{where} is {value!r:.80}, not a list of definitions of tools; fix the record")
+    return tuple(_parse_tool(tool, where) for tool in listed)
+
+
+def _parse_tool(tool: Any, where: str) -> Mapping[str, Any]:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(
+            f"{where} has the definition {tool!r:.120}, without a name; write {{type: function, function: {{name: ..., parameters: ...}}}}"
+        )
+    return tool if "function" in tool else {"type": "function", "function": tool}
 
 
 def make_prompt(value: str | tuple[Message, ...], template: PromptTemplate, where: str) -> tuple[Message, ...]:

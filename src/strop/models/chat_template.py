@@ -173,11 +173,11 @@ class ChatTemplate:
         return frozenset({*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""})
 
     def encode_conversation(self, messages: Messages, *, trailing: bool = True, tools: Tools = ()) -> list[int]:
-        """Encode a complete conversation, such as for a reward model. Without ``trailing``, the template's trailing white space is left out."""
+        """Encode a complete conversation, such as for a reward model; without ``trailing``, up to the template's trailing white space."""
         text = _join_messages(messages) if self.joins_plain_text else self._render(messages, open_turn=False, tools=tools)
         return self._encode(text if trailing else text.rstrip())
 
-    def encode_spans(self, messages: Messages, *, loss_from: int = 0, opened: bool = True) -> list[TokenSpan]:
+    def encode_spans(self, messages: Messages, *, loss_from: int = 0, opened: bool = True, tools: Tools = ()) -> list[TokenSpan]:
         """Split a recorded conversation into spans: a prompt, then loss spans and context spans in alternation.
 
         Joined, the texts of the spans are the rendered conversation. The loss covers the assistant's messages from index ``loss_from`` on,
@@ -193,19 +193,25 @@ class ChatTemplate:
             )
         if self.joins_plain_text:
             return self._plain_spans(messages, turns)
-        rendered = self._render(messages, open_turn=False)
-        cuts = [cut for turn in turns for cut in self._reply_bounds(messages, turn, rendered, opened=opened)]
+        if tools and not self.describes_tools:
+            raise ConversationError(
+                "the data has definitions of tools, which the chat template does not show; write them into the system message of the data, "
+                "or set policy.tokenizer.chat_template to a template with tools"
+            )
+        rendered = self._render(messages, open_turn=False, tools=tools)
+        cuts = [cut for turn in turns for cut in self._reply_bounds(messages, turn, rendered, opened=opened, tools=tools)]
         if any(left > right for left, right in pairwise(cuts)):
             raise ConversationError(_rewritten_message(messages, turns[0]))
         return self._spans(
             [rendered[start:end] for start, end in pairwise([0, *cuts, len(rendered)])], self._encode(rendered[: cuts[0]])
         )
 
-    def _reply_bounds(self, messages: Messages, turn: int, rendered: str, *, opened: bool) -> tuple[int, int]:
+    def _reply_bounds(self, messages: Messages, turn: int, rendered: str, *, opened: bool, tools: Tools = ()) -> tuple[int, int]:
         """Return where the part of message ``turn`` that the policy generates begins and ends in the rendered text."""
-        prompt = self._render(messages[:turn], open_turn=opened)
-        through_reply = rendered if turn + 1 == len(messages) else self._render(messages[: turn + 1], open_turn=False)
-        suffix, generated = self._reply_suffix
+        prompt = self._render(messages[:turn], open_turn=opened, tools=tools)
+        last = turn + 1 == len(messages)
+        through_reply = rendered if last else self._render(messages[: turn + 1], open_turn=False, tools=tools)
+        suffix, generated = self._call_suffix if messages[turn].tool_calls else self._reply_suffix
         end = len(through_reply) - len(suffix)
         if not through_reply.startswith(prompt):
             raise ConversationError(_opening_mismatch_message(turn, prompt, through_reply))
@@ -236,6 +242,15 @@ class ChatTemplate:
             ((suffix.index(token), -len(token)) for token in self._special_tokens if token in suffix), default=(0, 0)
         )
         return suffix, start - length
+
+    @cached_property
+    def _call_suffix(self) -> tuple[str, int]:
+        """The same as ``_reply_suffix`` for a message with calls, of which some templates end otherwise: the last special token and on."""
+        message = Message("assistant", "", tool_calls=(ToolCall("f", {"text": _CALL_MARKER}, id="call00000"),))
+        closing = self._render([user("?"), message], open_turn=False).rpartition(_CALL_MARKER)[2]
+        text = closing.rstrip()
+        end = max((token for token in self._special_tokens if text.endswith(token)), key=len, default="")
+        return closing[len(text) - len(end) :], len(end)
 
     def _plain_spans(self, messages: Messages, turns: Sequence[int]) -> list[TokenSpan]:
         """Split plain text joined as in ``encode_prompt`` and ``encode_observation``.

@@ -21,6 +21,7 @@ from strop.rollouts.tool_turns import ToolTurns, make_reply_message
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling, mix_seed
 from strop.tools.base import ParsedReply
+from strop.tools.toolbox import METRICS
 from strop.types import Ending, Group, Messages, Rollout, Task, Turn, assistant, observation_turn
 from strop.user_code import describe_error
 
@@ -153,6 +154,7 @@ async def run_episode(
             async with _WatchedSession(environment, rollout):
                 offer = await environment.offer_tools()
                 tools = None if offer is None else ToolTurns.make(offer, template, rules.tool_call_format)
+                rollout.metrics.update(dict.fromkeys(() if tools is None else METRICS, 0.0))
                 messages = _check_text(await environment.first_messages(task), environment)
                 rollout = _start_rollout(rollout, messages, template, rules, tools)
                 while rollout.ending is None:

@@ -117,7 +117,9 @@ def _make_rollout(
 ) -> Rollout:
     eos: int | None = template.tokenizer.eos_token_id
     stops = rules.stop_ids or (() if eos is None else (eos,))
-    prompt, *spans = template.encode_spans(messages, loss_from=loss_from, opened=rules.add_generation_prompt)
+    prompt, *spans = template.encode_spans(
+        messages, loss_from=loss_from, opened=rules.add_generation_prompt, tools=getattr(task, "tools", ())
+    )
     if rules.add_bos:
         prompt = _prepend_bos(prompt, template.tokenizer.bos_token_id)
     if not prompt.tokens:

@@ -151,6 +151,7 @@ REWORDED: dict[str, str] = {
 
 # The old message -> why nothing says it any more.
 DROPPED: dict[str, str] = {
+    "{} has {}, which would be lost: only role and content are read; {}": "calls of tools and reasoning are read",
     "found true, but with {}.async_{} rollouts come from older weights, so the ratio is not 1": ASYNCHRONOUS,
     "Set loss_fn.force_on_policy_ratio=false, or {}.async_{}.enabled=false.": ASYNCHRONOUS,
     "Strop does not have this key of NeMo-RL": "the rules of strop.config.recipes say of each key why",

@@ -160,8 +160,8 @@ def test_conversations_in_openai_format_have_a_column_of_system_prompts() -> Non
     config = load("sft", entry).config
     both = conversations(DataSource.from_entry(config.data.train[0], seed=0, part="train"))
     assert [example.messages[0] for example in both] == [system("Be brief."), user("2+2?")]
-    (said,) = refusals("sft", entry[:-1] + ", tool_key: tools}")
-    assert "data.train.tool_key" in said and "definitions of tools are not passed" in said
+    with_tools = load("sft", entry[:-1] + ", tool_key: functions}").config
+    assert with_tools.data.train[0].tool_key == "functions"
 
 
 def test_preferences_are_read_by_rank_or_from_three_columns() -> None:

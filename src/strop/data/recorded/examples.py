@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
-from strop.data.messages import first_reply_index, join_text, last_message_text
+from strop.data.messages import first_reply_index, join_text, last_message_text, parse_tools
 from strop.data.recorded.layouts import (
     CompletionPair,
     Layout,
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 TaskT = TypeVar("TaskT", bound=Task)
 PartsT = TypeVar("PartsT")
+ToolDefinitions = tuple[Mapping[str, Any], ...]  # which the chat template shows before the conversation
+TOOLS = "tools"  # the column of definitions, if ``tool_key`` names no other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class Conversation(Task):
     """A conversation whose assistant messages are trained on. ``question`` is the first prompt, ``answer`` the last reply."""
 
     messages: tuple[Message, ...]
+    tools: ToolDefinitions = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class Preference(Task):
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
     margin: float | None = None  # by how much the chosen completion is better, 0 or more; None if unknown
+    tools: ToolDefinitions = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +59,16 @@ class UnpairedPreference(Task):
     prompt: tuple[Message, ...]
     completion: tuple[Message, ...]
     desirable: bool
+    tools: ToolDefinitions = ()
 
 
 def conversations(source: DataSource) -> Sequence[Conversation]:
     """Return conversations, read lazily. Raises DataError for invalid data."""
 
-    def make(id: str, parts: MessageTuple, metadata: dict[str, Any]) -> Conversation:
+    def make(id: str, parts: MessageTuple, tools: ToolDefinitions, metadata: dict[str, Any]) -> Conversation:
         question = last_message_text(_prompt_messages(parts), "user")
-        return Conversation(
-            id=id, question=question, answer=last_message_text(parts, "assistant"), metadata=metadata, messages=parts
-        )
+        answer = last_message_text(parts, "assistant")
+        return Conversation(id=id, question=question, answer=answer, metadata=metadata, messages=parts, tools=tools)
 
     builtin, records = source.open_records()
     return _load_examples(source, records, find_conversation_layout(source, builtin, records), _prompt_messages, make)
@@ -73,9 +77,9 @@ def conversations(source: DataSource) -> Sequence[Conversation]:
 def preferences(source: DataSource) -> Sequence[Preference]:
     """Return preference pairs, read lazily. Skips those that prefer neither response, with a warning. Raises DataError."""
 
-    def make(id: str, parts: CompletionPair, metadata: dict[str, Any]) -> Preference:
+    def make(id: str, parts: CompletionPair, tools: ToolDefinitions, metadata: dict[str, Any]) -> Preference:
         question, answer = last_message_text(parts.prompt, "user"), last_message_text(parts.chosen, "assistant")
-        return Preference(id=id, question=question, answer=answer, metadata=metadata, **vars(parts))
+        return Preference(id=id, question=question, answer=answer, metadata=metadata, tools=tools, **vars(parts))
 
     builtin, records = source.open_records()
     return _load_examples(source, records, find_pair_layout(source, builtin, records), lambda pair: pair.prompt, make)
@@ -87,11 +91,10 @@ def unpaired_preferences(source: DataSource) -> Sequence[UnpairedPreference]:
     A pair becomes two, next to each other: a desirable completion (chosen) and an undesirable one (rejected). ``size`` then counts pairs.
     """
 
-    def make(id: str, parts: UnpairedCompletion, metadata: dict[str, Any]) -> UnpairedPreference:
+    def make(id: str, parts: UnpairedCompletion, tools: ToolDefinitions, metadata: dict[str, Any]) -> UnpairedPreference:
         answer = last_message_text(parts.completion, "assistant") if parts.desirable else ""
-        return UnpairedPreference(
-            id=id, question=last_message_text(parts.prompt, "user"), answer=answer, metadata=metadata, **vars(parts)
-        )
+        question = last_message_text(parts.prompt, "user")
+        return UnpairedPreference(id=id, question=question, answer=answer, metadata=metadata, tools=tools, **vars(parts))
 
     builtin, records = source.open_records()
     layout = find_unpaired_layout(source, builtin, records)
@@ -105,15 +108,19 @@ def _load_examples(
     records: Records,
     layout: Layout[PartsT],
     get_prompt: Callable[[PartsT], Messages],
-    make: Callable[[str, PartsT, dict[str, Any]], TaskT],
+    make: Callable[[str, PartsT, ToolDefinitions, dict[str, Any]], TaskT],
 ) -> Examples[TaskT]:
     """Return the examples of ``records``. ``get_prompt`` returns a prompt, by which no question is both trained on and held out."""
     template = source.load_template()
+    tool_key = source.tool_key or TOOLS
 
     def read(index: int) -> TaskT:
-        record = records[index]
-        metadata = {key: value for key, value in record.items() if key not in layout.columns}
-        return make(f"{records.name}:{index}", layout.read(record, template, records.location(index)), metadata)
+        record, where = records[index], records.location(index)
+        metadata = {key: value for key, value in record.items() if key not in layout.columns and key != tool_key}
+        if source.tool_key is not None and tool_key not in record:
+            raise DataError(f"{where} has no key {tool_key!r}, which tool_key names; it has {sorted(record)}")
+        tools = parse_tools(record.get(tool_key), f"{where}: {tool_key!r}")
+        return make(f"{records.name}:{index}", layout.read(record, template, where), tools, metadata)
 
     def questions() -> Iterator[str]:
         for index in selected:
@@ -181,6 +188,7 @@ class PairsAsUnpaired(Sequence[UnpairedPreference]):
             prompt=pair.prompt,
             completion=pair.rejected if side else pair.chosen,
             desirable=not side,
+            tools=pair.tools,
         )
 
 

@@ -346,7 +346,8 @@ def check_conversation(conversation: MessageTuple, where: str) -> MessageTuple:
         raise DataError(
             f"{where} has no assistant message that replies to another, so there is nothing to train on. Fix the record"
         )
-    if not any(message.content.strip() for message in trimmed[1:] if message.role == "assistant"):
+    replies = [message for message in trimmed[1:] if message.role == "assistant"]
+    if not any(message.content.strip() or message.tool_calls or message.reasoning for message in replies):
         raise DataError(f"{where}: all assistant messages are empty, so there is nothing to train on. Fix the record")
     return trimmed
 

@@ -62,6 +62,7 @@ class DataSource:
     rejected_key: str | None = None  # pairs: the worse completion; default: rejected
     label_key: str | None = None  # unpaired preferences: whether the completion is desirable; default: label
     system_key: str | None = None  # recorded data: a system prompt to put before the messages
+    tool_key: str | None = None  # recorded data: definitions of tools; default: tools, if present
     margin_key: str | None = None  # pairs: by how much the chosen one is better; default: margin, if present
     prompt_file: str | None = None  # text with {question} (or {}) where the question goes
     system_prompt: str | None = None

@@ -129,12 +129,6 @@ def _name_path(recipe: Recipe, key: str, name: str, kind: DatasetFormat, entry: 
             recipe.drop(f"{key}.{option}")
     recipe.drop(f"{key}.data_path")
     recipe.drop(f"{key}.use_preserving_dataset")
-    if name.lower().startswith("openai") and entry.get("tool_key") is not None:
-        recipe.refuse(
-            _place(recipe, key, "tool_key"),
-            f"found {entry['tool_key']!r:.80}, but definitions of tools are not passed to the chat template in this version",
-            "Write them into the system message of the data.",
-        )
 
 
 def _translate_other_keys(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> None:
