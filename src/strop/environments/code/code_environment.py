@@ -78,11 +78,13 @@ class CodeEnvironment(Environment[CodeTask]):
         """Return the prompt of a problem: question, code to start from, what kind of program it must be."""
         language = LANGUAGES[self.language]
         form = f"```{self.language}\n{problem.starter.rstrip()}\n```" if problem.starter.strip() else ""
+        question = "" if problem.question == problem.starter else problem.question.strip()  # HumanEval's: both at once
         first = problem.tests[0]
         if self.instruction is not None:
             asked = self.instruction
         elif isinstance(first, AssertTest):
-            shown = "\n".join(test.source for test in problem.tests[: self.shown_tests] if isinstance(test, AssertTest))
+            number = 0 if problem.entry_point else self.shown_tests  # the names are known where the function's is
+            shown = "\n".join(test.source for test in problem.tests[:number] if isinstance(test, AssertTest))
             passes = f"It must pass tests such as:\n\n{shown}\n\n" if shown else ""
             asked = f"{passes}Write the {language} code in one code block (```{self.language})."
         elif isinstance(first, CallTest):
@@ -93,7 +95,7 @@ class CodeEnvironment(Environment[CodeTask]):
                 f"Write a {language} program that reads standard input and writes the answer to standard output. Put it into one code "
                 f"block (```{self.language})."
             )
-        return "\n\n".join(part for part in (problem.question.strip(), form, asked) if part)
+        return "\n\n".join(part for part in (question, form, asked) if part)
 
     def prompt(self, task: CodeTask) -> Messages:
         return task.messages

@@ -59,6 +59,24 @@ def test_a_program_that_does_not_compile_runs_once() -> None:
     assert not grade(SUMS, "  \n").compiled
 
 
+@pytest.mark.skipif(not shutil.which("gcc"), reason="gcc is not installed")
+def test_a_compiled_program_is_compiled_once_and_keeps_its_limits() -> None:
+    compiled = []
+
+    class Counting:
+        async def run(self, program):
+            compiled.append("gcc" in program.source or program.language == "c")
+            return await get_sandbox().run(program)
+
+    code = (
+        PROGRAMS["c"]
+        .replace("printf", "if (a == 3) *(volatile int *)0 = 1; while (a == 5) b++; printf")
+        .replace("int a, b", "volatile int a, b")
+    )
+    found = asyncio.run(grade_code(Counting(), SUMS, code, "c", RULES))  # type: ignore[arg-type]
+    assert (found.passed, found.timeouts, found.errors) == (2, 1, 1) and sum(compiled) == 1
+
+
 def test_grading_can_stop_at_the_first_failure() -> None:
     class Counting:
         runs = 0

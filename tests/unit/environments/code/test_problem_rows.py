@@ -60,6 +60,19 @@ def test_rows_of_mbpp_show_one_test_and_are_graded_by_all() -> None:
     assert len(first_task(MBPP, max_tests=1).problem.tests) == 1
 
 
+def test_rows_of_humaneval_do_not_show_their_tests() -> None:
+    row = {
+        "task_id": "h",
+        "prompt": 'import math\n\ndef root(x):\n    """Root."""\n',
+        "entry_point": "root",
+        "test": "def check(candidate):\n    assert candidate(4) == 2",
+    }
+    task = first_task(row)
+    prompt = task.messages[-1].content
+    assert prompt.count("def root") == 1 and "check" not in prompt and "candidate" not in prompt
+    assert task.problem.prefix == "import math" and task.problem.entry_point == "root"
+
+
 def test_rows_of_livecodebench_have_their_private_tests() -> None:
     assert first_task(livecodebench()).problem.tests == (StdioTest("1 2\n", "3\n"),) * 3
     task = first_task(livecodebench("functional"))
