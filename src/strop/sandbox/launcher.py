@@ -12,10 +12,10 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,12 @@ _WORKER = Path(__file__).with_name("sandbox_worker.py")
 _NOBODY = 65534
 _USERS = 0x70000000  # programs run as this user and the worker's process number, which is nobody on any machine
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_starting = threading.Lock()
+_NAMESPACES = (
+    *(f"--unshare-{kind}" for kind in ("user", "ipc", "pid", "net", "uts")),
+    "--as-pid-1",
+    "--die-with-parent",
+    "--new-session",
+)
 
 
 class WorkerDied(Exception):
@@ -174,11 +179,41 @@ def _start(config: SandboxConfig, channel: int, errors: Any, cgroup: Cgroup | No
     return _start_as_root(command, channel, options)
 
 
+def isolate_command(command: list[str], readable: Iterable[str]) -> list[str]:
+    """Return a command that runs ``command`` without network and without the files of this machine, but for ``readable`` and the system.
+
+    Where bubblewrap cannot do that, the command itself.
+    """
+    if not _bubblewrap_works():
+        return command
+    identity = ["--uid", str(_NOBODY), "--gid", str(_NOBODY), "--cap-drop", "ALL"]
+    return [
+        "bwrap",
+        *_NAMESPACES,
+        *identity,
+        *_show_system(readable),
+        "--perms",
+        "0700",
+        "--tmpfs",
+        "/tmp",
+        "--remount-ro",
+        "/",
+        *command,
+    ]
+
+
+@lru_cache(maxsize=1)
+def _bubblewrap_works() -> bool:
+    """Whether this machine lets bubblewrap make its namespaces."""
+    if find_missing("namespaces"):
+        return False
+    command = ["bwrap", *_NAMESPACES, *_show_system(()), "/usr/bin/env", "true"]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60).returncode == 0
+
+
 def _bubblewrap_options(python: str, paths: tuple[str, ...]) -> list[str]:
     """Nothing of this machine but /usr and the interpreter, read-only; no network; no process of the machine in sight."""
-    options = [f"--unshare-{kind}" for kind in ("user", "ipc", "pid", "net", "uts")]
-    options += ["--as-pid-1", "--die-with-parent", "--new-session"]
-    options += ["--cap-drop", "ALL"]
+    options = [*_NAMESPACES, "--cap-drop", "ALL"]
     capabilities = ["SYS_ADMIN", "KILL", "SYS_PTRACE", "SYS_RESOURCE"]  # of the worker, in its namespace; programs have none
     if os.geteuid() == 0:
         capabilities += ["SETUID", "SETGID"]
@@ -186,7 +221,13 @@ def _bubblewrap_options(python: str, paths: tuple[str, ...]) -> list[str]:
         options += ["--uid", str(_NOBODY), "--gid", str(_NOBODY)]
     for name in capabilities:
         options += ["--cap-add", f"CAP_{name}"]
-    options += ["--ro-bind", "/usr", "/usr"]
+    options += [*_show_system((*paths, str(_WORKER))), "--perms", "0755", "--dir", "/tmp", "--symlink", "/tmp", "/dev/shm"]
+    return [*options, "--perms", "0755", "--dir", "/var", "--symlink", "/tmp", "/var/tmp", "--remount-ro", "/", "--chdir", "/"]
+
+
+def _show_system(readable: Iterable[str]) -> list[str]:
+    """The programs and libraries of this machine, the interpreter, and what else is ``readable``."""
+    options = ["--ro-bind", "/usr", "/usr"]
     for folder in ("bin", "lib", "lib64", "sbin"):
         path = Path("/", folder)
         if path.is_symlink():
@@ -194,29 +235,15 @@ def _bubblewrap_options(python: str, paths: tuple[str, ...]) -> list[str]:
         elif path.is_dir():
             options += ["--ro-bind", str(path), str(path)]
     made: set[str] = {"/", "/usr"}
-    for needed in (sys.base_prefix, *paths, str(_WORKER)):
+    for needed in (sys.base_prefix, *readable):
         options += list(_bind(needed, made))
     options += ["--perms", "0755", "--dir", "/etc"]
     if Path("/etc/alternatives").is_dir():
         options += ["--ro-bind", "/etc/alternatives", "/etc/alternatives"]  # where /usr/bin's links lead
-    options += [
-        "--proc",
-        "/proc",
-        "--perms",
-        "0755",
-        "--dir",
-        "/tmp",
-        "--perms",
-        "0755",
-        "--dir",
-        "/dev",
-        "--symlink",
-        "/tmp",
-        "/dev/shm",
-    ]
+    options += ["--proc", "/proc", "--perms", "0755", "--dir", "/dev"]
     for device in _DEVICES:
         options += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    return [*options, "--perms", "0755", "--dir", "/var", "--symlink", "/tmp", "/var/tmp", "--remount-ro", "/", "--chdir", "/"]
+    return options
 
 
 def _bind(path: str, made: set[str]) -> Iterator[str]:

@@ -425,7 +425,7 @@ class Process:
 def _become_program(job: Job, descriptors: list[int], command: list[str] | None, writes_files: bool) -> None:
     """Give up every privilege, then run the program."""
     request, settings, folder = job.request, job.settings, job.folder
-    os.setsid()
+    os.setpgid(0, 0)  # so that a signal to its group does not reach the worker; a session would cost milliseconds
     _write_file(job.proc, "self/oom_score_adj", "1000")
     for place, descriptor in enumerate([os.dup(descriptor) for descriptor in descriptors]):
         os.dup2(descriptor, 100 + place)

@@ -2,7 +2,8 @@
 
     call() -> a thread of the pool -> an idle worker, or a new one -> a forked child that scores -> its reply
 
-Workers start on demand. They exit with this process, however it ends, because their input is closed.
+Workers start on demand, in bubblewrap where the machine has it: without network, and without files but the libraries. They exit with
+this process, however it ends, because their input is closed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from functools import lru_cache
 from pathlib import Path
 from queue import Empty, LifoQueue
 from typing import Any, Literal
+
+from strop.sandbox.launcher import isolate_command
 
 MAX_CACHED_RESULTS = 8192  # cached results: samples of a group often agree, and several rewards score the same answer
 
@@ -120,8 +123,14 @@ def _start_worker() -> subprocess.Popen[bytes]:
     # folder off the module path; PYTHONPATH points to the package that this process imported.
     path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "strop.environments.scoring.scoring_worker"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **settings})
+    packages = [folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))]
+    folders = [
+        str(Path(folder).resolve()) for folder in [sys.prefix, *path.split(os.pathsep), *packages] if Path(folder).is_dir()
+    ]
+    module = ["-P", "-m", "strop.environments.scoring.scoring_worker"]
+    command = isolate_command([sys.executable, *module], [folder for folder in dict.fromkeys(folders) if folder != "/"])
+    inherited = {name: value for name, value in os.environ.items() if name.startswith(("PYTHON", "LD_", "LC_", "LANG", "PATH"))}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**inherited, **settings})
 
 
 def _stop_worker(worker: subprocess.Popen[bytes]) -> int:
