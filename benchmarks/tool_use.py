@@ -4,7 +4,7 @@ A Llama of three layers is taught by supervised fine-tuning on recorded calls to
 its result, or answer at once, with a guess. Then GRPO rewards right answers only. What is measured, on held-out sums and for each seed: the
 share of episodes that call, and the accuracy, before and after.
 
-    python benchmarks/tool_use.py --seeds 3 --steps 40
+    python benchmarks/tool_use.py --seeds 3
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ def calculator(expression: str) -> int:
     """Add numbers.
 
     Args:
-        expression: Such as 12+7.
+        expression: Such as 12 + 7.
     """
     return sum(int(number) for number in expression.split("+"))
 '''
-TOOL = {"type": "function", "function": {"name": "calculator", "description": "", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "calculator", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def build_model(folder: Path, seed: int) -> None:
@@ -84,11 +87,11 @@ def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
     rows = []
     for index in range(count):
         numbers = [random.randint(10, 99) for _ in range(2)]
-        question = {"role": "user", "content": "{}+{}=".format(*numbers)}
+        question = {"role": "user", "content": "{} + {}=".format(*numbers)}
         if index % 2:
             rows.append({"messages": [question, {"role": "assistant", "content": str(random.randint(20, 198))}], "tools": [TOOL]})
             continue
-        call = {"function": {"name": "calculator", "arguments": {"expression": "{}+{}".format(*numbers)}}}
+        call = {"function": {"name": "calculator", "arguments": {"expression": "{} + {}".format(*numbers)}}}
         result = str(sum(numbers))
         replies = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": result}]
         rows.append({"messages": [question, *replies, {"role": "assistant", "content": result}], "tools": [TOOL]})
@@ -170,8 +173,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--warm-up-steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--warm-up-steps", type=int, default=300)
     parser.add_argument("--folder", type=Path, default=None)
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="strop-tool-use-"))
@@ -184,10 +187,16 @@ def main() -> None:
         model = warm_up(folder / f"seed_{seed}", seed, arguments.warm_up_steps)
         warmed = time.perf_counter() - started
         curve = learn(folder / f"seed_{seed}" / "grpo", model, tool, seed, arguments.steps, tools=True)
-        print(json.dumps({"seed": seed, "warm_up_s": round(warmed), "total_s": round(time.perf_counter() - started), "curve": curve}))
+        print(
+            json.dumps(
+                {"seed": seed, "warm_up_s": round(warmed), "total_s": round(time.perf_counter() - started), "curve": curve}
+            )
+        )
         first, last = curve[0], curve[-1]
         gains.append((first["accuracy"], last["accuracy"], first["tool_calls"], last["tool_calls"]))
-    for name, column in zip(("accuracy before", "accuracy after", "calls before", "calls after"), zip(*gains, strict=True), strict=True):
+    for name, column in zip(
+        ("accuracy before", "accuracy after", "calls before", "calls after"), zip(*gains, strict=True), strict=True
+    ):
         spread = f" ± {statistics.stdev(column):.3f}" if len(column) > 1 else ""
         print(f"{name:16} {statistics.fmean(column):.3f}{spread}")
 

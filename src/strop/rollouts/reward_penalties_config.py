@@ -35,6 +35,14 @@ class RewardPenaltiesConfig(BaseConfig):
         False,
         description="Thinking that the policy opens itself, closes twice, or, where the prompt opens it, does not close.",
     )
+    penalize_invalid_tool_call: bool = Field(
+        False, description="A call of a tool that cannot be read, and in an answer without tools any of tool_call_patterns."
+    )
+    tool_call_patterns: tuple[str, ...] = Field(
+        ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>"),
+        strict=False,
+        description="The texts of which an answer contains none.",
+    )
     thinking_tags: tuple[str, str] = Field(
         ("<think>", "</think>"), strict=False, description="The texts that open and close thinking."
     )
@@ -107,6 +115,14 @@ def is_malformed(section: RewardPenaltiesConfig, rollout: Rollout, tokenizer: An
     return any(_unbalanced(context, turn, *tokens) for context, turn in _turns_with_context(rollout))
 
 
+def has_invalid_call(section: RewardPenaltiesConfig, rollout: Rollout, tokenizer: Any) -> bool:
+    """Return whether a call could not be read, or what is left of a message without its calls looks like one."""
+    if rollout.metrics.get("malformed_tool_calls", 0.0) > 0:
+        return True
+    said = [message.content for message in rollout.messages[len(rollout.prompt_messages) :] if message.role == "assistant"]
+    return any(pattern in text for pattern in section.tool_call_patterns for text in said)
+
+
 def _unbalanced(context: list[int], turn: Turn, opening: int, closing: int) -> bool:
     left_open = context.count(opening) - context.count(closing)
     sampled = turn.tokens.tolist()
@@ -129,4 +145,5 @@ PENALTIES = {  # penalize_NAME -> whether a rollout is penalised
     "empty_final_answer": is_unanswered,
     "unwanted_tokens": has_unwanted_tokens,
     "malformed_think_tag": is_malformed,
+    "invalid_tool_call": has_invalid_call,
 }

@@ -61,9 +61,18 @@ class ParsedReply:
 class ToolCallFormat(Protocol):
     """How models of a family write calls."""
 
-    name: str
-    stop_strings: Sequence[str]  # with which a call ends, if sampling must stop there
-    inline_result: str | None  # how a result goes on in the same turn, with {result}; None: the format has no such form
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        """With which a call ends, if sampling must stop there."""
+        ...
+
+    @property
+    def inline_result(self) -> str | None:
+        """How a result goes on in the same turn, with {result}; None: the format has no such form."""
+        ...
 
     def parse(self, text: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
         """Take a turn apart. ``text`` is decoded with special tokens, where the format's markers are such tokens.

@@ -23,7 +23,7 @@ def make_tool(function: Callable[..., Any], *, name: str | None = None, descript
     described by its docstring, or by ``Annotated[int, "what it is"]``. Whatever the function returns is told to the policy: text as it is,
     data as JSON.
     """
-    title = name or getattr(function, "__name__", type(function).__name__)
+    title = str(name or getattr(function, "__name__", type(function).__name__))
     documented = read_docstring(inspect.getdoc(function) if inspect.isroutine(function) else inspect.getdoc(type(function)))
     model, names = _make_model(function, title, documented.parameters)
 

@@ -65,7 +65,8 @@ class McpServer:
         elif self.command:
             target = StdioServerParameters(command=self.command[0], args=[*self.command[1:]], env=dict(self.env), cwd=self.cwd)
         elif self.token_env is not None:
-            from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+            from mcp.client.streamable_http import streamable_http_client
+            from mcp.shared._httpx_utils import create_mcp_http_client
 
             http = create_mcp_http_client(headers={"Authorization": f"Bearer {os.environ[self.token_env]}"})
             async with http, Client(streamable_http_client(str(self.url), http_client=http)) as client:

@@ -9,7 +9,7 @@ import pytest
 
 from strop.base_config import validate_section
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
-from strop.types import Rollout, Turn, observation_turn
+from strop.types import Rollout, Turn, assistant, observation_turn, user
 from support.rollouts import make_rollout, sampled_turn
 
 OPEN, CLOSE, UNWANTED = 101, 102, 103
@@ -93,6 +93,15 @@ def test_tags_of_several_tokens_are_found_in_the_text() -> None:
     assert not penalized("malformed_think_tag", written(said("a</think>b")))
     ids = {"token_ids": {"think_open": OPEN, "think_close": CLOSE}}
     assert penalized("malformed_think_tag", written(said("a", [CLOSE])), **ids)
+
+
+def test_a_call_that_cannot_be_read_is_penalised_and_so_is_one_in_an_answer() -> None:
+    for text, malformed, penalised in (("4", 0.0, False), ("4", 1.0, True), ("<tool_call>4", 0.0, True)):
+        turn = replace(said(text), num_messages=1)
+        rollout = replace(
+            written(turn), messages=(user("<tool_call>?"), assistant(text)), metrics={"malformed_tool_calls": malformed}
+        )
+        assert penalized("invalid_tool_call", rollout) == penalised
 
 
 def test_a_penalised_rollout_has_reward_zero_and_every_penalty_is_counted() -> None:

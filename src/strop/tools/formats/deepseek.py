@@ -39,8 +39,9 @@ class DeepSeekFormat:
                 calls.append(_read(part))
             except MalformedCall as error:
                 problems.append(f"A call after {CALL} could not be read: {error}.")
-        after = after.replace("<｜end▁of▁sentence｜>", "")
-        return ParsedReply((content + after).strip(), reasoning, tuple(calls), tuple(problems))
+        more = self.parse(after.replace("<｜end▁of▁sentence｜>", "")) if after else ParsedReply("")
+        said = (content + more.content).strip()
+        return ParsedReply(said, reasoning, (*calls, *more.calls), (*problems, *more.malformed))
 
     def example(self, name: str) -> str:
         return f'{CALLS}{CALL}{name}{SEPARATOR}{{"ARGUMENT": "VALUE"}}{CALL_END}{CALLS_END}'

@@ -26,7 +26,7 @@ class Llama3JsonFormat:
         tagged = rest.startswith(TAG)
         body = rest.removeprefix(TAG).strip()
         if not tagged and not _BEGINS.match(body):
-            return ParsedReply(rest, reasoning)
+            return ParsedReply(rest, reasoning, malformed=_find_late_call(body))
         calls: list[ToolCall] = []
         try:
             position = 0
@@ -44,3 +44,16 @@ class Llama3JsonFormat:
 
     def example(self, name: str) -> str:
         return f'{{"name": "{name}", "parameters": {{"ARGUMENT": "VALUE"}}}}'
+
+
+def _find_late_call(text: str) -> tuple[str, ...]:
+    """Return what is told of a reply that ends with a call and begins with other text: it is no call in this format, and no answer."""
+    late = TAG in text
+    for begin in _BEGINS.finditer(text):
+        try:
+            value, end = read_json(text, begin.start())
+            make_call(value, arguments=("parameters", "arguments"), extra=("type", "id"))
+        except MalformedCall:
+            continue
+        late = late or end == len(text)
+    return ("Text stands before a call; a call is the whole reply.",) if late else ()

@@ -88,8 +88,8 @@ def named_call(name: Any, arguments: Any, id: str = "") -> ToolCall:
 
 def read_argument(name: str, text: str, tool: str, tools: Sequence[Mapping[str, Any]]) -> Any:
     """Read an argument that is written as text: text where the schema says so or there is none, else JSON. Raises MalformedCall."""
-    functions = (each["function"] for each in tools if each["function"]["name"] == tool)
-    schema = next(functions, {}).get("parameters", {}).get("properties", {}).get(name, {})
+    functions: list[Mapping[str, Any]] = [each["function"] for each in tools if each["function"]["name"] == tool]
+    schema = (functions[0] if functions else {}).get("parameters", {}).get("properties", {}).get(name, {})
     types = json_types(schema)
     if not types or "string" in types:
         return None if "null" in types and text.strip() == "null" else text
