@@ -52,8 +52,16 @@ ALLOWED: dict[str, dict[str, str]] = {
         "distributed/rendezvous.py": "one address",
     },
     "eval": {},
-    "exec": {"sandbox/sandbox_worker.py": "in the sandbox, after every privilege was given up"},
-    "compile": {"sandbox/sandbox_worker.py": "in the sandbox, after every privilege was given up"},
+    "exec": {
+        "sandbox/sandbox_worker.py": "in the sandbox, after every privilege was given up",
+        "environments/code/programs/candidate.py": "in the sandbox: a policy's program",
+        "environments/code/programs/checker.py": "in the sandbox: the tests of a data set",
+    },
+    "compile": {
+        "sandbox/sandbox_worker.py": "in the sandbox, after every privilege was given up",
+        "environments/code/programs/candidate.py": "in the sandbox",
+        "environments/code/programs/checker.py": "in the sandbox",
+    },
     "os.system": {},
     "os.popen": {},
     "yaml.load": {},

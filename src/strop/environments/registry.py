@@ -13,6 +13,10 @@ from strop.user_code import suggest_names
 ENVIRONMENTS = {
     "agent": "strop.environments.agents.external_agent:ExternalAgent",
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
+    "code": "strop.environments.code.code_environment:CodeEnvironment",
+    "code_interpreter": "strop.environments.code.code_interpreter:CodeInterpreter",
+    "code_jaccard": "strop.environments.code.code_jaccard:CodeJaccard",
+    "humaneval": "strop.environments.code.humaneval:HumanEval",
     "math": "strop.environments.math:MathEnvironment",
     "math_multi_reward": "strop.environments.math_multi_reward:MathMultiReward",
     "number_guessing": "strop.environments.games.number_guessing:NumberGuessing",

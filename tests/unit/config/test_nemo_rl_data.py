@@ -93,13 +93,16 @@ def test_an_unknown_verifier_is_refused_with_those_there_are() -> None:
     assert "env.math.math_verify_impl: found 'prime'; NeMo-RL has hf_math_verify and dapo_math_verify" in said
 
 
-def test_an_environment_that_no_data_names_may_be_one_that_strop_lacks() -> None:
-    recipe = GRPO + "  code: {num_workers: 4, terminate_on_evaluation: true}\n"
-    Path("recipe.yaml").write_text(recipe)
-    loaded = load_config("recipe.yaml", root=GrpoRunConfig)
-    assert list(loaded.config.env) == ["math"] and differences(loaded, Effect.UNUSED)["env.code"] == "no data names it"
-    with pytest.raises(ConfigError, match="no environment of this version runs programs that a model wrote"):
-        load_config("recipe.yaml", ["data.default.env_name=code"], root=GrpoRunConfig)
+def test_the_interpreter_and_the_overlap_of_words_are_environments_here() -> None:
+    loaded = load("grpo", "data.default.env_name=code", "env.code={num_workers: 4, terminate_on_evaluation: false}")
+    assert loaded.config.env["code"].type_of("code") == "code_interpreter"
+    assert loaded.config.env["code"].options == {"terminate_on_evaluation": False}
+    assert "sandbox.workers" in differences(loaded, Effect.UNUSED)["env.code.num_workers"]
+    assert "NeMo-RL leaves to an environment around it" in differences(loaded, Effect.CHANGED)["env.code"]
+    loaded = load("grpo", "data.default.env_name=code_jaccard", "env.code_jaccard={num_workers: 4, stop_strings: null}")
+    assert loaded.config.env["code_jaccard"].options == {} and loaded.config.env["code_jaccard"].type is None
+    ours = load("grpo", "data.default.env_name=code", "env.code={language: cpp, score: fraction}")
+    assert ours.config.env["code"].type_of("code") == "code" and not differences(ours, Effect.CHANGED)
 
 
 def test_a_reward_model_keeps_what_changes_its_scores() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from strop.config.recipes.difference import Effect
@@ -12,15 +12,9 @@ from strop.config.source.yaml_source import get_at
 
 MATH_VERIFIERS = {"hf_math_verify": "math_verify", "dapo_math_verify": "dapo"}
 CHOICE_VERIFIERS = ("english_multichoice", "multilingual_multichoice")
-OWN_REWARD = "Score the answers with a function of yours: env.{alias}={{reward: file.py:function}}."
 
 GAME = "sliding_puzzle_game"
 
-# Environments of NeMo-RL, by alias, that Strop does not have. Those of images and of NeMo-Gym are refused with their data.
-MISSING_ENVIRONMENTS = {
-    "code": "no environment of this version runs programs that a model wrote",
-    "code_jaccard": "rewards for overlap with a reference program are not built in",
-}
 # How NeMo-RL places, batches and trains a reward model changes none of its scores.
 ONLY_SCORES = "the reward model is loaded whole and only scores"
 REWARD_MODEL_LAYOUT = {
@@ -32,37 +26,23 @@ REWARD_MODEL_LAYOUT = {
 }
 REWARD_MODEL_KEYS = {*REWARD_MODEL_LAYOUT, "tokenizer", "max_model_len", "reward_model_cfg", "checkpoint_path"}  # NeMo-RL's alone
 
+INTERPRETER_KEYS = {"num_workers", "terminate_on_evaluation"}  # of NeMo-RL's environment code
+
 
 _drop = Recipe.unused_if_set  # (recipe, key, why)
 
 
 def translate_environments(recipe: Recipe) -> None:
-    """Translate the options of each environment. One that no data names is not made by NeMo-RL, and need not exist."""
+    """Translate the options of each environment."""
     written = get_at(recipe.source.values, ("env",))
-    if not isinstance(written, Mapping) or not any(written.get(alias) for alias in (*MISSING_ENVIRONMENTS, *TRANSLATIONS)):
+    if not isinstance(written, Mapping) or not any(written.get(alias) for alias in TRANSLATIONS):
         return
-    used = set(_used_aliases(recipe))
     for alias, options in list((recipe.value("env") or {}).items()):
         key = f"env.{alias}"
         if not isinstance(options, Mapping) or options.get("type") or {"reward", "rewards"} & set(options):
             continue
-        if why := MISSING_ENVIRONMENTS.get(alias):
-            if used and alias not in used and not recipe.is_on_command_line(key):
-                recipe.unused(key, "no data names it")
-            else:
-                recipe.refuse(key, why, OWN_REWARD.format(alias=alias))
-        elif translate := TRANSLATIONS.get(alias):
+        if translate := TRANSLATIONS.get(alias):
             translate(recipe, key, options)
-
-
-def _used_aliases(recipe: Recipe) -> Iterator[str]:
-    for part in ("train", "validation", "default"):
-        entries = recipe.value(f"data.{part}")
-        for entry in entries if isinstance(entries, list) else [entries]:
-            if isinstance(entry, Mapping) and entry.get("env_name"):
-                yield str(entry["env_name"])
-    if name := recipe.value("data.env_name"):
-        yield str(name)
 
 
 def _translate_math(recipe: Recipe, key: str, options: Mapping[str, Any]) -> None:
@@ -163,6 +143,24 @@ def _translate_reward_model(recipe: Recipe, key: str, options: Mapping[str, Any]
     )
 
 
+def _translate_interpreter(recipe: Recipe, key: str, options: Mapping[str, Any]) -> None:
+    if not INTERPRETER_KEYS & options.keys():
+        return  # problems with tests, which Strop calls code
+    recipe.set(f"{key}.type", "code_interpreter", because=key)
+    _drop(recipe, f"{key}.num_workers", "sandbox.workers says how many programs run at a time")
+    recipe.note(
+        key,
+        Effect.CHANGED,
+        "code runs in the sandbox, where any module may be imported; the reward is 1 where the last value is the reference answer, which "
+        "NeMo-RL leaves to an environment around it",
+    )
+
+
+def _translate_code_jaccard(recipe: Recipe, key: str, options: Mapping[str, Any]) -> None:
+    _drop(recipe, f"{key}.num_workers", "words are compared where the episode runs")
+    _drop(recipe, f"{key}.stop_strings", "the environment does not read it; policy.generation.stop_strings stops a turn")
+
+
 def _divide_reward_model(recipe: Recipe, key: str) -> None:
     """Place the layers on all GPUs where a size is above 1: who divides a reward model does so because one GPU does not hold it."""
     for name in ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size"):
@@ -179,6 +177,8 @@ def _divide_reward_model(recipe: Recipe, key: str) -> None:
 
 
 TRANSLATIONS: Mapping[str, Callable[[Recipe, str, Mapping[str, Any]], None]] = {
+    "code": _translate_interpreter,
+    "code_jaccard": _translate_code_jaccard,
     "math": _translate_math,
     "math_default": _translate_math,
     "math_multi_reward": _translate_math_multi_reward,

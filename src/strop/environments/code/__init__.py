@@ -1,0 +1,1 @@
+"""Programs that a policy writes, graded by tests in the sandbox."""
