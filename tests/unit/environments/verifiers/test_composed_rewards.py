@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -36,14 +35,22 @@ def costly_comparison(task, rollouts):
     return [float(len(rollout.text)) for rollout in rollouts]
 
 
+inside: list[int] = []
+released = threading.Event()
+
+
 def blocking(task, rollout):
-    time.sleep(0.3)
-    return threading.current_thread() is not threading.main_thread()
+    inside.append(1)
+    return released.wait(30)
 
 
 async def slow(task, rollout):
-    await asyncio.sleep(0.3)
-    return 1.0
+    inside.append(1)
+    for _ in range(6000):
+        if released.is_set():
+            return 1.0
+        await asyncio.sleep(0.005)
+    return 0.0
 
 
 @pytest.fixture(autouse=True)
@@ -209,34 +216,34 @@ def test_what_a_verifier_needs_is_missed_when_the_run_starts(tmp_path, monkeypat
         make_environment("reward_function", {"rewards": {"good": judge}}).tasks(data)
 
 
-def test_a_slow_reward_holds_up_neither_the_event_loop_nor_other_rollouts(talk):
-    async def lag_while(rewards) -> tuple[float, float, list[float]]:
-        environment, worst = FunctionEnvironment(rewards=rewards), 0.0
+def test_slow_rewards_of_several_rollouts_run_at_once_while_the_event_loop_goes_on(talk):
+    """The rewards end only when all four are inside and the event loop, which is free, says so: else they time out."""
 
-        async def watch() -> None:
-            nonlocal worst
-            while True:
-                before = time.perf_counter()
-                await asyncio.sleep(0.005)
-                worst = max(worst, time.perf_counter() - before - 0.005)
+    async def run(rewards):
+        environment = FunctionEnvironment(rewards=rewards)
+        inside.clear()
+        released.clear()
+        scoring = asyncio.gather(*(compute_rewards(environment, TASK, talk(TASK, "x")) for _ in range(4)))
+        while len(inside) < 4 and not scoring.done():
+            await asyncio.sleep(0.005)
+        released.set()
+        return [each.reward for each in await scoring]
 
-        watcher, started = asyncio.ensure_future(watch()), time.perf_counter()
-        scored = await asyncio.gather(*(compute_rewards(environment, TASK, talk(TASK, "x" * 200_000)) for _ in range(4)))
-        watcher.cancel()
-        return worst, time.perf_counter() - started, [each.reward for each in scored]
+    for rewards in ({"slow": slow}, {"blocking": {"function": blocking, "thread": True}}):
+        assert asyncio.run(run(rewards)) == [1.0] * 4, rewards
 
-    asyncio.run(
-        compute_rewards(FunctionEnvironment(rewards={"warm": {"verifier": "regex", "pattern": "x"}}), TASK, talk(TASK, "x"))
-    )
-    for rewards in (
-        {"slow": slow},
-        {"blocking": {"function": blocking, "thread": True}},
-        {"evil": {"verifier": "regex", "pattern": "(x+x+)+y", "timeout_s": 0.3}},
-    ):
-        worst, seconds, values = asyncio.run(lag_while(rewards))
-        assert worst < 0.15, rewards
-        assert seconds < 0.9 or "evil" in rewards  # four at once, not one after the other
-        assert values == [0.0 if "evil" in rewards else 1.0] * 4
+
+def test_the_event_loop_goes_on_while_a_pattern_runs_for_ever(talk):
+    async def count_ticks():
+        environment = FunctionEnvironment(rewards={"evil": {"verifier": "regex", "pattern": "(x+x+)+y", "timeout_s": 0.3}})
+        scoring, ticks = asyncio.ensure_future(compute_rewards(environment, TASK, talk(TASK, "x" * 5000))), 0
+        while not scoring.done():
+            await asyncio.sleep(0.005)
+            ticks += 1
+        return ticks, (await scoring).metrics["evil/unverified"]
+
+    ticks, unverified = asyncio.run(count_ticks())
+    assert ticks >= 5 and unverified == 1.0
 
 
 def test_verifiers_work_in_processes_of_their_own(talk, tmp_path):
