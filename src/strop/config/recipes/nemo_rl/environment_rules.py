@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from strop.config.recipes.difference import Effect
@@ -43,6 +43,16 @@ def translate_environments(recipe: Recipe) -> None:
             continue
         if translate := TRANSLATIONS.get(alias):
             translate(recipe, key, options)
+
+
+def _used_aliases(recipe: Recipe) -> Iterator[str]:
+    for part in ("train", "validation", "default"):
+        entries = recipe.value(f"data.{part}")
+        for entry in entries if isinstance(entries, list) else [entries]:
+            if isinstance(entry, Mapping) and entry.get("env_name"):
+                yield str(entry["env_name"])
+    if name := recipe.value("data.env_name"):
+        yield str(name)
 
 
 def _translate_math(recipe: Recipe, key: str, options: Mapping[str, Any]) -> None:
