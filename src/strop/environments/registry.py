@@ -13,11 +13,13 @@ from strop.user_code import suggest_names
 
 ENVIRONMENTS = {
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
+    "gymnasium": "strop.environments.adapters.gymnasium_environment:GymnasiumEnvironment",
     "math": "strop.environments.math:MathEnvironment",
     "math_multi_reward": "strop.environments.math_multi_reward:MathMultiReward",
     "reasoning_gym": "strop.environments.reasoning_gym:ReasoningGym",
     "reward_function": "strop.environments.function_environment:FunctionEnvironment",
     "reward_model": "strop.environments.reward_model_environment:RewardModelEnvironment",
+    "textarena": "strop.environments.adapters.textarena_environment:TextArenaEnvironment",
 }
 
 
