@@ -40,7 +40,7 @@ def describe_space(space: Any, names: Sequence[str] = ()) -> str:
     if kind == "Discrete":
         return f"a whole number from {space.start} to {space.start + space.n - 1}"
     if kind == "Text":
-        return f"a text of {space.min_length} to {space.max_length} characters"
+        return f"a text of {space.min_length} to {space.max_length} of the characters {space.characters!r}"
     if kind in ("MultiDiscrete", "MultiBinary", "Box"):
         return f"a JSON list of shape {list(space.shape)}, {_bounds(space, kind)}"
     if kind == "Dict":
