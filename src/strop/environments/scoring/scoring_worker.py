@@ -70,11 +70,11 @@ def load_math_verify() -> Callable[..., Callable[[], float]]:
 
 
 def load_reasoning_gym() -> Callable[..., Callable[[], float]]:
-    import reasoning_gym  # type: ignore[import-untyped,unused-ignore]
+    from strop.environments.scoring.reasoning_gym_datasets import create_reasoning_gym_dataset
 
     @lru_cache(maxsize=64)
     def dataset(task: str, options: str) -> Any:
-        return reasoning_gym.create_dataset(task, **json.loads(options), seed=0, size=1)
+        return create_reasoning_gym_dataset(task, json.loads(options), seed=0, size=1)
 
     def prepare(task: str, options: str, answer: str, entry: Reply) -> Callable[[], float]:
         scorer = dataset(task, options)  # before the fork, so that it is created only once
