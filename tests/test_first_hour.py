@@ -551,7 +551,7 @@ PROMISES = (
     ),
     Promise(
         "strop serve CHECKPOINT",
-        ("cli/serve_command.py", "build/jobs/chat_server.py", "guides/evaluate_export_serve.md"),
+        ("cli/serve_command.py", "gateway/http_api.py", "guides/evaluate_export_serve.md"),
         (
             "unit/cli/test_serve_command::test_a_served_run_answers_a_client_and_ends_cleanly_at_ctrl_c",
             "unit/cli/test_serve_command::test_vllm_serves_the_folder_of_a_checkpoint_itself",

@@ -168,6 +168,7 @@ class Rollout:
     step_rewards: tuple[StepReward, ...] = ()  # the parts of ``reward`` that belong to steps, in order
     rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # of the environment's own; it sets them during the episode
+    output: str = ""  # what an agent printed or returned
     error: str | None = None
 
     @property

@@ -230,6 +230,7 @@ def make_episode_rules(config: RolloutRunConfig) -> EpisodeRules:
         max_prompt_length=config.data.max_input_seq_length,
         scaling=scaling if scaling.enabled else None,
         penalties=penalties if penalties is not None and penalties.enabled else None,
+        gateway=config.gateway,
     )
 
 

@@ -191,6 +191,15 @@ class Environment(ABC, Generic[TaskT]):
         return type(self).respond is not Environment.respond
 
     @property
+    def is_agent(self) -> bool:
+        """Whether episodes are driven by an agent, which asks the policy itself (``strop.environments.agents``)."""
+        return False
+
+    async def run_agent(self, task: TaskT, endpoint: Any) -> Any:
+        """Run one episode of an agent. Returns an ``AgentResult``."""
+        raise NotImplementedError(f"{self.title} is no environment of an agent")
+
+    @property
     def declares_accuracy(self) -> bool:
         """Whether a reward is marked as the accuracy; without one, ``accuracy`` is the reward."""
         return any(each.mark.accuracy for each in self.reward_functions.values())

@@ -19,7 +19,7 @@ class EnvironmentConfig(BaseConfig):
     type: str | None = Field(
         None,
         min_length=1,
-        description="A registered name, or module:Class; null is the alias, or reward_function where reward or rewards is set. "
+        description="A registered name, or module:Class; null is the alias, or reward_function where reward or rewards is set, or agent where agent or command is. "
         "All other keys are options of the environment.",
     )
     options: dict[str, Any] = Field(default_factory=dict, exclude=True)  # every key but ``type``
@@ -41,7 +41,11 @@ class EnvironmentConfig(BaseConfig):
         return {"type": self.type, **_name_functions(self.options)}
 
     def type_of(self, alias: str) -> str:
-        return self.type or ("reward_function" if {"reward", "rewards"} & set(self.options) else alias)
+        if self.type:
+            return self.type
+        if {"agent", "command"} & set(self.options):
+            return "agent"
+        return "reward_function" if {"reward", "rewards"} & set(self.options) else alias
 
 
 def _name_functions(value: Any) -> Any:

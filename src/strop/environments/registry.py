@@ -12,6 +12,7 @@ from strop.environments.base import Environment, EnvironmentConfigError, import_
 from strop.user_code import suggest_names
 
 ENVIRONMENTS = {
+    "agent": "strop.environments.agents.external_agent:ExternalAgent",
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
     "gymnasium": "strop.environments.adapters.gymnasium_environment:GymnasiumEnvironment",
     "math": "strop.environments.math:MathEnvironment",

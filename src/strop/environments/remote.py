@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Method = Literal["spec", "task_count", "tasks", "open", "prompt", "respond", "score", "score_group", "grade", "close"]
+Method = Literal[
+    "spec", "task_count", "tasks", "open", "prompt", "run_agent", "respond", "score", "score_group", "grade", "close"
+]
 Call = Callable[[Method, tuple[Any, ...]], Awaitable["CallResult"]]
 """Calls ``EnvironmentServer.answer``. Raises EnvironmentServerDied if the process died; the next call then reaches its replacement."""
 SyncCall = Callable[[Method, tuple[Any, ...]], "CallResult"]
@@ -105,6 +107,7 @@ class EnvironmentSpec:
     accuracy: str | None  # name of the reward marked accuracy=True; None: the total reward
     overrides_accuracy: bool  # overrides Environment.accuracy
     has_respond: bool  # overrides Environment.respond
+    is_agent: bool  # an agent drives its episodes
     has_session: bool  # overrides Environment.session
     has_answer_key: bool  # overrides Environment.answer_key
 
@@ -158,7 +161,8 @@ class EnvironmentServer:
             accuracy=next((name for name, each in rewards.items() if each.mark.accuracy), None),
             overrides_accuracy=kind.accuracy is not Environment.accuracy,
             has_respond=self.environment.responds,
-            has_session=kind.session is not Environment.session,
+            is_agent=self.environment.is_agent,
+            has_session=kind.session is not Environment.session or self.environment.is_agent,  # its rewards see its result
             has_answer_key=kind.answer_key is not Environment.answer_key,
         )
 
@@ -181,6 +185,10 @@ class EnvironmentServer:
     async def prompt(self, task: RemoteTask, session: str = "") -> tuple[Message, ...]:
         local_task = self._get_task(task.part, task.index)
         return tuple(await self._run_in_session(session, lambda: self.environment.first_messages(local_task)))
+
+    async def run_agent(self, task: RemoteTask, endpoint: Any, session: str = "") -> Any:
+        local_task = self._get_task(task.part, task.index)
+        return await self._run_in_session(session, lambda: self.environment.run_agent(local_task, endpoint))
 
     async def respond(
         self, task: RemoteTask, rollout: Rollout, session: str = ""
@@ -382,6 +390,13 @@ class RemoteEnvironment(Environment[RemoteTask]):
     async def first_messages(self, task: RemoteTask) -> Messages:
         messages: Messages = await self._call("prompt", task)
         return messages
+
+    async def run_agent(self, task: RemoteTask, endpoint: Any) -> Any:
+        return await self._call("run_agent", task, endpoint)
+
+    @property
+    def is_agent(self) -> bool:
+        return self.spec.is_agent
 
     async def respond(self, task: RemoteTask, rollout: Rollout) -> Messages | None:
         if not self.spec.has_respond:

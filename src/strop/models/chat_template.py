@@ -50,14 +50,17 @@ class ChatTemplate:
                 stacklevel=2,
             )
 
-    def encode_prompt(self, messages: Messages) -> list[int]:
-        """Encode the conversation so far and the start of the policy's turn. Raises ValueError if it is empty."""
+    def encode_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Encode the conversation so far and the start of the policy's turn. Raises ValueError if it is empty.
+
+        ``tools`` are the schemas of what the policy may call, as OpenAI's API takes them.
+        """
         if not messages:
             raise ValueError("a prompt needs at least one message; the environment returned none")
         if self.joins_plain_text:
             ids: list[int] = self.tokenizer(_join_messages(messages))["input_ids"]
             return ids
-        return self._encode(self._render(messages, open_turn=True))
+        return self._encode(self._render(messages, open_turn=True, tools=tools))
 
     def encode_observation(self, messages: Messages, sampled: Sequence[int]) -> list[int]:
         """Encode the tokens to append to the policy's turn ``sampled``.
@@ -171,9 +174,10 @@ class ChatTemplate:
         preceding_ids, joined = self._encode(preceding), self._encode(preceding + text)
         return joined[len(preceding_ids) :] if joined[: len(preceding_ids)] == preceding_ids else self._encode(text)
 
-    def _render(self, messages: Messages, *, open_turn: bool) -> str:
+    def _render(self, messages: Messages, *, open_turn: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        options = {**self.options, "tools": [dict(tool) for tool in tools]} if tools else self.options
         text: str = self.tokenizer.apply_chat_template(
-            [message.as_dict() for message in messages], add_generation_prompt=open_turn, tokenize=False, **self.options
+            [message.as_dict() for message in messages], add_generation_prompt=open_turn, tokenize=False, **options
         )
         return text
 

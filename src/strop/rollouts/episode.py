@@ -12,14 +12,17 @@ import torch
 
 from strop.environments.base import Environment, RewardResult
 from strop.environments.forks import run_in_one_process
+from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Generator
+from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.watchdog.waits import waiting
+from strop.rollouts.agent_episode import run_agent
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling, mix_seed
-from strop.types import Ending, Group, Messages, Rollout, Task, Turn, assistant, observation_turn
+from strop.types import Ending, Group, Messages, Rollout, Task, assistant, observation_turn
 from strop.user_code import describe_error
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,7 @@ class EpisodeRules:
     max_prompt_length: int | None = None  # tokens of the first prompt; None: max_length - 1
     scaling: RewardScalingConfig | None = None
     penalties: RewardPenaltiesConfig | None = None
+    gateway: GatewayConfig | None = None  # for agents
 
 
 class PromptTooLong(ValueError):
@@ -148,8 +152,15 @@ async def run_episode(
     try:
         with contain_exits():
             async with _WatchedSession(environment, rollout):
-                messages = _check_text(await environment.first_messages(task), environment)
-                rollout = _start_rollout(rollout, messages, template, rules)
+                if environment.is_agent:
+                    with _wait_for_environment(environment, rollout, "its agent"):
+                        limits = {"max_turns": rules.max_turns, "max_length": rules.max_length}
+                        rollout = await run_agent(
+                            environment, rollout, generator, template, sampling, config=rules.gateway, **limits
+                        )
+                else:
+                    messages = _check_text(await environment.first_messages(task), environment)
+                    rollout = _start_rollout(rollout, messages, template, rules)
                 while rollout.ending is None:
                     rollout = await _policy_turn(rollout, generator, sampling, rules)
                     rollout = await _environment_turn(rollout, environment, template, rules)
@@ -223,21 +234,7 @@ async def _policy_turn(rollout: Rollout, generator: Generator, sampling: Samplin
             seed=mix_seed(rollout.seed, turn_number),
             session=f"{rollout.seed:x}" if rules.max_turns > 1 else "",
         )
-    if sampling.records_sampling_mask and completion.kept is None:
-        raise RuntimeError(
-            f"{type(generator).__name__} does not report the sampling mask, which policy.generation.keep_sampling_mask requires; set that "
-            "key to false, or set policy.generation.backend to torch"
-        )
-    turn = Turn(
-        author="policy",
-        tokens=completion.tokens,
-        text=completion.text,
-        logprobs=completion.logprobs,
-        versions=completion.versions,
-        entropies=completion.entropies,
-        kept=completion.kept,
-    )
-    rollout = rollout.with_turn(turn, assistant(completion.text))
+    rollout = rollout.with_turn(make_policy_turn(completion, generator, sampling), assistant(completion.text))
     if completion.stopped:
         return rollout
     return replace(rollout, ending=Ending.CONTEXT if rollout.length >= rules.max_length else Ending.LENGTH)

@@ -65,7 +65,10 @@ def make_evaluation_job(config: EvalRunConfig) -> EvaluationJob:
         generation=generation,
         sampling=Sampling(**generation.sampling_options()),
         rules=EpisodeRules(
-            max_turns=config.eval.max_rollout_turns, max_length=length, max_prompt_length=config.data.max_input_seq_length
+            max_turns=config.eval.max_rollout_turns,
+            max_length=length,
+            max_prompt_length=config.data.max_input_seq_length,
+            gateway=config.gateway,
         ),
         entries=[config.data],
         env=config.env,

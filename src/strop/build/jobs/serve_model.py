@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ from strop.build.exit_codes import run_command
 from strop.build.jobs.evaluation_job import loadable_folder
 from strop.build.models import LoadedPolicy, load_policy, resolve_device
 from strop.checkpointing.saved_model import SavedModel
+from strop.gateway.gateway_config import is_loopback
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.learner.model_config import ModelConfig
@@ -75,14 +75,6 @@ async def _serve(job: ServeJob, code: list[int]) -> None:
             code.append(_run_vllm(job, folder, is_temporary=folder != job.model.weights))
         else:
             await _serve_torch(job, folder)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_job(job: ServeJob) -> None:
@@ -153,7 +145,7 @@ async def _serve_torch(job: ServeJob, folder: str) -> None:
     from aiohttp import web
 
     from strop.build.jobs.chat_server import ChatServer
-    from strop.build.jobs.completion_request import RequestReader
+    from strop.gateway.completion_request import RequestReader
 
     _say(f"loading {job.model.description}")
     policy = _load(job, folder)

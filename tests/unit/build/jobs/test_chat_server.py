@@ -18,9 +18,9 @@ from aiohttp import web
 from loop.tiny import build_tiny
 from strop.base_config import validate_section
 from strop.build.jobs.chat_server import ChatServer
-from strop.build.jobs.completion_request import RequestReader
-from strop.build.jobs.streamed_text import StreamedText
 from strop.build.models import load_policy
+from strop.gateway.completion_request import RequestReader
+from strop.gateway.streamed_text import StreamedText
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.learner.model_config import ModelConfig

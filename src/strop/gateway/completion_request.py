@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API, as far as the torch engine can answer them."""
+"""Requests of OpenAI's API: what is asked for, as tokens, sampling options and messages."""
 
 from __future__ import annotations
 
@@ -7,31 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from strop.gateway.bad_request import BadRequest
+from strop.gateway.chat_message import read_messages, read_tools
 from strop.models.chat_template import ChatTemplate
 from strop.sampling import Sampling
 from strop.types import Message
 
 MAX_CHOICES = 128
-NOT_SUPPORTED: Mapping[str, Sequence[Any]] = {  # parameter -> its values that change nothing
-    "tools": (None, []),
+Neutral = Mapping[str, Sequence[Any]]  # parameter -> its values that change nothing
+PENALTIES: Neutral = {"presence_penalty": (None, 0, 0.0), "frequency_penalty": (None, 0, 0.0)}
+NOT_SUPPORTED: Neutral = {
     "functions": (None, []),
     "logit_bias": (None, {}),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
     "response_format": (None, {"type": "text"}),
     "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
     "top_logprobs": (None, 0),
 }
-
-
-class BadRequest(ValueError):
-    """A request that cannot be answered: what was found, and why not."""
-
-    def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param, self.status, self.code = param, status, code
+SAMPLING_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "seed", *PENALTIES)  # that change the distribution, or the draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +41,15 @@ class CompletionRequest:
     include_usage: bool
     logprobs: bool
     is_chat: bool
+    messages: tuple[Message, ...] = ()  # of a chat
+    texts: tuple[str, ...] = ()  # of completions whose prompts are texts
+    tools: Sequence[Mapping[str, Any]] = ()  # that the policy may call
+    parallel_calls: bool = True  # more than one in a turn
+    sampling_parameters: tuple[str, ...] = ()  # those that the request sets
+
+
+Encode = Callable[[tuple[Message, ...], Sequence[Mapping[str, Any]]], Sequence[int]]  # of messages and tools
+EncodeText = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,23 @@ class RequestReader:
     model: str
     template: ChatTemplate
     max_length: int  # tokens of prompt and completion together
+    length_key: str = "--max-model-len"  # what sets it
+    takes_tools: bool = False
+    overrides_sampling: bool = False  # the parameters of the request that change the distribution have no effect
 
-    def read(self, body: Any, *, is_chat: bool) -> CompletionRequest:
+    def read(
+        self, body: Any, *, is_chat: bool, encode: Encode | None = None, encode_text: EncodeText | None = None
+    ) -> CompletionRequest:
+        """Read a request. ``encode`` and ``encode_text`` make tokens of conversations and texts; default: the tokenizer's."""
         if not isinstance(body, Mapping):
             raise BadRequest("the request must be a JSON object")
-        self._check_model(body.get("model"))
-        for name, neutral in NOT_SUPPORTED.items():
-            if body.get(name) not in neutral:
-                raise BadRequest(f"{name} is not supported by the torch engine; `strop serve --engine vllm` may support it", name)
-        prompts = [self._encode_messages(body)] if is_chat else self._encode_prompts(body.get("prompt"))
+        self._check_supported(body)
+        messages = read_messages(body.get("messages")) if is_chat else ()
+        tools = read_tools(body)
+        if is_chat:
+            prompts: Sequence[Sequence[int]] = [self._encode_messages(messages, tools, encode)]
+        else:
+            prompts = self._encode_prompts(body.get("prompt"), encode_text or self.encode_text)
         for prompt in prompts:
             self._check_length(prompt, "messages" if is_chat else "prompt")
         room = self.max_length - max(map(len, prompts))
@@ -75,6 +86,7 @@ class RequestReader:
             asked = 16  # OpenAI's default
         limit = room if asked is None else min(_number(asked, "max_tokens", int, lowest=1), room)
         options = body.get("stream_options") or {}
+        texts = body.get("prompt") if isinstance(body.get("prompt"), list) else [body.get("prompt")]
         return CompletionRequest(
             prompts=prompts,
             sampling=self._make_sampling(body, limit, stop),
@@ -85,10 +97,28 @@ class RequestReader:
             include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
             logprobs=body.get("logprobs") is not None and body["logprobs"] is not False,  # 0 asks for them too
             is_chat=is_chat,
+            messages=messages,
+            texts=() if is_chat or not isinstance(texts[0], str) else tuple(texts),
+            tools=tools,
+            parallel_calls=_read(body, "parallel_tool_calls", bool, True),
+            sampling_parameters=tuple(name for name in SAMPLING_PARAMETERS if body.get(name) is not None),
         )
 
+    def _check_supported(self, body: Mapping[str, Any]) -> None:
+        self._check_model(body.get("model"))
+        neutral = {**NOT_SUPPORTED, **({} if self.takes_tools else {"tools": (None, [])})}
+        neutral |= {} if self.overrides_sampling else PENALTIES
+        for name, values in neutral.items():
+            if body.get(name) not in values:
+                raise BadRequest(
+                    f"{name} is not supported by the torch engine; `strop serve --engine vllm` may support it"
+                    if not self.takes_tools
+                    else f"{name} is not supported while a policy is trained: its tokens are sampled from the run's own distribution",
+                    name,
+                )
+
     def _check_model(self, name: Any) -> None:
-        if name not in (None, self.model):
+        if self.model and name not in (None, self.model):
             raise BadRequest(
                 f"the model {name!r} does not exist; this server has {self.model!r}", "model", status=404, code="model_not_found"
             )
@@ -99,7 +129,7 @@ class RequestReader:
         if len(prompt) >= self.max_length:
             raise BadRequest(
                 f"the prompt has {len(prompt)} tokens and the server allows {self.max_length} for prompt and completion together "
-                "(--max-model-len)",
+                f"({self.length_key})",
                 param,
                 code="context_length_exceeded",
             )
@@ -115,42 +145,32 @@ class RequestReader:
             stop_strings=stop,
         )
 
-    def _encode_messages(self, body: Mapping[str, Any]) -> Sequence[int]:
-        found = body.get("messages")
-        if not isinstance(found, list) or not found:
-            raise BadRequest("messages must be a list of at least one message", "messages")
-        messages = [_read_message(message, index) for index, message in enumerate(found)]
+    def _encode_messages(
+        self, messages: tuple[Message, ...], tools: Sequence[Mapping[str, Any]], encode: Encode | None
+    ) -> Sequence[int]:
         try:
-            return self.template.encode_prompt(messages)
+            return (encode or self.template.encode_prompt)(messages, tools)
         except Exception as error:  # a template may raise anything
             raise BadRequest(
                 f"the chat template does not accept these messages: {type(error).__name__}: {error}", "messages"
             ) from error
 
-    def _encode_prompts(self, prompt: Any) -> list[Sequence[int]]:
+    def _encode_prompts(self, prompt: Any, encode: EncodeText) -> list[Sequence[int]]:
         prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
-        return [self._encode_text(each) for each in prompts]
+        return [self._encode_prompt(each, encode) for each in prompts]
 
-    def _encode_text(self, prompt: Any) -> Sequence[int]:
-        tokenizer = self.template.tokenizer
+    def _encode_prompt(self, prompt: Any, encode: EncodeText) -> Sequence[int]:
         if isinstance(prompt, str):
-            ids: Sequence[int] = tokenizer(prompt)["input_ids"]
-            return ids
-        if isinstance(prompt, list) and all(isinstance(token, int) and 0 <= token < len(tokenizer) for token in prompt):
+            return encode(prompt)
+        if isinstance(prompt, list) and all(
+            isinstance(token, int) and 0 <= token < len(self.template.tokenizer) for token in prompt
+        ):
             return prompt
         raise BadRequest("prompt must be a text, a list of token ids, or a list of these", "prompt")
 
-
-def _read_message(message: Any, index: int) -> Message:
-    where = f"messages[{index}]"
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise BadRequest(f"{where} must have a role and a content", where)
-    content = message.get("content")
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str):
-        raise BadRequest(f"{where}.content must be a text or a list of texts", where)
-    return Message(message["role"], content)
+    def encode_text(self, text: str) -> Sequence[int]:
+        ids: Sequence[int] = self.template.tokenizer(text)["input_ids"]
+        return ids
 
 
 def _read_stop(stop: Any) -> tuple[str, ...]:

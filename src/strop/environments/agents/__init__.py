@@ -1,0 +1,1 @@
+"""Agents that were written elsewhere, as environments."""

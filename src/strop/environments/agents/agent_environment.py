@@ -1,0 +1,93 @@
+"""Environments whose episodes are driven by an agent: code that asks the policy through OpenAI's API.
+
+The policy's turns are what the agent's requests sampled; ``prompt`` and ``respond`` are not asked. Rewards work as in any environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from abc import abstractmethod
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from strop.environments.agents.agent_result import AgentResult
+from strop.environments.agents.endpoint import Endpoint
+from strop.environments.base import Environment, TaskT, to_number
+from strop.user_code import describe_value
+
+_result: ContextVar[AgentResult | None] = ContextVar("strop_agent_result", default=None)
+
+
+class AgentTimeout(TimeoutError):
+    """An agent took too long."""
+
+
+class AgentFailed(RuntimeError):
+    """An agent did not return a result that can be used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentEnvironment(Environment[TaskT]):
+    """Base class of such environments. A subclass has ``tasks``, ``run`` and rewards."""
+
+    agent_timeout_s: float = 600.0  # wall time of an episode, after which the agent is ended and the rollout has an error
+
+    @abstractmethod
+    async def run(self, task: TaskT, endpoint: Endpoint) -> Any:
+        """Run one episode against ``endpoint``.
+
+        Returns an ``AgentResult``, a number (the reward that ``current_result()`` has), a text (its output), a mapping of ``reward``,
+        ``output`` and ``metrics``, or None.
+        """
+
+    @property
+    def is_agent(self) -> bool:
+        return True
+
+    @property
+    def responds(self) -> bool:
+        return True
+
+    async def run_agent(self, task: TaskT, endpoint: Endpoint) -> AgentResult:
+        """Run one episode within the time limit. Raises AgentTimeout, AgentFailed, and what the agent raises."""
+        _result.set(None)
+        try:
+            async with asyncio.timeout(self.agent_timeout_s) as limit:
+                returned = await self.run(task, endpoint)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise AgentTimeout(
+                f"the agent took longer than {self.agent_timeout_s:g} s on task {task.id!r} (agent_timeout_s of the environment)"
+            ) from error
+        result = read_result(returned)
+        _result.set(result)
+        return result
+
+
+def current_result() -> AgentResult:
+    """Return what the agent of this episode returned, for its rewards. It is empty if the agent's last request was refused."""
+    return _result.get() or AgentResult()
+
+
+def read_result(returned: Any) -> AgentResult:
+    """Read what an agent returned. Raises AgentFailed."""
+    if returned is None or isinstance(returned, AgentResult):
+        return returned or AgentResult()
+    if isinstance(returned, str):
+        return AgentResult(output=returned)
+    values = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
+    reward, metrics = values.get("reward"), values.get("metrics", {})
+    if reward is not None and to_number(reward) is None:
+        raise AgentFailed(f"the agent returned {describe_value(reward)} as its reward, which is a finite number or a bool")
+    if not isinstance(metrics, Mapping) or any(to_number(value) is None for value in metrics.values()):
+        raise AgentFailed(f"the agent returned {describe_value(metrics)} as its metrics, which map names to finite numbers")
+    output = values.get("output", "")
+    return AgentResult(
+        reward=None if reward is None else to_number(reward),
+        output=output if isinstance(output, str) else json.dumps(output, default=str),
+        metrics={str(name): float(value) for name, value in metrics.items()},
+    )

@@ -1,0 +1,111 @@
+"""``type: agent``: an agent that is a Python function, or a command in any language."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from strop.environments.agents.agent_command import run_command_agent
+from strop.environments.agents.agent_environment import AgentEnvironment, AgentFailed, current_result
+from strop.environments.agents.endpoint import Endpoint
+from strop.environments.base import EnvironmentConfigError, PromptedTask, RewardFunction, RewardMark, import_user_code
+from strop.environments.function_environment import FunctionEnvironment
+from strop.types import Rollout, Task
+
+SCORE = "score"  # the reward that the agent returns
+
+
+def score(task: Task, rollout: Rollout) -> float:
+    """Return the reward that the agent returned; 0 if its last request was refused, because of the length or the number of turns."""
+    result = current_result()
+    if result.reward is None and rollout.ending not in ("context", "turns"):
+        raise AgentFailed(
+            f"the agent returned no reward on task {task.id!r}: return a number or a mapping with reward (a command: as JSON in its last "
+            "line of output), or set env.ALIAS.reward to a function"
+        )
+    return result.reward or 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExternalAgent(FunctionEnvironment, AgentEnvironment[PromptedTask]):
+    """Rows of a dataset, each worked on by an agent. Its reward is what the agent returns, or that of functions (``reward``,
+    ``rewards``), which find the agent's result in ``strop.environments.agents.agent_environment.current_result()``."""
+
+    agent: Any = None  # file.py:function or module:function of (task, endpoint), async or not
+    command: list[str] | None = None  # a program and its arguments
+    directory: str | None = None  # where the command runs; null is the folder of the run's command
+    reward_from: Literal["stdout", "exit_code"] = (
+        "stdout"  # of a command: JSON in the last line, or 1 for exit code 0 and 0 for 1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.agent is None) == (not self.command):
+            raise EnvironmentConfigError(
+                "set agent to a function, as file.py:name or module:name, or command to a program and its arguments, and not both"
+            )
+        if self.command is None:
+            self._function  # noqa: B018 what cannot be imported is an error when the run starts
+
+    @cached_property
+    def _function(self) -> Callable[[Any, Endpoint], Any]:
+        function = import_user_code(self.agent) if isinstance(self.agent, str) else self.agent
+        if not callable(function):
+            raise EnvironmentConfigError(f"the agent {self.agent!r} is {function!r:.80}, not a function of (task, endpoint)")
+        found: Callable[[Any, Endpoint], Any] = function
+        return found
+
+    @cached_property
+    def reward_functions(self) -> Mapping[str, RewardFunction]:
+        if self.reward is None and self.rewards is None:
+            return {SCORE: RewardFunction(score, RewardMark(accuracy=True), "the agent's result")}
+        return super().reward_functions
+
+    @property
+    def declares_accuracy(self) -> bool:
+        return (self.reward is not None or self.rewards is not None) and super().declares_accuracy
+
+    @classmethod
+    def _make_functions(cls, options: Mapping[str, Any]) -> Mapping[str, RewardFunction]:
+        given = {name: options[name] for name in ("reward", "rewards") if options.get(name) is not None}
+        return cls(agent=print, **given).reward_functions  # the agent does not matter
+
+    async def run(self, task: PromptedTask, endpoint: Endpoint) -> Any:
+        if self.command is not None:
+            return await run_command_agent(self.command, task, endpoint, reward_from=self.reward_from, directory=self.directory)
+        if inspect.iscoroutinefunction(self._function):
+            return await self._function(task, endpoint)
+        returned = await run_in_own_thread(self._function, task, endpoint)
+        return await returned if inspect.isawaitable(returned) else returned
+
+
+async def run_in_own_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Await a function that blocks, in a thread that no other episode waits for. A thread that is not awaited any more runs on."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if done.done():  # cancelled
+            return
+        if error is None:
+            done.set_result(value)
+        else:
+            done.set_exception(error if isinstance(error, Exception) else AgentFailed(f"the agent raised {error!r}"))
+
+    def work() -> None:
+        value, error = None, None
+        try:
+            value = function(*arguments)
+        except BaseException as raised:  # a thread must not end silently
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=copy_context().run, args=(work,), name="strop-agent", daemon=True).start()
+    return await done

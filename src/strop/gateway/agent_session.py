@@ -1,0 +1,236 @@
+"""One episode of an agent: its requests are answered by the policy, and become a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from strop.gateway.bad_request import BadRequest
+from strop.gateway.completion_request import CompletionRequest, RequestReader
+from strop.gateway.exchange import Exchange
+from strop.gateway.gateway_config import GatewayConfig
+from strop.gateway.hermes_calls import split_reasoning
+from strop.gateway.history import EncodedRequest, History
+from strop.gateway.streamed_text import cut_at_stop
+from strop.gateway.turn_tree import add_turns
+from strop.generation.base import Completion, Generator
+from strop.generation.policy_turn import make_policy_turn
+from strop.models.chat_template import ChatTemplate
+from strop.monitoring.watchdog.waits import waiting
+from strop.sampling import Sampling, mix_seed
+from strop.tools.base import ParsedReply, ToolCallFormat
+from strop.types import Ending, Message, Rollout
+
+log = logging.getLogger(__name__)
+
+LENGTH_KEY = "policy.max_total_sequence_length"
+COUNTED = ("requests", "retries", "rewritten", "unmatched", "normalized", "overridden", "refused", "malformed_calls")
+_said: set[str] = set()  # warnings, each once
+
+
+@dataclass(eq=False, kw_only=True)
+class AgentSession:
+    """What the gateway knows of one episode."""
+
+    rollout: Rollout  # without tokens
+    generator: Generator
+    template: ChatTemplate
+    sampling: Sampling
+    config: GatewayConfig
+    tool_calls: ToolCallFormat
+    max_turns: int
+    max_length: int  # tokens of a conversation
+    exchanges: list[Exchange] = field(default_factory=list)
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # that answer its requests
+    conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by the ids of the Responses API
+    ending: Ending | None = None  # of the last request
+    prompt_error: str = ""  # why the last request's prompt was refused, if it was
+    failure: Exception | None = None  # of the engine
+
+    def __post_init__(self) -> None:
+        self._reader = RequestReader(
+            "",
+            self.template,
+            self.max_length,
+            length_key=LENGTH_KEY,
+            takes_tools=True,
+            overrides_sampling=self.config.sampling == "run",
+        )
+        self._history = History(self.template)
+        self._counts = dict.fromkeys(COUNTED, 0)
+        self._requests = self._turns = 0
+        self._asked: dict[bytes, int] = {}  # contexts -> how often they were asked for
+
+    def count_request(self) -> None:
+        """Count a request before it is read. Raises BadRequest if there were too many."""
+        self._requests += 1
+        if self._requests > self.config.max_requests:
+            raise BadRequest(
+                f"the episode has made {self.config.max_requests} requests, the most that gateway.max_requests allows",
+                code="max_requests_exceeded",
+            )
+
+    def read(self, body: Any, *, is_chat: bool) -> tuple[CompletionRequest, EncodedRequest | None]:
+        """Read a request. Raises BadRequest."""
+        encoded: list[EncodedRequest] = []
+
+        def encode(messages: tuple[Message, ...], tools: Sequence[Any]) -> list[int]:
+            encoded.append(self._history.encode(messages, tools))
+            return encoded[-1].tokens
+
+        try:
+            asked = self._reader.read(body, is_chat=is_chat, encode=encode, encode_text=self._history.encode_text)
+        except BadRequest as error:
+            self._counts["refused"] += 1
+            if error.code == "context_length_exceeded":
+                self.ending, self.prompt_error = Ending.CONTEXT, str(error)
+            raise
+        wanted = len(asked.prompts) * asked.choices
+        if self._turns + wanted > self.max_turns:
+            self._counts["refused"] += 1
+            self.ending = Ending.TURNS
+            raise BadRequest(
+                f"the episode has had {self._turns} turns of the policy, {wanted} more are asked for, and it may have {self.max_turns} "
+                "(max_rollout_turns)",
+                code="max_turns_exceeded",
+            )
+        self._turns += wanted
+        return asked, encoded[0] if encoded else None
+
+    async def complete(
+        self, asked: CompletionRequest, encoded: EncodedRequest | None
+    ) -> tuple[list[Completion], list[ParsedReply]]:
+        """Sample all completions of a request, in order, with their replies."""
+        number = self._requests
+        self._count(asked, encoded)
+        sampling = self._choose_sampling(asked)
+        sampled = [
+            self._sample(prompt, sampling, (number, place * asked.choices + choice))
+            for place, prompt in enumerate(asked.prompts)
+            for choice in range(asked.choices)
+        ]
+        try:
+            completions = await asyncio.gather(*sampled)
+        except Exception as error:  # of the engine, not of the agent
+            self.failure = self.failure or error
+            raise
+        replies = [self._read_reply(asked, completion) for completion in completions]
+        for place, (completion, reply) in enumerate(zip(completions, replies, strict=True)):
+            self._record(asked, encoded, number, place, completion, reply)
+        return list(completions), replies
+
+    def _count(self, asked: CompletionRequest, encoded: EncodedRequest | None) -> None:
+        self._counts["requests"] += 1
+        known = any(prompt_key(prompt) in self._asked for prompt in asked.prompts)
+        self._counts["retries"] += known
+        if encoded is not None:
+            self._counts["rewritten"] += encoded.rewritten
+            self._counts["normalized"] += encoded.normalized
+            self._counts["unmatched"] += not (encoded.known or known or not self.exchanges)
+        overridden = asked.sampling_parameters if self.config.sampling == "run" else ()
+        self._counts["overridden"] += bool(overridden)
+        if overridden and "overridden" not in _said:
+            _said.add("overridden")
+            log.warning(
+                "an agent asks for %s; its completions are sampled with the run's own parameters, which the learner trains with "
+                "(gateway.sampling)",
+                ", ".join(overridden),
+            )
+
+    def _choose_sampling(self, asked: CompletionRequest) -> Sampling:
+        """Return the run's sampling within the limits of the request; the request's, where agents may choose."""
+        limit = min(self.sampling.max_new_tokens, asked.sampling.max_new_tokens)
+        stop = tuple(dict.fromkeys((*self.sampling.stop_strings, *asked.stop)))
+        chosen = replace(self.sampling, max_new_tokens=limit, stop_strings=stop)
+        if self.config.sampling == "run":
+            return chosen
+        given = {name: getattr(asked.sampling, name) for name in asked.sampling_parameters if hasattr(asked.sampling, name)}
+        return replace(chosen, **given)
+
+    async def _sample(self, prompt: Sequence[int], sampling: Sampling, place: tuple[int, int]) -> Completion:
+        """Sample one completion. Its seed depends on what is asked, not on when (law 5)."""
+        key = prompt_key(prompt)
+        earlier = self._asked.get(key, 0)
+        self._asked[key] = earlier + 1
+        with waiting(f"sample {self.rollout.sample}", on=f"engine, request {place[0]}", kind="generation"):
+            return await self.generator.generate(
+                prompt,
+                sampling=sampling,
+                seed=mix_seed(self.rollout.seed, int.from_bytes(key, "big"), earlier),
+                session=f"{self.rollout.seed:x}",
+            )
+
+    def _read_reply(self, asked: CompletionRequest, completion: Completion) -> ParsedReply:
+        """Take a completion apart: reasoning and calls stand apart in the answer to a chat."""
+        text = cut_at_stop(completion.text, asked.stop)
+        if not asked.is_chat:
+            return ParsedReply(text)
+        if not asked.tools:
+            reasoning, content = split_reasoning(text)
+            return ParsedReply(content, reasoning)
+        reply = self.tool_calls.parse(cut_at_stop(self._decode(completion), asked.stop))
+        self._counts["malformed_calls"] += len(reply.malformed)
+        calls = reply.calls if asked.parallel_calls else reply.calls[:1]
+        seed = mix_seed(self.rollout.seed, len(completion.tokens), *completion.tokens.tolist())
+        named = (replace(call, id=call.id or f"{mix_seed(seed, index):016x}"[:9]) for index, call in enumerate(calls))
+        return replace(reply, calls=tuple(named))
+
+    def _decode(self, completion: Completion) -> str:
+        """Decode with the special tokens that may mark calls, without the one that ends the turn."""
+        tokens, tokenizer = completion.tokens.tolist(), self.template.tokenizer
+        ended = completion.stopped and tokens and tokens[-1] in tokenizer.all_special_ids
+        text: str = tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False)
+        return text
+
+    def _record(
+        self,
+        asked: CompletionRequest,
+        encoded: EncodedRequest | None,
+        number: int,
+        place: int,
+        completion: Completion,
+        reply: ParsedReply,
+    ) -> None:
+        context = tuple(asked.prompts[place // asked.choices])
+        turn = make_policy_turn(completion, self.generator, self.sampling)
+        if asked.is_chat:
+            message = Message("assistant", reply.content, tool_calls=reply.calls, reasoning=reply.reasoning)
+            known = 0 if encoded is None else encoded.known
+            added = "\n".join(each.content for each in asked.messages[known:])
+            exchange = Exchange(number=number, context=context, turn=turn, messages=(*asked.messages, message), added_text=added)
+        else:
+            prompt = asked.texts[place // asked.choices] if asked.texts else self.template.tokenizer.decode(list(context))
+            exchange = Exchange(number=number, context=context, turn=turn, text=prompt + completion.text)
+        self.exchanges.append(exchange)
+        self._history.add(exchange, asked.tools)
+        self.prompt_error = ""
+        full = len(context) + len(turn.tokens) >= self.max_length
+        self.ending = Ending.STOP if completion.stopped else Ending.CONTEXT if full else Ending.LENGTH
+
+    async def close(self) -> None:
+        """Cancel the requests that are not answered."""
+        for task in (tasks := list(self.tasks)):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the last request was refused, because of the length or the number of turns."""
+        return self.ending in (Ending.CONTEXT, Ending.TURNS)
+
+    def make_rollout(self) -> Rollout:
+        """Return what was sampled as a rollout. There must be an exchange."""
+        rollout = add_turns(self.rollout, self.exchanges)
+        counts = {**self._counts, "branches": len(rollout.branches)}
+        rollout.metrics.update({f"gateway/{name}": float(value) for name, value in counts.items()})
+        return replace(rollout, ending=self.ending)
+
+
+def prompt_key(prompt: Sequence[int]) -> bytes:
+    return blake2b(torch.tensor(prompt, dtype=torch.int64).numpy().tobytes(), digest_size=8).digest()

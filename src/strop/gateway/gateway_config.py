@@ -1,0 +1,59 @@
+"""Section ``gateway``: how agents reach the policy."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from strop.base_config import BaseConfig
+from strop.problems import Problem
+
+
+class GatewayConfig(BaseConfig):
+    """The OpenAI-compatible server for agents (environments of type agent)."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="Address that the gateway listens on.")
+    port: int = Field(0, ge=0, le=65535, description="Port that the gateway listens on; 0 takes a free one.")
+    url: str | None = Field(
+        None,
+        min_length=1,
+        description="Base URL that agents are given, where they reach the gateway by another name; null is http://HOST:PORT/v1.",
+    )
+    sampling: Literal["run", "agent"] = Field(
+        "run",
+        description="Whose temperature, top_p, top_k and min_p count: the run's, which the learner trains with, or those that an agent asks for.",
+    )
+    max_requests: int = Field(1024, ge=1, description="Most requests of one episode, refused ones included (requests).")
+    max_body_mb: float = Field(32.0, gt=0, description="Largest body of a request (MB).")
+    body_timeout_s: float = Field(60.0, gt=0, description="Time in which a request must have arrived as a whole (s).")
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            yield Problem(f"{key}.url", f"found {self.url!r}, which is no URL", "Write http://HOST:PORT/v1.")
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        if not is_loopback(self.host):
+            yield Problem(
+                f"{key}.host",
+                f"found {self.host}, which other machines can reach: whoever reads an episode's key on the way can use it until the "
+                "episode ends",
+                "Keep to a network that you trust.",
+            )
+        if self.sampling == "agent":
+            yield Problem(
+                f"{key}.sampling",
+                "found agent: log-probabilities are those of the distribution that an agent asked for, and the learner computes its own "
+                "with policy.generation's",
+                "Set it to run to train; agent is for evaluation.",
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

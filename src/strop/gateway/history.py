@@ -1,0 +1,102 @@
+"""Requests of one episode to tokens, without tokenizing again what the policy sampled (law 2).
+
+A request whose messages begin with those of an earlier one and the reply to it continues the tokens of that one: its context, the sampled
+tokens, and the messages after them, encoded as an observation. Messages are compared by their fields. A reply may come back with other white
+space around it, without its reasoning, or with other ids of its calls: the stored tokens are used for it, too, and that is counted.
+Everything else is rendered by the chat template anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from strop.gateway.exchange import Exchange
+from strop.models.chat_template import ChatTemplate
+from strop.types import Message
+
+
+@dataclass(frozen=True)
+class EncodedRequest:
+    """The tokens of a request, and where they come from."""
+
+    tokens: list[int]
+    known: int = 0  # messages at its beginning whose tokens were stored
+    normalized: bool = False  # a reply came back changed in a way that does not matter
+    rewritten: bool = False  # it has replies that the policy did not give there
+
+
+class History:
+    """The answered requests of an episode."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._exact: dict[bytes, Exchange] = {}  # by a digest of tools and messages, the reply included
+        self._loose: dict[bytes, Exchange] = {}
+        self._texts: dict[str, list[int]] = {}  # completions: prompt and reply -> tokens
+        self._openings: set[str] = set()  # first messages
+        self._replies: set[str] = set()
+
+    def add(self, exchange: Exchange, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Store an answered request. The reply of a later one counts where two requests have the same messages and reply."""
+        if not exchange.messages:
+            self._texts[exchange.text] = list(exchange.tokens)
+            return
+        *_, self_exact = _digest(exchange.messages, tools)
+        *_, self_loose = _digest(exchange.messages, tools, loosely=True)
+        self._exact[self_exact] = self._loose[self_loose] = exchange
+        self._openings.add(_write(exchange.messages[0]))
+        self._replies.add(_write(exchange.messages[-1], loosely=True))
+
+    def encode(self, messages: tuple[Message, ...], tools: Sequence[Mapping[str, Any]] = ()) -> EncodedRequest:
+        """Encode a request of a chat."""
+        exact, loose = list(_digest(messages, tools)), list(_digest(messages, tools, loosely=True))
+        for known in range(len(messages) - 1, 0, -1):
+            if messages[known - 1].role != "assistant":
+                continue
+            found = self._exact.get(exact[known - 1])
+            normalized = found is None
+            found = found or self._loose.get(loose[known - 1])
+            if found is not None:
+                rest = messages[known:]
+                observation = self._template.encode_observation(rest, found.turn.tokens.tolist())
+                return EncodedRequest([*found.tokens, *observation], known, normalized, self._is_rewritten(messages, known))
+        return EncodedRequest(self._template.encode_prompt(messages, tools), rewritten=self._is_rewritten(messages, 0))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encode the prompt of a completion."""
+        known = max((each for each in self._texts if text.startswith(each)), key=len, default="")
+        tokenizer = self._template.tokenizer
+        if not known:
+            ids: list[int] = tokenizer(text)["input_ids"]
+            return ids
+        tokens = self._texts[known]
+        if tokens[-1] in tokenizer.all_special_ids:  # the end of a turn, which is not in the text
+            tokens = tokens[:-1]
+        rest = text[len(known) :]
+        return [*tokens, *(tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else [])]
+
+    def _is_rewritten(self, messages: tuple[Message, ...], known: int) -> bool:
+        """Whether replies after the known messages are the policy's, changed or in another place; examples in a prompt are not."""
+        replies = [message for message in messages[known:] if message.role == "assistant"]
+        begun = known > 0 or _write(messages[0]) in self._openings
+        return any(begun or _write(reply, loosely=True) in self._replies for reply in replies)
+
+
+def _digest(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, loosely: bool = False) -> Iterator[bytes]:
+    """Yield a digest of the tools and the messages up to each of them."""
+    state = blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=20)
+    for message in messages:
+        state.update(_write(message, loosely=loosely and message.role == "assistant").encode())
+        yield state.digest()
+
+
+def _write(message: Message, *, loosely: bool = False) -> str:
+    """Write the fields of a message that are compared, unambiguously."""
+    content = message.content.strip() if loosely else message.content
+    calls = [[call.name, dict(call.arguments), "" if loosely else call.id] for call in message.tool_calls]
+    others = [] if loosely else [message.reasoning, message.name, message.tool_call_id]
+    return json.dumps([message.role, content, calls, *others], sort_keys=True) + "\n"

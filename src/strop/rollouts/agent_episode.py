@@ -1,0 +1,77 @@
+"""Episodes that an agent drives: it asks the policy through the gateway, and its requests become the rollout."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from strop import packages
+from strop.base_config import validate_section
+from strop.environments.base import Environment
+from strop.gateway.gateway_config import GatewayConfig
+from strop.gateway.hermes_calls import HermesCalls
+from strop.generation.base import Generator
+from strop.models.chat_template import ChatTemplate
+from strop.sampling import Sampling
+from strop.types import Ending, Rollout
+
+log = logging.getLogger(__name__)
+
+
+class AgentMadeNoRequest(RuntimeError):
+    """An agent ended without a request that the policy answered."""
+
+
+async def run_agent(
+    environment: Environment[Any],
+    rollout: Rollout,
+    generator: Generator,
+    template: ChatTemplate,
+    sampling: Sampling,
+    *,
+    config: GatewayConfig | None,
+    max_turns: int,
+    max_length: int,
+) -> Rollout:
+    """Run the agent of a rollout. Raises what the agent raises, unless that follows from a refused request: then it is truncated."""
+    if not packages.is_installed("aiohttp"):
+        raise ImportError(f"{environment.title} needs the gateway, and that the package aiohttp: pip install 'strop[serve]'")
+    from strop.gateway.agent_session import AgentSession
+    from strop.gateway.gateway import get_gateway
+
+    config = config or validate_section(GatewayConfig, {})
+    session = AgentSession(
+        rollout=rollout,
+        generator=generator,
+        template=template,
+        sampling=sampling,
+        config=config,
+        tool_calls=HermesCalls(),
+        max_turns=max_turns,
+        max_length=max_length,
+    )
+    result = None
+    async with get_gateway(config).open(session) as endpoint:
+        try:
+            result = await environment.run_agent(rollout.task, endpoint)
+        except Exception as error:
+            if session.failure is None and not (session.truncated and session.exchanges):
+                raise
+            log.debug("the agent of task %s ended after a refused request", rollout.task.id, exc_info=error)
+    if session.failure is not None:
+        raise session.failure
+    if not session.exchanges:
+        raise AgentMadeNoRequest(session.prompt_error or _explain(environment, rollout))
+    finished = session.make_rollout()
+    if result is None:
+        return finished
+    finished.metrics.update(result.metrics)
+    return replace(finished, output=result.output, ending=finished.ending or Ending.STOP)
+
+
+def _explain(environment: Environment[Any], rollout: Rollout) -> str:
+    return (
+        f"the agent of {environment.title} ended on task {rollout.task.id!r} without a completion: let it send its requests to "
+        "endpoint.base_url with endpoint.api_key (OPENAI_BASE_URL and OPENAI_API_KEY of a command)"
+    )
