@@ -17,10 +17,13 @@ ENVIRONMENTS = {
     "gymnasium": "strop.environments.adapters.gymnasium_environment:GymnasiumEnvironment",
     "math": "strop.environments.math:MathEnvironment",
     "math_multi_reward": "strop.environments.math_multi_reward:MathMultiReward",
+    "nemo_gym": "strop.environments.adapters.nemo_gym_environment:NemoGymEnvironment",
+    "openenv": "strop.environments.adapters.openenv_environment:OpenEnvEnvironment",
     "reasoning_gym": "strop.environments.reasoning_gym:ReasoningGym",
     "reward_function": "strop.environments.function_environment:FunctionEnvironment",
     "reward_model": "strop.environments.reward_model_environment:RewardModelEnvironment",
     "textarena": "strop.environments.adapters.textarena_environment:TextArenaEnvironment",
+    "verifiers": "strop.environments.adapters.verifiers_environment:VerifiersEnvironment",
 }
 
 
