@@ -15,6 +15,7 @@ ENVIRONMENTS = {
     "agent": "strop.environments.agents.external_agent:ExternalAgent",
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
     "gymnasium": "strop.environments.adapters.gymnasium_environment:GymnasiumEnvironment",
+    "lm_eval": "strop.environments.adapters.lm_eval_environment:LmEvalEnvironment",
     "math": "strop.environments.math:MathEnvironment",
     "math_multi_reward": "strop.environments.math_multi_reward:MathMultiReward",
     "nemo_gym": "strop.environments.adapters.nemo_gym_environment:NemoGymEnvironment",

@@ -31,7 +31,11 @@ class VerifiersProcess:
 
     def __init__(self, python: str, path: Sequence[str], config: Mapping[str, Any], *, start_timeout_s: float) -> None:
         """Start it and load the environment. Raises EnvironmentConfigError."""
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH", "")])])}
+        joined = {  # harnesses look for uv beside the interpreter
+            "PYTHONPATH": [*path, os.environ.get("PYTHONPATH", "")],
+            "PATH": [str(Path(python or sys.executable).parent), os.environ.get("PATH", "")],
+        }
+        environ = {**os.environ, **{name: os.pathsep.join(filter(None, parts)) for name, parts in joined.items()}}
         try:
             self._process = subprocess.Popen(
                 [python or sys.executable, str(RUNNER)],

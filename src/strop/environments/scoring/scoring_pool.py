@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 MAX_CACHED_RESULTS = 8192  # cached results: samples of a group often agree, and several rewards score the same answer
 
-ScorerName = Literal["math_verify", "dapo", "reasoning_gym"]
+ScorerName = Literal["math_verify", "dapo", "reasoning_gym", "lm_eval"]
 
 
 class ScoringError(RuntimeError):

@@ -89,7 +89,21 @@ def load_dapo() -> Callable[..., Callable[[], float]]:
     return lambda reference, answer: partial(score_dapo, reference, answer)
 
 
-SCORER_LOADERS = {"math_verify": load_math_verify, "dapo": load_dapo, "reasoning_gym": load_reasoning_gym}
+def load_lm_eval() -> Callable[..., Callable[[], float]]:
+    from strop.environments.scoring.lm_eval_tasks import load_lm_eval_task, score_with_lm_eval
+
+    def prepare(task: str, include_path: str, metric: str, answer: str, doc: Reply) -> Callable[[], float]:
+        return partial(score_with_lm_eval, load_lm_eval_task(task, include_path), doc, answer, metric)
+
+    return prepare
+
+
+SCORER_LOADERS = {
+    "math_verify": load_math_verify,
+    "dapo": load_dapo,
+    "reasoning_gym": load_reasoning_gym,
+    "lm_eval": load_lm_eval,
+}
 
 
 def main() -> None:
