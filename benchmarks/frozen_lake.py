@@ -107,7 +107,10 @@ def main() -> None:
                 curve = play(Path(name) / f"{kind}_{seed}", start, seed, lr, options.steps)
                 curves[kind].append(curve)
                 first, last = statistics.mean(curve[:LAST_STEPS]), statistics.mean(curve[-LAST_STEPS:])
-                print(f"seed {seed} {kind}: games won, first {LAST_STEPS} steps {first:.3f}, last {LAST_STEPS} steps {last:.3f}", flush=True)
+                print(
+                    f"seed {seed} {kind}: games won, first {LAST_STEPS} steps {first:.3f}, last {LAST_STEPS} steps {last:.3f}",
+                    flush=True,
+                )
     if options.output:
         options.output.write_text(json.dumps({"lake": LAKE, "lr": options.lr, **curves}, indent=1))
 

@@ -88,7 +88,15 @@ def openenv_echo(*, max_sessions: int = 1) -> web.Application:
     async def schema(request: web.Request) -> web.Response:
         text = {"type": "string"}
         action = {"properties": {"metadata": {"type": "object"}, "message": text}, "required": ["message"]}
-        seen = {"properties": {"done": {}, "reward": {}, "metadata": {}, "echoed_message": text, "message_length": {"type": "integer"}}}
+        seen = {
+            "properties": {
+                "done": {},
+                "reward": {},
+                "metadata": {},
+                "echoed_message": text,
+                "message_length": {"type": "integer"},
+            }
+        }
         return web.json_response({"action": action, "observation": seen, "state": {}})
 
     async def play(request: web.Request) -> web.WebSocketResponse:
@@ -164,13 +172,22 @@ def nemo_gym_counter(config: dict[str, Any] | None = None) -> web.Application:
     async def step(request: web.Request) -> web.Response:
         body = await request.json()
         said = body["response"]["output"][-1]["content"][0]["text"]
-        return web.json_response({"observation": "Again.", "reward": 1.0 if said == "stop" else -0.5, "terminated": said == "stop"})
+        return web.json_response(
+            {"observation": "Again.", "reward": 1.0 if said == "stop" else -0.5, "terminated": said == "stop"}
+        )
 
     async def global_config(request: web.Request) -> web.Response:
         return web.json_response(json.dumps(config))
 
     app = web.Application()
-    posts = {"seed_session": seed, "increment_counter": increment, "get_counter_value": read, "verify": verify, "reset": reset, "step": step}
+    posts = {
+        "seed_session": seed,
+        "increment_counter": increment,
+        "get_counter_value": read,
+        "verify": verify,
+        "reset": reset,
+        "step": step,
+    }
     app.add_routes([web.post(f"/{path}", handler) for path, handler in posts.items()])
     app.add_routes([web.get("/global_config_dict_yaml", global_config)])
     return app

@@ -36,7 +36,9 @@ class ReasoningGym(Environment[PromptedTask]):
 
     task: str  # such as chain_sum, leg_counting, sudoku; composite for several, whose options are datasets: [{name, weight, config, level}]
     options: Mapping[str, Any] = field(default_factory=dict)  # fields of the task's own configuration, except seed and size
-    level: int | None = None  # of the task's curriculum, 0 the easiest, in place of options that it sets; null for the task's defaults
+    level: int | None = (
+        None  # of the task's curriculum, 0 the easiest, in place of options that it sets; null for the task's defaults
+    )
     instruction: str = "Give your final answer between <answer> and </answer>."  # appended to the question; "" for none
     # Where to find the answer. tags: in the last <answer>...</answer>; tags_or_text: there, else the whole text;
     # number: the last number in the text.
@@ -124,7 +126,12 @@ class ReasoningGym(Environment[PromptedTask]):
             return ScoringResult(0.0)
         pool = get_scoring_pool(self.num_workers)
         return await pool.call(
-            "reasoning_gym", self.timeout_s, task=self.task, options=self._dataset_options, answer=answer, entry=dict(task.metadata)
+            "reasoning_gym",
+            self.timeout_s,
+            task=self.task,
+            options=self._dataset_options,
+            answer=answer,
+            entry=dict(task.metadata),
         )
 
 

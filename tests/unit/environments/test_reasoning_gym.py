@@ -113,7 +113,10 @@ def test_a_composite_asks_what_the_packages_own_composite_asks():
 
     environment = ReasoningGym(task="composite", options={"datasets": [{"name": "chain_sum"}, {"name": "sudoku", "weight": 2.0}]})
     specs = [DatasetSpec("chain_sum", 1.0, {}), DatasetSpec("sudoku", 2.0, {})]
-    own, theirs = make_dataset("composite", environment._dataset_options, 5, 6), create_dataset("composite", datasets=specs, seed=5, size=6)
+    own, theirs = (
+        make_dataset("composite", environment._dataset_options, 5, 6),
+        create_dataset("composite", datasets=specs, seed=5, size=6),
+    )
     assert [own[index] for index in range(6)] == [theirs[index] for index in range(6)]
 
 
@@ -127,7 +130,10 @@ def test_a_level_of_the_curriculum_makes_tasks_harder():
     [
         ({"task": "composite", "options": {"datasets": [{"name": "chain_sums"}]}}, "did you mean 'chain_sum'"),
         ({"task": "composite", "options": {"datasets": [{"name": "chain_sum", "wait": 1}]}}, "a mapping with name"),
-        ({"task": "composite", "options": {"datasets": [{"name": "chain_sum", "config": {"max_term": 1}}]}}, "did you mean 'max_terms'"),
+        (
+            {"task": "composite", "options": {"datasets": [{"name": "chain_sum", "config": {"max_term": 1}}]}},
+            "did you mean 'max_terms'",
+        ),
         ({"task": "composite"}, "rejects the options"),
         ({"task": "chain_sum", "level": 99}, "has the levels 0 to"),
     ],

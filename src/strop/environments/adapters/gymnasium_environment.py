@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,9 +14,6 @@ from strop.environments.adapters.gymnasium_spaces import InvalidAction, describe
 from strop.environments.adapters.stepped_environment import GameStep, SeededTask, SteppedEnvironment
 from strop.environments.base import EnvironmentConfigError, import_user_code
 from strop.user_code import suggest_names
-
-Describe = Callable[[Any, Any], str]
-Parse = Callable[[str, Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +79,11 @@ class GymnasiumEnvironment(SteppedEnvironment):
         return _GymnasiumGame(self, await asyncio.to_thread(self.make), task.seed)
 
     @cached_property
-    def description(self) -> Describe | None:
+    def description(self) -> Any:
         return _import_function(self.describe)
 
     @cached_property
-    def parser(self) -> Parse | None:
+    def parser(self) -> Any:
         return _import_function(self.parse)
 
 
@@ -124,7 +121,7 @@ class _GymnasiumGame:
 
     def _describe(self, observation: Any) -> str:
         if self._options.description is not None:
-            return self._options.description(observation, self._game)
+            return str(self._options.description(observation, self._game))
         return drop_colours(str(self._game.render())).strip("\n") if self._options.render else describe_observation(observation)
 
 
@@ -137,4 +134,3 @@ def drop_colours(text: str) -> str:
     """Return what a terminal would show, with [ ] around what has a background of its own: in FrozenLake, where the player is."""
     marked = re.sub(r"\x1b\[(?:4\d|10\d)m(.*?)\x1b\[0m", r"[\1]", text, flags=re.DOTALL)
     return re.sub(r"\x1b\[[\d;]*m", "", marked)
-

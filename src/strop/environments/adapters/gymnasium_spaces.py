@@ -68,7 +68,7 @@ def parse_action(space: Any, text: str, names: Sequence[str] = ()) -> Any:
     tagged = extract_last_tagged(text, "action")
     given = text.strip() if tagged is None else tagged.strip()
     if type(space).__name__ == "Discrete":
-        action = _parse_choice(space, given, names)
+        action: Any = _parse_choice(space, given, names)
     elif type(space).__name__ == "Text":
         action = given
     else:

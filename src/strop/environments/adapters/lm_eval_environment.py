@@ -32,7 +32,9 @@ class LmEvalEnvironment(Environment[PromptedTask]):
         try:
             self._task  # noqa: B018 a task that cannot be had is an error when the run starts
         except ImportError as error:
-            raise EnvironmentConfigError(f"the environment lm_eval needs a package: pip install 'strop[lm-eval]' ({error})") from error
+            raise EnvironmentConfigError(
+                f"the environment lm_eval needs a package: pip install 'strop[lm-eval]' ({error})"
+            ) from error
         except LmEvalError as error:
             raise EnvironmentConfigError(str(error)) from error
 

@@ -48,7 +48,9 @@ class NemoGymEnvironment(AgentEnvironment[Task]):
     def __post_init__(self) -> None:
         super().__post_init__()
         if bool(self.head_url) == bool(self.servers):
-            raise EnvironmentConfigError("set head_url to the address of NeMo-Gym's head server, or servers to its resource servers")
+            raise EnvironmentConfigError(
+                "set head_url to the address of NeMo-Gym's head server, or servers to its resource servers"
+            )
         for name, server in self.resource_servers.items():
             if server.agent not in AGENTS:
                 raise EnvironmentConfigError(
@@ -62,7 +64,9 @@ class NemoGymEnvironment(AgentEnvironment[Task]):
             try:
                 return {name: ResourceServer(**values) for name, values in self.servers.items()}
             except TypeError as error:
-                raise EnvironmentConfigError(f"servers maps the name of an agent to its url, agent and max_steps: {error}") from error
+                raise EnvironmentConfigError(
+                    f"servers maps the name of an agent to its url, agent and max_steps: {error}"
+                ) from error
         return read_servers(self._fetch_global_config())
 
     def _fetch_global_config(self) -> Mapping[str, Any]:
@@ -129,7 +133,7 @@ def read_servers(config: Mapping[str, Any]) -> dict[str, ResourceServer]:
         agents = section.get("responses_api_agents") if isinstance(section, Mapping) else None
         for kind, agent in (agents or {}).items():
             wanted = (agent.get("resources_server") or {}).get("name")
-            for resource in (config.get(wanted, {}).get("resources_servers") or {}).values():
+            for resource in (config.get(str(wanted), {}).get("resources_servers") or {}).values():
                 url = f"http://{resource['host']}:{resource['port']}"
                 found[name] = ResourceServer(url, kind, agent.get("max_steps"))
     return found
@@ -157,12 +161,16 @@ class _NemoGymEpisode:
             if not calls or self._response.get("incomplete_details"):
                 break
             for call in calls:
-                self._outputs.append({"type": "function_call_output", "call_id": call["call_id"], "output": await self._call_tool(call)})
+                self._outputs.append(
+                    {"type": "function_call_output", "call_id": call["call_id"], "output": await self._call_tool(call)}
+                )
             if self._server.max_steps and step >= self._server.max_steps:
                 break
         answer = json.loads(await self._post("/verify", {**self._row, "response": {**self._response, "output": self._outputs}}))
         if answer.get("mask_sample"):
-            raise AgentFailed(f"NeMo-Gym could not score the rollout: {answer.get('failure_kind')} {answer.get('failure_reason')}")
+            raise AgentFailed(
+                f"NeMo-Gym could not score the rollout: {answer.get('failure_kind')} {answer.get('failure_reason')}"
+            )
         return _read_verdict(answer)
 
     async def play(self) -> AgentResult:

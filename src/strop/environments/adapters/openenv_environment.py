@@ -161,7 +161,9 @@ class _OpenEnvGame:
             return GameStep(f"This is not an action: {_describe_refusal(data)}", self._options.invalid_reward, invalid=True)
         earned = data.get("reward")
         if earned is not None and (earned := to_number(earned)) is None:
-            raise OpenEnvError(f"the server at {self._options.base_url} gave the reward {data['reward']!r:.80}, not a finite number")
+            raise OpenEnvError(
+                f"the server at {self._options.base_url} gave the reward {data['reward']!r:.80}, not a finite number"
+            )
         over = bool(data.get("done"))
         return GameStep("" if over else self._options.describe_observation(data.get("observation")), earned, over)
 

@@ -70,7 +70,9 @@ class SteppedEnvironment(Environment[SeededTask]):
     """Plays a game with the policy: the base of the adapters to libraries of games."""
 
     system_prompt: str = ""  # the first message of each conversation; "" for none
-    solved_at: float | None = None  # sum of an episode's rewards from which it counts as solved; null: as the game says, else above 0
+    solved_at: float | None = (
+        None  # sum of an episode's rewards from which it counts as solved; null: as the game says, else above 0
+    )
 
     @abstractmethod
     async def open_game(self, task: SeededTask) -> SteppedGame: ...
@@ -135,4 +137,3 @@ class SteppedEnvironment(Environment[SeededTask]):
     @property
     def default_solved_at(self) -> float | None:
         return None
-

@@ -39,7 +39,9 @@ class TextArenaEnvironment(SteppedEnvironment):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.player is not None and not 0 <= self.player < self.num_players:
-            raise EnvironmentConfigError(f"player is {self.player}, but {self.num_players} play: set it to 0 to {self.num_players - 1}")
+            raise EnvironmentConfigError(
+                f"player is {self.player}, but {self.num_players} play: set it to 0 to {self.num_players - 1}"
+            )
         try:
             _TextArenaGame(self, self.make(), 0, 0).reset()
         except (AssertionError, IndexError, KeyError) as error:
@@ -191,4 +193,5 @@ def play_listed_move(observation: str, numbers: random.Random) -> str:
             "the game lists no moves in brackets that a random opponent could choose from; set opponent to file.py:function, a function of "
             "(observation, random) that returns a move"
         )
-    return numbers.choice((several or lines)[-1])
+    move: str = numbers.choice((several or lines)[-1])
+    return move

@@ -40,7 +40,9 @@ class VerifiersEnvironment(AgentEnvironment[PlacedTask]):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.env.get("taskset") or {}).get("id"):
-            raise EnvironmentConfigError("env.taskset.id is not set; it names the task set, as --env.taskset.id of verifiers does")
+            raise EnvironmentConfigError(
+                "env.taskset.id is not set; it names the task set, as --env.taskset.id of verifiers does"
+            )
 
     @cached_property
     def process(self) -> VerifiersProcess:

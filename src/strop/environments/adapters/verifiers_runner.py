@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 MAX_TASKS = 100_000  # that an infinite task set is read to, where no size is given
@@ -99,14 +100,17 @@ async def serve(replies: Any) -> None:
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
+    def forget(number: int, task: asyncio.Task[None]) -> None:
+        running.pop(number, None)
+
     while line := await reader.readline():
         request = json.loads(line)
         if request["call"] == "cancel":
-            if (task := running.pop(request["of"], None)) is not None:
-                task.cancel()
+            if (cancelled := running.pop(request["of"], None)) is not None:
+                cancelled.cancel()
             continue
-        running[request["id"]] = asyncio.create_task(answer(request))
-        running[request["id"]].add_done_callback(lambda _, number=request["id"]: running.pop(number, None))
+        running[request["id"]] = task = asyncio.create_task(answer(request))
+        task.add_done_callback(partial(forget, request["id"]))
     for task in running.values():
         task.cancel()
     await asyncio.gather(*running.values(), return_exceptions=True)

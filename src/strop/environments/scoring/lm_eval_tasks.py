@@ -26,7 +26,9 @@ def load_lm_eval_task(name: str, include_path: str) -> Any:
             break
     else:
         near = get_close_matches(name, manager.all_tasks)
-        raise LmEvalError(f"lm-eval has no task {name!r}{suggest_names(name, near)}; include_path adds a folder with tasks of yours")
+        raise LmEvalError(
+            f"lm-eval has no task {name!r}{suggest_names(name, near)}; include_path adds a folder with tasks of yours"
+        )
     if found is None:
         raise LmEvalError(f"{name} is a group of lm-eval's tasks; name one of them")
     if found.OUTPUT_TYPE != "generate_until":

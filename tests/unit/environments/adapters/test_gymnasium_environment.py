@@ -42,11 +42,11 @@ def test_the_loop_of_gymnasiums_documentation_and_an_episode_see_the_same():
     environment = make_environment("gymnasium", {"id": "CartPole-v1", "solved_at": 20})
     task = environment.tasks(DataSource(seed=5))[7]
     env = gymnasium.make("CartPole-v1")
-    observation, info = env.reset(seed=task.seed)
+    observation, _ = env.reset(seed=task.seed)
     actions, total, episode_over = [], 0.0, False
     while not episode_over:
         action = int(observation[2] > 0)
-        observation, reward, terminated, truncated, info = env.step(action)
+        observation, reward, terminated, truncated, _ = env.step(action)
         actions.append(str(action))
         total += reward
         episode_over = terminated or truncated
@@ -58,7 +58,8 @@ def test_the_loop_of_gymnasiums_documentation_and_an_episode_see_the_same():
 def test_a_task_is_the_same_whenever_it_is_asked_for_and_others_differ():
     environment = make_environment("gymnasium", {"id": "CartPole-v1"})
     first, again, other, held_out = (
-        play(environment, [], index=index, seed=3, split=split)[0] for index, split in ((0, "train"), (0, "train"), (1, "train"), (0, "validation"))
+        play(environment, [], index=index, seed=3, split=split)[0]
+        for index, split in ((0, "train"), (0, "train"), (1, "train"), (0, "validation"))
     )
     assert first == again and other != first and held_out != first
 
@@ -90,7 +91,9 @@ def test_an_environment_class_of_the_user_is_played(tmp_path):
         "    def reset(self, *, seed=None, options=None):\n        super().reset(seed=seed)\n        return self.word, {}\n"
         "    def step(self, action):\n        return action, float(action == self.word), True, False, {}\n"
     )
-    environment = make_environment("gymnasium", {"id": f"{tmp_path}/echo.py:Echo", "kwargs": {"word": "bye"}, "instruction": "Repeat."})
+    environment = make_environment(
+        "gymnasium", {"id": f"{tmp_path}/echo.py:Echo", "kwargs": {"word": "bye"}, "instruction": "Repeat."}
+    )
     seen, result = play(environment, ["bye"])
     assert seen == ["Repeat.\n\nbye", None] and result.reward == 1.0
 
@@ -102,7 +105,11 @@ SPACES: dict[str, tuple[Callable[[object], object], str, object]] = {
     "multi_binary": (lambda s: s.MultiBinary(2), "[1, 0]", [1, 0]),
     "box": (lambda s: s.Box(-1, 1, (2,)), "[0.5, -1]", [0.5, -1.0]),
     "tuple": (lambda s: s.Tuple((s.Discrete(2), s.Discrete(2))), "[0, 1]", (0, 1)),
-    "dict": (lambda s: s.Dict({"turn": s.Discrete(2), "speed": s.Box(0, 9, ())}), '{"turn": 1, "speed": 3}', {"turn": 1, "speed": 3.0}),
+    "dict": (
+        lambda s: s.Dict({"turn": s.Discrete(2), "speed": s.Box(0, 9, ())}),
+        '{"turn": 1, "speed": 3}',
+        {"turn": 1, "speed": 3.0},
+    ),
 }
 
 
@@ -118,7 +125,9 @@ def test_actions_of_every_space_are_read_and_described(kind):
         assert (list(action) if isinstance(wanted, list) else action) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "7", "-1", "nan", "[1]", "[9, 9]", "{", "[[[[", "1e999", '{"turn": true}', "[" * 5000, "null"])
+@pytest.mark.parametrize(
+    "text", ["", "7", "-1", "nan", "[1]", "[9, 9]", "{", "[[[[", "1e999", '{"turn": true}', "[" * 5000, "null"]
+)
 @pytest.mark.parametrize("kind", SPACES)
 def test_hostile_texts_are_no_action_or_one_of_the_space(kind, text):
     space = SPACES[kind][0](gymnasium.spaces)
@@ -148,6 +157,7 @@ def test_colours_of_a_terminal_become_brackets():
 
 def test_episodes_side_by_side_do_not_see_each_other():
     environment = GymnasiumEnvironment(**{**LAKE, "actions": tuple(LAKE["actions"])})
+
     async def both() -> list[float]:
         plays = await asyncio.gather(*(episode(environment, moves) for moves in (WAY, ["down", "right"], WAY)))
         return [result.reward for _, result in plays]

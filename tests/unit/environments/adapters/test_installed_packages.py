@@ -99,7 +99,7 @@ def test_resource_servers_of_nemo_gym_work_unchanged_on_their_own_example_data(n
         assert rollout.rewards == wanted
 
 
-TASKSET = '''
+TASKSET = """
 import verifiers.v1 as vf
 
 
@@ -125,7 +125,7 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
     def load(self) -> list[ReverseTextTask]:
         words = ["abc", "xyz", "hello", "stop", "tea"][: self.config.num_tasks]
         return [ReverseTextTask(ReverseTextData(prompt=f"Reverse: {word}", answer=word[::-1]), self.config.task) for word in words]
-'''
+"""
 
 
 def test_a_package_that_verifiers_scaffolds_is_run_by_its_own_harness_through_the_gateway(tmp_path, monkeypatch):
@@ -147,7 +147,7 @@ def test_a_package_that_verifiers_scaffolds_is_run_by_its_own_harness_through_th
     assert [message.content for message in rollout.messages] == ["Reverse: abc", "cba"]
     assert solve(environment, DataSource(), "no", index=1).rewards == {"score": 0.0}
     environment.process.close()
-    with pytest.raises(EnvironmentConfigError, match="cannot load the environment.*taskset 'nothing' not found"):
+    with pytest.raises(EnvironmentConfigError, match=r"cannot load the environment.*taskset 'nothing' not found"):
         make_environment("verifiers", {"env": {"taskset": {"id": "nothing"}}, "python": python}).tasks(DataSource())
 
 

@@ -62,7 +62,9 @@ def test_the_policy_calls_the_tools_of_a_session_and_is_scored_by_the_server(url
     calls = call("increment_counter", count=1) + call("increment_counter", count=2)
     rollout = solve(environment, ROW, calls, call("get_counter_value"), "It is 6.")
     assert rollout.error is None and rollout.rewards == {"score": 1.0}
-    assert [message.content for message in rollout.messages if message.role == "tool"] == ['{"success": true}'] * 2 + ['{"count": 6}']
+    assert [message.content for message in rollout.messages if message.role == "tool"] == ['{"success": true}'] * 2 + [
+        '{"count": 6}'
+    ]
     assert rollout.metrics["component/called"] == 1.0
     assert solve(environment, ROW, "It is 6.").rewards == {"score": 0.0}
 
@@ -76,7 +78,10 @@ def test_errors_of_a_tool_are_told_to_the_policy(url):
 def test_components_of_the_reward_are_rewards_of_their_own(url):
     options = {"servers": {"counter": {"url": url}}, "components": ["correct", "called"]}
     assert list_rewards("nemo_gym", options) == ("correct", "called")
-    assert solve(make_environment("nemo_gym", options), ROW, call("get_counter_value"), "3").rewards == {"correct": 0.0, "called": 1.0}
+    assert solve(make_environment("nemo_gym", options), ROW, call("get_counter_value"), "3").rewards == {
+        "correct": 0.0,
+        "called": 1.0,
+    }
     wrong = make_environment("nemo_gym", {**options, "components": ["style"]})
     assert "gave no component 'style'" in str(solve(wrong, ROW, "3").error)
 

@@ -13,7 +13,7 @@ ENV = {"taskset": {"id": "reverse-text"}}
 
 
 def test_an_interpreter_without_verifiers_is_an_error_that_says_what_to_set():
-    with pytest.raises(EnvironmentConfigError, match="has no verifiers; .* set python to that interpreter"):
+    with pytest.raises(EnvironmentConfigError, match=r"has no verifiers; .* set python to that interpreter"):
         VerifiersEnvironment(env=ENV).tasks(DataSource())
 
 
