@@ -51,7 +51,7 @@ PACKAGES_verifiers := verifiers==0.4.0 uv
 PACKAGES_openenv := openenv-core==0.3.0
 PACKAGES_lm-eval := lm-eval==0.4.13
 PACKAGES_nemo-gym := --ignore-requires-python --no-deps nemo-gym==0.7.0 openai==2.44.0 anthropic==0.109.2 hydra-core==1.3.8 \
-    omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 itsdangerous yappi pydot pyparsing scipy GitPython devtools tomlkit
+    omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 itsdangerous yappi pydot pyparsing scipy==1.17.1 GitPython devtools tomlkit
 
 test-adapters: setup-dev $(foreach name,verifiers openenv lm-eval nemo-gym,$(ADAPTERS)/$(name)/.done) ## adapters with packages that want an environment of their own
 	STROP_ADAPTERS=$(abspath $(ADAPTERS)) $(PYTEST) tests/unit/environments/adapters $(ARGS)
