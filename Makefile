@@ -28,7 +28,7 @@ SANDBOX := $(shell for pair in bwrap:bubblewrap gcc:gcc g++:g++ node:nodejs; do 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-fast test-all test-gpu lint format docs site docs-check bench clean distclean setup-quickstart setup-dev setup-bench setup-vllm setup-sandbox
+.PHONY: help quickstart test test-fast test-all test-adapters test-gpu lint format docs site docs-check bench clean distclean setup-quickstart setup-dev setup-bench setup-vllm setup-sandbox
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
@@ -47,6 +47,25 @@ test-fast: setup-dev ## the unit tests that take seconds
 
 test-all: setup-dev ## every test that needs no GPU
 	$(PYTEST) -m "not gpu" $(ARGS)
+
+# Packages that want other versions than Strop's get an environment each, over the one of the tests. nemo-gym asks for a newer Python
+# than it needs, and for more packages than its resource servers import.
+ADAPTERS := $(VENV)/adapters
+PACKAGES_verifiers := verifiers==0.4.0 uv
+PACKAGES_openenv := openenv-core==0.3.0
+PACKAGES_lm-eval := lm-eval==0.4.13
+PACKAGES_nemo-gym := --ignore-requires-python --no-deps nemo-gym==0.7.0 openai==2.44.0 anthropic==0.109.2 hydra-core==1.3.8 \
+    omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 itsdangerous yappi pydot pyparsing scipy==1.17.1 GitPython devtools tomlkit
+
+test-adapters: setup-dev $(foreach name,verifiers openenv lm-eval nemo-gym,$(ADAPTERS)/$(name)/.done) ## adapters with packages that want an environment of their own
+	STROP_ADAPTERS=$(abspath $(ADAPTERS)) $(PYTEST) tests/unit/environments/adapters $(ARGS)
+
+$(ADAPTERS)/%/.done: | setup-dev
+	$(BIN)/python -m venv --without-pip $(ADAPTERS)/$*
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib')); print('$(CURDIR)/src')" > \
+	    $$(echo $(ADAPTERS)/$*/lib/python*/site-packages)/base.pth
+	$(PIP) --python $(ADAPTERS)/$*/bin/python install -q $(PACKAGES_$*)
+	@touch $@
 
 test-gpu: setup-dev ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)

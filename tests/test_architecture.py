@@ -60,6 +60,10 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "pyarrow": ("monitoring/", "data/"),
     "math_verify": ("environments/",),
     "reasoning_gym": ("environments/",),
+    "gymnasium": ("environments/adapters/",),
+    "textarena": ("environments/adapters/",),
+    "verifiers": ("environments/adapters/",),
+    "lm_eval": ("environments/scoring/",),
     "omegaconf": ("config/",),
     "pydantic": (
         "*_config.py",

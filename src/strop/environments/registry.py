@@ -16,18 +16,24 @@ ENVIRONMENTS = {
     "code": "strop.environments.code.code_environment:CodeEnvironment",
     "code_interpreter": "strop.environments.code.code_interpreter:CodeInterpreter",
     "code_jaccard": "strop.environments.code.code_jaccard:CodeJaccard",
+    "gymnasium": "strop.environments.adapters.gymnasium_environment:GymnasiumEnvironment",
     "humaneval": "strop.environments.code.humaneval:HumanEval",
+    "lm_eval": "strop.environments.adapters.lm_eval_environment:LmEvalEnvironment",
     "math": "strop.environments.math:MathEnvironment",
     "math_multi_reward": "strop.environments.math_multi_reward:MathMultiReward",
+    "nemo_gym": "strop.environments.adapters.nemo_gym_environment:NemoGymEnvironment",
     "number_guessing": "strop.environments.games.number_guessing:NumberGuessing",
+    "openenv": "strop.environments.adapters.openenv_environment:OpenEnvEnvironment",
     "reasoning_gym": "strop.environments.reasoning_gym:ReasoningGym",
     "reward_function": "strop.environments.function_environment:FunctionEnvironment",
     "reward_model": "strop.environments.reward_model_environment:RewardModelEnvironment",
     "sliding_puzzle": "strop.environments.games.sliding_puzzle:SlidingPuzzle",
     "sliding_puzzle_game": "strop.environments.games.sliding_puzzle:SlidingPuzzle",  # its name in NeMo-RL
     "text_adventure": "strop.environments.games.text_adventure:TextAdventure",
+    "textarena": "strop.environments.adapters.textarena_environment:TextArenaEnvironment",
     "two_player": "strop.environments.games.two_player.two_player:TwoPlayer",
     "user_simulator": "strop.environments.games.user_simulator:UserSimulator",
+    "verifiers": "strop.environments.adapters.verifiers_environment:VerifiersEnvironment",
 }
 
 

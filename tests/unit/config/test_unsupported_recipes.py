@@ -81,7 +81,7 @@ def engine(name: str, options: str) -> str:
 @pytest.mark.parametrize(
     ("recipe", "key", "why"),
     [
-        (GYM, "env.should_use_nemo_gym", "NeMo-Gym is not in this version"),
+        (GYM, "env.should_use_nemo_gym", "NeMo-Gym's servers run apart from the run"),
         (IMAGES, "policy.is_vlm", "models read only text"),
         (QUANTISED, "policy.quant_cfg", "quantisation-aware training"),
         (FP8, "policy.generation.vllm_cfg.precision", "rollouts use the trained weights, not FP8"),
@@ -141,6 +141,21 @@ data_plane: {enabled: true, impl: transfer_queue}
     left_out = {difference.key for difference in loaded.differences if difference.effect is Effect.UNUSED}
     assert len(loaded.differences) == len(left_out)
     assert {"policy.draft", "grpo.best_at_k_k", "data_plane", "on_policy_distillation"} <= left_out
+
+
+def test_a_recipe_of_nemo_gym_translates_where_it_says_where_the_servers_are(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"responses_create_params": {"input": "Hello."}}\n')
+    recipe = GYM.replace("[a.yaml],", "[a.yaml], head_url: 'http://localhost:11000',").replace("sif_dir: /images\n", "")
+    recipe = recipe.replace("data_path: train.jsonl", f"data_path: {tmp_path}/train.jsonl")
+    recipe = recipe.replace(
+        "grpo: {invalid_tool_call_advantage: -5, penalize_invalid_tool_call: true, penalize_malformed_thinking: true}", ""
+    )
+    loaded = load(tmp_path, recipe)
+    (train,) = loaded.config.data.train
+    assert train.dataset_name == f"{tmp_path}/train.jsonl" and train.env_name == "nemo_gym"
+    assert loaded.config.env["nemo_gym"].options == {"head_url": "http://localhost:11000"}
+    left_out = {difference.key for difference in loaded.differences if difference.effect is Effect.UNUSED}
+    assert {"env.should_use_nemo_gym", "env.nemo_gym.config_paths", "policy.generation.vllm_cfg.expose_http_server"} <= left_out
 
 
 def test_an_environment_of_ones_own_may_be_named_nemo_gym(tmp_path: Path) -> None:

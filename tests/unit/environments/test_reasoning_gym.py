@@ -81,3 +81,63 @@ def test_answers_are_found_where_the_option_says():
 def test_what_the_installed_version_would_not_accept_is_an_error(name, options, message):
     with pytest.raises(EnvironmentConfigError, match=message):
         ReasoningGym(task=name, options=options)
+
+
+COMPOSITE = {
+    "datasets": [
+        {"name": "chain_sum", "weight": 3, "config": {"max_terms": 2}},
+        {"name": "leg_counting", "weight": 1, "level": 0},
+    ]
+}
+
+
+def test_a_composite_draws_tasks_by_weight_and_scores_each_by_its_own_verifier(wrote):
+    environment = ReasoningGym(task="composite", options=COMPOSITE, num_workers=1)
+    tasks = environment.tasks(replace(DATA, size=200))
+    sources = [tasks[index].metadata["metadata"]["source_dataset"] for index in range(200)]
+    assert 120 < sources.count("chain_sum") < 180 and set(sources) == {"chain_sum", "leg_counting"}
+    for name in ("chain_sum", "leg_counting"):
+        task = tasks[sources.index(name)]
+        rollout = wrote(task, f"<answer>{task.answer}</answer>")
+        assert rewards(environment, rollout, task)["score"] == 1.0
+        assert rollout.metrics == {f"score/{name}": 1.0}
+        assert rewards(environment, wrote(task, "<answer>-77</answer>"), task)["correct"] == 0.0
+    assert environment.tasks(replace(DATA, size=200))[7] == tasks[7]
+
+
+def test_a_composite_asks_what_the_packages_own_composite_asks():
+    from reasoning_gym import create_dataset
+    from reasoning_gym.composite import DatasetSpec
+
+    from strop.environments.reasoning_gym import make_dataset
+
+    environment = ReasoningGym(task="composite", options={"datasets": [{"name": "chain_sum"}, {"name": "sudoku", "weight": 2.0}]})
+    specs = [DatasetSpec("chain_sum", 1.0, {}), DatasetSpec("sudoku", 2.0, {})]
+    own, theirs = (
+        make_dataset("composite", environment._dataset_options, 5, 6),
+        create_dataset("composite", datasets=specs, seed=5, size=6),
+    )
+    assert [own[index] for index in range(6)] == [theirs[index] for index in range(6)]
+
+
+def test_a_level_of_the_curriculum_makes_tasks_harder():
+    easy, hard = (ReasoningGym(task="chain_sum", level=level).tasks(replace(DATA, size=30)) for level in (0, 3))
+    assert sum(len(task.question) for task in easy) < sum(len(task.question) for task in hard)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": "composite", "options": {"datasets": [{"name": "chain_sums"}]}}, "did you mean 'chain_sum'"),
+        ({"task": "composite", "options": {"datasets": [{"name": "chain_sum", "wait": 1}]}}, "a mapping with name"),
+        (
+            {"task": "composite", "options": {"datasets": [{"name": "chain_sum", "config": {"max_term": 1}}]}},
+            "did you mean 'max_terms'",
+        ),
+        ({"task": "composite"}, "rejects the options"),
+        ({"task": "chain_sum", "level": 99}, "has the levels 0 to"),
+    ],
+)
+def test_what_a_composite_or_a_curriculum_does_not_have_is_an_error(options, message):
+    with pytest.raises(EnvironmentConfigError, match=message):
+        ReasoningGym(**options)

@@ -70,11 +70,11 @@ def load_math_verify() -> Callable[..., Callable[[], float]]:
 
 
 def load_reasoning_gym() -> Callable[..., Callable[[], float]]:
-    import reasoning_gym  # type: ignore[import-untyped,unused-ignore]
+    from strop.environments.scoring.reasoning_gym_datasets import create_reasoning_gym_dataset
 
     @lru_cache(maxsize=64)
     def dataset(task: str, options: str) -> Any:
-        return reasoning_gym.create_dataset(task, **json.loads(options), seed=0, size=1)
+        return create_reasoning_gym_dataset(task, json.loads(options), seed=0, size=1)
 
     def prepare(task: str, options: str, answer: str, entry: Reply) -> Callable[[], float]:
         scorer = dataset(task, options)  # before the fork, so that it is created only once
@@ -102,12 +102,22 @@ def load_json_schema() -> Callable[..., Callable[[], float]]:
     return prepare_json_schema
 
 
+def load_lm_eval() -> Callable[..., Callable[[], float]]:
+    from strop.environments.scoring.lm_eval_tasks import load_lm_eval_task, score_with_lm_eval
+
+    def prepare(task: str, include_path: str, metric: str, answer: str, doc: Reply) -> Callable[[], float]:
+        return partial(score_with_lm_eval, load_lm_eval_task(task, include_path), doc, answer, metric)
+
+    return prepare
+
+
 SCORER_LOADERS = {
     "math_verify": load_math_verify,
     "dapo": load_dapo,
     "reasoning_gym": load_reasoning_gym,
     "pattern": load_pattern,
     "json_schema": load_json_schema,
+    "lm_eval": load_lm_eval,
 }
 
 

@@ -25,6 +25,7 @@ DATASET_FORMATS: Mapping[str, DatasetFormat] = {
     "ResponseDataset": RESPONSES,
     "openai_format": CONVERSATIONS,
     "OpenAIFormatDataset": CONVERSATIONS,
+    "NemoGymDataset": DatasetFormat({}),  # whole rows, for the servers of NeMo-Gym
     "PreferenceDataset": DatasetFormat({}),  # context and completions with ranks
     "BinaryPreferenceDataset": DatasetFormat(
         {

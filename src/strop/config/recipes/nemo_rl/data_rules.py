@@ -9,6 +9,7 @@ from typing import Any
 from strop.base_config import fields_of
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.nemo_rl.data_names import DATASET_FORMATS, MEDIA_DATASETS, MISSING_DATASETS, DatasetFormat
+from strop.config.recipes.nemo_rl.environment_rules import has_nemo_gym_servers
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule, Unused, is_switched_off
 from strop.config.source.yaml_source import get_at
@@ -93,7 +94,7 @@ def _translate_processor(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> 
 
 def _translate_dataset(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> None:
     name, path = entry.get("dataset_name"), entry.get("data_path")
-    if str(name) in MEDIA_DATASETS or name == "NemoGymDataset":
+    if str(name) in MEDIA_DATASETS or (name == "NemoGymDataset" and not has_nemo_gym_servers(recipe)):
         for option in ("data_path", "download_dir", "allowed_problem_types", "max_samples", "repeat"):
             if not recipe.is_own_key(f"{key}.{option}"):
                 recipe.unused_if_set(f"{key}.{option}", f"it is an option of {name}")

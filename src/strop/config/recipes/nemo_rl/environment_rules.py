@@ -32,6 +32,31 @@ INTERPRETER_KEYS = {"num_workers", "terminate_on_evaluation"}  # of NeMo-RL's en
 _drop = Recipe.unused_if_set  # (recipe, key, why)
 
 
+NEMO_GYM_ADDRESSES = ("env.nemo_gym.head_url", "env.nemo_gym.servers")
+NEMO_GYM_OPTIONS = ("type", "head_url", "servers", "components", "timeout_s", "agent_timeout_s", "reward_weights")  # Strop's
+STARTED_APART = "NeMo-Gym's servers are started apart from the run, with their own configuration"
+GATEWAY = "the gateway answers agents, and parses calls of tools by the model's chat format"
+
+
+def has_nemo_gym_servers(recipe: Recipe) -> bool:
+    """Return whether a recipe says where NeMo-Gym's servers are."""
+    return any(recipe.is_set(key) for key in NEMO_GYM_ADDRESSES)
+
+
+def translate_nemo_gym(recipe: Recipe) -> None:
+    """Translate a recipe of NeMo-Gym's that says where its servers are: its data and its rewards stay, its set-up is not needed."""
+    for key in list(recipe.find("env.should_*nemo_gym*")):
+        recipe.unused(key, "the environment of the data is nemo_gym")
+    for key in list(recipe.find("env.should_mask_flagged_samples")):
+        recipe.unused(key, "a sample that a server could not measure is an error of its rollout, which is not trained on")
+    for name in list(recipe.value("env.nemo_gym") or {}):
+        if name not in NEMO_GYM_OPTIONS:
+            recipe.unused(f"env.nemo_gym.{name}", STARTED_APART)
+    for name in ("expose_http_server", "http_server_serving_chat_kwargs", "reasoning_parser_plugin", "tool_parser_plugin"):
+        for key in list(recipe.find(f"*generation.vllm_cfg.{name}")):
+            recipe.unused(key, GATEWAY)
+
+
 def translate_environments(recipe: Recipe) -> None:
     """Translate the options of each environment."""
     written = get_at(recipe.source.values, ("env",))

@@ -6,6 +6,7 @@ They come before all other rules, which then say nothing of keys that only follo
 from __future__ import annotations
 
 from strop.config.recipes.difference import Effect
+from strop.config.recipes.nemo_rl.environment_rules import has_nemo_gym_servers, translate_nemo_gym
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule
 from strop.config.recipes.unsupported import Unsupported
@@ -24,8 +25,9 @@ NEMO_GYM = Unsupported(
         "*generation.vllm_cfg.expose_http_server",
         "env.nemo_gym.config_paths",
     ),
-    "NeMo-Gym is not in this version",
-    "Write the reward as a function (env.NAME.reward=file.py:function) or a class (env.NAME.type=file.py:Class), and name your data.",
+    "NeMo-Gym's servers run apart from the run, and no key says where they are",
+    "Start them (gym env start) and set env.nemo_gym.head_url to the address of their head server, or env.nemo_gym.servers to those of the "
+    "resource servers (docs/adapters.md).",
     details=(
         "*generation.vllm_cfg.http_server_serving_chat_kwargs",
         "*generation.vllm_cfg.reasoning_parser_plugin",
@@ -147,6 +149,13 @@ BAD_WORDS = Unsupported(
 )
 
 
+def translate_or_refuse_nemo_gym(recipe: Recipe) -> None:
+    if has_nemo_gym_servers(recipe):
+        translate_nemo_gym(recipe)
+    else:
+        NEMO_GYM(recipe)
+
+
 def explain_learner(recipe: Recipe) -> None:
     """Say nothing of the torch learner that a recipe switches off, once it is refused for the learner that it asks for."""
     if any(difference.effect is Effect.REFUSED and ".megatron_cfg." in difference.key for difference in recipe.differences):
@@ -164,7 +173,7 @@ def refuse_template(recipe: Recipe) -> None:
 
 UNSUPPORTED_RULES: tuple[Rule, ...] = (
     refuse_template,
-    NEMO_GYM,
+    translate_or_refuse_nemo_gym,
     MULTIMODAL,
     FP8,
     QUANTIZATION,

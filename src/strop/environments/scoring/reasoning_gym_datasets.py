@@ -1,0 +1,33 @@
+"""reasoning-gym's data sets from plain values: single tasks, composites, levels of a curriculum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+COMPOSITE = "composite"  # the package's own name for several data sets as one
+
+
+def create_reasoning_gym_dataset(task: str, values: Mapping[str, Any], *, seed: int, size: int) -> Any:
+    """Create a data set as the package does. A composite's ``datasets`` are mappings of name, weight and config."""
+    import reasoning_gym  # type: ignore[import-untyped,unused-ignore]
+    from reasoning_gym.composite import DatasetSpec  # type: ignore[import-untyped,unused-ignore]
+
+    if task == COMPOSITE and "datasets" in values:
+        values = {**values, "datasets": [DatasetSpec(**{"weight": 1.0, "config": {}, **each}) for each in values["datasets"]]}
+    return reasoning_gym.create_dataset(task, **values, seed=seed, size=size)
+
+
+def options_of_level(task: str, level: int) -> dict[str, Any]:
+    """Return the options of a task at a level of its curriculum, 0 the easiest. Raises ValueError if there is none."""
+    from reasoning_gym.factory import create_curriculum, has_curriculum  # type: ignore[import-untyped,unused-ignore]
+
+    if not has_curriculum(task):
+        raise ValueError(f"the task {task} has no curriculum")
+    curriculum = create_curriculum(task)
+    highest = max((len(attribute.levels) - 1 for attribute in curriculum.attributes.values()), default=0)
+    if not 0 <= level <= highest:
+        raise ValueError(f"the curriculum of {task} has the levels 0 to {highest}, and level is {level}")
+    curriculum.set_global_level(level)
+    config = vars(curriculum.generate_configuration({"seed": 0, "size": 1}))
+    return {name: value for name, value in config.items() if name not in ("seed", "size")}
