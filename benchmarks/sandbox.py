@@ -1,6 +1,6 @@
 """Sandboxed jobs from many concurrent rollouts: throughput, latency, warm against cold workers, and that nothing is left.
 
-    python benchmarks/sandbox.py --jobs 5000 --rollouts 64
+python benchmarks/sandbox.py --jobs 5000 --rollouts 64
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def list_what_could_leak() -> dict[str, set[str]]:
     """Processes below this one, its open files, its control groups, its mounts, its temporary files."""
     gc.collect()
     parents = cgroups.find_parents()
-    groups = {path.name for folder in ((parents.memory, parents.pids) if parents else ()) for path in folder.glob("strop_sandbox_*")}
+    groups = {
+        path.name for folder in ((parents.memory, parents.pids) if parents else ()) for path in folder.glob("strop_sandbox_*")
+    }
     children = {child for task in Path("/proc/self/task").glob("*/children") for child in task.read_text().split()}
     return {
         "processes": children,
