@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from security.hostile_programs import PROGRAMS, HostileProgram
+from strop.sandbox import launcher
 from strop.sandbox.base import ExitReason, Limits, Program, RunResult
 from strop.sandbox.sandbox_config import SandboxConfig
 from strop.sandbox.sandbox_pool import SandboxPool
@@ -96,3 +98,24 @@ def test_a_hostile_program_does_not_get_out_and_the_next_honest_one_is_right(
 def test_there_are_enough_hostile_programs() -> None:
     assert len({hostile.name for hostile in PROGRAMS}) == len(PROGRAMS) >= 60
     assert {hostile.language for hostile in PROGRAMS} == {"python", "bash", "c", "cpp", "javascript"}
+
+
+@pytest.mark.exhaustive
+def test_every_order_of_hostile_programs_in_one_worker_without_control_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "make_cgroup", lambda: None)
+
+    async def work() -> list[tuple[str, RunResult]]:
+        pool, wrong = SandboxPool(SandboxConfig(workers=1)), []
+        for seed in range(3):
+            programs = [*PROGRAMS]
+            random.Random(seed).shuffle(programs)
+            for hostile in programs:
+                source = hostile.source.replace("SECRET", "'/etc/hostname'").replace("PORT", "9")
+                result = await pool.run(Program(source=source, language=hostile.language, limits=LIMITS))
+                honest = await pool.run(HONEST)
+                if "ESCAPED" in result.stdout or result.reason not in hostile.ends or honest.stdout != "6 and more\n":
+                    wrong.append((hostile.name, result))
+        await pool.close()
+        return wrong
+
+    assert asyncio.run(work()) == []

@@ -23,6 +23,7 @@ from strop.build.algorithm.run_algorithm import make_rollout_algorithm
 from strop.cli import env_command, plot_command, rollouts_command, translate_command
 from strop.cli.eval_command import is_model_name, make_eval_parser
 from strop.cli.export_command import make_export_parser
+from strop.cli.sandbox_command import make_sandbox_parser
 from strop.cli.serve_command import make_serve_parser
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
 from strop.config.load.evaluation_keys import translate_overrides
@@ -212,6 +213,9 @@ def test_commands_name_configurations_that_load(
     if words[1:3] == ["cluster", "check"]:
         named = words[3] == "--config"
         load_any_kind(Path(words[4]) if named else None, words[5 if named else 3 :])
+        return
+    if words[1] == "sandbox":
+        make_sandbox_parser().parse_args(words[2:])
         return
     if words[1] in JOBS:
         check_job(words)

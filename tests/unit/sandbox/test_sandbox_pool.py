@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from strop.environments.remote import EnvironmentDescription, EnvironmentServer
 from strop.sandbox import cgroups, launcher
 from strop.sandbox.base import ExitReason, Limits, Program, RunResult, SandboxError
 from strop.sandbox.sandbox_check import check_sandbox
@@ -361,3 +362,22 @@ def test_the_sandbox_of_a_process_is_the_configured_one() -> None:
         assert second.size == 3
     finally:
         configure_sandbox(None)
+
+
+def test_environments_in_other_processes_are_told_which_sandbox_to_use() -> None:
+    description = EnvironmentDescription(alias="a", name="arithmetic", sandbox=SandboxConfig(workers=1, level="limits"))
+    try:
+        assert EnvironmentServer(description).environment
+        sandbox = get_sandbox()
+        assert isinstance(sandbox, SandboxPool)
+        assert (sandbox.size, sandbox.config.level) == (1, "limits")
+    finally:
+        configure_sandbox(None)
+
+
+def test_the_benchmark_leaves_nothing() -> None:
+    script = Path(__file__).parents[3] / "benchmarks" / "sandbox.py"
+    command = [sys.executable, str(script), "--jobs", "24", "--rollouts", "8", "--workers", "2", "--cold", "1"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert '"jobs": 24' in output
+    assert "nothing is left" in output
