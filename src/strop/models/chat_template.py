@@ -128,6 +128,11 @@ class ChatTemplate:
         return self.joins_plain_text or _CALL_MARKER in self._try_render([user("?"), *turns, message])
 
     @cached_property
+    def renders_system_messages(self) -> bool:
+        """Whether the template accepts a system message."""
+        return self.joins_plain_text or _CALL_MARKER in self._try_render([Message("system", _CALL_MARKER), user("?")])
+
+    @cached_property
     def call_style(self) -> CallStyle | None:
         """How the template wants calls; None: it writes none, and they stand in the content."""
         if self.joins_plain_text:

@@ -15,7 +15,7 @@ from strop.tools.base import ParsedReply, ToolCallFormat, ToolConfigError
 from strop.tools.formats.choose_format import choose_format
 from strop.tools.formats.reading import THINK_OPEN
 from strop.tools.toolbox import ToolOffer
-from strop.types import Message, Messages, ToolCall, Turn, system
+from strop.types import Message, Messages, ToolCall, Turn
 
 
 @lru_cache(maxsize=16)
@@ -57,7 +57,10 @@ class ToolTurns:
 
     def describe(self, messages: Messages) -> Messages:
         """Return the messages, with a system message that describes the tools where the chat template does not."""
-        return messages if self.template.describes_tools else with_description(messages, self.offer, self._example())
+        if self.template.describes_tools:
+            return messages
+        role = "system" if self.template.renders_system_messages else "user"
+        return with_description(messages, self.offer, self._example(), role)
 
     def _example(self) -> str:
         """Return how a call is written: as the chat template writes those of earlier turns, else as the format does."""
@@ -110,10 +113,11 @@ def make_reply_message(reply: ParsedReply) -> Message:
     return Message("assistant", reply.content, tool_calls=reply.calls, reasoning=reply.reasoning)
 
 
-def with_description(messages: Messages, offer: ToolOffer, example: str) -> Messages:
-    """Return the messages with the tools described in the system message, which is made if there is none."""
+def with_description(messages: Messages, offer: ToolOffer, example: str, role: str) -> Messages:
+    """Return the messages with the tools described in the first one, if it is of ``role``, or in one before it."""
     listed = "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in offer.schemas)
     text = f"You may call these tools:\n{listed}\n\nA call is written exactly like this:\n{example}"
-    if messages and messages[0].role == "system":
-        return (replace(messages[0], content=f"{messages[0].content}\n\n{text}"), *messages[1:])
-    return (system(text), *messages)
+    if messages and messages[0].role == role:
+        parts = (messages[0].content, text) if role == "system" else (text, messages[0].content)
+        return (replace(messages[0], content="\n\n".join(parts)), *messages[1:])
+    return (Message(role, text), *messages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,19 @@ def test_a_template_without_tools_shows_them_in_a_system_message() -> None:
     assert rollout.error is None and rollout.messages[0].role == "system"
     assert '"name": "twice"' in rollout.messages[0].content and "<name>twice</name>" in rollout.messages[0].content
     assert plain.tokenizer.decode(rollout.turns[1].tokens) == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_without_system_and_tool_messages_gets_them_as_the_users() -> None:
+    """Gemma's: turns of the user and of the model alternate, and there is nothing else."""
+    family = replace(
+        TOOL_FAMILIES["qwen2.5"], template="gemma.jinja", end="<end_of_turn>", specials=("<start_of_turn>", "<end_of_turn>")
+    )
+    template = family.make_template()
+    engine = Scripted(template.tokenizer, [f"{CALL}<end_of_turn>", "42<end_of_turn>"])
+    rollout = run(make_environment("arithmetic", {"tools": [twice]}), template, engine, tool_call_format="hermes")
+    assert rollout.error is None and rollout.messages[0].role == "user" and "twice" in rollout.messages[0].content
+    told = template.tokenizer.decode(rollout.turns[1].tokens)
+    assert told == "\n<start_of_turn>user\n42<end_of_turn>\n<start_of_turn>model\n"
 
 
 @dataclass(frozen=True, kw_only=True)
