@@ -16,16 +16,16 @@ from functools import partial
 from pathlib import Path
 
 from strop import __version__
-from strop.cli.cluster_command import cluster
+from strop.cli.checks.cluster_command import cluster
+from strop.cli.checks.doctor_command import doctor
+from strop.cli.checks.env_command import env
+from strop.cli.checks.sandbox_command import sandbox
 from strop.cli.config_command import config
-from strop.cli.doctor_command import doctor
-from strop.cli.env_command import env
 from strop.cli.eval_command import evaluate
 from strop.cli.export_command import export
 from strop.cli.init_command import init
 from strop.cli.plot_command import plot
 from strop.cli.rollouts_command import rollouts
-from strop.cli.sandbox_command import sandbox
 from strop.cli.serve_command import serve
 from strop.cli.train_command import TRAINING, train_run
 from strop.cli.translate_command import translate

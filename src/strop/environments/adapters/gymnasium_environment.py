@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from strop.environments.adapters.gymnasium_spaces import InvalidAction, describe_observation, describe_space, parse_action
-from strop.environments.adapters.stepped_environment import GameStep, SeededTask, SteppedEnvironment
+from strop.environments.adapters.stepped_environment import SeededTask, SteppedAnswer, SteppedEnvironment
 from strop.environments.base import EnvironmentConfigError, import_user_code
 from strop.user_code import suggest_names
 
@@ -99,14 +99,14 @@ class _GymnasiumGame:
         instruction = self._options.instruction.replace("{id}", self._options.id).replace("{actions}", actions)
         return f"{instruction}\n\n{self._describe(observation)}".strip()
 
-    async def step(self, text: str) -> GameStep:
+    async def step(self, text: str) -> SteppedAnswer:
         try:
             action = self._parse(text)
         except ValueError as error:
-            return GameStep(str(error), self._options.invalid_reward, invalid=True)
+            return SteppedAnswer(str(error), self._options.invalid_reward, invalid=True)
         observation, reward, terminated, truncated, _ = await asyncio.to_thread(self._game.step, action)
         over = bool(terminated or truncated)
-        return GameStep("" if over else self._describe(observation), float(reward), over)
+        return SteppedAnswer("" if over else self._describe(observation), float(reward), over)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._game.close)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from strop.environments.adapters.stepped_environment import GameStep, SeededTask, SteppedEnvironment
+from strop.environments.adapters.stepped_environment import SeededTask, SteppedAnswer, SteppedEnvironment
 from strop.environments.answers import extract_last_tagged
 from strop.environments.base import EnvironmentConfigError, to_number
 from strop.safety.printable import shorten
@@ -148,24 +148,24 @@ class _OpenEnvGame:
             instruction = instruction.replace("{schema}", json.dumps(self._options.schema["action"]))
         return f"{instruction}\n\n{self._options.describe_observation(self._opening.get('observation'))}".strip()
 
-    async def step(self, text: str) -> GameStep:
+    async def step(self, text: str) -> SteppedAnswer:
         try:
             action = self._options.read_action(text)
         except ValueError as error:
-            return GameStep(str(error), self._options.invalid_reward, invalid=True)
+            return SteppedAnswer(str(error), self._options.invalid_reward, invalid=True)
         answer = await self._ask({"type": "step", "data": dict(action)})
         data = answer["data"]
         if answer["type"] == "error":
             if data.get("code") != "VALIDATION_ERROR":
                 raise OpenEnvError(self._describe_error(data))
-            return GameStep(f"This is not an action: {_describe_refusal(data)}", self._options.invalid_reward, invalid=True)
+            return SteppedAnswer(f"This is not an action: {_describe_refusal(data)}", self._options.invalid_reward, invalid=True)
         earned = data.get("reward")
         if earned is not None and (earned := to_number(earned)) is None:
             raise OpenEnvError(
                 f"the server at {self._options.base_url} gave the reward {data['reward']!r:.80}, not a finite number"
             )
         over = bool(data.get("done"))
-        return GameStep("" if over else self._options.describe_observation(data.get("observation")), earned, over)
+        return SteppedAnswer("" if over else self._options.describe_observation(data.get("observation")), earned, over)
 
     async def close(self) -> None:
         if self._socket is not None:

@@ -24,7 +24,7 @@ class SeededTask(Task):
 
 
 @dataclass(frozen=True)
-class GameStep:
+class SteppedAnswer:
     """What follows an action."""
 
     text: str  # what the policy reads next; not read when the game is over
@@ -39,7 +39,7 @@ class SteppedGame(Protocol):
     async def start(self) -> str:
         """Return the first observation."""
 
-    async def step(self, text: str) -> GameStep:
+    async def step(self, text: str) -> SteppedAnswer:
         """Take the action that the policy's text asks for."""
 
     async def close(self) -> None: ...
@@ -51,7 +51,7 @@ class _Play:
 
     game: SteppedGame
     opening: str
-    steps: list[GameStep] = field(default_factory=list)  # one for each turn of the policy that was taken
+    steps: list[SteppedAnswer] = field(default_factory=list)  # one for each turn of the policy that was taken
 
     @property
     def over(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from strop.environments.adapters.stepped_environment import GameStep, SeededTask, SteppedEnvironment
+from strop.environments.adapters.stepped_environment import SeededTask, SteppedAnswer, SteppedEnvironment
 from strop.environments.base import EnvironmentConfigError, import_user_code
 from strop.sampling import mix_seed
 from strop.user_code import suggest_names
@@ -96,20 +96,20 @@ class _TextArenaGame:
         with self._numbers.current():
             return self._play_others()
 
-    async def step(self, text: str) -> GameStep:
+    async def step(self, text: str) -> SteppedAnswer:
         with self._numbers.current():
             return self._step(text)
 
-    def _step(self, text: str) -> GameStep:
+    def _step(self, text: str) -> SteppedAnswer:
         errors = self._error_count
         self._over, _ = self._game.step(action=text)
         invalid = self._error_count > errors
         observation = "" if self._over else self._play_others()
         if not self._over:
-            return GameStep(observation, invalid=invalid)
+            return SteppedAnswer(observation, invalid=invalid)
         rewards, information = self._game.close()
         outcome = float((rewards or {}).get(self._player, 0.0))
-        return GameStep("", outcome, True, invalid or bool(information.get(self._player, {}).get("invalid_move")))
+        return SteppedAnswer("", outcome, True, invalid or bool(information.get(self._player, {}).get("invalid_move")))
 
     def _play_others(self) -> str:
         """Let the others move until it is the policy's turn or the game is over. Return what the policy reads."""

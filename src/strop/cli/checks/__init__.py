@@ -1,0 +1,1 @@
+"""Commands that check something before or beside a run."""
