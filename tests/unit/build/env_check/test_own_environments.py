@@ -29,11 +29,11 @@ BLOCKS = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / "docs" / "envir
 
 QUICK: dict[str, dict[str, Any]] = {
     "sums": {"type": "arithmetic", "max_operand": 30},
-    "multi": {"type": "math_multi_reward"},
     "exact": {"type": "math", "verifier": "exact"},
-    "game": {"type": "guess.py:GuessTheNumber"},
 }
 MORE: dict[str, dict[str, Any]] = {
+    "multi": {"type": "math_multi_reward"},
+    "game": {"type": "guess.py:GuessTheNumber"},
     "few": {"type": "arithmetic", "max_operand": 6, "wording": "{expression}="},
     "reversal": {"type": "reversal.py:Reversal"},
     "math_verify": {"type": "math"},
