@@ -79,10 +79,13 @@ class FunctionEnvironment(DatasetEnvironment):
         return any(each.verifier.needs_answer for each in self._verifiers)
 
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
-        """Load what the verifiers need too: a wrong model or a missing key raises EnvironmentConfigError at the start of the run."""
+        """Load what the verifiers need too: a wrong model, key or column raises EnvironmentConfigError at the start of the run."""
         for each in self._verifiers:
             each.verifier.prepare()
-        return super().tasks(data)
+        tasks = super().tasks(data)
+        for each in self._verifiers if tasks else ():
+            each.verifier.check_task(tasks[0])
+        return tasks
 
     def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
         for each in self.reward_functions.values():
