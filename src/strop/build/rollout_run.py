@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from strop.algorithms.base import Algorithm
+from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
 from strop.build.algorithm.run_algorithm import count_steps_per_batch
 from strop.build.backend import make_backend
 from strop.build.cluster.ray_backend import make_remote_environments
@@ -15,7 +16,7 @@ from strop.build.engines import GeneratorSpec
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_hacking_monitor, make_health, make_saver
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
-from strop.build.tasks import make_training_tasks, make_validation_tasks
+from strop.build.tasks import list_reward_marks, make_training_tasks, make_validation_tasks
 from strop.config import RolloutRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import GrpoRunConfig
@@ -34,7 +35,7 @@ from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
 from strop.trainer.health.health_rules import HealthFinding
-from strop.trainer.health.start_checks import check_epochs, check_turns, check_validation
+from strop.trainer.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.run import DrainBefore, TrainingRun, TrainOptions
 from strop.types import Group
@@ -118,7 +119,7 @@ async def build_rollout_run(
         evaluator=make_evaluator(config, validation_source, generator, bundle.template, tracker),
         early_stop=make_early_stop(config),
         mismatch=MismatchGuard(config.policy.generation.mismatch),
-        health=make_health(config, find_at_start(config, options, train_source)),
+        health=make_health(config, find_at_start(config, options, train_source, algorithm)),
         monitor=monitor,
         checkpoints=make_saver(config, checkpoints),
     )
@@ -130,10 +131,16 @@ def describe_engine_start(config: RolloutRunConfig) -> str:
     return f"starting the {name} engine"
 
 
-def find_at_start(config: RolloutRunConfig, options: TrainOptions, source: Mixture) -> Iterator[HealthFinding]:
+def find_at_start(
+    config: RolloutRunConfig, options: TrainOptions, source: Mixture, algorithm: Algorithm
+) -> Iterator[HealthFinding]:
     """Find what most likely is not as intended, before the first step."""
     environments = {component.name: component.environment for component in source.components}
     yield from check_turns(environments, config.rollout_training.max_rollout_turns, config.section)
+    advantage = getattr(algorithm, "advantage", None)
+    if isinstance(advantage, DecoupledRewards):
+        weights = advantage.weights if isinstance(advantage.weights, Mapping) else {}
+        yield from check_reward_weights(list_reward_marks(config), weights, "algorithm.kwargs.advantage.weights")
     yield from check_validation(options, source.size, held_out=bool(config.data.validation_entries))
     yield from check_epochs(options, source.size, config.training.max_num_epochs)
 

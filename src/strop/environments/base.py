@@ -171,14 +171,19 @@ class Environment(ToolOptions, ABC, Generic[TaskT]):
         }
 
     @classmethod
+    def list_marks(cls, options: Mapping[str, Any]) -> Mapping[str, RewardMark]:
+        """Return how the rewards of an environment with these options count, by name."""
+        return reward_marks(cls)
+
+    @classmethod
     def list_rewards(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the rewards that an environment with these options has."""
-        return tuple(reward_marks(cls))
+        return tuple(cls.list_marks(options))
 
     @classmethod
     def list_step_rewards(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of those that are ``per_turn``."""
-        return tuple(name for name, mark in reward_marks(cls).items() if mark.per_turn)
+        return tuple(name for name, mark in cls.list_marks(options).items() if mark.per_turn)
 
     def accuracy(self, rollout: Rollout) -> float:
         """Return the value that evaluation averages: the reward marked ``accuracy=True``, else the total reward. Failed rollouts get 0."""
