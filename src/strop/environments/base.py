@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from strop.data.messages import make_prompt
 from strop.data.sources.source import DataSource
+from strop.environments.games.policy_client import PastSelvesRule
 from strop.environments.verifiers.gate import Gate, find_closed_gate, multiply_gates
 from strop.environments.verifiers.weight_schedule import WeightSchedule
 from strop.safety.exits import contain_exits
@@ -242,6 +243,11 @@ class Environment(ToolOptions, ABC, Generic[TaskT]):
     def responds(self) -> bool:
         """Whether episodes have more than one turn of the policy, where they are allowed."""
         return self.has_tools or type(self).respond is not Environment.respond
+
+    @property
+    def past_selves(self) -> PastSelvesRule | None:
+        """Which earlier selves of the policy it plays against (``strop.environments.games.policy_client``). Default: none."""
+        return None
 
     @property
     def is_agent(self) -> bool:
