@@ -18,6 +18,7 @@ from strop.build.lifecycle import make_checkpoints, make_early_stop, make_hackin
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.build.tasks import list_reward_marks, make_training_tasks, make_validation_tasks
+from strop.checkpointing.base import Restorable
 from strop.config import RolloutRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import GrpoRunConfig
@@ -77,7 +78,7 @@ async def build_rollout_run(
     selves = make_past_selves(backend, environments)
     checkpoints = make_checkpoints(config, bundle.tokenizer.save_pretrained)
     store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=bundle.tokenizer.decode)
-    restored = learners if selves is None else {**learners, PAST_SELVES: selves.pool}
+    restored: dict[str, Restorable] = {**learners, **({} if selves is None else {PAST_SELVES: selves.pool})}
     state = restore_checkpoint(config, checkpoints, restored, tracker, store)
     tracker.progress(describe_engine_start(config))
     synced = await backend.build_generator(

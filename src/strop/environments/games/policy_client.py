@@ -26,7 +26,10 @@ class PastSelvesRule:
 
 
 class PolicyClient(Protocol):
-    version: int  # of its weights, by the optimizer steps that made them
+    @property
+    def version(self) -> int:
+        """The version of its weights, which is the step that they were published after."""
+        ...
 
     def past(self, share: float) -> PolicyClient:
         """Return an earlier self in the given share of groups, the same one to all rollouts of a group, and itself in the others.
