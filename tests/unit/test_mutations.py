@@ -122,7 +122,7 @@ def test_a_document_made_to_do_harm_is_refused_in_one_message(folder: Path, docu
 
 
 def test_mutated_configurations_end_in_one_message(folder: Path) -> None:
-    endings, faults = find_faults(config_cases(folder, seed=0, count=80), ConfigError)
+    endings, faults = find_faults(config_cases(folder, seed=0, count=150), ConfigError)
     assert not faults, "\n".join(faults)
     assert endings["accepted"] > 5 and endings["refused"] > 30, "the mutations are neither all harmless nor all the same"
 

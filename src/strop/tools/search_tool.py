@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -39,7 +40,7 @@ class SearchTool:
     def __post_init__(self) -> None:
         if self.results < 1 or self.snippet_chars < 1:
             raise ValueError("results and snippet_chars must be at least 1")
-        if not Path(self.corpus).exists():
+        if not os.path.exists(self.corpus):
             raise ValueError(f"there is no corpus {self.corpus!r}; set it to a .jsonl file or a folder of text files")
         if not is_installed("bm25s"):
             raise ValueError("it needs a package: pip install 'strop[search]'")

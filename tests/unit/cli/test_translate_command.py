@@ -81,7 +81,7 @@ def test_a_refused_recipe_says_why_and_exits_with_2(recipes: Path, capsys: pytes
     assert cli.main(["translate", str(recipes / "small/gym_r3.yaml")]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "2 problems" in captured.err
-    assert "NeMo-Gym is not in this version" in captured.err and "policy.router_replay" in captured.err
+    assert "no key says where they are" in captured.err and "policy.router_replay" in captured.err
 
 
 def test_a_file_of_no_run_is_refused(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +100,10 @@ def test_a_folder_is_counted_by_outcome_and_reason(recipes: Path, capsys: pytest
     ]
     assert "1 other files, which have no section of a run:" in lines and "quant/weights.yaml" in lines
     reasons = lines[lines.index("recipes  alone  refused because") + 1 :]
-    assert reasons[0] == "2      1  NeMo-Gym is not in this version (env.should_use_nemo_gym)"
+    assert (
+        reasons[0]
+        == "2      1  NeMo-Gym's servers run apart from the run, and no key says where they are (env.should_use_nemo_gym)"
+    )
     assert len(reasons) == 3 and any(reason.startswith("1      1") and "tensor_parallel_size" in reason for reason in reasons)
 
 
@@ -120,7 +123,6 @@ def test_a_recipe_of_megatron_core_is_tried_with_the_torch_learner(recipes: Path
         return translate_recipe(path, [override for override in overrides if override != recipe_folder.TORCH_LEARNER], library)
 
     monkeypatch.setattr(recipe_folder, "translate_recipe", translate)
-    monkeypatch.setattr(recipe_folder, "find_field", lambda root, path: path)  # policy.backend
     found = recipe_folder.examine_recipe(recipes / "base.yaml")
     assert found.outcome is recipe_folder.Outcome.WITH_TORCH and found.kind == "grpo"
     assert recipe_folder.examine_recipe(recipes / "small/gym.yaml").outcome is recipe_folder.Outcome.REFUSED

@@ -22,10 +22,11 @@ from strop.learner.torch.scorer import NetworkScorer
 from strop.models.heads import LMHead, token_logprobs
 from strop.models.network import Network
 from strop.sampling import KEPT_TOKENS, MAX_RECORDED_TOP_K, NO_TOKEN, Sampling, filtered_logits, pad_kept_tokens
-from strop.types import Batch, Group, Rollout
+from strop.types import Batch, Group, Rollout, Turn
 from support.algorithms import grpo
 from support.learners import make_torch_learner
 from support.models import VOCABULARY, build, copy_gradients, largest_difference, to_float64
+from support.packed import history
 from support.rollouts import batch_shapes, make_group, make_groups, make_rollout, make_turn, pack_for, with_columns
 from support.torch_engine import Request, make_engine, make_runner, run_requests
 
@@ -70,13 +71,8 @@ def plain_logits(network: Network, batch: Batch) -> Tensor:
     """The model's own logits for every predicted token, [N, V]: no packing, no head of Strop's."""
     network.use_native_attention()
     rows = []
-    starts, parents, lengths = batch.segment_start.tolist(), batch.segment_parent.tolist(), batch.segment_length.tolist()
-    for source, sequence in zip(batch.source.tolist(), batch.sequence.tolist(), strict=True):
-        leaf = int(batch.leaf[sequence])
-        root = parents[leaf]
-        path = batch.tokens[starts[root] : starts[root] + lengths[root]]
-        if source >= starts[leaf] and lengths[leaf]:
-            path = torch.cat([path, batch.tokens[starts[leaf] : source + 1]])
+    for predicted in range(len(batch.target)):
+        path = torch.tensor(history(batch, predicted))
         rows.append(network.model(input_ids=path[None], use_cache=False).logits[0, -1].detach())
     network.use_learner_attention()
     return torch.stack(rows)
@@ -276,13 +272,17 @@ def with_random_sets(groups: Sequence[Group], seed: int) -> list[Group]:
             rows[place, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
         return rows
 
+    def record(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+        return tuple(replace(turn, kept=sets(turn.tokens)) if turn.sampled else turn for turn in turns)
+
     return [
         replace(
             group,
             rollouts=tuple(
                 replace(
                     rollout,
-                    turns=tuple(replace(turn, kept=sets(turn.tokens)) if turn.sampled else turn for turn in rollout.turns),
+                    branches=tuple(replace(branch, turns=record(branch.turns)) for branch in rollout.branches),
+                    turns=record(rollout.turns),
                 )
                 for rollout in group.rollouts
             ),

@@ -20,7 +20,7 @@ class Unsupported:
     """
 
     asked_by: Sequence[str]
-    why: str  # "NeMo-Gym is not in this version"
+    why: str  # "replaying the engine's routing is not in this version"
     fix: str
     details: Sequence[str] = ()
     hides: Sequence[str] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -176,7 +177,7 @@ class DataSource:
 def is_local(name: str) -> bool:
     """Return whether a name of a data set is that of a file or folder of this machine, whether or not there is one."""
     try:
-        return not is_url(name) and (Path(name).suffix in FILE_SUFFIXES or Path(name).exists())
+        return not is_url(name) and (Path(name).suffix in FILE_SUFFIXES or os.path.exists(name))
     except (OSError, ValueError):  # a name that no file can have
         return False
 

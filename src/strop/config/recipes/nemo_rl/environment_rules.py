@@ -111,11 +111,14 @@ def _translate_math_multi_reward(recipe: Recipe, key: str, options: Mapping[str,
 def _play_game(recipe: Recipe, key: str, options: Mapping[str, Any]) -> None:
     """Play the game that the recipe has a section for. In NeMo-RL a script of its own makes its tasks, whatever data the recipe names."""
     entries = recipe.value("data.train")
-    made = [entry for entry in (entries if isinstance(entries, list) else [entries]) if not (entry or {}).get("dataset_name")]
+    listed = entries if isinstance(entries, list) else [entries]
+    made = [entry for entry in listed if not (isinstance(entry, Mapping) and entry.get("dataset_name"))]
+    steps, prompts = recipe.value("grpo.max_num_steps"), recipe.value("grpo.num_prompts_per_step")
     if GAME in _used_aliases(recipe) or (made and entries) or not recipe.is_own_key("grpo.max_num_steps"):
         return
+    if not isinstance(steps, int) or not isinstance(prompts, int):
+        return  # refused where they stand
     recipe.drop("data.default")
-    steps, prompts = recipe.value("grpo.max_num_steps"), recipe.value("grpo.num_prompts_per_step")
     recipe.set("data.train", {"env_name": GAME, "size": steps * prompts}, because=key)
     recipe.set("data.validation", {"env_name": GAME, "size": recipe.value("grpo.max_val_samples", 256)}, because=key)
     recipe.note(
