@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from strop.algorithms.base import Algorithm
-from strop.build.engines import GeneratorSpec, make_generator, offloads_learner
+from strop.build.engines import GeneratorSpec, make_generator, make_past_selves, offloads_learner
 from strop.build.models import (
     LoadedPolicy,
     TokenizerBundle,
@@ -23,7 +23,9 @@ from strop.build.teachers import find_scorer, make_teachers
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.base import Cluster
+from strop.environments.games.policy_client import PastSelvesRule
 from strop.generation.synced_generator import SyncedGenerator
+from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.learner.client import (
     AsyncColumnSource,
     Caller,
@@ -96,6 +98,9 @@ class LocalBackend:
             key: {column: ColumnClient(self.make_caller(source)) for column, source in sources.items()}
             for key, sources in teachers.items()
         }
+
+    def build_past_selves(self, rule: PastSelvesRule) -> TorchPastSelves:
+        return make_past_selves(self.policy, self.config.policy, rule)
 
     async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
         assert isinstance(self.config, RolloutRunConfig)

@@ -14,15 +14,18 @@ from torch import Tensor
 from strop.build.models import PRECISIONS, LoadedPolicy, TokenizerBundle, write_model_folder
 from strop.config import RolloutRunConfig
 from strop.config.schema.policy_config import PolicyConfig
+from strop.environments.games.policy_client import PastSelvesRule
 from strop.generation.base import Engine, Generator
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.synced_generator import SyncedGenerator, make_synced_pool
-from strop.generation.torch.torch_engine import make_torch_engine
+from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
+from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.generation.vllm.engine_args import VllmLaunch
 from strop.generation.vllm.local_engines import make_local_engines, start_serving_pool
 from strop.learner.base import require_token_outputs
 from strop.learner.client import LearnerClient
 from strop.models.adapters import lora_layers
+from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
 from strop.weight_sync.base import LearnerMemory
@@ -93,6 +96,16 @@ def make_generator(
         device=network.device,
     )
     return pool_engines(engines, exporter, policy, config, spec, adapters=adapters, memory=memory)
+
+
+def make_past_selves(policy: LoadedPolicy, config: PolicyConfig, rule: PastSelvesRule) -> TorchPastSelves:
+    """Make an engine in this process for earlier selves of the policy. Call it before the run's generator is made."""
+
+    def make_engine(network: Network) -> TorchEngine:
+        length, options = config.max_total_sequence_length, config.generation.torch_cfg
+        return make_torch_engine(network, policy.tokenizer, options, length=length, stop_ids=policy.stop_ids)
+
+    return TorchPastSelves(policy.network, make_engine, every=rule.snapshot_every, size=rule.pool_size)
 
 
 def pool_engines(

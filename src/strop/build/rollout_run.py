@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from strop.algorithms.base import Algorithm
+from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
 from strop.build.algorithm.run_algorithm import count_steps_per_batch
-from strop.build.backend import make_backend
+from strop.build.backend import Backend, LocalBackend, make_backend
 from strop.build.cluster.ray_backend import make_remote_environments
 from strop.build.engines import GeneratorSpec
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_hacking_monitor, make_health, make_saver
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
-from strop.build.tasks import make_training_tasks, make_validation_tasks
+from strop.build.tasks import list_reward_marks, make_training_tasks, make_validation_tasks
+from strop.checkpointing.base import Restorable
 from strop.config import RolloutRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import GrpoRunConfig
 from strop.distributed.base import Cluster
+from strop.environments.base import Environment
 from strop.environments.mixture import Mixture
-from strop.generation.base import Generator
+from strop.generation.base import Generator, PastSelves
+from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
@@ -34,10 +39,11 @@ from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
 from strop.trainer.health.health_rules import HealthFinding
-from strop.trainer.health.start_checks import check_epochs, check_turns, check_validation
+from strop.trainer.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
 from strop.trainer.mismatch import MismatchGuard
-from strop.trainer.run import DrainBefore, TrainingRun, TrainOptions
+from strop.trainer.run import PAST_SELVES, DrainBefore, TrainingRun, TrainOptions
 from strop.types import Group
+from strop.weight_sync.snapshots import SnapshottedWeights
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +75,11 @@ async def build_rollout_run(
     scorers = await make_scorers(config, backend, algorithm, learners, tracker, last_metrics=lambda: run.last_metrics)
 
     bundle = backend.bundle
+    selves = make_past_selves(backend, environments)
     checkpoints = make_checkpoints(config, bundle.tokenizer.save_pretrained)
     store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=bundle.tokenizer.decode)
-    state = restore_checkpoint(config, checkpoints, learners, tracker, store)
+    restored: dict[str, Restorable] = {**learners, **({} if selves is None else {PAST_SELVES: selves.pool})}
+    state = restore_checkpoint(config, checkpoints, restored, tracker, store)
     tracker.progress(describe_engine_start(config))
     synced = await backend.build_generator(
         GeneratorSpec(
@@ -108,21 +116,43 @@ async def build_rollout_run(
             options,
             stream_state,
             greedy=algorithm.greedy_baseline,
+            past=selves,
         ),
         learners=learners,
+        snapshots=None if selves is None else selves.pool,
         columns=ColumnSources(algorithm.requires, scorers),
-        weights=synced.weights,
+        weights=synced.weights if selves is None else SnapshottedWeights(synced.weights, selves.pool),
         tracker=tracker,
         rollouts=store,
         decode=bundle.tokenizer.decode,
-        evaluator=make_evaluator(config, validation_source, generator, bundle.template, tracker),
+        evaluator=make_evaluator(config, validation_source, generator, bundle.template, tracker, past=selves),
         early_stop=make_early_stop(config),
         mismatch=MismatchGuard(config.policy.generation.mismatch),
-        health=make_health(config, find_at_start(config, options, train_source)),
+        health=make_health(config, find_at_start(config, options, train_source, algorithm)),
         monitor=monitor,
         checkpoints=make_saver(config, checkpoints),
     )
+    if selves is not None:
+        run.on_close.append(selves.close)
     return resume_run(run, state), generator
+
+
+def make_past_selves(backend: Backend, environments: Sequence[Environment[Any]]) -> TorchPastSelves | None:
+    """Make the earlier selves of the policy that environments play against, None if none does. Raises ValueError if they do not agree."""
+    rules = {environment.past_selves for environment in environments} - {None}
+    if len(rules) > 1:
+        raise ValueError(
+            f"environments play against earlier selves of the policy and keep different ones: {', '.join(sorted(map(str, rules)))}; set "
+            "snapshot_every and pool_size of all to the same"
+        )
+    if (rule := next(iter(rules), None)) is None:
+        return None
+    if not isinstance(backend, LocalBackend) or backend.config.policy.generation.uses_vllm:
+        raise ValueError(
+            "an environment plays against earlier selves of the policy, which the torch engine samples in the process of the learner; set "
+            "policy.generation.backend=torch and cluster.backend=local, or let it play against a served model"
+        )
+    return backend.build_past_selves(rule)
 
 
 def describe_engine_start(config: RolloutRunConfig) -> str:
@@ -130,10 +160,16 @@ def describe_engine_start(config: RolloutRunConfig) -> str:
     return f"starting the {name} engine"
 
 
-def find_at_start(config: RolloutRunConfig, options: TrainOptions, source: Mixture) -> Iterator[HealthFinding]:
+def find_at_start(
+    config: RolloutRunConfig, options: TrainOptions, source: Mixture, algorithm: Algorithm
+) -> Iterator[HealthFinding]:
     """Find what most likely is not as intended, before the first step."""
     environments = {component.name: component.environment for component in source.components}
     yield from check_turns(environments, config.rollout_training.max_rollout_turns, config.section)
+    advantage = getattr(algorithm, "advantage", None)
+    if isinstance(advantage, DecoupledRewards):
+        weights = advantage.weights if isinstance(advantage.weights, Mapping) else {}
+        yield from check_reward_weights(list_reward_marks(config), weights, "algorithm.kwargs.advantage.weights")
     yield from check_validation(options, source.size, held_out=bool(config.data.validation_entries))
     yield from check_epochs(options, source.size, config.training.max_num_epochs)
 
@@ -148,6 +184,7 @@ def make_rollout_stream(
     state: StreamState | None,
     *,
     greedy: bool = False,
+    past: PastSelves | None = None,
 ) -> RolloutStream:
     rules = make_episode_rules(config)
 
@@ -169,6 +206,7 @@ def make_rollout_stream(
             rules=rules,
             seed=config.rollout_training.seed,
             greedy_baseline=greedy,
+            past=past,
         )
 
     return RolloutStream(
@@ -206,6 +244,7 @@ def make_evaluator(
     generator: Generator,
     template: ChatTemplate,
     tracker: Tracker,
+    past: PastSelves | None = None,
 ) -> Evaluator | None:
     training = config.rollout_training
     if source is None:
@@ -223,6 +262,7 @@ def make_evaluator(
         rules=replace(make_episode_rules(config), scaling=None),
         seed=training.seed,
         folder=Path(config.logger.log_dir).absolute() / "validation",
+        past=past,
         samples_to_print=config.logger.num_val_samples_to_print,
     )
 

@@ -10,10 +10,10 @@ from strop.config import RolloutRunConfig
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
-from strop.environments.base import Environment, EnvironmentConfigError
+from strop.environments.base import Environment, EnvironmentConfigError, RewardMark
 from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.mixture import Component, Mixture
-from strop.environments.registry import gives_turn_states, list_rewards, list_step_rewards, make_environment
+from strop.environments.registry import gives_turn_states, list_marks, list_rewards, list_step_rewards, make_environment
 from strop.environments.remote import EnvironmentDescription
 from strop.safety.exits import contain_exits
 from strop.sandbox.sandbox_pool import configure_sandbox
@@ -99,11 +99,20 @@ def _make_component(
 
 def list_reward_names(config: RolloutRunConfig, of_steps: bool = False) -> tuple[str, ...]:
     """Return the names of the rewards that the environments of the training tasks give; ``of_steps``: those of steps of a rollout only."""
-    listing = list_step_rewards if of_steps else list_rewards
+    listed = _ask_environments(config, list_step_rewards if of_steps else list_rewards).values()
+    return tuple(dict.fromkeys(name for names in listed for name in names))
+
+
+def list_reward_marks(config: RolloutRunConfig) -> Mapping[str, Mapping[str, RewardMark]]:
+    """Return how the rewards of the training tasks count, by environment and name."""
+    return _ask_environments(config, list_marks)
+
+
+def _ask_environments(config: RolloutRunConfig, listing: Callable[[str, Mapping[str, Any]], T]) -> dict[str, T]:
+    """Return what ``listing`` says of each environment of the training tasks."""
     used = [resolve_alias(entry, config.env) for entry in config.data.train]
     aliases = {alias: _environment_config(config.env, alias) for alias in used}
-    listed = [_call_for_alias(alias, listing, config.type_of(alias), config.options) for alias, config in aliases.items()]
-    return tuple(dict.fromkeys(name for names in listed for name in names))
+    return {alias: _call_for_alias(alias, listing, each.type_of(alias), each.options) for alias, each in aliases.items()}
 
 
 def have_turn_states(config: RolloutRunConfig) -> bool:

@@ -126,6 +126,8 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
                     await asyncio.to_thread(run.checkpoints.finish)
             await run.stream.close()
             run.rollouts.close()
+            for close in run.on_close:
+                await close()
             if generator is not None:
                 await generator.close()
         if run.ending == "stopped":

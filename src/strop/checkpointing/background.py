@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from strop.checkpointing.base import RunState, Saveable, Stageable
+from strop.checkpointing.base import Restorable, RunState, Saveable, Stageable
 from strop.checkpointing.folders import FolderCheckpointer, get_random_states
-from strop.learner.client import LearnerClient
 from strop.storage.short_path import shorten_path
 
 
@@ -26,7 +25,7 @@ class BackgroundCheckpointer:
         self._pending: Future[Path] | None = None
         self.wait_seconds = 0.0  # total seconds spent waiting for the previous checkpoint
 
-    def save(self, state: RunState, learners: Mapping[str, LearnerClient]) -> Path:
+    def save(self, state: RunState, learners: Mapping[str, Restorable]) -> Path:
         """Start to save, and return the folder that the checkpoint will have. Raises the error of the previous save."""
         self.finish()
         staged: dict[str, Saveable] = {}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from strop.learner.client import LearnerClient
 from strop.rollouts.stream import StreamState
 from strop.stopping import EarlyStop
 
@@ -29,6 +28,12 @@ class Saveable(Protocol):
     def save(self, folder: Path, *, optimizer: bool = True) -> None: ...
 
 
+class Restorable(Saveable, Protocol):
+    """What is saved with a run and restored in place."""
+
+    def load(self, folder: Path) -> None: ...
+
+
 @runtime_checkable
 class Stageable(Protocol):
     """A learner that can copy its state, and continue training while the copy is written."""
@@ -39,9 +44,9 @@ class Stageable(Protocol):
 
 
 class Checkpointer(Protocol):
-    """Saves the state of a run with its learners."""
+    """Saves the state of a run with its learners, and what else has a state of its own."""
 
-    def save(self, state: RunState, learners: Mapping[str, LearnerClient]) -> Path:
+    def save(self, state: RunState, learners: Mapping[str, Restorable]) -> Path:
         """Save atomically and return the checkpoint's folder.
 
         If the checkpoint is written in the background, it is only complete when ``finish`` or the next ``save`` returns.

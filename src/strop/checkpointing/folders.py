@@ -8,6 +8,7 @@
       policy/weights/        a Hugging Face folder for from_pretrained
       policy/ema/            another one with averaged weights, with policy.ema.enabled
       policy/optimizer.pt    optimizer and schedule
+      past_selves/           earlier weights of the policy, where an environment plays against them
 
 A checkpoint is written under a temporary name, flushed to disk and renamed. Older checkpoints are removed afterwards, renamed first.
 """
@@ -29,10 +30,9 @@ from typing import Any
 import numpy
 import torch
 
-from strop.checkpointing.base import RunState, Saveable
+from strop.checkpointing.base import Restorable, RunState, Saveable
 from strop.checkpointing.state_file import read_run_state, write_run_state
 from strop.checkpointing.step_folders import list_steps
-from strop.learner.client import LearnerClient
 from strop.storage.atomic_file import fsync_path
 from strop.storage.checksums import FileChecksum, compute_checksums, decode_checksums, encode_checksums, find_damage
 from strop.storage.short_path import shorten_path
@@ -63,7 +63,7 @@ class FolderCheckpointer:
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", self.folder.absolute())  # a reward may change the working directory
 
-    def save(self, state: RunState, learners: Mapping[str, LearnerClient]) -> Path:
+    def save(self, state: RunState, learners: Mapping[str, Restorable]) -> Path:
         return self.write(state, get_random_states(), learners)
 
     def write(self, state: RunState, randomness: Mapping[str, Any], learners: Mapping[str, Saveable]) -> Path:
@@ -133,7 +133,7 @@ class FolderCheckpointer:
     def list_steps(self) -> list[int]:
         return list_steps(self.folder)
 
-    def load(self, path: Path, learners: Mapping[str, LearnerClient]) -> RunState:
+    def load(self, path: Path, learners: Mapping[str, Restorable]) -> RunState:
         """Restore learners and random states in place. Raises CheckpointError."""
         self.verify(path)
         try:

@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from strop.data.messages import make_prompt
 from strop.data.sources.source import DataSource
+from strop.environments.games.policy_client import PastSelvesRule
 from strop.environments.verifiers.gate import Gate, find_closed_gate, multiply_gates
 from strop.environments.verifiers.weight_schedule import WeightSchedule
 from strop.safety.exits import contain_exits
@@ -171,14 +172,19 @@ class Environment(ToolOptions, ABC, Generic[TaskT]):
         }
 
     @classmethod
+    def list_marks(cls, options: Mapping[str, Any]) -> Mapping[str, RewardMark]:
+        """Return how the rewards of an environment with these options count, by name."""
+        return reward_marks(cls)
+
+    @classmethod
     def list_rewards(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the rewards that an environment with these options has."""
-        return tuple(reward_marks(cls))
+        return tuple(cls.list_marks(options))
 
     @classmethod
     def list_step_rewards(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of those that are ``per_turn``."""
-        return tuple(name for name, mark in reward_marks(cls).items() if mark.per_turn)
+        return tuple(name for name, mark in cls.list_marks(options).items() if mark.per_turn)
 
     def accuracy(self, rollout: Rollout) -> float:
         """Return the value that evaluation averages: the reward marked ``accuracy=True``, else the total reward. Failed rollouts get 0."""
@@ -237,6 +243,11 @@ class Environment(ToolOptions, ABC, Generic[TaskT]):
     def responds(self) -> bool:
         """Whether episodes have more than one turn of the policy, where they are allowed."""
         return self.has_tools or type(self).respond is not Environment.respond
+
+    @property
+    def past_selves(self) -> PastSelvesRule | None:
+        """Which earlier selves of the policy it plays against (``strop.environments.games.policy_client``). Default: none."""
+        return None
 
     @property
     def is_agent(self) -> bool:

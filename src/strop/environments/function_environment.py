@@ -79,10 +79,13 @@ class FunctionEnvironment(DatasetEnvironment):
         return any(each.verifier.needs_answer for each in self._verifiers)
 
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
-        """Load what the verifiers need too: a wrong model or a missing key raises EnvironmentConfigError at the start of the run."""
+        """Load what the verifiers need too: a wrong model, key or column raises EnvironmentConfigError at the start of the run."""
         for each in self._verifiers:
             each.verifier.prepare()
-        return super().tasks(data)
+        tasks = super().tasks(data)
+        for each in self._verifiers if tasks else ():
+            each.verifier.check_task(tasks[0])
+        return tasks
 
     def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
         for each in self.reward_functions.values():
@@ -95,16 +98,9 @@ class FunctionEnvironment(DatasetEnvironment):
         return [each.function for each in self.reward_functions.values() if isinstance(each.function, VerifierReward)]
 
     @classmethod
-    def list_rewards(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(cls._make_functions(options))
-
-    @classmethod
-    def list_step_rewards(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(name for name, each in cls._make_functions(options).items() if each.mark.per_turn)
-
-    @classmethod
-    def _make_functions(cls, options: Mapping[str, Any]) -> Mapping[str, RewardFunction]:
-        return cls(**{name: options[name] for name in ("reward", "rewards") if name in options}).reward_functions
+    def list_marks(cls, options: Mapping[str, Any]) -> Mapping[str, RewardMark]:
+        made = cls(**{name: options[name] for name in ("reward", "rewards") if name in options})
+        return {name: each.mark for name, each in made.reward_functions.items()}
 
     def _list_given(self) -> Iterator[tuple[str | None, Any]]:
         """Yield (name, what the configuration gives for it) of every reward; the name is None where the function's own counts."""

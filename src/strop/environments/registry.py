@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from inspect import isroutine
 from typing import Any
 
-from strop.environments.base import Environment, EnvironmentConfigError, import_user_code
+from strop.environments.base import Environment, EnvironmentConfigError, RewardMark, import_user_code
 from strop.environments.verifiers.options import build_from_options
 from strop.user_code import suggest_names
 
@@ -50,6 +51,12 @@ def list_rewards(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
 def list_step_rewards(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the rewards of an environment that are of steps of a rollout. Raises EnvironmentConfigError."""
     return environment_class(name).list_step_rewards(options)
+
+
+def list_marks(name: str, options: Mapping[str, Any]) -> Mapping[str, RewardMark]:
+    """Return how the rewards of an environment count, by name, as its options say. Raises EnvironmentConfigError."""
+    marks, weights = environment_class(name).list_marks(options), options.get("reward_weights") or {}
+    return {key: replace(mark, weight=weights[key], schedule=None) if key in weights else mark for key, mark in marks.items()}
 
 
 def gives_turn_states(name: str) -> bool:

@@ -14,6 +14,7 @@ from strop.user_code import suggest_names
 
 VERIFIERS = {
     "citation": "strop.environments.verifiers.citation:CitationVerifier",
+    "code": "strop.environments.code.code_verifier:CodeVerifier",
     "exact_match": "strop.environments.verifiers.match:ExactMatchVerifier",
     "f1": "strop.environments.verifiers.match:F1Verifier",
     "fuzzy_match": "strop.environments.verifiers.match:FuzzyMatchVerifier",

@@ -44,6 +44,29 @@ class Generator(Protocol):
     async def close(self) -> None: ...
 
 
+class PastGenerator(Protocol):
+    """A generator with the weights of an earlier version, which stay as they are."""
+
+    @property
+    def version(self) -> int: ...
+
+    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion: ...
+
+
+@dataclass(frozen=True)
+class PastSelf:
+    """An earlier self of the policy, drawn for the rollouts of a group."""
+
+    generator: PastGenerator
+    quantile: float  # uniform in [0, 1): it plays where this is below the share of games against earlier selves
+
+
+class PastSelves(Protocol):
+    """Earlier selves of the policy that a run keeps."""
+
+    def draw(self, seed: int) -> PastSelf: ...
+
+
 class Engine(Generator, UpdatableEngine, Protocol):
     """A generator with its own copy of the weights, which receives updates."""
 

@@ -14,7 +14,7 @@ from strop.environments.base import Environment, RewardResult
 from strop.environments.forks import run_in_one_process
 from strop.environments.games.policy_client import serve_policy
 from strop.gateway.gateway_config import GatewayConfig
-from strop.generation.base import Generator
+from strop.generation.base import Generator, PastSelves
 from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.watchdog.waits import waiting
@@ -63,10 +63,12 @@ async def run_group(
     rules: EpisodeRules,
     seed: int,
     greedy_baseline: bool = False,
+    past: PastSelves | None = None,
 ) -> Group:
     """Run all rollouts of one task concurrently. An error of the environment or the engine is recorded on its rollout (law 7).
 
     With ``greedy_baseline``, one more rollout is sampled greedily, as a baseline for the others. The rewards of the group see it too.
+    ``past``: earlier selves of the policy, of which all rollouts meet the same one.
     """
     version = generator.version
     compares = environment.has_group_rewards
@@ -85,7 +87,8 @@ async def run_group(
         )
         for sample in range(samples + greedy_baseline)
     )
-    opponent = SampledPolicy(generator, template, sampling, rules.max_length)
+    earlier = None if past is None else past.draw(mix_seed(seed, index))
+    opponent = SampledPolicy(generator, template, sampling, rules.max_length, earlier)
     waits = waiting("generation", on=f"group {index}", detail=f"task {task.id} of {name}")
     with waits, serve_policy(opponent):
         rollouts = await asyncio.gather(*episodes)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from strop.generation.base import Generator
+from strop.environments.games.policy_client import NoPolicyError
+from strop.generation.base import Generator, PastGenerator, PastSelf
 from strop.models.chat_template import ChatTemplate
 from strop.sampling import Sampling
 from strop.types import Messages
@@ -15,10 +16,23 @@ from strop.types import Messages
 class SampledPolicy:
     """A ``PolicyClient`` over the generator of a run."""
 
-    generator: Generator
+    generator: Generator | PastGenerator
     template: ChatTemplate
     sampling: Sampling
     max_length: int  # tokens of a conversation
+    earlier: PastSelf | None = None  # drawn for the group
+
+    @property
+    def version(self) -> int:
+        return self.generator.version
+
+    def past(self, share: float) -> SampledPolicy:
+        if self.earlier is None:
+            raise NoPolicyError(
+                "this environment plays against earlier selves of the policy, which are kept in training only; set opponent to self, or to "
+                "endpoint with a model that strop serve serves"
+            )
+        return replace(self, generator=self.earlier.generator) if self.earlier.quantile < share else self
 
     async def complete(self, messages: Messages, *, seed: int, stop_strings: Sequence[str] = ()) -> str:
         """Return the reply. Raises ValueError for a conversation that leaves no room for one."""

@@ -134,7 +134,7 @@ def save_if_due(run: TrainingRun, stream: StreamState) -> None:
         step=run.step, stream=stream, logged=run.last_metrics, early_stop=run.early_stop, monitor=run.monitor.state()
     )
     try:
-        path = run.checkpoints.save(state, run.learners)
+        path = run.checkpoints.save(state, run.saved_parts)
     except StorageError as error:
         run.save_failed = True
         if not all(isinstance(getattr(learner, "caller", None), InlineCaller | None) for learner in run.learners.values()):
@@ -142,7 +142,7 @@ def save_if_due(run: TrainingRun, stream: StreamState) -> None:
         if run.ending is None:
             run.tracker.note(f"warning: {error}. Training goes on, and the next step is saved instead")
             return
-        path = run.checkpoints.save(state, run.learners)  # the error may be of an earlier save, in the background
+        path = run.checkpoints.save(state, run.saved_parts)  # the error may be of an earlier save, in the background
     run.saved_step, run.save_failed = run.step, False
     run.tracker.note(f"checkpoint: {path}" if path.exists() else f"checkpoint, written in the background: {path}")
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from strop.environments.base import Environment, EnvironmentConfigError, Grade
 from strop.environments.mixture import TaskSource
-from strop.generation.base import Generator
+from strop.generation.base import Generator, PastSelves
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_record import encodable, storable_metrics
 from strop.monitoring.rollout_store.turn_record import make_turn_records
@@ -102,6 +102,7 @@ class Evaluator:
     ks: tuple[int, ...] | None = None  # of pass@k; None: the powers of two up to ``samples``, if that is above 1
     voters: tuple[int, ...] | None = None  # of cons@k; None: all ``samples``, if that is above 1
     concurrent_tasks: int | None = None  # tasks sampled concurrently; None: all
+    past: PastSelves | None = None  # earlier selves of the policy, for environments that play against them
     samples_to_print: int = 0  # samples to print at each evaluation
     files: DeferredFiles = field(default_factory=lambda: DeferredFiles("validation samples"))
     last_groups: list[Group] = field(default_factory=list)  # the groups of the last evaluation, for display
@@ -179,6 +180,7 @@ class Evaluator:
             sampling=self.sampling,
             rules=self.rules,
             seed=mix_seed(self.seed, _VALIDATION_SEED),
+            past=self.past,
         )
 
     def _write_samples(self, path: Path, step: int, metrics: dict[str, float]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from strop.algorithms.base import Algorithm
-from strop.checkpointing.base import Checkpointer
+from strop.checkpointing.base import Checkpointer, Restorable
 from strop.learner.client import LearnerClient
 from strop.monitoring.hacking.hacking_monitor import HackingMonitor
 from strop.monitoring.rollout_store.rollout_record import DropReason
@@ -35,6 +35,9 @@ class TooFewTasks(RuntimeError):
 # When the loop waits for the groups in flight: before training, if learner and generator take turns on the same devices; before the new
 # weights are published, if they run on separate devices; or never, so that weights change while groups are sampled.
 DrainBefore = Literal["training", "publishing", "never"]
+
+
+PAST_SELVES = "past_selves"  # their folder in a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,7 @@ class TrainingRun:
     algorithm: Algorithm
     stream: GroupStream
     learners: Mapping[str, LearnerClient]
+    snapshots: Restorable | None = None  # earlier selves of the policy, saved with it
     columns: ColumnSources
     weights: WeightSync
     tracker: Tracker
@@ -81,6 +85,7 @@ class TrainingRun:
     health: HealthMonitor = field(default_factory=HealthMonitor)
     monitor: HackingMonitor = field(default_factory=HackingMonitor)
     checkpoints: Checkpointer | None = None
+    on_close: list[Callable[[], Awaitable[None]]] = field(default_factory=list)  # called when the run has ended
     step: int = 0
     ending: RunEnding | None = None  # None: there is a further step
     stop_noted: bool = False  # the stop request has been logged
@@ -91,6 +96,11 @@ class TrainingRun:
     stream_state: StreamState | None = None  # at the beginning of the current step
     dropped: list[tuple[Group, DropReason]] = field(default_factory=list)  # dropped in the current step, with the reason
     errors_in_a_row: int = 0  # groups, also of earlier steps
+
+    @property
+    def saved_parts(self) -> Mapping[str, Restorable]:
+        """What a checkpoint holds beside the state of the run, by name."""
+        return self.learners if self.snapshots is None else {**self.learners, PAST_SELVES: self.snapshots}
 
     @property
     def collecting(self) -> str:

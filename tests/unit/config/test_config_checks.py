@@ -365,3 +365,16 @@ def test_a_teacher_s_keys_that_only_training_uses_are_named() -> None:
     warnings = load_config(None, [*base, "teacher.dtensor_cfg.enabled=false"], root=DistillationRunConfig).warnings
     found = [problem.key for problem in warnings if "it has no effect: a teacher" in str(problem)]
     assert found == ["teacher.dtensor_cfg.enabled", "teacher.dtensor_cfg.activation_checkpointing"]
+
+
+PAST = ["env.game.type=two_player", "env.game.opponent=past", "data.train.env_name=game"]
+
+
+def test_earlier_selves_of_the_policy_need_the_learner_in_this_process_and_a_run_that_trains() -> None:
+    assert "torch engine in the learner's process, and this run has vLLM engines" in str(
+        refusal(*PAST, "policy.generation.backend=vllm")
+    )
+    assert "learners in other processes" in str(refusal(*PAST, "cluster.backend=ray", "cluster.environment_hosts=1"))
+    with pytest.raises(ConfigError, match="has no earlier selves"):
+        load_config(None, ["generation.model_name=m", *PAST[:2], "data.env_name=game"], root=EvalRunConfig)
+    accepted(*PAST)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from strop.base_config import redact_secrets, to_tree
 from strop.build.resume.resume_plan import CONFIG_FILE, ResumePlan, plan_resume
-from strop.checkpointing.base import RunState
+from strop.checkpointing.base import Restorable, RunState
 from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.config import TrainingRunConfig, dump_config
 from strop.config.schema.run_config import RecordedRunConfig
-from strop.learner.client import LearnerClient
 from strop.monitoring.config_history import HISTORY_FILE, End, record_finish, record_start
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
@@ -30,7 +29,7 @@ RECORDS = (METRICS_FILE, "rollouts", "validation", CONFIG_FILE, HISTORY_FILE, "c
 def restore_checkpoint(
     config: TrainingRunConfig,
     checkpoints: FolderCheckpointer,
-    learners: Mapping[str, LearnerClient],
+    learners: Mapping[str, Restorable],
     tracker: Tracker,
     store: RolloutStore,
 ) -> RunState | None:

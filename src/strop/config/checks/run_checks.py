@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from strop.base_config import BaseConfig, iter_sections
 from strop.config.checks import cluster_checks, unused_keys
-from strop.config.checks.device_counts import plan_gpus
+from strop.config.checks.device_counts import count_devices, plan_gpus
 from strop.config.schema.run_config import (
     DistillationRunConfig,
     EvalRunConfig,
@@ -153,6 +153,26 @@ def check_environments(config: RolloutRunConfig | EvalRunConfig) -> Problems:
             )
 
 
+def check_past_opponents(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    """Earlier selves of the policy are kept in the learner's process, by a run that trains."""
+    for alias, section in config.env.items():
+        if section.type_of(alias) != "two_player" or section.options.get("opponent") != "past":
+            continue
+        if isinstance(config, EvalRunConfig):
+            yield Problem(
+                f"env.{alias}.opponent",
+                "found past, but a model that is evaluated has no earlier selves",
+                "Set it to self, or to endpoint with an earlier checkpoint that strop serve serves.",
+            )
+        elif config.policy.generation.uses_vllm or count_devices(config).uses_ray:
+            yield Problem(
+                f"env.{alias}.opponent",
+                "found past, but earlier selves are sampled by the torch engine in the learner's process, and this run has "
+                f"{'vLLM engines' if config.policy.generation.uses_vllm else 'learners in other processes'}",
+                "Set it to self or endpoint, or set policy.generation.backend=torch and cluster.backend=local.",
+            )
+
+
 def check_eval_sampling(config: EvalRunConfig) -> Problems:
     samples = config.eval.num_tests_per_prompt
     if samples > 1 and config.generation.temperature == 0:
@@ -233,6 +253,7 @@ ERROR_CHECKS: tuple[Check, ...] = (
     check_token_budget,
     check_lengths,
     check_environments,
+    check_past_opponents,
     check_eval_sampling,
     *cluster_checks.ERROR_CHECKS,
 )

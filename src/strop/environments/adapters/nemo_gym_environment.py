@@ -89,8 +89,8 @@ class NemoGymEnvironment(AgentEnvironment[Task]):
         return {name: RewardFunction(partial(_component, name), RewardMark(), source) for name in self.components}
 
     @classmethod
-    def list_rewards(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(options.get("components") or (SCORE,))
+    def list_marks(cls, options: Mapping[str, Any]) -> Mapping[str, RewardMark]:
+        return dict.fromkeys(options.get("components") or (SCORE,), RewardMark())
 
     def tasks(self, data: DataSource) -> Sequence[Task]:
         _, records = data.open_records()

@@ -11,14 +11,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Protocol
 
 from strop.types import Messages
 
 
+@dataclass(frozen=True, kw_only=True)
+class PastSelvesRule:
+    """Which earlier selves of the policy a run keeps."""
+
+    snapshot_every: int  # steps
+    pool_size: int  # snapshots; the oldest one goes first
+
+
 class PolicyClient(Protocol):
+    @property
+    def version(self) -> int:
+        """The version of its weights, which is the step that they were published after."""
+        ...
+
+    def past(self, share: float) -> PolicyClient:
+        """Return an earlier self in the given share of groups, the same one to all rollouts of a group, and itself in the others.
+
+        Raises NoPolicyError where none are kept."""
+        ...
+
     async def complete(self, messages: Messages, *, seed: int, stop_strings: Sequence[str] = ()) -> str:
-        """Return what the policy writes next in a conversation, sampled as in the episode, with its current weights."""
+        """Return what the policy writes next in a conversation, sampled as in the episode."""
         ...
 
 

@@ -75,6 +75,9 @@ class Verifier(ABC):
     def prepare(self) -> None:  # noqa: B027
         """Load what is needed, at the start of a run. Raises EnvironmentConfigError."""
 
+    def check_task(self, task: Task) -> None:  # noqa: B027
+        """Raise EnvironmentConfigError for a task that cannot be scored. Called with the first one at the start of a run."""
+
     def find_answer(self, reply: Reply) -> str | None:
         """Return the final answer in a normal form, for majority votes, or None to abstain."""
         return None

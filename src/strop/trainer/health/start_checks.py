@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from strop.environments.base import Environment
+from strop.environments.base import Environment, RewardMark
 from strop.trainer.health.health_rules import HealthFinding
 from strop.trainer.run import TrainOptions
 
@@ -20,6 +20,30 @@ def check_turns(environments: Mapping[str, Environment[Any]], max_turns: int, se
                 f"env.{name}: {environment.title} answers the policy (respond), but {section}.max_rollout_turns is 1, so every episode "
                 f"ends after the policy's first turn; set {section}.max_rollout_turns=N to allow N turns",
             )
+
+
+def check_reward_weights(
+    marks: Mapping[str, Mapping[str, RewardMark]], weights: Mapping[str, float], named: str
+) -> Iterator[HealthFinding]:
+    """Check that no environment weighs its rewards for an algorithm with ``weights`` of its own, which are set at the key ``named``."""
+    for alias, rewards in marks.items():
+        ignored = [described for name, mark in rewards.items() if (described := _describe_ignored(name, mark, weights))]
+        if ignored:
+            yield HealthFinding(
+                "ignored_weights",
+                f"env.{alias} has {'; '.join(ignored)}, but this algorithm normalizes each reward by itself and weighs it by {named}, so "
+                f"that has no effect; set {named}, or choose an algorithm that learns from the sum, such as grpo",
+            )
+
+
+def _describe_ignored(name: str, mark: RewardMark, weights: Mapping[str, float]) -> str:
+    """Return what does not reach the algorithm of a reward, empty if nothing is lost."""
+    if mark.schedule is not None:
+        return f"a schedule for the weight of {name}"
+    if mark.weight not in (0.0, 1.0, weights.get(name)):
+        return f"the weight {mark.weight:g} for {name}"
+    left_out = next((gate.reward for gate in mark.gates if gate.otherwise is None), None)
+    return "" if left_out is None else f"a gate that leaves {name} out where {left_out} is low, which counts as 0"
 
 
 def check_validation(options: TrainOptions, groups: int | None, *, held_out: bool) -> Iterator[HealthFinding]:

@@ -16,6 +16,7 @@ from strop.environments.games.two_player.nim import Heaps, Nim
 from strop.environments.games.two_player.perfect_play import best_moves, value_of
 from strop.environments.games.two_player.two_player import PositionTask, TwoPlayer
 from strop.environments.remote import EnvironmentDescription, connect
+from strop.generation.base import PastSelf
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling
@@ -32,11 +33,13 @@ def says(*moves: str) -> list[str]:
     return [f"<move>{move}</move>" for move in moves]
 
 
-def play_group(environment: Any, task: Task, generator: ScriptedGenerator, *, samples: int = 1, seed: int = 0) -> Group:
+def play_group(
+    environment: Any, task: Task, generator: ScriptedGenerator, *, samples: int = 1, seed: int = 0, past: Any = None
+) -> Group:
     return asyncio.run(
         run_group(
             0, "game", environment, task, samples=samples, generator=generator, template=ChatTemplate(generator.tokenizer),
-            sampling=Sampling(max_new_tokens=50), rules=EpisodeRules(max_turns=9, max_length=100_000), seed=seed,
+            sampling=Sampling(max_new_tokens=50), rules=EpisodeRules(max_turns=9, max_length=100_000), seed=seed, past=past,
         )
     )  # fmt: skip
 
@@ -124,6 +127,37 @@ def test_the_policy_plays_itself_in_the_words_of_the_other_side() -> None:
     assert rollout.sampled_tokens == sum(len(turn.tokens) for turn in rollout.turns if turn.sampled)
 
 
+class OnePastSelf:
+    """A pool with one earlier self."""
+
+    def __init__(self, generator: ScriptedGenerator, quantile: float) -> None:
+        self.drawn = PastSelf(generator, quantile)
+        self.seeds: list[int] = []
+
+    def draw(self, seed: int) -> PastSelf:
+        self.seeds.append(seed)
+        return self.drawn
+
+
+@pytest.mark.parametrize(("quantile", "met"), [(0.29, True), (0.31, False)])
+def test_an_earlier_self_plays_the_other_side_in_its_share_of_groups(quantile: float, met: bool) -> None:
+    policy = ScriptedGenerator(*says(*(("a1", "b1", "c1") if met else ("a1", "b2", "b1", "c3", "c1"))))
+    earlier = ScriptedGenerator(*says("b2", "c3"))
+    policy.version, past = 12, OnePastSelf(earlier, quantile)
+    group = play_group(TwoPlayer(opponent="past", past_share=0.3), START, policy, past=past)
+    (rollout,) = group.rollouts
+    assert rollout.error is None and (rollout.reward, rollout.metrics["opponent_age"]) == (1.0, 12.0 if met else 0.0)
+    assert len(earlier.requests) == 2 * met and len(past.seeds) == 1
+    again = OnePastSelf(ScriptedGenerator(*says("b2", "c3")), 0.0)
+    play_group(TwoPlayer(opponent="past"), START, ScriptedGenerator(*says("a1", "b1", "c1")), past=again)
+    assert again.seeds == past.seeds, "of the run's seed and the group's place"
+
+
+def test_without_earlier_selves_an_opponent_from_the_past_says_what_to_set() -> None:
+    rollout = play_group(TwoPlayer(opponent="past"), START, ScriptedGenerator(*says("a1"))).rollouts[0]
+    assert rollout.error is not None and "set opponent to self" in rollout.error
+
+
 def test_an_opponent_that_writes_no_legal_move_plays_a_random_one_which_is_counted() -> None:
     group = play_group(TwoPlayer(opponent="self"), START, ScriptedGenerator(*says("a1"), "resign", *says("zz")))
     assert group.rollouts[0].metrics["opponent_illegal_moves"] == 1.0 and group.rollouts[0].error is None
@@ -166,6 +200,10 @@ def test_stop_strings_and_states_come_from_environments_in_other_processes() -> 
         ({"opponent": "endpoint"}, "set endpoint"),
         ({"endpoint": {"base_url": "http://h/v1", "model": "m"}}, "set endpoint"),
         ({"opening_moves": -1}, "at least 0"),
+        ({"opponent": "past", "snapshot_every": 0}, "snapshot_every is 0"),
+        ({"opponent": "past", "pool_size": 0}, "pool_size is 0"),
+        ({"opponent": "past", "past_share": 0.0}, "set it above 0"),
+        ({"opponent": "self", "pool_size": 9}, "pool_size is an option of past"),
         ({"game": "pathlib:Path"}, "no subclass"),
     ],
 )

@@ -10,7 +10,8 @@ import pytest
 from strop.data.sources.source import DataSource
 from strop.environments.arithmetic import Arithmetic
 from strop.environments.base import Environment, reward
-from strop.trainer.health.start_checks import check_epochs, check_turns, check_validation
+from strop.environments.registry import list_marks
+from strop.trainer.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
 from strop.trainer.run import TrainOptions
 from strop.types import Messages, Rollout, Task, user
 
@@ -34,6 +35,30 @@ def test_an_environment_that_answers_needs_more_than_one_turn() -> None:
     assert found.name == "single_turn" and found.message.startswith("env.calculator: Calculator answers the policy (respond)")
     assert "set grpo.max_rollout_turns=N" in found.message
     assert not list(check_turns(environments, 2, "grpo")) and not list(check_turns({"sums": Arithmetic()}, 1, "grpo"))
+
+
+@pytest.mark.parametrize(
+    ("options", "weights", "said"),
+    [
+        ({}, {"a": 1.0, "b": 1.0}, None),
+        ({"weight": 0.2}, {"a": 0.2, "b": 1.0}, None),  # the same is said twice
+        ({"weight": 0.2}, {"a": 1.0, "b": 1.0}, "the weight 0.2 for a"),
+        ({"weight": {"schedule": "linear", "points": {0: 0, 9: 1}}}, {"a": 1.0}, "a schedule for the weight of a"),
+        ({"gate": "b"}, {"a": 1.0}, None),  # a closed gate gives 0, as anywhere
+        ({"gate": {"reward": "b", "otherwise": None}}, {"a": 1.0}, "a gate that leaves a out where b is low"),
+    ],
+)
+def test_weights_that_do_not_reach_an_algorithm_are_found(options: dict, weights: dict[str, float], said: str | None) -> None:
+    rewards = {"a": {"verifier": "regex", "pattern": "a", **options}, "b": {"verifier": "regex", "pattern": "b"}}
+    marks = list_marks("reward_function", {"rewards": rewards})
+    found = list(check_reward_weights({"mine": marks}, weights, "algorithm.kwargs.advantage.weights"))
+    assert [(finding.name, said in finding.message) for finding in found] == [("ignored_weights", True)] * (said is not None)
+
+
+def test_weights_that_replace_those_of_a_class_do_not_reach_an_algorithm_either() -> None:
+    marks = list_marks("math_multi_reward", {"reward_weights": {"integer": 0.3}})
+    (found,) = check_reward_weights({"sums": marks}, {"integer": 1.0}, "algorithm.kwargs.advantage.weights")
+    assert "env.sums has the weight 0.3 for integer, but" in found.message
 
 
 def options(**changes: object) -> TrainOptions:

@@ -24,7 +24,7 @@ from strop.environments.base import (
     import_user_code,
     reward,
 )
-from strop.environments.games.policy_client import get_policy
+from strop.environments.games.policy_client import PastSelvesRule, get_policy
 from strop.environments.games.text_game import draw_split, read_tag
 from strop.environments.games.two_player.grid_game import ConnectFour, TicTacToe
 from strop.environments.games.two_player.nim import Nim
@@ -66,7 +66,10 @@ class TwoPlayer(Environment[PositionTask]):
     """The reward is 1 for a win, 0.5 for a draw and 0 for a loss or a game that was not finished."""
 
     game: str = "tic_tac_toe"  # tic_tac_toe, connect_four, nim, or module:Class
-    opponent: Literal["random", "perfect", "self", "endpoint"] = "random"  # self: the policy with its current weights
+    opponent: Literal["random", "perfect", "self", "past", "endpoint"] = "random"  # self: the policy with its current weights
+    snapshot_every: int = 10  # of opponent past: steps after which one more self is kept
+    pool_size: int = 4  # of opponent past: how many are kept, the newest ones
+    past_share: float = 1.0  # of opponent past: the share of groups that meet one of them; the others meet the current policy
     endpoint: Mapping[str, Any] = field(default_factory=dict)  # of opponent endpoint: base_url, model and limits
     opening_moves: int = 3  # random moves before the policy's first: from 0 to this
     max_illegal_moves: int = 0  # one more loses the game
@@ -84,10 +87,29 @@ class TwoPlayer(Environment[PositionTask]):
             )
         if not 0 <= self.held_out_fraction < 1:
             raise EnvironmentConfigError(f"held_out_fraction is {self.held_out_fraction}; set it to at least 0 and below 1")
+        self._check_past()
         if (self.opponent == "endpoint") != bool(self.endpoint):
             raise EnvironmentConfigError(f"opponent is {self.opponent}; set endpoint if, and only if, opponent is endpoint")
         if self.endpoint:
             make_endpoint(self.endpoint)
+
+    def _check_past(self) -> None:
+        for option, smallest in (("snapshot_every", 1), ("pool_size", 1)):
+            if getattr(self, option) < smallest:
+                raise EnvironmentConfigError(f"{option} is {getattr(self, option)}; set it to at least {smallest}")
+        if not 0 < self.past_share <= 1:
+            raise EnvironmentConfigError(f"past_share is {self.past_share}; set it above 0 and to at most 1, or opponent to self")
+        changed = [
+            name for name in ("snapshot_every", "pool_size", "past_share") if getattr(self, name) != getattr(TwoPlayer, name)
+        ]
+        if changed and self.opponent != "past":
+            raise EnvironmentConfigError(f"opponent is {self.opponent}, and {changed[0]} is an option of past; leave it out")
+
+    @property
+    def past_selves(self) -> PastSelvesRule | None:
+        if self.opponent != "past":
+            return None
+        return PastSelvesRule(snapshot_every=self.snapshot_every, pool_size=self.pool_size)
 
     @cached_property
     def _game(self) -> TwoPlayerGame[Any]:
@@ -190,7 +212,7 @@ class TwoPlayer(Environment[PositionTask]):
             return random.choice(best_moves(self._game, match.position))
         asked = self._report(match.position, last) if match.opponent else self._introduce(match.position, 1 - match.side)
         match.opponent.append(asked)
-        text = await self._ask_model(match.opponent, seed)
+        text = await self._ask_model(match.opponent, seed, rollout)
         match.opponent.append(assistant(text))
         move = (read_tag(text, "move") or "").lower()
         known = move in legal
@@ -198,9 +220,13 @@ class TwoPlayer(Environment[PositionTask]):
         rollout.metrics["opponent_illegal_moves"] = counted + (not known)
         return move if known else random.choice(legal)
 
-    async def _ask_model(self, messages: Messages, seed: int) -> str:
+    async def _ask_model(self, messages: Messages, seed: int, rollout: Rollout) -> str:
         if self.opponent == "self":
             return await get_policy().complete(messages, seed=seed, stop_strings=(STOP,))
+        if self.opponent == "past":
+            model = get_policy().past(self.past_share)
+            rollout.metrics["opponent_age"] = rollout.version - model.version
+            return await model.complete(messages, seed=seed, stop_strings=(STOP,))
         return (await self._client.complete(messages, temperature=1.0, seed=seed % 2**31, sample=seed)).text
 
     def turn_states(self, task: PositionTask, rollout: Rollout) -> Sequence[str | None]:
