@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from strop.data.sources.source import DataSource
+from strop.environments.agents.external_agent import ExternalAgent
 from strop.environments.arithmetic import Arithmetic
 from strop.environments.base import Environment, reward
 from strop.trainer.health.start_checks import check_epochs, check_turns, check_validation
@@ -34,6 +35,14 @@ def test_an_environment_that_answers_needs_more_than_one_turn() -> None:
     assert found.name == "single_turn" and found.message.startswith("env.calculator: Calculator answers the policy (respond)")
     assert "set grpo.max_rollout_turns=N" in found.message
     assert not list(check_turns(environments, 2, "grpo")) and not list(check_turns({"sums": Arithmetic()}, 1, "grpo"))
+
+
+def test_tools_and_agents_need_more_than_one_turn() -> None:
+    environments = {"sums": Arithmetic(tools="calculator"), "agent": ExternalAgent(agent=print)}
+    tools, agent = check_turns(environments, 1, "grpo")
+    assert tools.message.startswith("env.sums: Arithmetic has tools, but grpo.max_rollout_turns is 1")
+    assert agent.message.startswith("env.agent: ExternalAgent runs an agent") and "after the first is refused" in agent.message
+    assert not list(check_turns(environments, 2, "grpo"))
 
 
 def options(**changes: object) -> TrainOptions:
