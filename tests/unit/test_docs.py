@@ -20,7 +20,8 @@ import torch
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.build.algorithm.run_algorithm import make_rollout_algorithm
-from strop.cli import env_command, plot_command, rollouts_command, translate_command
+from strop.cli import plot_command, rollouts_command, translate_command
+from strop.cli.checks import env_command
 from strop.cli.checks.sandbox_command import make_sandbox_parser
 from strop.cli.eval_command import is_model_name, make_eval_parser
 from strop.cli.export_command import make_export_parser

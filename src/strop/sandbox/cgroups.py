@@ -27,7 +27,7 @@ class Cgroup:
     @property
     def entering(self) -> list[str]:
         """The beginning of a command that joins the group before it runs the rest."""
-        script = " ".join(f'echo $$ > "{folder}/cgroup.procs";' for folder in {self.memory, self.pids}) + ' exec "$@"'
+        script = " ".join(f'echo $$ > "{folder}/cgroup.procs" &&' for folder in {self.memory, self.pids}) + ' exec "$@"'
         return ["/bin/sh", "-c", script, "sh"]
 
     def limit(self, memory_mb: int, processes: int) -> None:
@@ -60,11 +60,22 @@ def make_cgroup() -> Cgroup | None:
     parents = find_parents()
     if parents is None:
         return None
+    _remove_left_over(parents)
     name = f"strop_sandbox_{os.getpid()}_{next(_numbers)}"
     group = Cgroup(parents.memory / name, parents.pids / name, parents.version)
     for folder in {group.memory, group.pids}:
         folder.mkdir(exist_ok=True)
     return group
+
+
+@lru_cache(maxsize=1)
+def _remove_left_over(parents: Cgroup) -> None:
+    """Remove the groups of processes that were killed. One that is in use cannot be removed."""
+    for folder in {parents.memory, parents.pids}:
+        for group in folder.glob("strop_sandbox_*_*"):
+            if not Path("/proc", group.name.split("_")[2]).exists():
+                with suppress(OSError):
+                    group.rmdir()
 
 
 @lru_cache(maxsize=1)

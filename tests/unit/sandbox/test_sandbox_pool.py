@@ -364,6 +364,17 @@ def test_the_sandbox_of_a_process_is_the_configured_one() -> None:
         configure_sandbox(None)
 
 
+def test_groups_of_processes_that_were_killed_are_removed() -> None:
+    parents = cgroups.find_parents()
+    if parents is None:  # nothing to remove
+        return
+    left = parents.memory / "strop_sandbox_999999999_0"
+    left.mkdir()
+    cgroups._remove_left_over.cache_clear()
+    use(lambda pool: pool.run(Program(source="")), workers=1)
+    assert not left.exists()
+
+
 def test_environments_in_other_processes_are_told_which_sandbox_to_use() -> None:
     description = EnvironmentDescription(alias="a", name="arithmetic", sandbox=SandboxConfig(workers=1, level="limits"))
     try:

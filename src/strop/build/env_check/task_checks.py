@@ -122,7 +122,10 @@ def check_distinct(environment: Environment[Any], read: Sequence[CheckedTask], r
         report.fault("task_ids", f"different tasks have the id {shared[0]!r}, so stored rollouts cannot be told apart")
     if torn := [prompt for prompt, known in answers.items() if len(known) > 1]:
         example = f"{torn[0][:80]!r}: {sorted(answers[torn[0]])[:3]}"
-        report.fault("duplicates", f"{len(torn)} prompts occur with different answers, such as {example}")
+        secret = environment.responds  # as in a game: what the prompt does not say, later turns do
+        (report.note if secret else report.fault)(
+            "duplicates", f"{len(torn)} prompts occur with different answers, such as {example}"
+        )
     if repeated := len(read) - len(answers):
         message = f"{repeated} of {len(read)} tasks have the prompt of another one"
         fault = isinstance(environment, DatasetEnvironment) and repeated > DUPLICATES * len(read)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import sys
 from collections.abc import Sequence
@@ -71,6 +70,8 @@ def _positive(text: str) -> int:
 
 
 def _check(options: argparse.Namespace, config: Any) -> int:
+    import asyncio
+
     from strop.sandbox.sandbox_check import check_sandbox
 
     findings = asyncio.run(check_sandbox(config))
@@ -85,6 +86,8 @@ def _check(options: argparse.Namespace, config: Any) -> int:
 
 
 def _serve(options: argparse.Namespace, config: Any) -> int:
+    import asyncio
+
     key = options.api_key_file.read_text().strip() if options.api_key_file else os.environ.get("STROP_SANDBOX_API_KEY", "")
     if not key:
         print(

@@ -6,39 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strop.tools.base import ParsedReply, ToolSchema
-from strop.tools.formats.reading import MalformedCall, make_call, read_json, skip_space, split_reasoning
+from strop.tools.formats.reading import MalformedCall, make_call, read_json, skip_space
+from strop.tools.formats.tagged_calls import CLOSE, OPEN, RESULT, parse_tagged_calls
 from strop.types import ToolCall
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True)
 class HermesFormat:
     name: str = "hermes"
     stop_strings: Sequence[str] = (CLOSE,)
-    inline_result: str | None = "\n<tool_response>\n{result}\n</tool_response>\n"
+    inline_result: str | None = RESULT
 
     def parse(self, text: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
-        reasoning, rest = split_reasoning(text)
-        content: list[str] = []
-        calls: list[ToolCall] = []
-        malformed: list[str] = []
-        while True:
-            before, opened, rest = rest.partition(OPEN)
-            content.append(before)
-            if CLOSE in before:
-                malformed.append(f"{CLOSE} closes no {OPEN}.")
-            if not opened:
-                break
-            try:
-                call, end = _read(rest)
-                calls.append(call)
-            except MalformedCall as error:
-                malformed.append(f"A call between {OPEN} and {CLOSE} could not be read: {error}.")
-                close = rest.find(CLOSE)
-                end = len(rest) if close < 0 else close + len(CLOSE)
-            rest = rest[end:]
-        return ParsedReply("".join(content).strip(), reasoning, tuple(calls), tuple(malformed))
+        return parse_tagged_calls(text, _read)
 
     def example(self, name: str) -> str:
         return f'{OPEN}\n{{"name": "{name}", "arguments": {{"ARGUMENT": "VALUE"}}}}\n{CLOSE}'

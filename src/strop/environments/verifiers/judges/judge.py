@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from strop.environments.base import EnvironmentConfigError, is_finite
 from strop.environments.llm.llm_client import LlmClient, LlmReply, get_llm_client
@@ -22,6 +22,8 @@ from strop.environments.verifiers.judges.judge_prompt import (
 )
 from strop.types import Task, system, user
 from strop.user_code import suggest_names
+
+VerdictT = TypeVar("VerdictT")
 
 PLACES = ("conversation", "reply", "reference", "criteria", "verdict")
 PROMPT = """The conversation so far:
@@ -102,6 +104,23 @@ class LlmVerifier(Verifier):
             messages, temperature=self.temperature, max_tokens=self.max_tokens, sample=sample, **sampling
         )
 
+    async def ask_until_read(
+        self, prompt: str, read: Callable[[str], VerdictT], *, sample: int = 0, stride: int = 1
+    ) -> tuple[VerdictT | None, list[LlmReply]]:
+        """Ask until ``read`` understands the reply, with samples ``stride`` apart. Raises UnreadableVerdict if it never does and
+        ``unreadable`` is not set."""
+        replies: list[LlmReply] = []
+        for attempt in range(self.attempts):
+            replies.append(await self.ask(prompt, sample + attempt * stride))
+            try:
+                return read(replies[-1].text), replies
+            except UnreadableVerdict as error:
+                if attempt + 1 == self.attempts and self.unreadable is None:
+                    raise UnreadableVerdict(
+                        f"{error} (attempts {self.attempts}; set unreadable to a value to go on without)"
+                    ) from error
+        return None, replies
+
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeVerifier(LlmVerifier):
@@ -146,19 +165,13 @@ class JudgeVerifier(LlmVerifier):
         return self._summarize(verdicts)
 
     async def _judge(self, prompt: str, mark: str, sample: int) -> tuple[dict[str, float] | None, list[LlmReply]]:
-        """Ask until a verdict can be read. Raises UnreadableVerdict if none can and ``unreadable`` is not set."""
-        replies: list[LlmReply] = []
-        for attempt in range(self.attempts):
-            replies.append(await self.ask(prompt, sample + attempt * self.samples))
-            try:
-                scores = read_scores(replies[-1].text, mark, list(self._criteria))
-                return {name: self._criteria[name].read(name, score) for name, score in scores.items()}, replies
-            except UnreadableVerdict as error:
-                if attempt + 1 == self.attempts and self.unreadable is None:
-                    raise UnreadableVerdict(
-                        f"{error} (attempts {self.attempts}; set unreadable to a value to go on without)"
-                    ) from error
-        return None, replies
+        """Return the score of each criterion, None if no verdict can be read, and what the judge replied. Raises UnreadableVerdict."""
+
+        def read(text: str) -> dict[str, float]:
+            scores = read_scores(text, mark, list(self._criteria))
+            return {name: self._criteria[name].read(name, score) for name, score in scores.items()}
+
+        return await self.ask_until_read(prompt, read, sample=sample, stride=self.samples)
 
     def _summarize(self, verdicts: Sequence[tuple[dict[str, float] | None, list[LlmReply]]]) -> Score:
         metrics = usage_metrics([reply for _, replies in verdicts for reply in replies])

@@ -108,20 +108,14 @@ class PairwiseJudgeVerifier(LlmVerifier):
         """Return the points of the text that stands first. Raises UnreadableVerdict."""
         texts = {"conversation": write_conversation(reply.context), "first": first, "second": second}
         prompt, mark = self._prompt.render(texts, {"question": self.question, "verdict": VERDICT})
-        replies: list[LlmReply] = []
-        for attempt in range(self.attempts):
-            replies.append(await self.ask(prompt, attempt))
-            try:
-                verdict = find_verdict(replies[-1].text, mark)
-                if verdict not in POINTS:
-                    raise UnreadableVerdict(f"the judge's verdict is {verdict!r:.100}, which is none of {', '.join(POINTS)}")
-                return POINTS[verdict], replies
-            except UnreadableVerdict as error:
-                if attempt + 1 == self.attempts and self.unreadable is None:
-                    raise UnreadableVerdict(
-                        f"{error} (attempts {self.attempts}; set unreadable to a value to go on without)"
-                    ) from error
-        return None, replies
+
+        def read(text: str) -> float:
+            verdict = find_verdict(text, mark)
+            if verdict not in POINTS:
+                raise UnreadableVerdict(f"the judge's verdict is {verdict!r:.100}, which is none of {', '.join(POINTS)}")
+            return POINTS[verdict]
+
+        return await self.ask_until_read(prompt, read)
 
 
 def _summarize(played: Sequence[tuple[float, _Comparison]]) -> Score:
