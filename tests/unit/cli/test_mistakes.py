@@ -226,7 +226,7 @@ NAMED = [
           "Set data.train.data_path"),
     typed((*MATH, "data.train.prompt_file=nope.txt"), "data.train.prompt_file", "there is no file nope.txt", "Set the path"),
     typed("data.train.env_name=aritmetic", "data.train.env_name", "found 'aritmetic'", "env has arithmetic"),
-    typed(("env.foo={}", "data.train.env_name=foo"), "env.foo", "there is no environment 'foo'", "there are: arithmetic"),
+    typed(("env.foo={}", "data.train.env_name=foo"), "env.foo", "there is no environment 'foo'", "there are: agent, arithmetic"),
     typed("env.arithmetic.max_operands=3", "env.arithmetic.max_operands", "has no option 'max_operands'", "did you mean 'max_operand'?"),
     typed("env.arithmetic.max_operand=big", "env.arithmetic.max_operand", "is 'big'", "valid integer"),
     typed(("env.mine={reward: 'rewards.py:bad'}", MINE), "env.mine.reward", "'rewards.py' has no 'bad'", "there are: good"),

@@ -46,7 +46,7 @@ def _make_grader(given: str | Mapping[str, Any]) -> HeldOutGrader:
     if name is not None:
         methods = get_args(get_type_hints(MathEnvironment)["verifier"])
         if name in methods and not options:
-            return cast("HeldOutGrader", MathEnvironment(verifier=name).correct)
+            return cast("HeldOutGrader", MathEnvironment(verifier=cast("Any", name)).correct)
         if isinstance(name, str) and ":" not in name and name not in VERIFIERS:
             hint = suggest_names(name, (*VERIFIERS, *methods))
             raise EnvironmentConfigError(f"there is no verifier {name!r}{hint}. Name a function of your own as file.py:function")
