@@ -60,20 +60,10 @@ def test_the_example_of_self_play_is_an_environment() -> None:
 def test_the_table_names_every_option_and_its_default(name: str) -> None:
     (row,) = re.findall(rf"^\| `{name}`.*\|$", PAGE, re.MULTILINE)
     kind = environment_class(name)
-<<<<<<< HEAD
     every = {field.name for field in fields(Environment)}  # options of all environments, on their page
     for field in fields(kind):
         if field.name not in every and (
             field.name not in ("held_out_fraction", "ignore_case", "cfg", "endpoint") or f"`{field.name}`" in row
-=======
-    common = {field.name for field in fields(Environment)}  # documented where all environments are
-    for field in fields(kind):
-        if field.name in common:
-            continue
-        if (
-            field.name not in ("reward_weights", "held_out_fraction", "ignore_case", "cfg", "endpoint")
-            or f"`{field.name}`" in row
->>>>>>> hookups
         ):
             assert f"`{field.name}`" in row, f"{name}.{field.name}"
             shown = re.search(rf"`{field.name}` \((\w+)\)", row)
