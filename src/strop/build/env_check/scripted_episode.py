@@ -78,6 +78,10 @@ class _SamePolicy:
     """The policy as an opponent of itself: it writes the same text."""
 
     text: str
+    version: int = 0
+
+    def past(self, share: float) -> _SamePolicy:
+        return self
 
     async def complete(self, messages: Messages, *, seed: int, stop_strings: Sequence[str] = ()) -> str:
         return self.text
