@@ -37,7 +37,7 @@ def test_the_example_game_is_played(tmp_path: Path) -> None:
 
 def test_the_example_user_is_simulated_by_script_and_by_the_example_of_an_endpoint() -> None:
     row = json.loads(blocks("json")[0])
-    entry = yaml.safe_load(blocks("yaml")[1])
+    entry = next(each for block in blocks("yaml") if "users" in (each := yaml.safe_load(block))["env"])
     keys = entry["data"]["train"]
     data = DataSource(rows=[row], input_key=keys["input_key"], output_key=keys["output_key"])
     scripted = make_environment("user_simulator")
@@ -50,8 +50,9 @@ def test_the_example_user_is_simulated_by_script_and_by_the_example_of_an_endpoi
         assert played(asked, asked.tasks(data)[0], "Where?", "<answer>Lisbon</answer>").reward == 1.0
 
 
-def test_the_example_of_self_play_is_an_environment() -> None:
-    options: dict[str, Any] = yaml.safe_load(blocks("yaml")[0])["env"]["nim_against_itself"]
+@pytest.mark.parametrize(("block", "name"), [(0, "nim_against_itself"), (1, "nim_against_the_past")])
+def test_the_examples_of_self_play_are_environments(block: int, name: str) -> None:
+    options: dict[str, Any] = yaml.safe_load(blocks("yaml")[block])["env"][name]
     game = make_environment(options.pop("type"), options)
     assert "Nim" in game.prompt(game.tasks(DataSource(size=3))[0])[0].content
 
