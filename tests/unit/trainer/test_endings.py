@@ -138,7 +138,14 @@ def saving_run(checkpoints: FullDisk, **changes: Any) -> Any:
     run = SimpleNamespace(
         options=SimpleNamespace(save_period=5), step=5, ending=None, save_failed=False, saved_step=-1, checkpoints=checkpoints
     )
-    values = {"learners": {}, "tracker": NullTracker(), "last_metrics": {}, "early_stop": None, "monitor": HackingMonitor()}
+    values = {
+        "learners": {},
+        "saved_parts": {},
+        "tracker": NullTracker(),
+        "last_metrics": {},
+        "early_stop": None,
+        "monitor": HackingMonitor(),
+    }
     run.__dict__.update(values | changes)
     return run
 
