@@ -15,6 +15,7 @@ An exception from any method, also SystemExit, is recorded on that rollout; its 
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 from abc import ABC, abstractmethod
@@ -69,6 +70,7 @@ class RewardMark:
     schedule: WeightSchedule | None = None  # the weight by step, in place of ``weight``
     gates: tuple[Gate, ...] = ()  # all must open
     log_weighted: bool = False  # as the metric ``weighted/NAME``, too
+    concurrent: bool = False  # it may run beside others: it shares no state with them
 
 
 @dataclass(frozen=True)
@@ -303,7 +305,15 @@ class Grade:
 
 
 async def compute_rewards(environment: Environment[TaskT], task: TaskT, rollout: Rollout) -> RewardResult:
-    """Compute every reward of a single rollout in order. Raises RewardError if one raises or is not a finite number."""
+    """Compute every reward of a single rollout in order. Raises RewardError if one raises or is not a finite number.
+
+    Rewards marked ``concurrent`` run beside each other, as soon as their gates are known. Everything else is as if they did not: the
+    order of sums and of metrics, and which error is raised."""
+    async with _RewardCalls(environment, task, rollout) as calls:
+        return await _sum_rewards(environment, task, rollout, calls)
+
+
+async def _sum_rewards(environment: Environment[TaskT], task: TaskT, rollout: Rollout, calls: _RewardCalls) -> RewardResult:
     rewards: dict[str, float] = {}
     steps: dict[int, float] = {}
     total = 0.0
@@ -311,9 +321,10 @@ async def compute_rewards(environment: Environment[TaskT], task: TaskT, rollout:
         if each.mark.group:
             continue
         closed = find_closed_gate(each.mark.gates, rewards)
+        calls.start_ready(name, rewards)
         if closed is not None and closed.otherwise is None:
             continue
-        returned = await _call_reward(each, task, rollout) if closed is None else closed.otherwise
+        returned = await calls.result(name) if closed is None else closed.otherwise
         weight, factor = (
             weight_of(environment, name, rollout),
             multiply_gates(each.mark.gates, rewards) if closed is None else 1.0,
@@ -334,6 +345,45 @@ async def compute_rewards(environment: Environment[TaskT], task: TaskT, rollout:
     step_rewards = tuple(StepReward(token, steps[token]) for token in sorted(steps))
     states = _read_turn_states(environment, task, rollout)
     return RewardResult(total, rewards, _check_metrics(environment, task, rollout), step_rewards, states)
+
+
+class _RewardCalls:
+    """The calls of the rewards of a rollout: the concurrent ones as tasks, each of which sets metrics of its own."""
+
+    def __init__(self, environment: Environment[Any], task: Task, rollout: Rollout) -> None:
+        self._functions = {name: each for name, each in environment.reward_functions.items() if not each.mark.group}
+        self._task, self._rollout = task, rollout
+        self._waiting = [name for name, each in self._functions.items() if each.mark.concurrent]
+        self._running: dict[str, tuple[asyncio.Task[Any], Rollout]] = {}
+
+    async def __aenter__(self) -> _RewardCalls:
+        return self
+
+    def start_ready(self, current: str, rewards: Mapping[str, float]) -> None:
+        """Start the concurrent rewards whose gates are open. Those before ``current`` are known."""
+        known = list(self._functions)
+        known = known[: known.index(current)]
+        for name in list(self._waiting):
+            gates = self._functions[name].mark.gates
+            if all(gate.reward in known for gate in gates):
+                self._waiting.remove(name)
+                if find_closed_gate(gates, rewards) is None:
+                    own = replace(self._rollout, metrics={})
+                    self._running[name] = asyncio.create_task(_call_reward(self._functions[name], self._task, own)), own
+
+    async def result(self, name: str) -> Any:
+        """Return what a reward returned. Raises RewardError."""
+        if name not in self._running:
+            return await _call_reward(self._functions[name], self._task, self._rollout)
+        running, own = self._running.pop(name)
+        returned = await running
+        self._rollout.metrics.update(own.metrics)
+        return returned
+
+    async def __aexit__(self, *error: object) -> None:
+        for running, _ in self._running.values():
+            running.cancel()
+        await asyncio.gather(*(running for running, _ in self._running.values()), return_exceptions=True)
 
 
 def _read_turn_states(environment: Environment[TaskT], task: TaskT, rollout: Rollout) -> tuple[str | None, ...]:

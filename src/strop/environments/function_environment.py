@@ -148,7 +148,7 @@ def _find_verifier(name: str | None, options: Mapping[str, Any]) -> tuple[str, C
         raise EnvironmentConfigError(f"{where}: the verifier {kind} reads one rollout; leave group out")
     own_name = kind.rpartition(":")[2]
     function = VerifierReward(name or own_name, verifier, bool(per_turn))
-    return own_name, function, f"the verifier {kind}", RewardMark(group=verifier.compares, log_weighted=True)
+    return own_name, function, f"the verifier {kind}", RewardMark(group=verifier.compares, log_weighted=True, concurrent=True)
 
 
 def _find_function(name: str | None, options: Mapping[str, Any]) -> tuple[str, Callable[..., Any], str, RewardMark]:

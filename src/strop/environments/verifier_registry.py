@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.environments.base import EnvironmentConfigError, import_user_code
-from strop.environments.verifiers.base import Reply, Score, Scored, Verifier, call_score, read_reply, read_turns
+from strop.environments.verifiers.base import Reply, Score, Scored, Verifier, call_score, read_reply, read_turns, score_turns
 from strop.environments.verifiers.options import build_from_options
 from strop.types import Rollout, Task
 from strop.user_code import suggest_names
@@ -66,7 +66,7 @@ class VerifierReward:
             return [self._log([score], rollout)[0] for score, rollout in zip(scores, rollouts, strict=True)]
         rollout: Rollout = rollouts
         if self.per_turn:
-            return self._log([await call_score(self.verifier, task, turn) for turn in read_turns(rollout)], rollout)
+            return self._log(await score_turns(self.verifier, task, read_turns(rollout)), rollout)
         return self._log([await call_score(self.verifier, task, read_reply(rollout))], rollout)[0]
 
     def _log(self, scores: list[Scored], rollout: Rollout) -> list[float | bool]:

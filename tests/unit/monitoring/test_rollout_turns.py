@@ -96,6 +96,21 @@ def test_a_lone_surrogate_costs_nothing_and_is_noted_once(tmp_path: Path, format
     assert "\N{REPLACEMENT CHARACTER}" in first.completion and first.tokens == second.tokens
 
 
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_the_state_that_a_turn_was_taken_in_is_stored_and_shown(tmp_path: Path, format: Literal["parquet", "jsonl"]) -> None:
+    group = a_group()
+    rollout = replace(group.rollouts[0], turn_states=("at\nhome\udc80", None))
+    store = RolloutStore(tmp_path, format)
+    store.write(1, make_records(1, [replace(group, rollouts=(rollout,))]))
+    (record,) = store.read(1)
+    assert [turn.state for turn in record.turns] == ["at\nhome\N{REPLACEMENT CHARACTER}", None, None, None]
+    notes = [message.note for message in show_rollout(record, None).messages if message.sampled]
+    assert notes == ["2 tokens, weights of step 3-4, in state at home\N{REPLACEMENT CHARACTER}", "1 tokens, weights of step 4"]
+    spoofed = replace(record.turns[0], state="\x1b[2J" + "x" * 99)
+    note = next(each.note for each in show_rollout(replace(record, turns=(spoofed,)), None).messages if each.sampled)
+    assert "\x1b" not in note and "characters ..." in note
+
+
 def test_a_rollout_that_failed_keeps_the_metrics_that_can_be_stored() -> None:
     group = a_group()
     odd = {"calls": 2, "huge": 10**400, "text": "x", "nan": float("nan"), "off\udc80": 1.0}

@@ -92,6 +92,17 @@ async def call_score(verifier: Verifier, task: Task, reply: Reply) -> Scored:
     return await returned if inspect.isawaitable(returned) else returned
 
 
+async def score_turns(verifier: Verifier, task: Task, turns: Sequence[Reply]) -> list[Scored]:
+    """Score turns side by side. Raises the error of the first one, in their order, that fails."""
+    running = [asyncio.create_task(call_score(verifier, task, turn)) for turn in turns]
+    try:
+        return [await each for each in running]
+    finally:
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
 def read_reply(rollout: Rollout) -> Reply:
     """Return the last turn of a rollout, with the tokens of all of them."""
     messages = rollout.messages or (user(rollout.task.question), assistant(rollout.text))

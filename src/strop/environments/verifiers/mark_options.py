@@ -40,6 +40,7 @@ def read_mark(options: Mapping[str, Any], mark: RewardMark, source: str) -> tupl
         schedule=schedule,
         gates=gates,
         log_weighted=mark.log_weighted or schedule is not None or bool(gates),
+        concurrent=mark.concurrent,
     )
     return made, accuracy
 

@@ -174,7 +174,15 @@ def replace_surrogates(record: RolloutRecord) -> RolloutRecord:
         error=None if record.error is None else encodable(record.error),
         answer=encodable(record.answer),
         prompt_messages=tuple({name: encodable(text) for name, text in each.items()} for each in record.prompt_messages),
-        turns=tuple(replace(turn, role=encodable(turn.role), text=encodable(turn.text)) for turn in record.turns),
+        turns=tuple(
+            replace(
+                turn,
+                role=encodable(turn.role),
+                text=encodable(turn.text),
+                state=None if turn.state is None else encodable(turn.state),
+            )
+            for turn in record.turns
+        ),
     )
 
 

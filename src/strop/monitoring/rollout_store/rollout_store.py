@@ -176,6 +176,7 @@ def _build_schema(pa: Any) -> pyarrow.Schema:
             pa.struct([
                 ("role", pa.string()), ("text", pa.string()), ("start", pa.int64()), ("end", pa.int64()), ("sampled", pa.bool_()),
                 ("versions", pa.list_(pa.int32())), ("reward", pa.float64()), ("path", pa.int64()),
+                ("state", pa.string()),
             ])
         ),
         "branches": pa.list_(pa.list_(pa.int64())),

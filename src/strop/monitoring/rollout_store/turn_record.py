@@ -21,12 +21,14 @@ class TurnRecord:
     versions: tuple[int, ...]  # of the weights that sampled it, in order, each once; empty for the environment
     reward: float | None = None  # the sum of the rewards of its steps, weighted; None if it has none
     path: int = 0  # 0: the main path; i: branch i of the rollout
+    state: str | None = None  # of the environment before a turn of the policy, if it says so
 
 
 def make_turn_records(rollout: Rollout) -> tuple[TurnRecord, ...]:
     """Return the messages of a rollout after its prompt: those of the main path, then those of each branch."""
     records: list[TurnRecord] = []
     start, next_message, first = 0, len(rollout.prompt_messages), 0
+    states = iter(rollout.turn_states)
     paths = (rollout.turns, *(branch.turns for branch in rollout.branches))
     for path, turn in ((path, turn) for path, turns in enumerate(paths) for turn in turns):
         messages = rollout.messages[next_message : next_message + turn.num_messages]
@@ -41,6 +43,7 @@ def make_turn_records(rollout: Rollout) -> tuple[TurnRecord, ...]:
             "versions": versions,
             "reward": reward,
             "path": path,
+            "state": next(states, None) if turn.sampled else None,
         }
         default = [("assistant" if turn.sampled else "user", turn.text)]
         records += [TurnRecord(role=role, text=text, **common) for role, text in named or default]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.safety.printable import make_printable, shorten
 
+LONGEST_STATE = 60  # characters
 _ENDINGS = {
     "stop": "stop: the model stopped, and the environment had nothing to add",
     "length": "length: a turn reached the maximum number of new tokens",
@@ -23,7 +24,7 @@ class ShownMessage:
     role: str
     text: str
     sampled: bool
-    note: str = ""  # its tokens, the weights that sampled it, and the reward of its steps
+    note: str = ""  # its tokens, the weights that sampled it, the reward of its steps, and the state that it was sampled in
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,10 @@ def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
     prompt = [ShownMessage(message["role"], message["content"], sampled=False) for message in record.prompt_messages]
     turns = [
         ShownMessage(
-            turn.role, turn.text, turn.sampled, _describe_turn(turn.end - turn.start, turn.versions, turn.reward) + branch
+            turn.role,
+            turn.text,
+            turn.sampled,
+            _describe_turn(turn.end - turn.start, turn.versions, turn.reward) + _describe_state(turn.state) + branch,
         )
         for turn, branch in zip(record.turns, _describe_branches(record), strict=True)
     ]
@@ -76,6 +80,10 @@ def _describe_branches(record: RolloutRecord) -> Iterator[str]:
 def _describe_turn(tokens: int, versions: tuple[int, ...], reward: float | None = None) -> str:
     weights = f", weights of step {'-'.join(map(str, dict.fromkeys((versions[0], versions[-1]))))}" if versions else ""
     return f"{tokens} tokens{weights}" + ("" if reward is None else f", reward {_number(reward)}")
+
+
+def _describe_state(state: str | None) -> str:
+    return "" if state is None else f", in state {shorten(' '.join(make_printable(state).split()), LONGEST_STATE)}"
 
 
 def _list_facts(record: RolloutRecord) -> list[tuple[str, str]]:

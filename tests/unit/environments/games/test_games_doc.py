@@ -50,8 +50,9 @@ def test_the_example_user_is_simulated_by_script_and_by_the_example_of_an_endpoi
         assert played(asked, asked.tasks(data)[0], "Where?", "<answer>Lisbon</answer>").reward == 1.0
 
 
-def test_the_example_of_self_play_is_an_environment() -> None:
-    options: dict[str, Any] = yaml.safe_load(blocks("yaml")[0])["env"]["nim_against_itself"]
+@pytest.mark.parametrize(("block", "name"), [(0, "nim_against_itself"), (1, "nim_against_the_past")])
+def test_the_examples_of_self_play_are_environments(block: int, name: str) -> None:
+    options: dict[str, Any] = yaml.safe_load(blocks("yaml")[block])["env"][name]
     game = make_environment(options.pop("type"), options)
     assert "Nim" in game.prompt(game.tasks(DataSource(size=3))[0])[0].content
 
