@@ -76,7 +76,7 @@ def select_rollouts(source: RolloutSource, selection: RolloutSelection) -> Selec
     steps = source.steps()
     if not steps:
         raise NoRollouts("no rollouts are stored")
-    flags = {step: found for step in steps if (found := source.read_flags(step))}
+    flags = {step: flagged for step in steps if (flagged := source.read_flags(step))}
     if selection.flagged:
         steps = [step for step in steps if step in flags]
         if not steps:
