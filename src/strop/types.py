@@ -169,6 +169,9 @@ class Rollout:
     version: int = 0  # the weight version of the generators when its group was started: in training, the step
     reward: float = 0.0  # the weighted sum of ``rewards``
     step_rewards: tuple[StepReward, ...] = ()  # the parts of ``reward`` that belong to steps, in order
+    turn_advantages: tuple[
+        float, ...
+    ] = ()  # of each of ``policy_turns``, what replaces its advantage; 0: nothing; empty: for none
     turn_states: tuple[str | None, ...] = ()  # of each of ``policy_turns``, the environment's state before it; empty: not known
     rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # of the environment's own; it sets them during the episode

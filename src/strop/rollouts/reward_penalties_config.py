@@ -1,9 +1,10 @@
-"""Section ``reward_penalties``: rollouts whose reward is set to 0 for how they are written, as in NeMo-RL."""
+"""Section ``reward_penalties``: what rollouts and turns are penalised for, by how they are written, as in NeMo-RL."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from pydantic import Field
@@ -11,6 +12,8 @@ from pydantic import Field
 from strop.base_config import BaseConfig, subsection
 from strop.problems import Problem
 from strop.types import Rollout, Turn
+
+UNREAD = "tool"  # the name of the message that answers a call that could not be read
 
 
 class PenaltyTokenIdsConfig(BaseConfig):
@@ -38,6 +41,12 @@ class RewardPenaltiesConfig(BaseConfig):
     penalize_invalid_tool_call: bool = Field(
         False, description="A call of a tool that cannot be read, and in an answer without tools any of tool_call_patterns."
     )
+    invalid_tool_call_advantage: float | None = Field(
+        None, lt=0, description="Advantage of the tokens of a turn with an invalid tool call, whatever its rollout earned."
+    )
+    malformed_think_tag_advantage: float | None = Field(
+        None, lt=0, description="Advantage of the tokens of another turn with a malformed think tag, likewise."
+    )
     tool_call_patterns: tuple[str, ...] = Field(
         ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>"),
         strict=False,
@@ -50,7 +59,12 @@ class RewardPenaltiesConfig(BaseConfig):
 
     @property
     def enabled(self) -> bool:
-        return any(getattr(self, f"penalize_{name}") for name in PENALTIES)
+        return self.gives_advantages or any(getattr(self, f"penalize_{name}") for name in PENALTIES)
+
+    @property
+    def gives_advantages(self) -> bool:
+        """Whether turns are given advantages of their own."""
+        return self.invalid_tool_call_advantage is not None or self.malformed_think_tag_advantage is not None
 
     def errors(self, key: str) -> Iterator[Problem]:
         if self.penalize_unwanted_tokens and not self.token_ids.unwanted:
@@ -68,11 +82,28 @@ class RewardPenaltiesConfig(BaseConfig):
 
     def apply(self, rollout: Rollout, tokenizer: Any, reward: float) -> Rollout:
         """Return the rollout with ``reward`` in place of its own if it is penalised."""
+        if self.gives_advantages:
+            rollout = self._give_advantages(rollout, tokenizer)
         found = self.find_violations(rollout, tokenizer)
         metrics = {**rollout.metrics, **{f"penalty/{name}": float(violated) for name, violated in found.items()}}
         if not any(found.values()):
             return replace(rollout, metrics=metrics)
         return replace(rollout, metrics=metrics, reward=reward, rewards=dict.fromkeys(rollout.rewards, 0.0))
+
+    def _give_advantages(self, rollout: Rollout, tokenizer: Any) -> Rollout:
+        """Return the rollout with advantages for its turns that are penalised, and the shares of those turns as metrics."""
+        turns = rollout.policy_turns
+        shares: dict[str, float] = {}
+        given = [0.0] * len(turns)
+        for name, value, found in (
+            ("malformed_think_tag", self.malformed_think_tag_advantage, find_malformed_turns),
+            ("invalid_tool_call", self.invalid_tool_call_advantage, find_invalid_calls),  # comes before the other
+        ):
+            if value is not None:
+                bad = found(self, rollout, tokenizer)
+                given = [value if is_bad else other for is_bad, other in zip(bad, given, strict=True)]
+                shares[f"penalty/{name}_turns"] = sum(bad) / max(len(turns), 1)
+        return replace(rollout, metrics={**rollout.metrics, **shares}, turn_advantages=tuple(given) if any(given) else ())
 
     def think_tokens(self, tokenizer: Any) -> tuple[int, int] | None:
         """Return the tokens that open and close thinking; None if a tag is not one token."""
@@ -107,12 +138,17 @@ def has_unwanted_tokens(section: RewardPenaltiesConfig, rollout: Rollout, tokeni
 
 def is_malformed(section: RewardPenaltiesConfig, rollout: Rollout, tokenizer: Any) -> bool:
     """Return whether the tags of a turn do not fit what stands before it, by tokens where tags are tokens, and by text."""
+    return any(find_malformed_turns(section, rollout, tokenizer))
+
+
+def find_malformed_turns(section: RewardPenaltiesConfig, rollout: Rollout, tokenizer: Any) -> list[bool]:
+    """Return for each turn of the policy whether its tags are malformed. In branches only its text is looked at."""
     opening, closing = section.thinking_tags
-    if any(opening in turn.text or turn.text.count(closing) > 1 for turn in rollout.policy_turns):
-        return True
-    if (tokens := section.think_tokens(tokenizer)) is None:
-        return False
-    return any(_unbalanced(context, turn, *tokens) for context, turn in _turns_with_context(rollout))
+    found = [opening in turn.text or turn.text.count(closing) > 1 for turn in rollout.policy_turns]
+    if (tokens := section.think_tokens(tokenizer)) is not None:
+        for number, (context, turn) in enumerate(_turns_with_context(rollout)):
+            found[number] = found[number] or _unbalanced(context, turn, *tokens)
+    return found
 
 
 def has_invalid_call(section: RewardPenaltiesConfig, rollout: Rollout, tokenizer: Any) -> bool:
@@ -121,6 +157,24 @@ def has_invalid_call(section: RewardPenaltiesConfig, rollout: Rollout, tokenizer
         return True
     said = [message.content for message in rollout.messages[len(rollout.prompt_messages) :] if message.role == "assistant"]
     return any(pattern in text for pattern in section.tool_call_patterns for text in said)
+
+
+def find_invalid_calls(section: RewardPenaltiesConfig, rollout: Rollout, tokenizer: Any) -> list[bool]:
+    """Return for each turn of the policy whether a call in it could not be read, or what it says without its calls looks like one.
+
+    Of turns in branches no messages are kept; there nothing is found.
+    """
+    found: list[bool] = []
+    messages = iter(rollout.messages[len(rollout.prompt_messages) :])
+    for turn in rollout.turns:
+        own = list(islice(messages, turn.num_messages))
+        if turn.sampled:
+            found.append(any(pattern in message.content for pattern in section.tool_call_patterns for message in own))
+        elif found:  # what could not be read is answered by a tool without a call
+            found[-1] = found[-1] or any(
+                message.role == "tool" and message.name == UNREAD for message in own if not message.tool_call_id
+            )
+    return found + [False] * (len(rollout.policy_turns) - len(found))
 
 
 def _unbalanced(context: list[int], turn: Turn, opening: int, closing: int) -> bool:

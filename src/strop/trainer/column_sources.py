@@ -10,6 +10,7 @@ from torch import Tensor
 
 from strop.algorithms.kl import KL_WEIGHT, KL_WEIGHT_NEXT
 from strop.algorithms.policy_gradient.process.steps import make_step_columns
+from strop.algorithms.policy_gradient.process.turn_advantages import make_turn_advantages
 from strop.algorithms.policy_gradient.process.turns import make_turn_columns
 from strop.learner.client import AsyncColumnSource
 from strop.types import Batch, Group
@@ -37,7 +38,13 @@ class ColumnSources:
     async def fill(self, batch: Batch, groups: Sequence[Group]) -> Batch:
         """Return the batch with all required columns, computed in the order of their names, and with the rewards of steps and the turns
         if there are several. ``batch`` was packed from ``groups``."""
-        batch = batch.with_columns({**make_step_columns(batch, groups), **make_turn_columns(batch, groups)})
+        batch = batch.with_columns(
+            {
+                **make_step_columns(batch, groups),
+                **make_turn_columns(batch, groups),
+                **make_turn_advantages(batch, groups),
+            }
+        )
         for name in sorted(self.required):
             batch = batch.with_columns(await self.sources[name].columns(batch, groups))
         return batch

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from strop.algorithm_factory import make_algorithm
+from strop.algorithms.policy_gradient.process.turn_advantages import make_turn_advantages
 from strop.base_config import validate_section
+from strop.data.packing import pack
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
-from strop.types import Rollout, Turn, assistant, observation_turn, user
+from strop.trainer.column_sources import ColumnSources
+from strop.types import Group, Message, Rollout, Task, Turn, assistant, observation_turn, user
 from support.rollouts import make_rollout, sampled_turn
 
 OPEN, CLOSE, UNWANTED = 101, 102, 103
@@ -118,3 +124,41 @@ def test_ids_that_are_needed_are_asked_for() -> None:
     assert problem.key == "reward_penalties.token_ids.unwanted" and "penalize_unwanted_tokens is true" in str(problem)
     (problem,) = section(token_ids={"think_open": 1}).errors("reward_penalties")
     assert "Set both" in str(problem)
+
+
+def test_turns_are_given_advantages_for_invalid_calls_and_malformed_tags_and_the_reward_stays() -> None:
+    rollout = Rollout(task=Task(id="t"), sample=0, seed=0, messages=(user("?"),), prompt=torch.tensor([5, 6]), reward=1.0)
+    unread = Message("tool", "Error: no JSON", name="tool")
+    rollout = (
+        rollout.with_turn(said("a call", [1, 2]), assistant("a call"))
+        .with_turn(observation_turn([3], "Error"), unread)
+        .with_turn(said("<think>again", [4, 5, 6]), assistant("<think>again"))
+        .with_turn(observation_turn([3], "42"), Message("tool", "42", name="tool", tool_call_id="c00010000"))
+        .with_turn(said("fine", [7]), assistant("fine"))
+        .with_turn(said("<think> <tool_call>", [8]), assistant("<think> <tool_call>"))
+    )
+    rules = section(invalid_tool_call_advantage=-5.0, malformed_think_tag_advantage=-2.0)
+    assert rules.enabled and not section().enabled
+    given = rules.apply(rollout, Letters(), 0.0)
+    assert given.turn_advantages == (-5.0, -2.0, 0.0, -5.0) and given.reward == 1.0
+    assert given.metrics == {"penalty/invalid_tool_call_turns": 0.5, "penalty/malformed_think_tag_turns": 0.5}
+    clean = rules.apply(written(said("fine")), Letters(), 0.0)
+    assert clean.turn_advantages == () and clean.metrics["penalty/invalid_tool_call_turns"] == 0.0
+    only_tags = section(malformed_think_tag_advantage=-2.0).apply(rollout, Letters(), 0.0)
+    assert only_tags.turn_advantages == (0.0, -2.0, 0.0, -2.0)
+
+
+def test_the_tokens_of_such_a_turn_have_its_advantage_after_all_else_and_the_others_keep_theirs() -> None:
+    def make(reward: float, *given: float) -> Rollout:
+        turns = (said("a", [1, 2]), observation_turn([3], "x"), said("b", [4, 5, 6]))
+        return replace(make_rollout([9], *turns), reward=reward, turn_advantages=given)
+
+    groups = [Group(index=0, environment="e", version=0, rollouts=(make(1.0, -5.0, 0.0), make(0.0)))]
+    algorithm = make_algorithm("grpo", {"advantage_low": -1.0, "advantage_high": 1.0})
+    batch = pack(groups, algorithm.group_credit(groups))
+    plain = algorithm.token_credit(batch).advantages
+    credited = algorithm.token_credit(asyncio.run(ColumnSources(frozenset(), {}).fill(batch, groups)))
+    assert credited.advantages[:2].tolist() == [-5.0, -5.0]  # beyond the bounds
+    assert torch.equal(credited.advantages[2:], plain[2:]) and plain[2] > 0 > plain[-1]
+    neither = [replace(groups[0], rollouts=tuple(replace(each, turn_advantages=()) for each in groups[0].rollouts))]
+    assert make_turn_advantages(batch, neither) == {}

@@ -52,9 +52,7 @@ class PolicyGradient(Composition):
         if self.kl is not None and self.kl.weight and self.kl.place != "loss":
             adjusted = subtract_kl(self.kl, batch, self.advantage)
         advantages = self.advantage.token_advantages(with_credit_weights(adjusted, self.corrections, self.advantage))
-        if self.advantage_low is not None or self.advantage_high is not None:
-            advantages = advantages.clamp(self.advantage_low, self.advantage_high)
-        return replace(batch, advantages=advantages)
+        return replace(batch, advantages=self.bound_advantages(advantages, batch))
 
     def prepare_step(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
         columns: dict[str, Tensor] = {}

@@ -9,6 +9,7 @@ from strop.algorithms.base import Algorithm
 from strop.algorithms.functional import POLICY_COLUMNS, POLICY_LOGPROBS, Aggregation, bounded_difference
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.parts import Advantage, Correction, Mismatch, Objective, Selection, Shaping
+from strop.algorithms.policy_gradient.process.turn_advantages import replace_advantages
 from strop.lazy_torch import Tensor
 from strop.types import Batch
 
@@ -60,6 +61,12 @@ class Composition(Algorithm):
         optional = (self.selection, self.entropy_target, self.seq_logprob_error_threshold)
         needed = self.objective.needs_step_outputs or self.weighs_whole_steps
         return needed or any(option is not None for option in optional)
+
+    def bound_advantages(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Return the advantages [N] within their bounds, with those that single turns are given in their place."""
+        if self.advantage_low is not None or self.advantage_high is not None:
+            advantages = advantages.clamp(self.advantage_low, self.advantage_high)
+        return replace_advantages(advantages, batch)
 
     def report(self, batch: Batch) -> dict[str, float]:
         return {} if self.kl is None else self.kl.report(batch)

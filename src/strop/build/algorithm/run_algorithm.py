@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from strop.algorithm_factory import make_algorithm
 from strop.algorithms.base import Algorithm, Plan
+from strop.algorithms.policy_gradient.composition import Composition
 from strop.build.algorithm.sections import check_algorithm, check_section
 from strop.build.algorithm.settings import collect_settings
 from strop.build.tasks import have_turn_states, list_reward_names
-from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.config import GrpoRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 
 
 def make_run_algorithm(config: TrainingRunConfig) -> Algorithm:
@@ -32,7 +33,18 @@ def make_rollout_algorithm(config: RolloutRunConfig) -> Algorithm:
         turn_states=have_turn_states(config),
     )
     check_algorithm(algorithm, plan)
+    _check_penalties(config, algorithm)
     return algorithm
+
+
+def _check_penalties(config: RolloutRunConfig, algorithm: Algorithm) -> None:
+    """Raise ValueError if turns are to be given advantages that the algorithm would not read."""
+    if isinstance(config, GrpoRunConfig) and config.reward_penalties.gives_advantages and not isinstance(algorithm, Composition):
+        raise ValueError(
+            f"reward_penalties gives turns advantages of their own, which the algorithm {config.algorithm.name} does not read; set "
+            "invalid_tool_call_advantage and malformed_think_tag_advantage to null, or penalize_invalid_tool_call and "
+            "penalize_malformed_think_tag to true, which set the reward"
+        )
 
 
 def make_recorded_algorithm(config: RecordedRunConfig) -> Algorithm:

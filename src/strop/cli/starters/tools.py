@@ -3,6 +3,8 @@
 import re
 from typing import Literal
 
+from strop import Rollout, Task
+
 
 def calculate(left: int, operator: Literal["+", "-", "*"], right: int) -> int:
     """Compute with two whole numbers.
@@ -17,11 +19,11 @@ def calculate(left: int, operator: Literal["+", "-", "*"], right: int) -> int:
     return {"+": left + right, "-": left - right, "*": left * right}[operator]
 
 
-def correct(task, rollout) -> bool:
+def correct(task: Task, rollout: Rollout) -> bool:
     """The last number of the last turn is the answer."""
     return re.findall(r"-?\d+", rollout.text.replace(",", ""))[-1:] == [task.answer]
 
 
-def called(task, rollout) -> bool:
+def called(task: Task, rollout: Rollout) -> bool:
     """A call was answered."""
     return any(message.role == "tool" and not message.content.startswith("Error") for message in rollout.messages)

@@ -11,10 +11,10 @@ SECTIONS = ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
 UNTIL_FULL = "with dynamic sampling, groups are sampled until the batch is full"
 NOT_READ = "NeMo-RL does not read it either"
 BEST_OF = ("use_best_at_k", "use_combined_training", "best_at_k_*", "combined_training_*")
-GYM_MESSAGES = (  # what NeMo-RL refuses too without NeMo-Gym, which marks the messages
-    "grpo.invalid_tool_call_advantage",
-    "grpo.malformed_thinking_advantage",
-)
+MESSAGE_PENALTIES = {  # NeMo-RL has them with NeMo-Gym only
+    "grpo.invalid_tool_call_advantage": "reward_penalties.invalid_tool_call_advantage",
+    "grpo.malformed_thinking_advantage": "reward_penalties.malformed_think_tag_advantage",
+}
 
 
 def translate_lengths(recipe: Recipe) -> None:
@@ -104,25 +104,13 @@ def translate_best_of(recipe: Recipe) -> None:
                 recipe.unused(key, NOT_READ)
 
 
-def refuse_message_penalties(recipe: Recipe) -> None:
-    """Refuse penalties on messages that only NeMo-Gym marks, once; a recipe of NeMo-Gym's is refused for that."""
-    keys = [key for pattern in GYM_MESSAGES for key in recipe.find(pattern)]
-    gym = bool(keys) and recipe.value("env.should_use_nemo_gym", False)
-    refused = False
-    for key in keys:
-        if is_switched_off(recipe.value(key)):
-            recipe.unused(key, "it is switched off")
-        elif gym:
-            recipe.unused(key, "it needs NeMo-Gym's messages")
-        elif refused:
-            recipe.drop(key)
-        else:
-            recipe.refuse(
-                key,
-                "it acts on messages that NeMo-Gym marks, which is not in this version; NeMo-RL refuses it too without NeMo-Gym",
-                "Give the reward in the environment. Remove the key.",
-            )
-            refused = True
+def translate_message_penalties(recipe: Recipe) -> None:
+    for key, to in MESSAGE_PENALTIES.items():
+        if recipe.is_set(key):
+            if is_switched_off(recipe.value(key)):
+                recipe.unused(key, "it is switched off")
+            else:
+                recipe.rename(key, to)
 
 
 def _is_below(recipe: Recipe, key: str, bound: int) -> bool:
@@ -137,7 +125,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     translate_failures,
     translate_shaping,
     translate_best_of,
-    refuse_message_penalties,
+    translate_message_penalties,
     Unused("*.val_batch_size", "validation goes through the same engine, which batches by itself"),
     Unused("*.batch_multiplier", UNTIL_FULL),
     Unused("*.dynamic_sampling_oversample_ratio", UNTIL_FULL),
