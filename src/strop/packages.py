@@ -1,11 +1,18 @@
-"""Which optional packages are installed."""
+"""Which optional packages and programs are installed."""
 
 from __future__ import annotations
 
 import importlib.util
+import shutil
+from pathlib import Path
 
 
 def is_installed(package: str) -> bool:
     """Return whether a package can be imported. A folder of that name, such as wandb's run folder, does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
+
+
+def find_program(name: str, folder: str | None = None, path: str | None = None) -> str | None:
+    """Return where a program is that is started in ``folder``, and which PATH (that of this process) leads to; None if there is none."""
+    return shutil.which(Path(folder or "", name) if "/" in name else name, path=path)

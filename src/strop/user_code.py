@@ -8,13 +8,15 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 from strop.safety.exits import is_interrupt
 from strop.safety.printable import shorten
 
+MAX_NAMES = 120  # of known names that a message lists
 MAX_ERROR_TEXT = 2000  # characters of an exception's text that are stored or shown
 
 
@@ -23,10 +25,30 @@ class UserCodeError(ValueError):
 
 
 def suggest_names(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'X'?" if a known name is close, and a list of the known names."""
+    """Return "; did you mean 'X'?" if a known name is close, and a list of the known names, or of the nearest of very many."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return (f"; did you mean {close[0]!r}?" if close else ";") + f" there are: {', '.join(names) or 'none'}"
+    listed, rest = names, ""
+    if len(names) > MAX_NAMES:
+        listed = difflib.get_close_matches(name, names, n=10, cutoff=0.3) or names[:10]
+        rest = f" and {len(names) - len(listed)} others"
+    return (f"; did you mean {close[0]!r}?" if close else ";") + f" there are: {', '.join(listed) or 'none'}{rest}"
+
+
+def explain_invalid(kind: Any, value: Any, error: Exception) -> str:
+    """Return why a value is not of the type ``kind``: pydantic's first reason, with the key inside of the value and the nearest name."""
+    if not hasattr(error, "errors"):  # pydantic's ValidationError has
+        return str(error)
+    first = error.errors()[0]
+    *parents, last = first["loc"] or ("",)
+    for parent in parents:
+        kind = get_type_hints(kind).get(str(parent), kind) if is_dataclass(kind) else kind
+    if first["type"] == "unexpected_keyword_argument" and is_dataclass(kind):
+        where = ".".join(map(str, parents)) or "it"
+        return f"{where} has no key {last!r}{suggest_names(str(last), (each.name for each in fields(kind)))}"
+    if first["type"] in ("list_type", "tuple_type") and isinstance(value, str) and not first["loc"]:
+        return f"it must be a list, such as [{', '.join(value.split())}]"
+    return f"{'.'.join(map(str, first['loc']))}{': ' if first['loc'] else ''}{first['msg']}"
 
 
 def describe_error(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import time
@@ -54,9 +55,29 @@ def home(tiny: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return tmp_path
 
 
+def write_files_of_others(home: Path) -> None:
+    """The files that the guide for users of other libraries translates."""
+    model = "model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct\noutput_dir: out\ndataset_name: train.jsonl\n"
+    (home / "grpo.yaml").write_text(
+        f"{model}reward_funcs: [accuracy_reward]\nnum_generations: 8\nper_device_train_batch_size: 8\n"
+    )
+    (home / "args.json").write_text(json.dumps({"model_name_or_path": "m", "dataset_name": "owner/name", "output_dir": "out"}))
+    (home / "run_qwen2-7b.sh").write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=train.parquet data.val_files=test.parquet "
+        "data.train_batch_size=64 actor_rollout_ref.model.path=m actor_rollout_ref.actor.ppo_mini_batch_size=64 "
+        "actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.name=vllm trainer.n_gpus_per_node=8\n"
+    )
+    (home / "examples").mkdir()
+    shutil.copy(home / "run_qwen2-7b.sh", home / "examples")
+    shutil.copytree(ROOT / "examples" / "prompts", home / "examples" / "prompts")
+    shutil.copy(ROOT / "examples" / "configs" / "grpo_math_1B.yaml", home / "recipe.yaml")
+
+
 @pytest.mark.parametrize("name", sweep(GUIDES, "own_data"))
 def test_a_guide_runs_as_it_is_written(name: str, home: Path) -> None:
     servers: list[Running] = []
+    if name == "coming_from":
+        write_files_of_others(home)
     try:
         for number, (language, text) in enumerate(BLOCK.findall(GUIDES[name].read_text())):
             if language == "python":
@@ -96,7 +117,7 @@ def run_line(line: str, home: Path, servers: list[Running]) -> None:
         servers.append(start(words[1:-1], home, before=heed_interrupts))
         wait_for_port(int(words[words.index("--port") + 1]), servers[-1])
         return
-    outcome = strop(*words[1:], *appended, folder=home)
+    outcome = strop(*words[1 : words.index(">") if ">" in words else None], *appended, folder=home)
     assert outcome.code == 0, f"{line}\n{outcome.out}\n{outcome.err}"
 
 

@@ -64,6 +64,8 @@ def test_a_policy_that_hacks_its_reward_is_seen_and_the_run_stops_where_that_was
     monkeypatch.chdir(tmp_path)
     assert main(["rollouts", found[1], "--step", found[2], "--task", found[3]]) == 0
     assert found[3] in capsys.readouterr().out
+    assert main(["rollouts", found[1], "--flagged"]) == 0
+    assert "flagged: duplicate_answers" in capsys.readouterr().out
 
     again = grpo(tiny, tmp_path, **SETTINGS)  # from the last checkpoint, with what the monitor knew then
     assert again.code == 1

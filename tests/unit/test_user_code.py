@@ -23,7 +23,7 @@ from strop.rollouts.episode import EpisodeRules, run_group
 from strop.safety.exits import RunExited, contain_exits, run_coroutine
 from strop.sampling import Sampling
 from strop.types import Ending, Group, Messages, Rollout, Task, user
-from strop.user_code import UserCodeError, import_attribute
+from strop.user_code import UserCodeError, import_attribute, suggest_names
 
 TOKENIZER = tiny_tokenizer()
 TEMPLATE = ChatTemplate(TOKENIZER)
@@ -251,3 +251,8 @@ def test_a_fork_that_stays_is_killed_with_the_run() -> None:
     assert len(forks._children) == 2
     forks.end_forks()
     assert not forks._children and forks._list_children() <= others
+
+
+def test_of_very_many_names_only_the_nearest_are_listed():
+    said = suggest_names("game_77x", [f"game_{index}" for index in range(500)])
+    assert "did you mean 'game_77'?" in said and "game_77, " in said and said.endswith(" and 490 others") and len(said) < 200

@@ -15,7 +15,7 @@ from strop.checkpointing.background import BackgroundCheckpointer
 from strop.checkpointing.base import Checkpointer
 from strop.checkpointing.folders import FolderCheckpointer
 from strop.config import RolloutRunConfig, TrainingRunConfig, dump_config
-from strop.environments.scoring.held_out_grader import import_grader
+from strop.environments.verifiers.held_out_grader import VerifierGrader, make_grader
 from strop.monitoring.console.console import open_console
 from strop.monitoring.hacking.hacking_monitor import DETECTORS, HackingMonitor
 from strop.monitoring.trackers.base import CompositeTracker, Tracker
@@ -107,17 +107,20 @@ def make_health(config: TrainingRunConfig, at_start: Iterable[HealthFinding]) ->
 
 
 def make_hacking_monitor(config: RolloutRunConfig) -> HackingMonitor:
-    """Make the monitor of reward hacking. Raises EnvironmentConfigError for a grader that cannot be imported."""
+    """Make the monitor of reward hacking. Raises EnvironmentConfigError for a grader that cannot be made."""
     section = config.monitor
     if not section.enabled:
         return HackingMonitor()
-    judges = [import_grader(name, "monitor.judges") for name in section.judges]
-    second = section.second_grader
+    judges = [make_grader(each, "monitor.judges") for each in section.judges]
+    second = None if section.second_grader is None else make_grader(section.second_grader, "monitor.second_grader")
+    for grader in (second, *judges):
+        if isinstance(grader, VerifierGrader):
+            grader.verifier.prepare()
     return HackingMonitor(
         detectors=[DETECTORS[name]() for name in section.active],
         false_alarm_rate=section.false_alarm_rate,
         stop_on=section.stop_on,
-        second_grader=None if second is None else import_grader(second, "monitor.second_grader"),
+        second_grader=second,
         judges=(judges[0], judges[-1]) if judges else None,
         graded_samples=section.graded_samples,
         log_dir=config.logger.log_dir,

@@ -34,6 +34,8 @@ TICKETS = ("tickets.jsonl", "tickets_test.jsonl", "prompt.txt", "reward.py")
 STARTERS = {
     "grpo": _training("grpo", "grpo", "GRPO on your own rows and reward function", *TICKETS),
     "multi-turn": _training("grpo", "multi_turn", "GRPO over several turns, with a tool", "sums.jsonl", "calculator.py"),
+    "tools": _training("grpo", "tools", "GRPO with functions of your own as tools", "sums.jsonl", "tools.py"),
+    "agent": _training("grpo", "agent", "GRPO of an agent that asks through OpenAI's API", "sums.jsonl", "agent.py"),
     "sft": _training("sft", "sft", "supervised fine-tuning on your own answers", "answers.jsonl", "prompt.txt"),
     "dpo": _training("dpo", "dpo", "DPO on your own preferences", "preferences.jsonl", "prompt.txt"),
     "rm": _training("rm", "rm", "a reward model from your own preferences", "preferences.jsonl", "prompt.txt"),

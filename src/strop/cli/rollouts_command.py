@@ -43,6 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", metavar="ID", help="rollouts of this task only")
     parser.add_argument("--environment", metavar="NAME", help="rollouts of this environment only")
     parser.add_argument("--ending", metavar="WORD", help="rollouts that ended so: stop, length, context, turns or error")
+    parser.add_argument("--flagged", action="store_true", help="rollouts that the monitor of reward hacking names")
     parser.add_argument("--best", type=_count, metavar="K", help="the K rollouts of the highest reward")
     parser.add_argument("--worst", type=_count, metavar="K", help="the K rollouts of the lowest reward")
     parser.add_argument("--validation", action="store_true", help="samples of validations instead of training")
@@ -71,7 +72,7 @@ def _show(options: argparse.Namespace) -> int:
         source = ValidationSamples(folder) if options.validation else RolloutStore(folder, "none")
         over_steps = options.task is not None and options.step is None
         default = PAGE_ROLLOUTS if options.html else STEPS_OF_A_TASK if over_steps else TERMINAL_ROLLOUTS
-        fields = ("step", "task", "environment", "ending", "best", "worst")
+        fields = ("step", "task", "environment", "ending", "best", "worst", "flagged")
         selection = RolloutSelection(
             **{name: getattr(options, name) for name in fields}, limit=options.limit or default, fill=bool(options.html)
         )
@@ -118,7 +119,7 @@ def _format_text(selected: SelectedRollouts, options: argparse.Namespace) -> Ite
     colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
     yield f"{make_printable(selected.summary)}\n"
     for record in selected.records:
-        shown = show_rollout(record, None if options.full else TEXT_LIMIT)
+        shown = show_rollout(record, None if options.full else TEXT_LIMIT, selected.flags_of(record))
         yield format_rollout(shown, width=width, colour=colour)
     if note := _describe_rest(selected, "--step, --best or --worst, and on a page with --html FILE"):
         yield note

@@ -199,6 +199,10 @@ class Environment(ToolOptions, ABC, Generic[TaskT]):
         """Return the normalized final answer for majority voting (cons@k), or None to abstain."""
         return None
 
+    def reference_turns(self, task: TaskT) -> Sequence[str]:
+        """Return turns that solve a task, for ``strop env check``; none if they are not known, or if ``task.answer`` is enough."""
+        return ()
+
     # Episodes and evaluation call the methods below. They run the methods above in this process, or in another one
     # (``strop.environments.remote``).
 

@@ -126,7 +126,7 @@ def _make_reward(name: str | None, given: Any) -> tuple[str, RewardFunction, boo
         own_name, function, source, mark = _find_verifier(name, options)
     else:
         own_name, function, source, mark = _find_function(name, options)
-    made, accuracy = read_mark(options, mark, source)
+    made, accuracy = read_mark(options, mark, (name or own_name) if "verifier" in options else source)
     return name or own_name, RewardFunction(function, made, source), accuracy
 
 
@@ -136,7 +136,7 @@ def _find_verifier(name: str | None, options: Mapping[str, Any]) -> tuple[str, C
     kind, where = options["verifier"], "the reward" if name is None else f"the reward {name}"
     rest = {option: value for option, value in options.items() if option != "verifier" and option not in MARK_OPTIONS}
     try:
-        verifier = make_verifier(kind, rest)
+        verifier = make_verifier(kind, rest, others=MARK_OPTIONS)
     except EnvironmentConfigError as error:
         raise EnvironmentConfigError(f"{where}: {error}") from error
     per_turn = options.get("per_turn", False)

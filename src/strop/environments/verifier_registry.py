@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,10 @@ VERIFIERS = {
 }
 
 
-def make_verifier(name: str, options: Mapping[str, Any]) -> Verifier:
-    """Build the verifier ``name``. Raises EnvironmentConfigError for an unknown name and for unknown, ill-typed or missing options."""
+def make_verifier(name: str, options: Mapping[str, Any], *, others: Sequence[str] = ()) -> Verifier:
+    """Build the verifier ``name``. Raises EnvironmentConfigError for an unknown name and for unknown, ill-typed or missing options.
+
+    ``others``: names that may stand beside the options and are read elsewhere."""
     path = VERIFIERS.get(name, name) if isinstance(name, str) else ""
     if ":" not in path:
         raise EnvironmentConfigError(
@@ -47,7 +49,7 @@ def make_verifier(name: str, options: Mapping[str, Any]) -> Verifier:
         )
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):
         raise EnvironmentConfigError(f"the verifier {name} does not define {', '.join(missing)}, which a verifier must")
-    return build_from_options(kind, f"the verifier {name}", options)
+    return build_from_options(kind, f"the verifier {name}", options, others=others)
 
 
 @dataclass(frozen=True)

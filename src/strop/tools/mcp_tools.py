@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from strop.packages import is_installed
+from strop.packages import find_program, is_installed
 from strop.tools.base import Tool, ToolConfigError, ToolError
 from strop.user_code import describe_error
 
@@ -34,6 +34,10 @@ class McpServer:
     def __post_init__(self) -> None:
         if sum((bool(self.command), self.url is not None, self.server is not None)) != 1:
             raise ToolConfigError("mcp needs command, a list of words that starts the server, or url, and not both")
+        if self.command and find_program(self.command[0], self.cwd, self.env.get("PATH")) is None:
+            raise ToolConfigError(
+                f"mcp.command starts {self.command[0]!r}, but there is no such program here; install it, or name it by its path"
+            )
         if self.token_env is not None and self.token_env not in os.environ:
             raise ToolConfigError(
                 f"mcp.token_env is {self.token_env}, but the environment has no such variable; set it to the token"

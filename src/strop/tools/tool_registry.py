@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from strop.tools.base import Tool, ToolConfigError, ToolSet
 from strop.tools.function_tool import make_tool
-from strop.user_code import UserCodeError, import_attribute, suggest_names
+from strop.user_code import UserCodeError, explain_invalid, import_attribute, suggest_names
 
 TOOLS = {
     "calculator": "strop.tools.calculator_tool:CALCULATOR",
@@ -98,7 +98,7 @@ def _build(kind: type, name: str, options: Mapping[str, Any]) -> ToolSet:
         try:
             values[option] = TypeAdapter(types[option]).validate_json(json.dumps(value), strict=True)
         except (ValidationError, TypeError) as error:
-            why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+            why = explain_invalid(types[option], value, error)
             raise ToolConfigError(f"the option {option} of the tool {name} is {value!r:.120}: {why}") from error
     for option, each in known.items():
         if option not in values and each.default is MISSING and each.default_factory is MISSING:

@@ -47,6 +47,7 @@ async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, re
     run.last_metrics = {**collected, **result.metrics, **metrics.to_floats(published), **progress}
     run.last_metrics = {**run.last_metrics, **run.health.check(run.last_metrics, run.tracker)}
     run.last_metrics = {**run.last_metrics, **await run.monitor.after_step(run.step, groups, run.tracker)}
+    run.rollouts.flag(run.monitor.flags)
     check_ending(run, run.last_metrics)
     with run.timer.span("validation"):
         validated = await validate_if_due(run)

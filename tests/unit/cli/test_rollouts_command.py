@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from strop import cli
+from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_view.rollout_page import make_page, split_text
@@ -99,6 +100,24 @@ def test_the_best_and_the_worst_are_chosen_by_reward(run: Path, capsys: pytest.C
 def test_rollouts_are_chosen_by_task_environment_and_ending(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, str(run), "--environment", "search", "--ending", "length", "--limit", "9")
     assert titles(out) == ["step 2, task task-1, sample 1", "step 2, task task-1, sample 3"]
+
+
+def test_flagged_rollouts_are_chosen_and_say_by_what(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["rollouts", str(run), "--flagged"]) == 2
+    assert "the monitor of reward hacking has flagged no rollout" in capsys.readouterr().err
+    store = RolloutStore(run, "jsonl")
+    store.flag([RolloutFlag(1, "task-1", 2, "length")])
+    store.flag(
+        [RolloutFlag(1, "task-1", 2, "length"), RolloutFlag(1, "task-1", 2, "judges"), RolloutFlag(1, "task-0", 3, "length")]
+    )
+    out = shown(capsys, str(run), "--flagged")
+    assert titles(out) == ["step 1, task task-0, sample 3", "step 1, task task-1, sample 2"]
+    assert "flagged: length, judges (perhaps the reward is hacked)" in out
+    page = tmp_path / "page.html"
+    shown(capsys, str(run), "--html", str(page))
+    assert page.read_text().count("<dt>flagged</dt>") == 2
+    store.resume(0)
+    assert not list((run / "rollouts").glob("*flags*"))
 
 
 def test_a_task_without_a_step_is_shown_over_all_steps(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.monitoring.rollout_view.shown_rollout import show_rollout
-from strop.types import Ending, Group, Message, Rollout, Task, Turn, observation_turn
+from strop.types import Ending, Group, Message, Rollout, Task, ToolCall, Turn, observation_turn
 from support.rollouts import make_agent_groups
 
 
@@ -49,6 +49,27 @@ def test_the_tools_answer_and_the_models_are_turns_of_their_own() -> None:
     assert [record.tokens[turn.start : turn.end] for turn in record.turns] == [(5, 6), (7, 8, 9), (7, 8, 9), (10,)]
     assert [message["role"] for message in record.prompt_messages] == ["system", "user", "assistant", "user"]
     assert record.prompt_messages[-1]["content"] == "72 * 67?" and record.answer == "4824" and record.metrics == {"calls": 1.0}
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_tools_and_the_output_of_an_agent_are_stored_and_shown(tmp_path: Path, format: Literal["parquet", "jsonl"]) -> None:
+    text = "<tool_call>..."
+    calls = (ToolCall("python", {"code": "1"}), ToolCall("search", {"query": "x"}))
+    rollout = Rollout(task=Task(id="t"), sample=0, seed=0, messages=(Message("user", "?"),), prompt=torch.tensor([1]))
+    rollout = rollout.with_turn(said(5, text=text), Message("assistant", "", tool_calls=calls))
+    rollout = rollout.with_turn(
+        observation_turn([7], "1 x"), Message("tool", "1", name="python"), Message("tool", "x", name="search")
+    )
+    rollout = replace(rollout, output="the \x1b[2Jagent's last words\ud800", ending=Ending.STOP)
+    store = RolloutStore(tmp_path, format)
+    store.write(1, make_records(1, [Group(index=0, environment="agent", version=0, rollouts=(rollout,))]))
+    (record,) = store.read(1)
+    assert [(turn.calls, turn.tool) for turn in record.turns] == [(("python", "search"), ""), ((), "python"), ((), "search")]
+    shown = show_rollout(record, None, ("length",))
+    facts = dict(shown.facts)
+    assert facts["tools"] == "python 1, search 1" and facts["flagged"].startswith("length")
+    assert facts["output"].startswith("the \\x1b[2Jagent's last words") and "\x1b" not in facts["output"]
+    assert ", calls python, search" in shown.messages[1].note and shown.messages[2].note.endswith("tool python")
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])

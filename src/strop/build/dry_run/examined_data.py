@@ -17,7 +17,7 @@ from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.base import DatasetEnvironment, Environment, EnvironmentConfigError
 from strop.environments.registry import make_environment
-from strop.environments.scoring.held_out_grader import import_grader
+from strop.environments.verifiers.held_out_grader import make_grader
 from strop.problems import Problem
 
 
@@ -36,7 +36,7 @@ def examine_data(
     found = DataExamination()
     environments = _make_environments(config, found) if isinstance(config, RolloutRunConfig | EvalRunConfig) else {}
     if isinstance(config, RolloutRunConfig):
-        _import_graders(config, found)
+        _make_graders(config, found)
     for key, entry in _list_entries(config) if entries is None else entries:
         known = isinstance(config, RecordedRunConfig) and entry.dataset_name in BUILTIN_DATASETS
         if entry.dataset_name is None or known or (peek := _peek(key, entry, found)) is None:
@@ -101,14 +101,14 @@ def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExam
     return environments
 
 
-def _import_graders(config: RolloutRunConfig, found: DataExamination) -> None:
-    """Import the graders that the monitor of reward hacking calls."""
+def _make_graders(config: RolloutRunConfig, found: DataExamination) -> None:
+    """Make the graders that the monitor of reward hacking calls."""
     section = config.monitor
-    named = [("second_grader", section.second_grader), *(("judges", name) for name in section.judges)]
-    for key, name in named:
+    named = [("second_grader", section.second_grader), *(("judges", each) for each in section.judges)]
+    for key, given in named:
         try:
-            if name is not None and section.enabled:
-                import_grader(name, f"monitor.{key}")
+            if given is not None and section.enabled:
+                make_grader(given, f"monitor.{key}")
         except EnvironmentConfigError as error:
             found.problems.append(Problem(f"monitor.{key}", str(error).removeprefix(f"monitor.{key}: ")))
 

@@ -1,4 +1,4 @@
-"""Are the chat templates that a configuration sets Jinja?"""
+"""Are the chat templates that a configuration sets Jinja, and are there the forms of calls?"""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from collections.abc import Iterator
 from strop.base_config import BaseConfig, iter_sections
 from strop.models.tokenizer_config import TokenizerConfig
 from strop.problems import Problem
+from strop.tools.formats.choose_format import FORMATS
+from strop.user_code import suggest_names
 
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # Transformers' own tag around what a model wrote
 
 
 def find_template_problems(config: BaseConfig) -> Iterator[Problem]:
-    """Yield a problem for each chat template that Jinja cannot read."""
+    """Yield a problem for each chat template that Jinja cannot read, and each form of calls that does not exist."""
+    for key, section in iter_sections(config):
+        name = section.tool_call_format if isinstance(section, TokenizerConfig) else None
+        if name is not None and name not in FORMATS:
+            yield Problem(f"{key}.tool_call_format", f"there is no form of calls {name!r}{suggest_names(name, FORMATS)}")
     texts = {
         f"{key}.chat_template": section.chat_template
         for key, section in iter_sections(config)

@@ -22,12 +22,14 @@ CHECKS = {  # in the order of the table; the names that --skip takes
     "event_loop": "rewards and respond do not block the event loop",
     "reference": "the reference answer scores near the maximum",
     "degenerate": "answers without knowledge score low",
-    "episode_ends": "an episode of several turns can end by itself",
+    "episode_ends": "an episode of several turns can end by itself, and every episode returns",
     "respond_same": "respond answers the same rollout in the same way",
     "session": "a session lets errors through and closes what it opened",
     "leaks": "repeating an episode leaves no memory, process, thread, file or socket behind",
     "global_state": "the state of the process is as before: folder, variables, signals, random numbers, dtype",
 }
+
+EPISODE_CHECKS = tuple(CHECKS)[tuple(CHECKS).index("reward_errors") :]
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,18 @@ class EnvironmentReport:
     scores: list[PolicyScore] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # of one reward: p50, p95
     not_checked: dict[str, str] = field(default_factory=dict)  # check -> why not
+    hung: bool = False  # code of the environment did not return, and may still run in a thread
 
     def fault(self, check: str, message: str) -> None:
         self._add(CheckFinding(check, "fault", message))
 
     def note(self, check: str, message: str) -> None:
         self._add(CheckFinding(check, "note", message))
+
+    def leave_out(self, checks: Sequence[str], why: str) -> None:
+        """Say why checks were not made. What one of them found stays."""
+        found = {finding.check for finding in self.findings}
+        self.not_checked |= {check: why for check in checks if check not in found}
 
     def _add(self, finding: CheckFinding) -> None:
         assert finding.check in CHECKS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.base_config import to_tree
-from strop.build.env_check.check_report import EnvironmentReport
+from strop.build.env_check.check_report import EPISODE_CHECKS, EnvironmentReport
 from strop.build.env_check.checked_environments import CHECKED_RUNS, CheckedConfig, CheckedEnvironment, make_checked_environments
 from strop.build.env_check.episode_checks import check_global_state, check_leaks, check_respond, check_session, check_turns
 from strop.build.env_check.process_state import describe_changes, read_global_state, restore_global_state
@@ -22,6 +21,7 @@ from strop.build.env_check.task_checks import (
     check_lengths,
     check_same,
     check_splits,
+    read_prompt,
     read_prompts,
     read_tasks,
     say_different,
@@ -31,9 +31,11 @@ from strop.build.env_check.task_checks import (
     check_leaks as check_prompt_leaks,
 )
 from strop.build.env_check.task_digests import digest_in_another_process
+from strop.build.env_check.time_limit import NeverReturned, run_limited
 from strop.config import EvalRunConfig
 from strop.config.schema.run_config import generation_section
 from strop.models.tokenizer_config import TokenizerConfig
+from strop.sandbox.sandbox_pool import configure_sandbox
 from strop.types import Task
 
 CountTokens = Callable[[Task], int]
@@ -52,6 +54,7 @@ class EnvironmentCheckOptions:
 
 def check_environments(config: CheckedConfig, options: EnvironmentCheckOptions) -> list[EnvironmentReport]:
     """Check the environments of a configuration. Raises EnvironmentConfigError, DataError if they or their tasks cannot be made."""
+    configure_sandbox(config.sandbox)  # before an environment asks for it
     checked = make_checked_environments(config, options.only)
     results = [check_environment(each, options, *_read_limits(config, each, options)) for each in checked]
     reports = [report for report, _ in results]
@@ -89,8 +92,15 @@ def check_environment(
         report.not_checked.setdefault("prompt_length", "the model's tokenizer is not on this machine")
     if not each.validation:
         report.not_checked.setdefault("splits", "there are no validation tasks")
-    if read:
-        asyncio.run(_check_episodes(each, read, limits, report, options.skip))
+    if each.environment.is_agent:
+        report.leave_out(EPISODE_CHECKS, "an agent drives the episodes, and there is no model that could answer it")
+    elif read:
+        try:
+            run_limited(_check_episodes(each, read, limits, report, options.skip))
+        except NeverReturned as error:
+            report.leave_out(EPISODE_CHECKS, "the checks of episodes were not finished")
+            report.hung = True
+            report.fault("episode_ends", str(error))
     report.findings = [finding for finding in report.findings if finding.check not in options.skip]
     return report, (read, digests)
 
@@ -170,4 +180,4 @@ def _make_counter(each: CheckedEnvironment, model: str, section: Any) -> CountTo
             template = ChatTemplate(tokenizer, options=getattr(section, "chat_template_kwargs", None))
     except (ModelNotFound, OSError, ValueError):
         return None
-    return lambda task: len(template.encode_prompt(each.environment.prompt(task)))
+    return lambda task: len(template.encode_prompt(read_prompt(each.environment, task)))

@@ -66,6 +66,9 @@ def check_turns(environment: Environment[Any], texts: ScoredTexts, limits: Scori
     if limits.max_turns == 1:
         report.not_checked["episode_ends"] = "max_rollout_turns is 1: every episode ends after one turn"
         return
+    if texts.form is None:
+        report.not_checked["episode_ends"] = "no turns are known that would end an episode (task.answer, reference_turns)"
+        return
     played = [episode for episodes in texts.played.values() for episode in episodes.values() if episode.error is None]
     if played and not any(episode.ended for episode in played):
         report.fault(
@@ -93,7 +96,7 @@ async def check_respond(
         ]
     again = await asyncio.gather(
         *(
-            play(environment, each.task, played.rollout.text, max_turns=limits.max_turns, sample=played.rollout.sample)
+            play(environment, each.task, played.script, max_turns=limits.max_turns, sample=played.rollout.sample)
             for each, played in first
         )
     )

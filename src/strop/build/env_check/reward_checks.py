@@ -26,11 +26,12 @@ from strop.build.env_check.degenerate_policies import (
     make_ignorant_texts,
     make_padded_texts,
 )
-from strop.build.env_check.scripted_episode import PlayedEpisode, play
+from strop.build.env_check.scripted_episode import PlayedEpisode, Script, play
 from strop.build.env_check.task_checks import CheckedTask, find_common_answer
 from strop.environments.base import Environment
 from strop.user_code import describe_error
 
+TURNS = "turn by turn"  # the form of a reference that the environment itself knows
 NEAR_MAXIMUM = 0.9  # of the best score: what the reference answer should reach
 STANDARD_ERRORS = 2.6  # between a mean and its lower confidence limit
 PACKAGE = Path(strop.__file__).parent
@@ -83,9 +84,13 @@ class RewardChecker:
         return self.texts
 
     def _form(self) -> AnswerForm:
-        return ANSWER_FORMS[self.texts.form or "plain"]
+        return ANSWER_FORMS.get(self.texts.form or "plain", ANSWER_FORMS["plain"])
 
     async def _score_references(self) -> None:
+        turns = {each.index: tuple(self.environment.reference_turns(each.task)) for each in self.tasks}
+        if any(turns.values()):
+            await self._score_turns(turns)
+            return
         known = [each for each in self.tasks if each.has_answer]
         if not known:
             self.report.not_checked["reference"] = "the tasks have no reference answers (task.answer)"
@@ -96,13 +101,29 @@ class RewardChecker:
         means = {name: self.texts.mean(f"reference, {name}", lambda episode: episode.reward) for name in ANSWER_FORMS}
         self.texts.form = max(means, key=lambda name: means[name])
 
+    async def _score_turns(self, turns: Mapping[int, Sequence[str]]) -> None:
+        """Play the turns that the environment knows, where there are as many as an episode may have."""
+        limit = self.limits.max_turns
+        if long := [index for index, each in turns.items() if len(each) > limit]:
+            self.report.note(
+                "reference",
+                f"{len(long)} of {len(turns)} tasks take more than max_rollout_turns={limit} turns to solve (the first: task {long[0]})",
+            )
+        known = [each for each in self.tasks if 0 < len(turns[each.index]) <= limit]
+        if known:
+            await self._score(known, lambda each: {f"reference, {TURNS}": turns[each.index]})
+            self.texts.form = TURNS
+        else:
+            self.report.fault("reference", f"no task can be solved within max_rollout_turns={limit}; set it higher")
+
     async def _score_others(self) -> None:
         form, common = self._form(), find_common_answer(self.tasks)
         answers = [each.task.answer for each in self.tasks]
 
-        def write(each: CheckedTask) -> dict[str, str]:
-            texts = make_ignorant_texts(each.task, each.prompt, form, longest=self.limits.longest, common_answer=common)
-            if self.texts.form is None or not each.has_answer:
+        def write(each: CheckedTask) -> dict[str, Script]:
+            texts: dict[str, Script] = {}
+            texts |= make_ignorant_texts(each.task, each.prompt, form, longest=self.limits.longest, common_answer=common)
+            if self.texts.form in (None, TURNS) or not each.has_answer:
                 return texts
             start = each.index % len(answers)
             hedged = make_hedged_text(each.task, form, [*answers[start:], *answers[:start]])
@@ -111,19 +132,19 @@ class RewardChecker:
 
         await self._score(self.tasks, write)
 
-    async def _score(self, tasks: Sequence[CheckedTask], write: Callable[[CheckedTask], Mapping[str, str]]) -> None:
+    async def _score(self, tasks: Sequence[CheckedTask], write: Callable[[CheckedTask], Mapping[str, Script]]) -> None:
         started = time.monotonic()
         for number, each in enumerate(tasks):
             if number >= 4 and time.monotonic() - started > self.limits.budget_seconds:
                 return
             texts = write(each)
-            episodes = await asyncio.gather(*(self._play(each, text, sample) for sample, text in enumerate(texts.values())))
+            episodes = await asyncio.gather(*(self._play(each, script, sample) for sample, script in enumerate(texts.values())))
             episodes = await self._with_group_rewards(each, episodes)
             for policy, episode in zip(texts, episodes, strict=True):
                 self.texts.played.setdefault(policy, {})[each.index] = episode
 
-    async def _play(self, each: CheckedTask, text: str, sample: int = 0) -> PlayedEpisode:
-        return await play(self.environment, each.task, text, max_turns=self.limits.max_turns, sample=sample)
+    async def _play(self, each: CheckedTask, script: Script, sample: int = 0) -> PlayedEpisode:
+        return await play(self.environment, each.task, script, max_turns=self.limits.max_turns, sample=sample)
 
     async def _with_group_rewards(self, each: CheckedTask, episodes: list[PlayedEpisode]) -> list[PlayedEpisode]:
         """Add the rewards of the group, to which all episodes of the task belong."""
@@ -220,12 +241,10 @@ class RewardChecker:
         state = random.getstate()
         try:
             random.seed(77)
-            again = [await self._play(each, episode.rollout.text, episode.rollout.sample) for each, episode in reversed(chosen)][
-                ::-1
-            ]
+            again = [await self._play(each, episode.script, episode.rollout.sample) for each, episode in reversed(chosen)][::-1]
             random.seed(78)
             at_once = await asyncio.gather(
-                *(self._play(each, episode.rollout.text, episode.rollout.sample) for each, episode in chosen)
+                *(self._play(each, episode.script, episode.rollout.sample) for each, episode in chosen)
             )
         finally:
             random.setstate(state)
@@ -271,7 +290,7 @@ class RewardChecker:
                 break
             repeats: list[tuple[float, float]] = []
             while len(repeats) < 3:
-                timed, lag = await measure_lag(partial(self._play, each, episode.rollout.text))
+                timed, lag = await measure_lag(partial(self._play, each, episode.script))
                 repeats.append((timed.seconds, lag))
                 if timed.seconds < self.limits.slow_seconds and lag < BLOCKED_SECONDS:
                     break
@@ -311,7 +330,7 @@ class RewardChecker:
             self._choose_episodes(24) + [(each, reference[each.index]) for each in self.tasks if each.index in reference][:8]
         ):
             with caught_errors(own) as caught:
-                played = await self._play(each, episode.rollout.text)
+                played = await self._play(each, episode.script)
             right = episode is reference.get(each.index) and played.reward < best
             hidden = [error for error in caught if isinstance(error, BUGS) or right]
             if played.error is None and hidden:

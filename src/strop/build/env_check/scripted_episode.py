@@ -1,21 +1,27 @@
-"""Episodes without a model: in every turn the policy writes a text that was given."""
+"""Episodes without a model: the policy writes texts that were given, one in each turn, the last of them in all that follow."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from strop.build.env_check import time_limit
+from strop.build.env_check.time_limit import NeverReturned, find_never_returned
 from strop.environments.base import Environment, RewardResult
+from strop.environments.games.policy_client import serve_policy
 from strop.safety.exits import contain_exits
 from strop.types import Ending, Messages, Rollout, Task, Turn, assistant, observation_turn
 from strop.user_code import describe_error
 
 CHARACTERS_PER_TOKEN = 4
-EPISODE_SECONDS = 60.0  # an episode that waits for longer has hung
+
+
+Script = str | Sequence[str]  # what the policy writes in every turn, or in each
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,7 @@ class PlayedEpisode:
     """What an environment did with a text."""
 
     rollout: Rollout
+    script: Script
     responses: tuple[tuple[tuple[str, str], ...] | None, ...] = ()  # role and content after each turn; None: it ended
     result: RewardResult | None = None
     accuracy: float = 0.0
@@ -50,29 +57,45 @@ def make_turn(text: str) -> Turn:
     )
 
 
-async def play(environment: Environment[Any], task: Task, text: str, *, max_turns: int, sample: int = 0) -> PlayedEpisode:
-    """Play one episode, its rewards included. An error is returned, not raised."""
+async def play(environment: Environment[Any], task: Task, script: Script, *, max_turns: int, sample: int = 0) -> PlayedEpisode:
+    """Play one episode, its rewards included. An error is returned, not raised. Raises NeverReturned."""
     rollout = Rollout(task=task, sample=sample, seed=sample, messages=(), prompt=torch.zeros(1, dtype=torch.int64))
-    episode = _Episode(environment, rollout, text, max_turns)
+    texts = (script,) if isinstance(script, str) else tuple(script)
+    episode = _Episode(environment, rollout, texts, max_turns)
     try:
-        with contain_exits():
-            return await asyncio.wait_for(episode.run(), EPISODE_SECONDS)
-    except TimeoutError as error:
-        message = describe_error(error) if str(error) else f"TimeoutError: the episode did not end within {EPISODE_SECONDS:g} s"
-        return PlayedEpisode(episode.rollout, tuple(episode.responses), error=message)
+        with contain_exits(), serve_policy(_SamePolicy(texts[-1])):
+            return await asyncio.wait_for(episode.run(), time_limit.LIMIT_S)
     except Exception as error:
-        return PlayedEpisode(episode.rollout, tuple(episode.responses), error=describe_error(error))
+        if never := find_never_returned(error):
+            raise never from error
+        if isinstance(error, TimeoutError) and not str(error):
+            raise NeverReturned(f"an episode of task {task.id!r} did not end within {time_limit.LIMIT_S:g} s") from error
+        return PlayedEpisode(episode.rollout, script, tuple(episode.responses), error=describe_error(error))
+
+
+@dataclass(frozen=True)
+class _SamePolicy:
+    """The policy as an opponent of itself: it writes the same text."""
+
+    text: str
+    version: int = 0
+
+    def past(self, share: float) -> _SamePolicy:
+        return self
+
+    async def complete(self, messages: Messages, *, seed: int, stop_strings: Sequence[str] = ()) -> str:
+        return self.text
 
 
 class _Episode:
-    def __init__(self, environment: Environment[Any], rollout: Rollout, text: str, max_turns: int) -> None:
-        self.environment, self.rollout, self.text, self.max_turns = environment, rollout, text, max_turns
+    def __init__(self, environment: Environment[Any], rollout: Rollout, texts: tuple[str, ...], max_turns: int) -> None:
+        self.environment, self.rollout, self.texts, self.max_turns = environment, rollout, texts, max_turns
         self.responses: list[tuple[tuple[str, str], ...] | None] = []
 
     async def run(self) -> PlayedEpisode:
         environment, task = self.environment, self.rollout.task
         played: PlayedEpisode | None = None
-        async with environment.session(task):
+        async with environment.episode(task):
             messages = tuple(await environment.first_messages(task))
             self.rollout = replace(self.rollout, messages=messages, prompt=torch.arange(_count_tokens(messages)))
             while self.rollout.ending is None:
@@ -82,13 +105,14 @@ class _Episode:
             seconds = time.perf_counter() - started
             self.rollout = replace(self.rollout, reward=result.reward, rewards=result.rewards, step_rewards=result.step_rewards)
             accuracy = (await environment.grade(task, self.rollout)).accuracy
-            played = PlayedEpisode(self.rollout, tuple(self.responses), result, accuracy, seconds)
+            played = PlayedEpisode(self.rollout, self.texts, tuple(self.responses), result, accuracy, seconds)
         if played is None:
             raise RuntimeError(f"{environment.title}.session swallowed an exception")
         return played
 
     async def _take_turn(self) -> None:
-        self.rollout = self.rollout.with_turn(make_turn(self.text), assistant(self.text))
+        text = self.texts[min(len(self.rollout.policy_turns), len(self.texts) - 1)]
+        self.rollout = self.rollout.with_turn(make_turn(text), assistant(text))
         answer = await self.environment.respond(self.rollout.task, self.rollout)
         self.responses.append(None if answer is None else tuple((message.role, message.content) for message in answer))
         if answer is None:

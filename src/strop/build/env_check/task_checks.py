@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import re
@@ -13,8 +14,9 @@ from typing import Any
 
 from strop.build.env_check.check_report import EnvironmentReport
 from strop.build.env_check.task_digests import digest_task
+from strop.build.env_check.time_limit import NeverReturned, limit_time
 from strop.environments.base import DatasetEnvironment, Environment
-from strop.types import Task
+from strop.types import Messages, Task
 from strop.user_code import describe_error
 
 DUPLICATES = 0.1  # share of rows above which duplicates are a fault
@@ -44,9 +46,10 @@ def read_tasks(
     read: list[CheckedTask] = []
     for index in indices:
         try:
-            task = tasks[index]
-            text = format_prompt(environment, task)
-        except Exception as error:
+            with limit_time():
+                task = tasks[index]
+                text = format_prompt(environment, task)
+        except (Exception, NeverReturned) as error:
             report.fault("tasks_valid", f"task {index} cannot be made: {describe_error(error)}")
             continue
         if not text.strip():
@@ -59,7 +62,15 @@ def read_tasks(
 
 
 def format_prompt(environment: Environment[Any], task: Task) -> str:
-    return "\n".join(message.content for message in environment.prompt(task))
+    return "\n".join(message.content for message in read_prompt(environment, task))
+
+
+def read_prompt(environment: Environment[Any], task: Task) -> Messages:
+    """Return the messages of a prompt; those with which an episode begins, where they are known only then."""
+    messages = environment.prompt(task)
+    if any(message.content.strip() for message in messages) or type(environment).first_messages is Environment.first_messages:
+        return messages
+    return asyncio.run(environment.first_messages(task))
 
 
 def check_same(
@@ -103,9 +114,10 @@ def read_prompts(environment: Environment[Any], tasks: Sequence[Task], report: E
         if time.monotonic() > until:
             break
         try:
-            task = tasks[index]
-            read.append(CheckedTask(index, task, format_prompt(environment, task)))
-        except Exception as error:
+            with limit_time():
+                task = tasks[index]
+                read.append(CheckedTask(index, task, format_prompt(environment, task)))
+        except (Exception, NeverReturned) as error:
             report.fault("tasks_valid", f"task {index} cannot be made: {describe_error(error)}")
             break
     return read

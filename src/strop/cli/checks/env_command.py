@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -118,4 +119,7 @@ def _check(options: argparse.Namespace) -> int:
         )
     else:
         print(format_reports(reports))
+    if any(report.hung for report in reports):  # in threads that the end of the process would wait for
+        sys.stdout.flush()
+        os._exit(1)
     return 1 if any(report.faults for report in reports) else 0

@@ -11,6 +11,7 @@ from strop.base_config import KeyPath
 from strop.config.source.yaml_source import ConfigSource, get_at
 from strop.problems import COMMAND_LINE, Problem
 
+SUGGESTED = re.compile(r"; (?:did you mean|there are[: ])")  # what follows names what could be written, not what is
 KEY_FIRST = re.compile(r"(?P<key>[a-z_]\w*(?:\.[\w-]+)+): (?P<rest>.+)", re.DOTALL)
 
 
@@ -31,6 +32,7 @@ def _locate(problem: Problem, source: ConfigSource) -> Problem:
 
 def _find_named(message: str, keys: Sequence[KeyPath], source: ConfigSource) -> Iterator[KeyPath]:
     """Yield which of the keys that are written a message names: by the whole key, by its name or by its value; the likeliest first."""
+    message = SUGGESTED.split(message, maxsplit=1)[0]
     keys = sorted(keys, key=lambda key: source.origins[key].source != COMMAND_LINE)  # stable: else in the order of the files
     yield from (key for key in keys if len(key) > 1 and _occurs(".".join(key), message))
     yield from (key for key in keys if _occurs(f"'{key[-1]}'", message) or _occurs(f"option {key[-1]}", message))

@@ -42,6 +42,12 @@ class TextArenaEnvironment(SteppedEnvironment):
             raise EnvironmentConfigError(
                 f"player is {self.player}, but {self.num_players} play: set it to 0 to {self.num_players - 1}"
             )
+        if self.opponent != "random" and ":" not in self.opponent:
+            raise EnvironmentConfigError(
+                f"opponent is {self.opponent!r}; set it to random, or to a function of (observation, random), as file.py:function"
+            )
+        if self.num_players > 1:
+            self.move  # noqa: B018 what cannot be imported is an error when the run starts
         try:
             _TextArenaGame(self, self.make(), 0, 0).reset()
         except (AssertionError, IndexError, KeyError) as error:

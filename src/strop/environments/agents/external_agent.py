@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from strop.environments.agents.agent_command import run_command_agent
@@ -16,6 +17,7 @@ from strop.environments.agents.agent_environment import AgentEnvironment, AgentF
 from strop.environments.agents.endpoint import Endpoint
 from strop.environments.base import EnvironmentConfigError, PromptedTask, RewardFunction, RewardMark, import_user_code
 from strop.environments.function_environment import FunctionEnvironment
+from strop.packages import find_program
 from strop.types import Rollout, Task
 
 SCORE = "score"  # the reward that the agent returns
@@ -49,6 +51,14 @@ class ExternalAgent(FunctionEnvironment, AgentEnvironment[PromptedTask]):
         if (self.agent is None) == (not self.command):
             raise EnvironmentConfigError(
                 "set agent to a function, as file.py:name or module:name, or command to a program and its arguments, and not both"
+            )
+        if self.directory is not None and not Path(self.directory).is_dir():
+            raise EnvironmentConfigError(
+                f"directory is {self.directory!r}, and there is no such folder; set it to where the command runs"
+            )
+        if self.command and find_program(self.command[0], self.directory) is None:
+            raise EnvironmentConfigError(
+                f"command starts {self.command[0]!r}, but there is no such program here; install it, or name it by its path"
             )
         if self.command is None:
             self._function  # noqa: B018 what cannot be imported is an error when the run starts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -60,6 +60,9 @@ class CodeInterpreter(DatasetEnvironment):
                     _conversation.reset(token)
 
         return opened()
+
+    def reference_turns(self, task: PromptedTask) -> Sequence[str]:
+        return [f"<code>{task.answer!r}</code>"] if task.answer else ()
 
     async def respond(self, task: PromptedTask, rollout: Rollout) -> Messages | None:
         conversation = _conversation.get()

@@ -5,6 +5,7 @@ A puzzle is shuffled from its solution by moves, so it can always be solved, and
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -19,6 +20,7 @@ Grid = tuple[tuple[int, ...], ...]  # 0 is the empty space
 # The direction in which a tile slides -> where it is, relative to the empty space.
 DIRECTIONS = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
 STOP = "</action>"
+MOST_SEARCHED = 20_000  # boards, for a solution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,9 @@ class SlidingPuzzle(TextGame[PuzzleTask, Board]):
     def stop_strings(self, task: PuzzleTask, rollout: Rollout) -> Sequence[str]:
         return (STOP,)
 
+    def reference_turns(self, task: PuzzleTask) -> Sequence[str]:
+        return [f"<action>{action}{STOP}" for action in solve(task.grid)]
+
     def step(self, task: PuzzleTask, state: Board, text: str) -> GameStep[Board]:
         action = read_tag(text, "action")
         if action is None:
@@ -100,6 +105,22 @@ class SlidingPuzzle(TextGame[PuzzleTask, Board]):
 
 def solution(size: int) -> Grid:
     return tuple(tuple((row * size + column + 1) % (size * size) for column in range(size)) for row in range(size))
+
+
+def solve(grid: Grid) -> list[str]:
+    """Return a shortest list of actions that solves a puzzle, none if it takes a longer search."""
+    ways: dict[Grid, list[str]] = {grid: []}
+    queue = deque([grid])
+    while queue and len(ways) < MOST_SEARCHED:
+        board = queue.popleft()
+        for action in DIRECTIONS:
+            after, _ = make_move(board, action)
+            if after == solution(len(grid)):
+                return [*ways[board], action]
+            if after not in ways:
+                ways[after] = [*ways[board], action]
+                queue.append(after)
+    return []
 
 
 def find_empty(grid: Grid) -> tuple[int, int]:

@@ -96,6 +96,9 @@ class TextAdventure(TextGame[AdventureTask, AdventureState]):
         won = task.house.treasure in after.carried and after.place == task.house.start
         return GameStep(after, said, points=float(new), over=won or after.turns >= self.max_turns, won=won)
 
+    def reference_turns(self, task: AdventureTask) -> Sequence[str]:
+        return task.answer.split(", ")
+
     @reward(weight=0.0, per_turn=True)
     def points(self, task: AdventureTask, rollout: Rollout) -> list[float]:
         """One for each thing taken and each door unlocked, in the turn that did it. Give it a weight to reward the way, too."""

@@ -20,7 +20,8 @@ from strop.monitoring.hacking.length_detector import LengthDetector
 from strop.monitoring.hacking.repetition_detector import RepetitionDetector
 from strop.monitoring.hacking.second_grader_detector import SecondGraderDetector
 from strop.monitoring.hacking.templates_detector import TemplatesDetector
-from strop.monitoring.hacking.watched_rollout import GradedRollout, RolloutName, WatchedStep
+from strop.monitoring.hacking.watched_rollout import SHOWN, GradedRollout, RolloutName, WatchedStep
+from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.trackers.base import Tracker
 from strop.types import Group, Rollout, Task
 from strop.user_code import describe_error
@@ -78,6 +79,7 @@ class HackingMonitor:
     lowest_reward: float = 0.0
     graded: Sequence[GradedRollout] = ()  # of the last step, where they are known
     failed_grades: int = 0
+    flags: list[RolloutFlag] = field(default_factory=list)  # what the last step says of its rollouts
     _grading: asyncio.Task[list[GradedRollout]] | None = None
 
     async def after_step(self, step: int, groups: Sequence[Group], tracker: Tracker) -> dict[str, float]:
@@ -87,6 +89,7 @@ class HackingMonitor:
         await self.settle()
         watched = WatchedStep.of(step, groups, self.graded)
         logged: dict[str, float] = {}
+        self.flags = []
         for detector in self.detectors:
             logged |= self._apply(detector, watched, tracker)
         self._start_grading(watched)
@@ -147,6 +150,9 @@ class HackingMonitor:
         if state.alarm is None and evidence >= len(self.detectors) / self.false_alarm_rate and detector.confirms(step, start):
             state.alarm = f"{detector.meaning.format(value=value, bound=bound)} at step {step.step}"
             tracker.note(self._describe(detector.name, state.alarm, reading))
+        if state.alarm is not None:
+            seen = list(dict.fromkeys(reading.shown))[:SHOWN]
+            self.flags += [RolloutFlag(each.step, each.task, each.sample, detector.name) for each in seen]
         name = f"monitor/{detector.name}"
         return {name: value, f"{name}_evidence": math.log10(evidence)} | ({f"{name}_alarm": 1.0} if state.alarm else {})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -36,12 +36,12 @@ class MonitorConfig(BaseConfig):
         0.01, gt=0, lt=1, description="Largest probability that any detector warns of an honest run, however long it is."
     )
     stop_on: list[str] = Field(default_factory=list, description="Detectors whose warning ends the run, with exit code 1.")
-    second_grader: str | None = Field(
+    second_grader: str | dict[str, Any] | None = Field(
         None,
-        description="A grader that is never trained on: file.py:function of (task, rollout), from 0 to 1, or a verifier of the "
-        "environment math, such as math_verify.",
+        description="A grader that is never trained on: file.py:function of (task, rollout), from 0 to 1, a verifier, such as judge, with "
+        "options {verifier: judge, ...}, or a method of the environment math, such as math_verify.",
     )
-    judges: list[str] = Field(
+    judges: list[str | dict[str, Any]] = Field(
         default_factory=list,
         max_length=2,
         description="Two graders, likewise, whose difference is watched; a single one is asked twice.",

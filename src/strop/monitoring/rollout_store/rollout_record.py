@@ -46,6 +46,7 @@ class RolloutRecord:
     turns: tuple[TurnRecord, ...] = ()  # the messages after them; empty in files of earlier versions
     branches: tuple[tuple[int, int], ...] = ()  # of each, the path that it leaves, and the tokens of that path that it continues
     metrics: Mapping[str, float] = field(default_factory=dict)  # the environment's own
+    output: str = ""  # what an agent printed or returned
 
 
 def make_records(
@@ -128,6 +129,7 @@ def _make_record(
         turns=make_turn_records(rollout),
         branches=tuple((branch.parent, branch.start) for branch in rollout.branches),
         metrics=storable_metrics(rollout),
+        output=rollout.output,
     )
 
 
@@ -173,6 +175,7 @@ def replace_surrogates(record: RolloutRecord) -> RolloutRecord:
         completion=encodable(record.completion),
         error=None if record.error is None else encodable(record.error),
         answer=encodable(record.answer),
+        output=encodable(record.output),
         prompt_messages=tuple({name: encodable(text) for name, text in each.items()} for each in record.prompt_messages),
         turns=tuple(
             replace(
@@ -180,6 +183,8 @@ def replace_surrogates(record: RolloutRecord) -> RolloutRecord:
                 role=encodable(turn.role),
                 text=encodable(turn.text),
                 state=None if turn.state is None else encodable(turn.state),
+                calls=tuple(map(encodable, turn.calls)),
+                tool=encodable(turn.tool),
             )
             for turn in record.turns
         ),

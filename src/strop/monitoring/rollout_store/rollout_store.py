@@ -2,6 +2,7 @@
 
     <log folder>/rollouts/step_000012.parquet          one row per rollout, including dropped groups
     <log folder>/rollouts/step_000012_ratios.jsonl     the tokens with the largest mismatch (see ``token_ratios``)
+    <log folder>/rollouts/step_000012_flags.jsonl      the rollouts that the monitor of reward hacking names (see ``rollout_flags``)
 
 Files are written atomically. A step that runs again replaces its file. Files that a full disk refuses wait in memory and are written when
 there is room.
@@ -19,6 +20,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts, RolloutFlag, encode_flags, group_flags, read_flags
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace_surrogates
 from strop.monitoring.rollout_store.token_ratios import Decode, TokenRatio, encode_ratios, find_largest_ratios, read_ratios
 from strop.monitoring.rollout_store.turn_record import TurnRecord
@@ -33,7 +35,7 @@ StoreFormat = Literal["parquet", "jsonl", "none"]
 
 ROLLOUTS_FOLDER = "rollouts"
 _FILE_PATTERN = re.compile(r"step_(\d+)\.(parquet|jsonl)")
-_RATIOS_PATTERN = re.compile(r"step_(\d+)_ratios\.jsonl")
+_BESIDE_PATTERN = re.compile(r"step_(\d+)_(?:ratios|flags)\.jsonl")
 
 
 class RolloutStore:
@@ -90,6 +92,19 @@ class RolloutStore:
         path = self._ratios_path(step)
         return read_ratios(path) if path.exists() else []
 
+    def flag(self, flags: Sequence[RolloutFlag]) -> None:
+        """Store what the monitor says of rollouts, beside what it said of others of their steps."""
+        for step in sorted({flag.step for flag in flags}) if self.format != "none" else ():
+            path = self._flags_path(step)
+            self._files.write(path, encode_flags([*read_flags(path), *(flag for flag in flags if flag.step == step)]))
+
+    def read_flags(self, step: int) -> FlaggedRollouts:
+        """Read the detectors that name rollouts of a step."""
+        return group_flags(read_flags(self._flags_path(step)))
+
+    def _flags_path(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}_flags.jsonl"
+
     def _ratios_path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}_ratios.jsonl"
 
@@ -115,8 +130,8 @@ class RolloutStore:
             if later > step:
                 for path in paths:
                     path.unlink()
-        for path in self.folder.glob("step_*_ratios.jsonl"):
-            if (match := _RATIOS_PATTERN.fullmatch(path.name)) and int(match[1]) > step:
+        for path in self.folder.glob("step_*_*.jsonl"):
+            if (match := _BESIDE_PATTERN.fullmatch(path.name)) and int(match[1]) > step:
                 path.unlink()
         for temporary in self.folder.glob(".step_*.tmp"):
             temporary.unlink()
@@ -134,7 +149,7 @@ class RolloutStore:
 
 
 def _step_of(name: str) -> int:
-    match = _FILE_PATTERN.fullmatch(name) or _RATIOS_PATTERN.fullmatch(name)
+    match = _FILE_PATTERN.fullmatch(name) or _BESIDE_PATTERN.fullmatch(name)
     assert match is not None
     return int(match[1])
 
@@ -175,8 +190,8 @@ def _build_schema(pa: Any) -> pyarrow.Schema:
         "turns": pa.list_(
             pa.struct([
                 ("role", pa.string()), ("text", pa.string()), ("start", pa.int64()), ("end", pa.int64()), ("sampled", pa.bool_()),
-                ("versions", pa.list_(pa.int32())), ("reward", pa.float64()), ("path", pa.int64()),
-                ("state", pa.string()),
+                ("versions", pa.list_(pa.int32())), ("reward", pa.float64()), ("calls", pa.list_(pa.string())), ("tool", pa.string()),
+                ("path", pa.int64()), ("state", pa.string()),
             ])
         ),
         "branches": pa.list_(pa.list_(pa.int64())),
@@ -243,7 +258,10 @@ def _from_row(row: Mapping[str, Any]) -> RolloutRecord:
             "metrics": {name: float(value) for name, value in row.get("metrics", {}).items()},
             "prompt_messages": tuple(row.get("prompt_messages", ())),
             "branches": tuple((parent, start) for parent, start in row.get("branches", ())),
-            "turns": tuple(TurnRecord(**{**turn, "versions": tuple(turn["versions"])}) for turn in row.get("turns", ())),
+            "turns": tuple(
+                TurnRecord(**{**turn, "versions": tuple(turn["versions"]), "calls": tuple(turn.get("calls", ()))})
+                for turn in row.get("turns", ())
+            ),
         }
     )
 

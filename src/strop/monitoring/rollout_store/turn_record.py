@@ -20,6 +20,8 @@ class TurnRecord:
     sampled: bool  # by the policy
     versions: tuple[int, ...]  # of the weights that sampled it, in order, each once; empty for the environment
     reward: float | None = None  # the sum of the rewards of its steps, weighted; None if it has none
+    calls: tuple[str, ...] = ()  # names of the tools that the policy called in it
+    tool: str = ""  # the name of the tool that says it
     path: int = 0  # 0: the main path; i: branch i of the rollout
     state: str | None = None  # of the environment before a turn of the policy, if it says so
 
@@ -32,7 +34,15 @@ def make_turn_records(rollout: Rollout) -> tuple[TurnRecord, ...]:
     paths = (rollout.turns, *(branch.turns for branch in rollout.branches))
     for path, turn in ((path, turn) for path, turns in enumerate(paths) for turn in turns):
         messages = rollout.messages[next_message : next_message + turn.num_messages]
-        named = [(message.role, turn.text if turn.sampled else message.content) for message in messages]
+        named = [
+            (
+                message.role,
+                turn.text if turn.sampled else message.content,
+                tuple(call.name for call in message.tool_calls),
+                message.name,
+            )
+            for message in messages
+        ]
         versions = tuple(dict.fromkeys(turn.versions.tolist())) if turn.sampled else ()
         end = start + len(turn.tokens)
         reward = _sum_steps(rollout, first, first + len(turn.tokens)) if turn.sampled else None
@@ -45,8 +55,10 @@ def make_turn_records(rollout: Rollout) -> tuple[TurnRecord, ...]:
             "path": path,
             "state": next(states, None) if turn.sampled else None,
         }
-        default = [("assistant" if turn.sampled else "user", turn.text)]
-        records += [TurnRecord(role=role, text=text, **common) for role, text in named or default]
+        default = [("assistant" if turn.sampled else "user", turn.text, (), "")]
+        records += [
+            TurnRecord(role=role, text=text, calls=calls, tool=tool, **common) for role, text, calls, tool in named or default
+        ]
         first += len(turn.tokens) if turn.sampled else 0
         start, next_message = end, next_message + turn.num_messages
     return tuple(records)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.turn_record import TurnRecord
 
@@ -32,6 +33,10 @@ class ValidationSamples:
         """Read the samples of the validation after ``step``, or those of one task. Raises FileNotFoundError."""
         values = json.loads((self.folder / f"step_{step:06d}.json").read_text(encoding="utf-8"))
         return list(_read_tasks(step, [task for task in values["tasks"] if task_id in (None, task["task"])]))
+
+    def read_flags(self, step: int) -> FlaggedRollouts:
+        """Return nothing: the monitor of reward hacking does not look at validations."""
+        return {}
 
 
 def _read_tasks(step: int, tasks: Sequence[Mapping[str, Any]]) -> Iterator[RolloutRecord]:

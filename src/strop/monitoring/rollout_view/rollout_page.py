@@ -32,7 +32,9 @@ def make_page(selected: SelectedRollouts, *, title: str, limit: int | None, deco
         "policy": _make_policy(template),
         "title": html.escape(make_printable(f"rollouts of {title}")),
         "summary": html.escape(make_printable(f"{selected.summary}. {note}".strip())),
-        "rollouts": "\n".join(_format_article(index, record, limit) for index, record in enumerate(selected.records)),
+        "rollouts": "\n".join(
+            _format_article(index, record, limit, selected.flags_of(record)) for index, record in enumerate(selected.records)
+        ),
         "tokens": json.dumps(tokens, allow_nan=False).replace("<", "\\u003c"),  # nothing can close the element
     }
     return _PLACEHOLDER.sub(lambda match: parts[match[1]], template)
@@ -51,8 +53,8 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _format_article(index: int, record: RolloutRecord, limit: int | None) -> str:
-    shown = show_rollout(record, limit)
+def _format_article(index: int, record: RolloutRecord, limit: int | None, flags: Sequence[str]) -> str:
+    shown = show_rollout(record, limit, flags)
     data = {
         "index": index, "step": record.step, "environment": record.environment, "ending": record.ending,
         "reward": record.reward if math.isfinite(record.reward) else 0,

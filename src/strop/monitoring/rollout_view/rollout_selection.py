@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
+from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.user_code import suggest_names
 
@@ -18,6 +19,8 @@ class RolloutSource(Protocol):
     def steps(self) -> list[int]: ...
 
     def read(self, step: int, task_id: str | None = None) -> list[RolloutRecord]: ...
+
+    def read_flags(self, step: int) -> FlaggedRollouts: ...
 
 
 class NoRollouts(ValueError):
@@ -34,6 +37,7 @@ class RolloutSelection:
     ending: str | None = None
     best: int | None = None  # so many of the highest reward
     worst: int | None = None  # so many of the lowest, after the best
+    flagged: bool = False  # those that the monitor of reward hacking names
     limit: int = 4  # rollouts, if neither best nor worst is given
     fill: bool = False  # go back over earlier steps, the newest first, until the limit is reached
 
@@ -61,6 +65,10 @@ class SelectedRollouts:
     records: tuple[RolloutRecord, ...]
     matching: int
     summary: str  # of the steps that were read
+    flags: Mapping[int, FlaggedRollouts] = field(default_factory=dict)  # by step
+
+    def flags_of(self, record: RolloutRecord) -> tuple[str, ...]:
+        return self.flags.get(record.step, {}).get((record.task_id, record.sample), ())
 
 
 def select_rollouts(source: RolloutSource, selection: RolloutSelection) -> SelectedRollouts:
@@ -68,13 +76,18 @@ def select_rollouts(source: RolloutSource, selection: RolloutSelection) -> Selec
     steps = source.steps()
     if not steps:
         raise NoRollouts("no rollouts are stored")
+    flags = {step: found for step in steps if (found := source.read_flags(step))}
+    if selection.flagged:
+        steps = [step for step in steps if step in flags]
+        if not steps:
+            raise NoRollouts("the monitor of reward hacking has flagged no rollout; a detector names some from its alarm on")
     if selection.step is not None and selection.step not in steps:
         raise NoRollouts(f"there are no rollouts of step {selection.step}; stored are {_describe_steps(steps)}")
     seen = _Seen()
     matching: list[RolloutRecord] = []
     for step in selection.list_steps(steps):
         records = source.read(step, selection.task if selection.over_steps else None)  # one task of many steps is read alone
-        found = [record for record in seen.watch(records) if _matches(record, selection)]
+        found = [record for record in seen.watch(records) if _matches(record, selection, flags)]
         seen.matching += len(found)
         matching += found[:1] if selection.over_steps and not selection.ranked else found
         if not selection.over_steps and len(matching) >= selection.limit:
@@ -82,7 +95,7 @@ def select_rollouts(source: RolloutSource, selection: RolloutSelection) -> Selec
     if not matching:
         list(seen.watch(source.read(selection.step or steps[-1])))  # the names that there are
         raise NoRollouts(f"no rollout of {_describe_range(selection.list_steps(steps))} {_explain(selection, seen)}")
-    return SelectedRollouts(tuple(_pick(matching, selection)), seen.matching, seen.describe())
+    return SelectedRollouts(tuple(_pick(matching, selection)), seen.matching, seen.describe(), flags)
 
 
 class _Seen:
@@ -120,11 +133,12 @@ class _Seen:
         return "; ".join(parts)
 
 
-def _matches(record: RolloutRecord, selection: RolloutSelection) -> bool:
+def _matches(record: RolloutRecord, selection: RolloutSelection, flags: Mapping[int, FlaggedRollouts]) -> bool:
     return (
         selection.task in (None, record.task_id)
         and selection.environment in (None, record.environment)
         and selection.ending in (None, record.ending)
+        and (not selection.flagged or (record.task_id, record.sample) in flags[record.step])
     )
 
 

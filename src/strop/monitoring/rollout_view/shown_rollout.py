@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
+from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.safety.printable import make_printable, shorten
 
 LONGEST_STATE = 60  # characters
@@ -34,14 +36,17 @@ class ShownRollout:
     messages: tuple[ShownMessage, ...]
 
 
-def show_rollout(record: RolloutRecord, limit: int | None) -> ShownRollout:
-    """Prepare a rollout for showing. A message longer than ``limit`` characters is shortened in the middle."""
+def show_rollout(record: RolloutRecord, limit: int | None, flags: Sequence[str] = ()) -> ShownRollout:
+    """Prepare a rollout for showing. ``flags`` are the detectors of reward hacking that name it.
+
+    A message longer than ``limit`` characters is shortened in the middle.
+    """
     title = f"step {record.step}, task {record.task_id}, sample {record.sample}, {record.environment}"
     messages = tuple(
         ShownMessage(make_printable(message.role), make_printable(_shorten(message.text, limit)), message.sampled, message.note)
         for message in _list_messages(record)
     )
-    facts = tuple((make_printable(name), make_printable(_shorten(value, limit))) for name, value in _list_facts(record))
+    facts = tuple((make_printable(name), make_printable(_shorten(value, limit))) for name, value in _list_facts(record, flags))
     return ShownRollout(make_printable(title).replace("\n", " "), facts, messages)
 
 
@@ -52,7 +57,7 @@ def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
             turn.role,
             turn.text,
             turn.sampled,
-            _describe_turn(turn.end - turn.start, turn.versions, turn.reward) + _describe_state(turn.state) + branch,
+            _describe_turn(turn) + _describe_state(turn.state) + branch,
         )
         for turn, branch in zip(record.turns, _describe_branches(record), strict=True)
     ]
@@ -60,7 +65,7 @@ def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
         return [*prompt, *turns]
     return [  # a file of an earlier version
         ShownMessage("prompt", record.prompt, sampled=False),
-        ShownMessage("completion", record.completion, sampled=True, note=_describe_turn(sum(record.sampled), ())),
+        ShownMessage("completion", record.completion, sampled=True, note=_describe_tokens(sum(record.sampled), ())),
     ]
 
 
@@ -77,7 +82,12 @@ def _describe_branches(record: RolloutRecord) -> Iterator[str]:
             yield ""
 
 
-def _describe_turn(tokens: int, versions: tuple[int, ...], reward: float | None = None) -> str:
+def _describe_turn(turn: TurnRecord) -> str:
+    tools = f", calls {', '.join(turn.calls)}" if turn.calls else f", tool {turn.tool}" if turn.tool else ""
+    return _describe_tokens(turn.end - turn.start, turn.versions, turn.reward) + tools
+
+
+def _describe_tokens(tokens: int, versions: tuple[int, ...], reward: float | None = None) -> str:
     weights = f", weights of step {'-'.join(map(str, dict.fromkeys((versions[0], versions[-1]))))}" if versions else ""
     return f"{tokens} tokens{weights}" + ("" if reward is None else f", reward {_number(reward)}")
 
@@ -86,14 +96,17 @@ def _describe_state(state: str | None) -> str:
     return "" if state is None else f", in state {shorten(' '.join(make_printable(state).split()), LONGEST_STATE)}"
 
 
-def _list_facts(record: RolloutRecord) -> list[tuple[str, str]]:
-    facts = [("reward", _number(record.reward))]
+def _list_facts(record: RolloutRecord, flags: Sequence[str]) -> list[tuple[str, str]]:
+    facts = [("flagged", f"{', '.join(flags)} (perhaps the reward is hacked)")] if flags else []
+    facts.append(("reward", _number(record.reward)))
     if record.rewards:
         facts.append(("rewards", _numbers(record.rewards)))
     if record.metrics:
         facts.append(("metrics", _numbers(record.metrics)))
     if record.advantage is not None:
         facts.append(("advantage", f"{record.advantage:+.4g}"))
+    if calls := Counter(name for turn in record.turns for name in turn.calls):
+        facts.append(("tools", ", ".join(f"{name} {count}" for name, count in calls.most_common())))
     facts.append(("ended by", _ENDINGS.get(record.ending, record.ending) or "nothing"))
     if record.error is not None:
         facts.append(("error", record.error))
@@ -101,6 +114,8 @@ def _list_facts(record: RolloutRecord) -> list[tuple[str, str]]:
         facts.append(("dropped", f"not trained on: {record.dropped_because}"))
     if record.answer:
         facts.append(("answer", record.answer))
+    if record.output:
+        facts.append(("output", record.output))
     return facts
 
 

@@ -14,11 +14,16 @@ UNLIMITED_STEPS = 1_000_000  # from here on, a number of steps is no limit that 
 
 def check_turns(environments: Mapping[str, Environment[Any]], max_turns: int, section: str) -> Iterator[HealthFinding]:
     for name, environment in environments.items():
-        if environment.responds and max_turns == 1:
+        if max_turns == 1 and (environment.responds or environment.has_tools):
+            why, end = "answers the policy (respond)", "every episode ends after the policy's first turn"
+            if environment.is_agent:
+                why, end = "runs an agent", "every request of it after the first is refused"
+            elif environment.has_tools:
+                why = "has tools"
             yield HealthFinding(
                 "single_turn",
-                f"env.{name}: {environment.title} answers the policy (respond), but {section}.max_rollout_turns is 1, so every episode "
-                f"ends after the policy's first turn; set {section}.max_rollout_turns=N to allow N turns",
+                f"env.{name}: {environment.title} {why}, but {section}.max_rollout_turns is 1, so {end}; set "
+                f"{section}.max_rollout_turns=N to allow N turns",
             )
 
 

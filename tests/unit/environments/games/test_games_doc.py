@@ -37,7 +37,7 @@ def test_the_example_game_is_played(tmp_path: Path) -> None:
 
 def test_the_example_user_is_simulated_by_script_and_by_the_example_of_an_endpoint() -> None:
     row = json.loads(blocks("json")[0])
-    entry = next(each for block in blocks("yaml") if "users" in (each := yaml.safe_load(block))["env"])
+    entry = next(entry for entry in map(yaml.safe_load, blocks("yaml")) if "users" in entry["env"])
     keys = entry["data"]["train"]
     data = DataSource(rows=[row], input_key=keys["input_key"], output_key=keys["output_key"])
     scripted = make_environment("user_simulator")

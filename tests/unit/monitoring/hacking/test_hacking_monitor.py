@@ -16,6 +16,7 @@ from strop.base_config import validate_section
 from strop.monitoring.hacking import monitor_config
 from strop.monitoring.hacking.e_process import EProcess
 from strop.monitoring.hacking.hacking_monitor import DETECTORS, Grader, HackingMonitor, RewardHacked
+from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.trackers.base import NullTracker
 from strop.types import Group, Rollout, Task
 from support.simulated_policies import HACKS, HONEST, Policy, hacks_length, learns, needs_length, needs_length_badly, sample_step
@@ -114,6 +115,19 @@ def test_a_second_grader_that_drifts_away_is_found_and_one_that_agrees_is_not() 
         for seed in range(3):
             monitor = make_monitor("second_grader", second_grader=grader)
             assert not run(monitor, learns, seed)[1]
+
+
+def test_from_an_alarm_on_the_rollouts_that_show_it_are_flagged_and_no_honest_ones() -> None:
+    flagged: list[list[RolloutFlag]] = []
+    for what in (HACKS["duplicate_answers"], learns):
+        monitor = make_monitor("duplicate_answers", "second_grader", second_grader=is_right)
+        flagged.append([])
+        for step in range(50):
+            asyncio.run(follow(monitor, [sample_step(what, step, STEPS, 3)], step + 1))
+            flagged[-1] += monitor.flags
+    hacked, honest = flagged
+    assert {flag.detector for flag in hacked} == {"duplicate_answers", "second_grader"} and not honest
+    assert all(len([each for each in hacked if (each.step, each.detector) == (flag.step, flag.detector)]) <= 5 for flag in hacked)
 
 
 def guesses(task: Task, rollout: Rollout) -> float:

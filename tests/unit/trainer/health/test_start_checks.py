@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from strop.data.sources.source import DataSource
+from strop.environments.agents.external_agent import ExternalAgent
 from strop.environments.arithmetic import Arithmetic
 from strop.environments.base import Environment, reward
 from strop.environments.registry import list_marks
@@ -59,6 +60,14 @@ def test_weights_that_replace_those_of_a_class_do_not_reach_an_algorithm_either(
     marks = list_marks("math_multi_reward", {"reward_weights": {"integer": 0.3}})
     (found,) = check_reward_weights({"sums": marks}, {"integer": 1.0}, "algorithm.kwargs.advantage.weights")
     assert "env.sums has the weight 0.3 for integer, but" in found.message
+
+
+def test_tools_and_agents_need_more_than_one_turn() -> None:
+    environments = {"sums": Arithmetic(tools="calculator"), "agent": ExternalAgent(agent=print)}
+    tools, agent = check_turns(environments, 1, "grpo")
+    assert tools.message.startswith("env.sums: Arithmetic has tools, but grpo.max_rollout_turns is 1")
+    assert agent.message.startswith("env.agent: ExternalAgent runs an agent") and "after the first is refused" in agent.message
+    assert not list(check_turns(environments, 2, "grpo"))
 
 
 def options(**changes: object) -> TrainOptions:

@@ -77,7 +77,8 @@ class TwoPlayer(Environment[PositionTask]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.opponent == "perfect" and not self._game.solvable:
+        game = self._game  # an unknown one is an error now, not in each task
+        if self.opponent == "perfect" and not game.solvable:
             raise EnvironmentConfigError(
                 f"opponent is perfect, but {self.game} is too large to be searched; set it to random or self"
             )

@@ -1,0 +1,27 @@
+"""The tool and the rewards of tools.yaml."""
+
+import re
+from typing import Literal
+
+
+def calculate(left: int, operator: Literal["+", "-", "*"], right: int) -> int:
+    """Compute with two whole numbers.
+
+    Args:
+        left: the first number
+        operator: what to do with them
+        right: the second number
+    """
+    if max(abs(left), abs(right)) > 10**12:  # what the policy writes is hostile, and an exception is told to it
+        raise ValueError("numbers have at most 12 digits")
+    return {"+": left + right, "-": left - right, "*": left * right}[operator]
+
+
+def correct(task, rollout) -> bool:
+    """The last number of the last turn is the answer."""
+    return re.findall(r"-?\d+", rollout.text.replace(",", ""))[-1:] == [task.answer]
+
+
+def called(task, rollout) -> bool:
+    """A call was answered."""
+    return any(message.role == "tool" and not message.content.startswith("Error") for message in rollout.messages)
