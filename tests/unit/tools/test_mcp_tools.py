@@ -128,7 +128,10 @@ def test_a_server_at_an_address_is_asked_with_the_token(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: McpServer(command=("/no/such/server",)), "mcp.command starts '/no/such/server', but there is no such program here"),
+        (
+            lambda: McpServer(command=("/no/such/server",)),
+            "mcp.command starts '/no/such/server', but there is no such program here",
+        ),
         (lambda: McpServer(command=(sys.executable, "-c", "import time; time.sleep(1)"), start_timeout_s=0.2), "start_timeout_s"),
         (lambda: McpServer(command=(sys.executable, "-c", "pass")), "MCP server|ended"),
         (lambda: McpServer(), "mcp needs command"),
