@@ -25,7 +25,7 @@ from strop.config import EvalRunConfig, RecordedRunConfig
 from strop.config.load.evaluated_run import EvaluatedRun
 from strop.monitoring.console.console import ConsoleKind, open_console
 from strop.rollouts.tool_turns import describe_tool_calls
-from strop.sandbox.sandbox_pool import configure_sandbox
+from strop.sandbox.sandbox_pool import configure_sandbox, try_sandbox
 from strop.trainer.evaluation import Evaluator
 
 
@@ -95,12 +95,14 @@ async def evaluate_job(
     """Sample every task, score the samples and store them."""
     configure_sandbox(job.sandbox)
     source = make_mixture(job.entries, job.env, "validation", seed=job.task_seed)
+    environments = [each.environment for each in source.components]
+    if any(each.needs_sandbox for each in environments):
+        note(await try_sandbox())
     step = job.model.step or 0
     with lock_evaluation_folder(job.folder), loadable_folder(job.model, note) as folder:
         placed = job if folder == job.model.weights else job.with_model(folder)
         select_device(placed.policy.device)
         policy = load_policy(placed.policy)
-        environments = [each.environment for each in source.components]
         if said := describe_tool_calls(environments, policy.template, placed.rules.tool_call_format):
             note(said)
         length, threads = placed.rules.max_length, placed.policy.num_threads

@@ -17,6 +17,7 @@ from strop.monitoring.console.message_style import configure_messages, reader_is
 from strop.monitoring.hacking.hacking_monitor import RewardHacked
 from strop.safety.exits import RunExited, run_coroutine
 from strop.safety.printable import make_printable
+from strop.sandbox.base import SandboxError
 from strop.storage.storage_error import StorageError
 from strop.trainer.health.health_monitor import TooManySkipped
 from strop.trainer.mismatch import MismatchTooLarge
@@ -44,6 +45,7 @@ USER_ERRORS = (
     EngineDied,
     TransportError,
     RunExited,
+    SandboxError,
     ValueError,
     OSError,
 )

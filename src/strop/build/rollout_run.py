@@ -36,6 +36,7 @@ from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
 from strop.rollouts.tool_turns import describe_tool_calls
 from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
+from strop.sandbox.sandbox_pool import try_sandbox
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
 from strop.trainer.health.health_rules import HealthFinding
@@ -60,6 +61,10 @@ async def build_rollout_run(
     validation_source = make_validation_tasks(config, remote_environments)
     held_out = "" if validation_source is None else f", {len(validation_source)} to validate on"
     tracker.note(f"{len(train_source)} tasks to train on{held_out}")
+    environments = [each.environment for source in (train_source, validation_source) if source for each in source.components]
+    if any(each.needs_sandbox for each in environments):
+        tracker.progress("trying the sandbox")
+        tracker.note(await try_sandbox())
     backend = await make_backend(config, cluster, tracker)
     sampling = Sampling(**config.policy.generation.sampling_options())
     options = make_train_options(
@@ -68,7 +73,6 @@ async def build_rollout_run(
         filters=getattr(algorithm, "drop_constant_groups", type(algorithm).keep is not Algorithm.keep),
         tasks=len(train_source),
     )
-    environments = [each.environment for source in (train_source, validation_source) if source for each in source.components]
     if said := describe_tool_calls(environments, backend.bundle.template, config.policy.tokenizer.tool_call_format):
         tracker.note(said)
     learners = await backend.build_learners(algorithm, sampling, count_optimizer_steps(options, train_source.size))

@@ -256,6 +256,11 @@ class Environment(ToolOptions, ABC, Generic[TaskT]):
         return None
 
     @property
+    def needs_sandbox(self) -> bool:
+        """Whether this process's sandbox runs programs that the policy writes."""
+        return any(getattr(each, "needs_sandbox", False) for _, each in self.tool_sets)
+
+    @property
     def is_agent(self) -> bool:
         """Whether episodes are driven by an agent, which asks the policy itself (``strop.environments.agents``)."""
         return False

@@ -21,10 +21,15 @@ from typing import Any
 from strop.base_config import validate_section
 from strop.sandbox.base import ExitReason, Limits, Program, RunResult, Sandbox, SandboxError
 from strop.sandbox.launcher import LANGUAGES, PACKAGES, SandboxWorker, WorkerDied, check_level, find_commands
-from strop.sandbox.sandbox_config import SandboxConfig
+from strop.sandbox.sandbox_config import SandboxConfig, SandboxLevel
 
 GRACE_S = 20.0  # after a program's limits, for a busy machine and a compiler
 DEFAULT_LIMITS = Limits()
+WEAKNESSES: dict[SandboxLevel, str] = {
+    "namespaces": "",
+    "seccomp": ": they can read the files of this machine",
+    "limits": ": they can do what this run can",
+}
 _configured: SandboxConfig | None = None
 
 
@@ -37,6 +42,18 @@ def configure_sandbox(config: SandboxConfig | None) -> None:
 def get_sandbox() -> Sandbox:
     """Return this process's sandbox, as configured by the section ``sandbox``. A forked process gets its own."""
     return _make_sandbox(os.getpid(), _configured or validate_section(SandboxConfig, {}))
+
+
+async def try_sandbox() -> str:
+    """Run a program in this process's sandbox. Return in words where programs run. Raises SandboxError if it cannot be had."""
+    config = _configured or validate_section(SandboxConfig, {})
+    result = await get_sandbox().run(Program(source="print('ready')"))
+    if result.stdout.strip() != "ready":
+        raise SandboxError(
+            f"the sandbox does not run Python: {result.stderr.strip()[-500:] or result.reason}; see strop sandbox check"
+        )
+    where = ", ".join(config.url) if config.url else f"in the sandbox of this machine, sandbox.level={config.level}"
+    return f"programs of the policy run {'at ' if config.url else ''}{where}{'' if config.url else WEAKNESSES[config.level]}"
 
 
 @lru_cache(maxsize=8)

@@ -28,7 +28,9 @@ from strop.sandbox.base import Limits, Program, RunResult, SandboxError, Sandbox
 from strop.sandbox.sandbox_pool import SandboxPool
 
 SESSION_IDLE_S = 900.0  # after which a session that nobody calls is closed
-CEILINGS = Limits(cpu_s=120, wall_s=300, memory_mb=4096, processes=256, open_files=1024, file_mb=256, disk_mb=512, output_kb=4096)
+CEILINGS = Limits(
+    cpu_s=120, wall_s=300, memory_mb=4096, processes=256, open_files=1024, file_mb=256, disk_mb=512, output_kb=32768
+)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 from strop.sandbox.base import Limits, SandboxSession
 from strop.sandbox.sandbox_pool import get_sandbox
@@ -20,6 +21,7 @@ class PythonTool:
     Prints what the code prints and the value of its last expression, as a notebook does.
     """
 
+    needs_sandbox: ClassVar[bool] = True
     timeout_s: float = 10.0  # of a call, after which the interpreter starts again, empty
     memory_mb: int = 256
     max_output_chars: int = 4000  # of an answer; more is cut out of the middle

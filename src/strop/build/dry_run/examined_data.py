@@ -19,6 +19,7 @@ from strop.environments.base import DatasetEnvironment, Environment, Environment
 from strop.environments.registry import make_environment
 from strop.environments.verifiers.held_out_grader import make_grader
 from strop.problems import Problem
+from strop.sandbox.launcher import find_missing
 
 
 @dataclass
@@ -35,6 +36,8 @@ def examine_data(
     """Look at the environments of a run and its data: all of them, or ``entries`` with their keys."""
     found = DataExamination()
     environments = _make_environments(config, found) if isinstance(config, RolloutRunConfig | EvalRunConfig) else {}
+    if isinstance(config, RolloutRunConfig | EvalRunConfig):
+        _look_for_sandbox(config, environments.values(), found)
     if isinstance(config, RolloutRunConfig):
         _make_graders(config, found)
     for key, entry in _list_entries(config) if entries is None else entries:
@@ -99,6 +102,15 @@ def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExam
         except EnvironmentConfigError as error:
             found.problems.append(Problem(f"env.{alias}", str(error)))
     return environments
+
+
+def _look_for_sandbox(
+    config: RolloutRunConfig | EvalRunConfig, environments: Iterable[Environment[Any]], found: DataExamination
+) -> None:
+    """Find out whether this machine can keep apart what the policy writes, where that is run here."""
+    elsewhere = config.sandbox.url or (isinstance(config, RolloutRunConfig) and config.cluster.environment_hosts)
+    if not elsewhere and any(each.needs_sandbox for each in environments) and (missing := find_missing(config.sandbox.level)):
+        found.problems.append(Problem("sandbox.level", missing))
 
 
 def _make_graders(config: RolloutRunConfig, found: DataExamination) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -113,5 +114,14 @@ def _serve(options: argparse.Namespace, config: Any) -> int:
     server = replace(server, ceilings=replace(server.ceilings, **given))
     if config.level != "namespaces":
         print(f"warning: sandbox.level={config.level} is weaker than namespaces: see docs/security.md", file=sys.stderr)
-    asyncio.run(serve_sandbox(SandboxPool(config), server, lambda address: print(f"sandbox at {address}", flush=True)))
+    try:
+        asyncio.run(serve_sandbox(SandboxPool(config), server, lambda address: print(f"sandbox at {address}", flush=True)))
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            raise
+        print(
+            f"error: {options.host}:{options.port} cannot be listened on: {os.strerror(error.errno)}; set another --host or --port",
+            file=sys.stderr,
+        )
+        return 1
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 from strop.data.messages import make_prompt
@@ -29,6 +29,8 @@ LANGUAGES = {"python": "Python", "bash": "Bash", "c": "C", "cpp": "C++", "javasc
 @dataclass(frozen=True, kw_only=True)
 class CodeEnvironment(Environment[CodeTask]):
     """The last program of the last turn, run on the tests of its row."""
+
+    needs_sandbox: ClassVar[bool] = True  # type: ignore[misc]
 
     language: Literal["python", "bash", "c", "cpp", "javascript"] = "python"  # others than python: for tests of standard input
     score: Literal["all", "fraction"] = "all"  # the reward: 1 where all tests pass, or the share that passes
