@@ -88,6 +88,7 @@ def check_nothing_is_left(folder: Path) -> None:
     assert not left
 
 
+@pytest.mark.exhaustive
 def test_agents_in_processes_of_ray_reach_the_gateway_and_give_the_same_rollouts(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
     run(tiny, tmp_path / "alone")
@@ -98,6 +99,7 @@ def test_agents_in_processes_of_ray_reach_the_gateway_and_give_the_same_rollouts
     check_nothing_is_left(tmp_path / "ray")
 
 
+@pytest.mark.exhaustive
 def test_an_agent_asks_the_engine_of_vllm(tmp_path: Path) -> None:
     needs_vllm()
     vllm = {
