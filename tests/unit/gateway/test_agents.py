@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 
 from strop.base_config import validate_section
+from strop.environments.agents.agent_command import run_command_agent
 from strop.environments.agents.agent_environment import current_result
+from strop.environments.agents.endpoint import Endpoint
 from strop.environments.agents.external_agent import ExternalAgent
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.registry import list_rewards, make_environment
 from strop.types import Ending, Rollout
-from support.agents import Recorder, check_tree, play, play_async
+from support.agents import TASK, Recorder, check_tree, play, play_async
 
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 
@@ -236,3 +238,18 @@ def test_the_configuration_says_what_an_agent_is() -> None:
 
 def len_reward(task: Any, rollout: Rollout) -> int:
     return len(rollout.text)
+
+
+def test_a_command_that_is_cancelled_while_it_starts_is_ended_and_the_cancellation_comes_through() -> None:
+    async def cancel_after(steps: int) -> None:
+        endpoint = Endpoint(base_url="http://127.0.0.1:1/v1", api_key="k", model="m")
+        command = ["sh", "-c", "sleep 30 & sleep 30"]
+        running = asyncio.ensure_future(run_command_agent(command, TASK, endpoint, reward_from="stdout", directory=None))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(running, 20)
+
+    for steps in range(1, 9):
+        asyncio.run(cancel_after(steps))

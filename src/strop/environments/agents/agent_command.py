@@ -26,15 +26,7 @@ async def run_command_agent(
     """Run a command for one task. It and all that it starts have ended when this returns. Raises AgentFailed."""
     environment = {**os.environ, **endpoint.environ}
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=environment,
-            cwd=directory,
-            start_new_session=True,
-        )
+        process = await _start(command, environment, directory)
     except OSError as error:
         raise AgentFailed(f"the agent {command[0]} cannot be started: {error.strerror or error}") from error
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -58,6 +50,27 @@ async def run_command_agent(
         )
     result = AgentResult() if reward_from == "exit_code" else read_result(_last_json(output))
     return AgentResult(reward=result.reward, output=shown, metrics=result.metrics)
+
+
+async def _start(command: Sequence[str], environment: dict[str, str], directory: str | None) -> asyncio.subprocess.Process:
+    """Start a process in a group of its own. asyncio never returns where it is cancelled meanwhile, so it is let finish then, too."""
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment,
+            cwd=directory,
+            start_new_session=True,
+        )
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        with suppress(OSError):
+            await _end_group(await starting)
+        raise
 
 
 def format_task(task: Task) -> str:
