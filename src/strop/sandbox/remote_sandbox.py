@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import itertools
 import json
+import logging
 import os
 import random
 import ssl
@@ -20,8 +21,11 @@ from urllib.parse import urlsplit
 
 from strop.sandbox.base import ExitReason, Limits, Program, RunResult, SandboxError
 
+log = logging.getLogger(__name__)
+
 API_KEY_VARIABLE = "STROP_SANDBOX_API_KEY"
 REQUESTS = 128  # at a time in each process
+QUIET_S = 10.0  # after which waiting for a service is worth a warning
 RETRY_S = 60.0  # how long a request is tried again where all services are busy or dead
 PAUSE_S = 10.0  # how long a service that could not be reached is left out
 GRACE_S = 60.0  # for a request to wait in the service, and for a compiler, after the program's limit
@@ -50,6 +54,7 @@ class RemoteSandbox:
         self._threads = ThreadPoolExecutor(REQUESTS, thread_name_prefix="remote_sandbox")
         self._turns = itertools.count(os.getpid())
         self._paused: dict[str, float] = {}  # until when
+        self._warned = float("-inf")  # when programs were last said to wait
         self._lock = threading.Lock()
 
     async def run(self, program: Program) -> RunResult:
@@ -71,17 +76,27 @@ class RemoteSandbox:
 
     async def _call_any(self, path: str, body: Mapping[str, Any], timeout_s: float) -> tuple[dict[str, Any], str]:
         """Ask the services in turn until one answers. Returns the answer and its address."""
-        deadline, wait, why = time.monotonic() + RETRY_S, 0.05, ""
+        begun, wait, why = time.monotonic(), 0.05, ""
         while True:
             for url in self._order():
                 try:
                     return await self.call(url, "POST", path, body, timeout_s), url
                 except Unavailable as error:
                     why = f"{url}: {error}"
-            if time.monotonic() + wait > deadline:
+            self._warn(time.monotonic() - begun, why)
+            if time.monotonic() + wait > begun + RETRY_S:
                 raise SandboxError(f"no service of sandbox.url has answered for {RETRY_S:g} s; the last: {why}")
             await asyncio.sleep(wait * random.uniform(0.5, 1.5))
             wait = min(2 * wait, 2.0)
+
+    def _warn(self, waited_s: float, why: str) -> None:
+        """Say that programs wait for a service, at most once in a while: what waits is silent otherwise."""
+        now = time.monotonic()
+        with self._lock:
+            if waited_s < QUIET_S or now < self._warned + RETRY_S:
+                return
+            self._warned = now
+        log.warning("no service of sandbox.url has answered for %.0f s; programs wait. The last: %s", waited_s, why)
 
     def _order(self) -> list[str]:
         first = next(self._turns) % len(self.urls)

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -167,8 +169,13 @@ def test_the_reward_of_a_command_is_its_last_line_its_exit_code_or_a_function() 
     assert run_command(python("ask(); print('done')"), reward=printed).rewards == {"printed": 1.0}
 
 
-def test_a_command_cannot_be_started_or_takes_too_long() -> None:
-    assert "the agent no-such-agent cannot be started" in str(run_command(["no-such-agent"]).error)
+def test_a_command_cannot_be_started_or_takes_too_long(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentConfigError, match="command starts 'no-such-agent', but there is no such program here"):
+        run_command(["no-such-agent"])
+    broken = tmp_path / "agent"
+    broken.write_text("#!/no/such/interpreter")
+    broken.chmod(0o755)
+    assert f"the agent {broken} cannot be started" in str(run_command([str(broken)]).error)
     begun = time.monotonic()
     rollout = run_command(["sleep", "60"], agent_timeout_s=0.2)
     assert "took longer than 0.2 s" in str(rollout.error) and time.monotonic() - begun < 20
@@ -204,6 +211,34 @@ def test_a_cancelled_episode_ends_its_command_and_its_key(tmp_path: Path) -> Non
 
     asyncio.run(cancel())
     assert not is_alive(int(pid.read_text()))
+
+
+def test_commands_end_with_a_run_that_is_killed() -> None:
+    run = """
+import subprocess, sys, time
+from strop.environments.agents.agent_guardian import guard_group
+
+ended, left = (subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2))
+with guard_group(left.pid):
+    with guard_group(ended.pid):
+        pass
+    print(ended.pid, left.pid, flush=True)
+    time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    ended, left = map(int, process.stdout.readline().split())
+    process.kill()
+    process.wait()
+    assert wait_until(lambda: not is_alive(left)) and is_alive(ended)  # its guard had let it go
+    os.kill(ended, signal.SIGKILL)
+
+
+def wait_until(holds: Any, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(holds())
 
 
 def test_functions_that_block_do_not_wait_for_each_other() -> None:

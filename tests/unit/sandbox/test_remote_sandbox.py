@@ -120,14 +120,20 @@ def test_a_dead_service_is_skipped_and_a_session_in_it_begins_anew(service: Serv
     asyncio.run(work())
 
 
-def test_no_service_at_all_is_an_error_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_sandbox, "RETRY_S", 0.2)
+def test_no_service_at_all_is_told_once_and_an_error_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote_sandbox, "RETRY_S", 0.5)
+    monkeypatch.setattr(remote_sandbox, "QUIET_S", 0.1)
 
-    async def work() -> None:
-        with pytest.raises(SandboxError, match=r"no service of sandbox.url has answered"):
-            await RemoteSandbox(["http://127.0.0.1:9"], KEY).run(Program(source=""))
+    async def work() -> list[Any]:
+        sandbox = RemoteSandbox(["http://127.0.0.1:9"], KEY)
+        return await asyncio.gather(*(sandbox.run(Program(source="")) for _ in range(4)), return_exceptions=True)
 
-    asyncio.run(work())
+    for error in asyncio.run(work()):
+        assert isinstance(error, SandboxError) and "no service of sandbox.url has answered for 0.5 s" in str(error)
+    (told,) = caplog.messages
+    assert "programs wait. The last: http://127.0.0.1:9: ConnectionRefusedError" in told
 
 
 def test_a_busy_service_is_asked_again(tmp_path: Path) -> None:

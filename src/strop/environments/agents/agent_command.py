@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from strop.environments.agents.agent_environment import AgentFailed, read_result
+from strop.environments.agents.agent_guardian import guard_group
 from strop.environments.agents.agent_result import AgentResult
 from strop.environments.agents.endpoint import Endpoint
 from strop.safety.printable import shorten
@@ -31,15 +32,16 @@ async def run_command_agent(
         raise AgentFailed(f"the agent {command[0]} cannot be started: {error.strerror or error}") from error
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     readers = [asyncio.ensure_future(_read_end(stream)) for stream in (process.stdout, process.stderr)]
-    try:
-        with suppress(ConnectionError):
-            process.stdin.write(format_task(task).encode() + b"\n")
-            await process.stdin.drain()
-        process.stdin.close()
-        code = await _wait_for_exit(process)
-    finally:
-        await _end_group(process)
-        output, errors = await _collect(readers)
+    with guard_group(process.pid):
+        try:
+            with suppress(ConnectionError):
+                process.stdin.write(format_task(task).encode() + b"\n")
+                await process.stdin.drain()
+            process.stdin.close()
+            code = await _wait_for_exit(process)
+        finally:
+            await _end_group(process)
+            output, errors = await _collect(readers)
     shown = f"{output}\n--- standard error\n{errors}" if errors.strip() else output
     if reward_from == "exit_code" and code in (0, 1):
         return AgentResult(reward=float(code == 0), output=shown)

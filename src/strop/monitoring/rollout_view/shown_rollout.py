@@ -70,10 +70,10 @@ def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
 
 
 def _describe_branches(record: RolloutRecord) -> Iterator[str]:
-    """Yield, for each turn, where its branch begins if it is the first one of a branch."""
+    """Yield, for each turn, where its branch begins if it is the first sampled one of a branch."""
     shown = 0
     for turn in record.turns:
-        if turn.path > shown:
+        if turn.path > shown and turn.sampled:  # what it reads before has no note
             shown = turn.path
             parent, start = record.branches[shown - 1]
             where = f"branch {parent}" if parent else "the conversation"
