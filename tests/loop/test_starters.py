@@ -44,7 +44,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("kind", sweep(RUNS, "grpo", "multi-turn", "agent", "dpo"))
+@pytest.mark.parametrize("kind", sweep(RUNS, "grpo", "tools", "dpo"))
 def test_a_starter_trains_as_it_is_written(kind: str, tiny: Path, tmp_path: Path) -> None:
     command, name, changes = RUNS[kind]
     assert strop("init", kind, "--model", str(tiny), folder=tmp_path).code == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import logging
+import os
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stderr
@@ -132,7 +133,7 @@ def locate_model(name: str) -> tuple[str, str | None]:
 
     Raises ModelNotFound.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         if (path / ".metadata").exists():
             raise ModelNotFound(

@@ -62,7 +62,7 @@ def read_chat_template(value: str | None) -> str | None:
         return PASSTHROUGH
     try:
         return Path(value).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that no file can have
+    except (OSError, ValueError, RuntimeError) as error:  # not UTF-8, a name that no file can have, the home of nobody
         raise ValueError(
             f"it is neither a Jinja template nor a file with one: {Path(value).absolute()!s:.300} cannot be read"
         ) from error

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from loop.tiny import CHATML, tiny_tokenizer
 from strop.models.chat_template import ChatTemplate, ConversationError, TokenSpan
+from strop.models.tokenizer_config import read_chat_template
 from strop.types import Message, assistant, system, user
 from support.chat_templates import FAMILIES, GLM, QWEN3, THINKING_PROMPT, make_tokenizer
 
@@ -324,3 +325,9 @@ def test_a_tokenizer_that_marks_the_start_of_a_text_puts_no_space_before_a_reply
     assert wrapped.convert_ids_to_tokens(template._encode("b")) == ["▁b"]
     assert [wrapped.convert_ids_to_tokens(span.tokens) for span in spans if span.in_loss] == [["b", "</s>"]] * 2
     assert [token for span in spans for token in span.tokens] == template._encode("".join(span.text for span in spans))
+
+
+@pytest.mark.parametrize("name", ["~0", "~nobody-of-this-name/template.jinja", "missing.jinja"])
+def test_a_template_file_that_cannot_be_read_is_a_value_error(name: str) -> None:
+    with pytest.raises(ValueError, match="file"):
+        read_chat_template(name)

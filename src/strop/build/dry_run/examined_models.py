@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,7 @@ def _name_reward_model(alias: str, environment: EnvironmentConfig) -> str | None
 def explain_missing_model(name: str) -> str | None:
     """Return why a name is not that of a model; None if it may be one."""
     try:
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         if path.is_dir():
             return _explain_folder(path)
         if path.is_file():
