@@ -48,7 +48,11 @@ def run_agent(tiny: Path, folder: Path, options: dict[str, Any], **changes: Any)
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{"agent": "agent.py:run"}, {"command": ["node", "agent.js"]}], ids=["python", "node"])
+@pytest.mark.parametrize(
+    "options",
+    [{"agent": "agent.py:run"}, pytest.param({"command": ["node", "agent.js"]}, marks=pytest.mark.exhaustive)],
+    ids=["python", "node"],
+)
 def test_the_examples_of_the_page_train(tiny: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     if "command" in options and not shutil.which("node"):
         pytest.skip("node is not installed")
@@ -60,7 +64,8 @@ def test_the_examples_of_the_page_train(tiny: Path, tmp_path: Path, options: dic
     assert len(Run(tmp_path / "logs").rollouts) == 2 * 4 * 8
 
 
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_an_agent_learns_from_all_paths_of_its_tree(tiny: Path, tmp_path: Path, staleness: int) -> None:
     outcome = run_agent(
         tiny, tmp_path, {"agent": "learner.py:run"}, grpo__max_num_steps=10, policy__optimizer__kwargs__lr=0.01,

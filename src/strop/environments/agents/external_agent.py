@@ -82,9 +82,10 @@ class ExternalAgent(FunctionEnvironment, AgentEnvironment[PromptedTask]):
         return (self.reward is not None or self.rewards is not None) and super().declares_accuracy
 
     @classmethod
-    def _make_functions(cls, options: Mapping[str, Any]) -> Mapping[str, RewardFunction]:
+    def list_marks(cls, options: Mapping[str, Any]) -> Mapping[str, RewardMark]:
         given = {name: options[name] for name in ("reward", "rewards") if options.get(name) is not None}
-        return cls(agent=print, **given).reward_functions  # the agent does not matter
+        made = cls(agent=print, **given)  # the agent does not matter
+        return {name: each.mark for name, each in made.reward_functions.items()}
 
     async def run(self, task: PromptedTask, endpoint: Endpoint) -> Any:
         if self.command is not None:
