@@ -42,7 +42,7 @@ def test_an_isolated_command_finds_its_libraries_and_nothing_else(tmp_path: Path
 
 
 def test_answers_are_scored_in_a_process_that_sees_no_files_of_the_machine() -> None:
-    worker = scoring_pool._start_worker()
+    worker = scoring_pool._start_worker(isolated=True)
     try:
         deadline = time.monotonic() + 20
         while (seen := _inner_root(worker.pid)) is None and time.monotonic() < deadline:

@@ -87,7 +87,7 @@ class LmEvalEnvironment(Environment[PromptedTask]):
 
     async def _score(self, task: PromptedTask, rollout: Rollout) -> ScoringResult:
         """Score in a process with limits: filters and metrics are regular expressions and parsers, and the text is hostile."""
-        return await get_scoring_pool(self.num_workers).call(
+        return await get_scoring_pool(self.num_workers, isolated=False).call(
             "lm_eval",
             self.timeout_s,
             task=self.task,

@@ -47,18 +47,23 @@ class ScoringResult:
     failure: str | None = None
 
 
-def get_scoring_pool(size: int) -> ScoringPool:
-    """Return this process's pool of at most ``size`` workers. A forked process gets its own pool."""
-    return _scoring_pool(os.getpid(), size)
+def get_scoring_pool(size: int, *, isolated: bool = True) -> ScoringPool:
+    """Return this process's pool of at most ``size`` workers. A forked process gets its own pool.
+
+    Unless ``isolated``, workers see this machine's files, where scorers look for tasks and data; what scores an answer can compute and
+    read only, within its limits, either way.
+    """
+    return _scoring_pool(os.getpid(), size, isolated)
 
 
 @lru_cache(maxsize=8)
-def _scoring_pool(process: int, size: int) -> ScoringPool:
-    return ScoringPool(size)
+def _scoring_pool(process: int, size: int, isolated: bool) -> ScoringPool:
+    return ScoringPool(size, isolated)
 
 
 class ScoringPool:
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, isolated: bool = True) -> None:
+        self._isolated = isolated
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="scoring")
         self._idle_workers: LifoQueue[subprocess.Popen[bytes]] = LifoQueue()
         self._cache: OrderedDict[bytes, ScoringResult] = OrderedDict()
@@ -105,7 +110,7 @@ class ScoringPool:
         try:
             worker = self._idle_workers.get_nowait()
         except Empty:
-            worker = _start_worker()
+            worker = _start_worker(self._isolated)
         assert worker.stdin is not None and worker.stdout is not None
         reply = b""
         with suppress(BrokenPipeError):
@@ -118,7 +123,7 @@ class ScoringPool:
         return json.loads(reply), None
 
 
-def _start_worker() -> subprocess.Popen[bytes]:
+def _start_worker(isolated: bool) -> subprocess.Popen[bytes]:
     # A fixed hash seed makes SymPy's orderings, and hence the scores, the same in every worker. -P keeps the current
     # folder off the module path; PYTHONPATH points to the package that this process imported.
     path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -127,8 +132,10 @@ def _start_worker() -> subprocess.Popen[bytes]:
     folders = [
         str(Path(folder).resolve()) for folder in [sys.prefix, *path.split(os.pathsep), *packages] if Path(folder).is_dir()
     ]
-    module = ["-P", "-m", "strop.environments.scoring.scoring_worker"]
-    command = isolate_command([sys.executable, *module], [folder for folder in dict.fromkeys(folders) if folder != "/"])
+    command = [sys.executable, "-P", "-m", "strop.environments.scoring.scoring_worker"]
+    if not isolated:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **settings})
+    command = isolate_command(command, [folder for folder in dict.fromkeys(folders) if folder != "/"])
     inherited = {name: value for name, value in os.environ.items() if name.startswith(("PYTHON", "LD_", "LC_", "LANG", "PATH"))}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**inherited, **settings})
 
