@@ -97,13 +97,22 @@ def test_the_folder_of_a_sender_elsewhere_is_left_alone(tmp_path: Path) -> None:
     assert other.channel.exists()
 
 
-def test_a_publish_that_was_given_up_is_not_taken_for_the_next(tmp_path: Path) -> None:
+def test_a_publish_that_was_given_up_is_not_taken_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sender = FolderSender(tmp_path, 1, file_size=SMALL, timeout=20)
     manifest = make_manifest()
     receiver = sender.address.connect(0, CPU)
+    list_failures, waiting = receiver._list_failures, threading.Event()
+
+    def list_failures_and_say_so() -> set[int]:
+        failures = list_failures()
+        waiting.set()  # from here on a failure is a new one
+        return failures
+
+    monkeypatch.setattr(receiver, "_list_failures", list_failures_and_say_so)
 
     def failing() -> Iterator[tuple[str, torch.Tensor]]:
         yield from make_tensors(1)[:12]
+        assert waiting.wait(20)
         raise ArithmeticError("the learner broke")
 
     thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
