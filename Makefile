@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 # Processes that run tests: as many as there are cores, at most 4.
-WORKERS ?= $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n : 4)))
+WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n : 4)))
 
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints/cpu.txt
