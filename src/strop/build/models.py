@@ -23,6 +23,7 @@ from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
 from strop.learner.torch.learner import TorchLearner
+from strop.learner.torch.reference_store import model_fingerprint
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, offload, without_adapters
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.chat_template import ChatTemplate
@@ -54,6 +55,25 @@ class LoadedPolicy(TokenizerBundle):
     """A model in this process, with its tokenizer."""
 
     network: Network
+
+    @property
+    def packed(self) -> bool:
+        """Whether the model reads packed rows."""
+        return self.network.packed
+
+    @property
+    def fallback(self) -> str | None:
+        """Why the model reads padded rows."""
+        return self.network.fallback
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the output layer; 0 for a network without one."""
+        return 0 if isinstance(self.network, ValueNetwork) else int(self.network.head.weight.shape[0])
+
+    def fingerprint(self) -> str:
+        """Return a hash of the current weights."""
+        return model_fingerprint(self.network.model)
 
 
 def resolve_device(device: str) -> torch.device:

@@ -1,10 +1,8 @@
-"""Functions that build models in worker processes. The driver binds their configuration with ``functools.partial`` and sends them."""
+"""Functions that build the PyTorch models of a rank. The driver binds their configuration with ``functools.partial`` and sends them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,13 +10,11 @@ from strop.algorithms.base import Algorithm
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.build.lifecycle import seed_everything
 from strop.build.models import (
-    PRECISIONS,
     LoadedPolicy,
     load_training_policy,
     make_learners,
     make_offload,
     make_trained_networks,
-    prepare_device,
 )
 from strop.build.teachers import find_scorer, find_teacher_columns, get_student_info, load_teacher_network, make_teacher_sources
 from strop.config import TrainingRunConfig
@@ -26,25 +22,18 @@ from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, PpoRunConfig
 from strop.distributed.workers.learner_worker import RankColumns, RankModels
-from strop.generation.torch.standalone import StandaloneTorchEngine
-from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.rank_zero_loading import RankZeroLoader
 from strop.learner.parallel.sharded import Sharded, parallelize_head, parallelize_network
-from strop.learner.parallel.sharded_export import ShardedAdapterSource, iter_sharded_weights
+from strop.learner.parallel.sharded_export import ShardedWeights
 from strop.learner.parallel.tensor_plan import load_tensor_plan
 from strop.learner.torch.scorer import NetworkScorer, copy_frozen, without_adapters
 from strop.models.adapters import lora_layers
-from strop.models.loading import cast_weights, model_from_config
-from strop.models.network import Network, disable_dropout
+from strop.models.network import Network
 from strop.models.value_head import ValueHead
 from strop.sampling import Sampling
-from strop.weight_sync.exporter import BlockingExporter
-from strop.weight_sync.transports.choose import EngineLocations, make_sender_factory
-
-# --- ranks ---------------------------------------------------------------------------------------------------------------
 
 
 def load_rank_policy(config: TrainingRunConfig) -> LoadedPolicy:
@@ -84,7 +73,7 @@ def build_rank_models(
         [scorer.network for scorer in scoring],
         {id(scorer.network): scorer.parallelism for scorer in scoring if scorer.parallelism is not None},
     )
-    return RankModels(parallelism=trunk, learners=learners, scorers=scorers, columns=columns, offload=offload)
+    return RankModels(weights=ShardedWeights(trunk), learners=learners, scorers=scorers, columns=columns, offload=offload)
 
 
 def _keeps_reference(config: TrainingRunConfig, algorithm: Algorithm) -> bool:
@@ -159,50 +148,3 @@ def _load_rank_teachers(
         for column, source in make_teacher_sources(key, config, loaded, columns, sampling, parallelism=parallelism).items():
             sources[key, column] = source
     return sources
-
-
-def make_rank_exporter(
-    config: PolicyConfig,
-    policy: LoadedPolicy,
-    parallelism: Sharded,
-    rank: int,
-    *,
-    keep_snapshot: bool,
-    adapters: bool,
-    engines: EngineLocations,
-    folder: Path,
-) -> BlockingExporter:
-    """Make this rank's part of the exporter. Raises ValueError for a transport that cannot work.
-
-    ``engines``: as seen from rank 0. ``folder``: for transports that use files.
-    """
-    generation = config.generation
-    precision = generation.vllm_cfg.precision if generation.uses_vllm else config.weights_dtype
-    return BlockingExporter(
-        lambda: iter_sharded_weights(parallelism),
-        make_sender_factory(generation.weight_sync, policy.network.device, engines, folder),
-        dtype=PRECISIONS[precision],
-        keep_snapshot=keep_snapshot,
-        adapters=ShardedAdapterSource(parallelism) if adapters else None,
-        is_sender=rank == 0,
-    )
-
-
-# --- engines -------------------------------------------------------------------------------------------------------------
-
-
-def build_torch_engine(
-    name: str, config: PolicyConfig, folder: Path, tokenizer: Any, stop_ids: tuple[int, ...], packed: bool
-) -> StandaloneTorchEngine:
-    """Build a torch engine on an empty model, whose weights the learner will send."""
-
-    def make() -> TorchEngine:
-        device = prepare_device(config.device, None)
-        model = model_from_config(folder).to(device)
-        disable_dropout(model)
-        network = Network(model, precision=PRECISIONS[config.precision], packed=packed)
-        cast_weights(model, PRECISIONS[config.weights_dtype])
-        length = config.max_total_sequence_length
-        return make_torch_engine(network, tokenizer, config.generation.torch_cfg, length=length, stop_ids=stop_ids)
-
-    return StandaloneTorchEngine(name, make, PRECISIONS[config.weights_dtype])
