@@ -141,7 +141,7 @@ def load_policy(config: ModelConfig, seed: int = 0, loader: ModelLoader = LOCAL_
     model = loader.load_model(load, device)
     for name in disable_dropout(model):
         log.warning("dropout of %s is disabled: with it, generator and learner would compute different log-probabilities", name)
-    tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template, key=_tokenizer_key(config))
+    tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template, key=tokenizer_key(config))
     network = _make_network(partial(Network, chunk=config.logprob_chunk_size or 1 << 40), model, config, loader)
     template = ChatTemplate(tokenizer, options=config.tokenizer.chat_template_kwargs)
     policy = LoadedPolicy(tokenizer, template, find_stop_token_ids(model, tokenizer), network)
@@ -149,14 +149,14 @@ def load_policy(config: ModelConfig, seed: int = 0, loader: ModelLoader = LOCAL_
     return policy
 
 
-def _tokenizer_key(config: ModelConfig) -> str:
+def tokenizer_key(config: ModelConfig) -> str:
     """Return the key that names the tokenizer: the model's, unless another model's tokenizer is asked for."""
     return "policy.model_name" if config.tokenizer.name == config.model_name else "policy.tokenizer.name"
 
 
 def load_reward_policy(config: ModelConfig, seed: int, loader: ModelLoader = LOCAL_LOADER) -> LoadedPolicy:
     """Load a reward model to train: a sequence classifier with one label, from a causal LM or from an earlier reward model."""
-    tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template, key=_tokenizer_key(config))
+    tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template, key=tokenizer_key(config))
     network = _load_value_network(config, seed, loader)
     stop_ids = find_stop_token_ids(network.model, tokenizer)
     set_pad_token(network.model, tokenizer, stop_ids)
