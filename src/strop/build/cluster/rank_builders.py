@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.algorithms.base import Algorithm
+from strop.build.cluster.megatron_policy import load_megatron_policy, write_megatron_model_folder
 from strop.build.cluster.torch_rank_builders import build_rank_models, load_rank_policy
 from strop.build.models import PRECISIONS, write_model_folder
 from strop.config import TrainingRunConfig
@@ -30,7 +31,17 @@ class RankBuilders:
 
 def choose_rank_builders(config: TrainingRunConfig) -> RankBuilders:
     """Return the functions of the learner backend that the configuration names."""
+    if config.policy.uses_megatron:
+        return RankBuilders(
+            partial(load_megatron_policy, config), partial(_build_megatron_models, config), write_megatron_model_folder
+        )
     return RankBuilders(partial(load_rank_policy, config), partial(build_rank_models, config), write_model_folder)
+
+
+def _build_megatron_models(config: TrainingRunConfig, *arguments: Any) -> RankModels:
+    from strop.build.cluster.megatron_rank_builders import build_megatron_rank_models  # imports Megatron Core, on ranks only
+
+    return build_megatron_rank_models(config, *arguments)
 
 
 def make_rank_exporter(

@@ -54,7 +54,7 @@ def build_rank_models(
     """Load the other models of a run and shard all of them over ``world`` ranks. Raises ValueError for settings that do not go together."""
     network = policy.network
     networks = make_trained_networks(config, policy, RankZeroLoader())
-    reference = copy_frozen(network) if _keeps_reference(config, algorithm) and not lora_layers(network.model) else None
+    reference = copy_frozen(network) if keeps_reference(config, algorithm) and not lora_layers(network.model) else None
     trunk = _parallelize(network, config.policy, device, world)
     parallelism = {"policy": trunk}
     if isinstance(critic := networks.get("value"), ValueHead):
@@ -66,7 +66,7 @@ def build_rank_models(
     scorers = _make_rank_scorers(config.policy, network, reference, sampling, trunk, device, world)
     columns: dict[tuple[str, str], RankColumns] = {}
     if isinstance(config, DistillationRunConfig):
-        columns = _load_rank_teachers(config, policy, algorithm, sampling, device, world)
+        columns = load_rank_teachers(config, policy, algorithm, sampling, device, world)
     scoring = [scorer for scorer in (*scorers.values(), *map(find_scorer, columns.values()))]
     offload = make_offload(
         learners,
@@ -76,7 +76,7 @@ def build_rank_models(
     return RankModels(weights=ShardedWeights(trunk), learners=learners, scorers=scorers, columns=columns, offload=offload)
 
 
-def _keeps_reference(config: TrainingRunConfig, algorithm: Algorithm) -> bool:
+def keeps_reference(config: TrainingRunConfig, algorithm: Algorithm) -> bool:
     """Return whether the reference scores during training: not if its log-probabilities are computed once before."""
     precomputed = isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
     return REFERENCE_LOGPROBS in algorithm.requires and not precomputed
@@ -126,7 +126,7 @@ def _make_rank_scorers(
     return scorers
 
 
-def _load_rank_teachers(
+def load_rank_teachers(
     config: DistillationRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, device: str, world: int
 ) -> dict[tuple[str, str], RankColumns]:
     """Load the teachers without separate processes, each sharded over all ranks as its ``dtensor_cfg`` says.

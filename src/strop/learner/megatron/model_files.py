@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from strop.models.classifiers import to_classifier_config
 from strop.models.export import load_model_config
 from strop.models.loading import apply_overrides, find_model_folder, find_stop_token_ids, load_generation_config
 
@@ -28,6 +29,10 @@ class ModelFiles:
         """Return the ids that end a turn, those of the loaded model."""
         model = SimpleNamespace(config=self.config, generation_config=load_generation_config(self.folder))
         return find_stop_token_ids(model, tokenizer)
+
+    def become_classifier(self) -> None:
+        """Change the configuration to that of a classifier with one label: a reward model or a critic. Raises ValueError."""
+        to_classifier_config(self.name, self.config)
 
     def fingerprint(self, *, samples: int = 1024) -> str:
         """Return a hash of the weights: names, shapes and the first ``samples`` entries of each."""
