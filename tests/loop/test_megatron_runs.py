@@ -44,7 +44,11 @@ def megatron(model: str = "policy", **sizes: Any) -> dict[str, Any]:
     if model == TEACHER:
         return settings
     settings |= {f"{model}.optimizer.kwargs.lr": ..., f"{model}.optimizer.kwargs.weight_decay": ...}
-    return settings | {f"{section}.optimizer.lr": RATE, f"{section}.optimizer.min_lr": 0.0, f"{section}.optimizer.weight_decay": 0.0}
+    return settings | {
+        f"{section}.optimizer.lr": RATE,
+        f"{section}.optimizer.min_lr": 0.0,
+        f"{section}.optimizer.weight_decay": 0.0,
+    }
 
 
 def begin(section: str, settings: Mapping[str, Any], folder: Path) -> Running:
@@ -82,7 +86,9 @@ def test_a_run_of_two_stages_whose_rank_and_driver_are_killed_gives_the_curve_of
     tiny: Path, alone: Path, tmp_path: Path
 ) -> None:
     settings = grpo_settings(
-        tiny, **megatron(**PP2), **{"checkpointing.save_period": 1, "checkpointing.metric_name": None, "checkpointing.keep_top_k": ...}
+        tiny,
+        **megatron(**PP2),
+        **{"checkpointing.save_period": 1, "checkpointing.metric_name": None, "checkpointing.keep_top_k": ...},
     )
     running = begin("grpo", settings, tmp_path)
     wait_for(running, lambda: steps_logged(running) >= 1)

@@ -176,7 +176,7 @@ def make_critic(config: PpoRunConfig, policy: LoadedPolicy, loader: ModelLoader 
     if config.value.head_only:
         return ValueHead(policy.network)
     if config.value.tokenizer.name != config.policy.tokenizer.name:
-        _check_same_vocabulary(policy.tokenizer, config.value.tokenizer.name)
+        check_same_vocabulary(policy.tokenizer, config.value.tokenizer.name)
     try:
         network = _load_value_network(config.value, config.ppo.seed, loader, init_std=0.0)
     except ModelNotFound as error:
@@ -247,7 +247,7 @@ def _apply_lora(network: Network, config: ModelConfig, seed: int) -> None:
         log.info("%s", count_parameters(network.model))
 
 
-def _check_same_vocabulary(tokenizer: Any, name: str) -> None:
+def check_same_vocabulary(tokenizer: Any, name: str) -> None:
     """Raise ValueError unless the tokenizer ``name`` gives every token of the policy the same id."""
     try:
         policy_vocab, critic_vocab = tokenizer.get_vocab(), load_tokenizer(name).get_vocab()

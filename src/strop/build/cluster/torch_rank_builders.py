@@ -16,7 +16,14 @@ from strop.build.models import (
     make_offload,
     make_trained_networks,
 )
-from strop.build.teachers import find_scorer, find_teacher_columns, get_student_info, load_teacher_network, make_teacher_sources
+from strop.build.teachers import (
+    StudentInfo,
+    find_scorer,
+    find_teacher_columns,
+    get_student_info,
+    load_teacher_network,
+    make_teacher_sources,
+)
 from strop.config import TrainingRunConfig
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.policy_config import PolicyConfig
@@ -66,7 +73,7 @@ def build_rank_models(
     scorers = _make_rank_scorers(config.policy, network, reference, sampling, trunk, device, world)
     columns: dict[tuple[str, str], RankColumns] = {}
     if isinstance(config, DistillationRunConfig):
-        columns = load_rank_teachers(config, policy, algorithm, sampling, device, world)
+        columns = load_rank_teachers(config, config.all_teachers, get_student_info(policy), algorithm, sampling, device, world)
     scoring = [scorer for scorer in (*scorers.values(), *map(find_scorer, columns.values()))]
     offload = make_offload(
         learners,
@@ -127,17 +134,23 @@ def _make_rank_scorers(
 
 
 def load_rank_teachers(
-    config: DistillationRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, device: str, world: int
+    config: DistillationRunConfig,
+    teachers: Mapping[str, TeacherConfig],
+    student: StudentInfo,
+    algorithm: Algorithm,
+    sampling: Sampling,
+    device: str,
+    world: int,
 ) -> dict[tuple[str, str], RankColumns]:
-    """Load the teachers without separate processes, each sharded over all ranks as its ``dtensor_cfg`` says.
+    """Load the ``teachers`` without separate processes, each sharded over all ranks as its ``dtensor_cfg`` says.
 
     Raises ValueError for a teacher that cannot be sharded that way.
     """
     sources: dict[tuple[str, str], RankColumns] = {}
-    for key, teacher in config.all_teachers.items():
+    for key, teacher in teachers.items():
         if teacher.hosts:
             continue
-        loaded = load_teacher_network(key, config, get_student_info(policy), RankZeroLoader())
+        loaded = load_teacher_network(key, config, student, RankZeroLoader())
         try:
             parallelism = _parallelize_as(
                 loaded.network, teacher.dtensor_cfg, _sharded_dtype(teacher), device, world, cpu_offload=teacher.offload

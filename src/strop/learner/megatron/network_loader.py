@@ -14,6 +14,7 @@ from strop.learner.megatron.megatron_network import MegatronNetwork
 from strop.learner.megatron.model_files import ModelFiles
 from strop.learner.megatron.models.build_stages import build_stages
 from strop.learner.megatron.models.gpt_stage import GptStage
+from strop.learner.megatron.passes.schedule import prepare_schedule
 from strop.learner.megatron.weights.shard_import import load_weights
 from strop.learner.megatron.weights.weight_reader import SafetensorsReader
 from strop.problems import raise_problems
@@ -40,7 +41,9 @@ class NetworkLoader:
         """Make the process groups of a model. ``key``: of its section. Raises ValueError for sizes that do not divide it."""
         if (shape := MegatronModelShape.from_hf(files.name, files.config.to_dict())) is not None:
             raise_problems(model_errors(config, key, shape))
-        return MegatronLayout(MegatronDims.from_config(config, self.world), self.device, gloo_groups=config.use_gloo_process_groups)
+        return MegatronLayout(
+            MegatronDims.from_config(config, self.world), self.device, gloo_groups=config.use_gloo_process_groups
+        )
 
     def load(
         self,
@@ -54,6 +57,7 @@ class NetworkLoader:
     ) -> MegatronNetwork:
         """Build this rank's stages and read their weights. ``score``: of a model with values, None: a language model."""
         stages = build_stages(files.config, config, layout, dtype=dtype, head="lm" if score is None else "scalar")
+        prepare_schedule(stages[0].config)
         reader = SafetensorsReader(files.folder)
         with layout.activate():
             load_weights(stages, files.config, reader)
