@@ -53,7 +53,7 @@ class PolicyConfig(ModelConfig):
     @property
     def uses_megatron(self) -> bool:
         """Whether Megatron Core trains the models of the run."""
-        return self.backend == "megatron" or (self.backend == "auto" and self.megatron_cfg.enabled)
+        return self.megatron_cfg.enabled
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from super().errors(key)
