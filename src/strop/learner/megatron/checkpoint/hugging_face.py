@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from strop.learner.megatron.checkpoint.parameter_keys import possible_keys, saved_key
 from strop.learner.megatron.checkpoint.torch_dist import ITERATION, LATEST, write_common
 from strop.learner.megatron.families.find_family import find_family
 from strop.learner.megatron.weights.weight_rules import Piece, WeightRule
@@ -23,12 +24,6 @@ from strop.models.export import find_model_class
 from strop.models.loading import quiet_transformers
 
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-EXPERT = "mlp.experts.local_experts.{expert}."
-# Norms before a fused linear layer of Transformer Engine are its parameters, and local modules are saved under those names.
-FUSED_NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
 MANY_PIECES = 2  # a stored block is read once for each piece that is wanted of it: read it whole if there are more
 
 
@@ -43,6 +38,14 @@ class StoredMatrix:
     rule: WeightRule
     shape: tuple[int, ...]  # of the matrix
 
+    def at(self, parameter: str, *, stacked: bool) -> StoredMatrix:
+        """Return it with its place in shards whose layers are ``stacked`` in one tensor, or each have a name."""
+        match = LAYER.match(self.name)
+        layer = (int(match[1]),) if match is not None and stacked else ()
+        prefix = "decoder.layers." if stacked or match is None else f"decoder.layers.{match[1]}."
+        key = re.sub(r"^layers\.", prefix, parameter)
+        return replace(self, key=key, place=layer if self.expert is None else (*layer, self.expert))
+
     @property
     def axis(self) -> int:
         return self.rule.dim or 0
@@ -50,7 +53,8 @@ class StoredMatrix:
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of the parameter that the matrix is part of."""
-        return self._with_axis(self.rule.order.size(self.shape[self.axis], 1) if self.shape else 0)
+        size = self.rule.order.size(self.shape[self.axis], 1)
+        return tuple(size if axis == self.axis else length for axis, length in enumerate(self.shape))
 
     def pieces(self) -> Sequence[Piece]:
         return self.rule.order.pieces(self.shape[self.axis], 1)
@@ -61,9 +65,6 @@ class StoredMatrix:
         offset = [0] * len(self.shape)
         offset[self.axis] = piece.whole
         return self.key, TensorShard(part[(None,) * len(self.place)], (*self.place, *offset), shape)
-
-    def _with_axis(self, size: int) -> tuple[int, ...]:
-        return tuple(size if axis == self.axis else length for axis, length in enumerate(self.shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +91,6 @@ class WeightShapes:
         if short not in self.rules:
             raise ValueError(f"{name} has no place in Megatron Core's model")
         return self.rules[short]
-
-    @property
-    def num_layers(self) -> int:
-        return 1 + max((int(match[1]) for name in self.shapes if (match := LAYER.match(name))), default=-1)
 
 
 def read_hugging_face_weights(iteration: Path, config: Any) -> dict[str, Tensor]:
@@ -123,18 +120,19 @@ def write_megatron_weights(weights: Mapping[str, Tensor], config: Any, folder: P
     Experts may be apart, as many files have them. Raises ValueError if they are not those of ``config``.
     """
     model = WeightShapes.of(config)
-    names = _layer_parameters(model)
-    stacked = all(names[0] == other for other in names) if names else False
+    layers = _layer_parameters(model)
+    stacked = all(names == layers[0] for names in layers)
     blocks: list[NamedShard] = []
     for name, shape in model.shapes.items():
-        rule = model.rule(name)
+        rule, match = model.rule(name), LAYER.match(name)
+        leading = (len(layers),) * (match is not None and stacked) + shape[:1] * rule.of_experts
+        key = saved_key(rule.parameter, layers[int(match[1])] if match else ())
         for matrix in _list_matrices(name, shape, rule):
-            layer = LAYER.match(name)
-            dense = layer is None or "layers.mlp.linear_fc1.weight" in names[int(layer[1])]
-            found = _place(matrix, stacked=stacked, experts=shape[0] if rule.of_experts else None, fused=dense)
-            leading = (model.num_layers,) * (layer is not None and stacked) + (shape[0],) * rule.of_experts
-            whole = (*leading, *matrix.whole_shape)
-            blocks += [found.block(_find_matrix(weights, found), piece, whole) for piece in found.pieces()]
+            placed = matrix.at(key, stacked=stacked)
+            values = _find_matrix(weights, placed)
+            if tuple(values.shape) != placed.shape:
+                raise ValueError(f"{name} has shape {tuple(values.shape)}, and the configuration says {placed.shape}")
+            blocks += [placed.block(values, piece, (*leading, *placed.whole_shape)) for piece in placed.pieces()]
     write_blocks(folder / ITERATION, blocks, None)
     write_common(folder / ITERATION, {"iteration": 0, "checkpoint_version": 3.0})
     (folder / LATEST).write_text("0")
@@ -149,35 +147,21 @@ def _list_matrices(name: str, shape: tuple[int, ...], rule: WeightRule) -> Itera
         yield StoredMatrix(name, None, "", (), rule, shape)
 
 
-def _place(matrix: StoredMatrix, *, stacked: bool, experts: int | None, fused: bool) -> StoredMatrix:
-    """Return a matrix with its place in shards whose layers are stacked in one tensor, or each have a name."""
-    match = LAYER.match(matrix.name)
-    key, place = matrix.rule.parameter, list[int]()
-    if match is not None:
-        key = key.replace("layers.", "decoder.layers." if stacked else f"decoder.layers.{match[1]}.", 1)
-        place += [int(match[1])] if stacked else []
-    if matrix.expert is not None:
-        key = key.replace(EXPERT, "mlp.experts.experts.")
-        place.append(matrix.expert)
-    for own, name in FUSED_NORMS.items() if fused else ():
-        key = key.replace(own, name)
-    return StoredMatrix(matrix.name, matrix.expert, key, tuple(place), matrix.rule, matrix.shape)
-
-
 def _find_stored(matrix: StoredMatrix, reader: ShardedReader, source: Path) -> StoredMatrix:
     """Return a matrix with its place in stored shards. Raises ValueError if they do not have it."""
-    for stacked in (True, False):
-        for fused in (True, False):
-            found = _place(matrix, stacked=stacked, experts=None, fused=fused)
-            shape = reader.shapes.get(found.key)
+    for key in possible_keys(matrix.rule.parameter):
+        for placed in (matrix.at(key, stacked=True), matrix.at(key, stacked=False)):
+            shape = reader.shapes.get(placed.key)
             if shape is None:
                 continue
-            stored, whole = shape[len(found.place) :], matrix.whole_shape
-            padded = getattr(matrix.rule.order, "padded", False)
-            if stored != whole and not (padded and stored[1:] == whole[1:] and stored[:1] > whole[:1]):
-                raise ValueError(f"{source} has {found.key} of shape {shape}, where {matrix.name} needs {whole}: it is of another model")
-            return found
-    raise ValueError(f"{source} has no {_place(matrix, stacked=True, experts=None, fused=False).key}, which {matrix.name} is in")
+            stored, whole = shape[len(placed.place) :], placed.whole_shape
+            padded = getattr(matrix.rule.order, "padded", False) and stored[1:] == whole[1:] and stored[:1] >= whole[:1]
+            if stored != whole and not padded:
+                raise ValueError(
+                    f"{source} has {placed.key} of shape {shape}, where {matrix.name} needs {whole}: it is of another model"
+                )
+            return placed
+    raise ValueError(f"{source} lacks {matrix.at(matrix.rule.parameter, stacked=True).key}, which has {matrix.name}")
 
 
 def _read_pieces(reader: ShardedReader, matrix: StoredMatrix, target: Tensor) -> None:
@@ -206,7 +190,8 @@ def _find_matrix(weights: Mapping[str, Tensor], matrix: StoredMatrix) -> Tensor:
 
 def _layer_parameters(model: WeightShapes) -> list[set[str]]:
     """Return the parameters of each layer."""
-    names: list[set[str]] = [set() for _ in range(model.num_layers)]
+    numbers = [int(match[1]) for name in model.shapes if (match := LAYER.match(name))]
+    names: list[set[str]] = [set() for _ in range(max(numbers, default=-1) + 1)]
     for name in model.shapes:
         if match := LAYER.match(name):
             names[int(match[1])].add(model.rule(name).parameter)

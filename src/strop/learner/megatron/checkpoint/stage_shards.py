@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strop.learner.megatron.checkpoint.parameter_keys import saved_key
 from strop.learner.parallel.shard_files import TensorReader, TensorShard
 
 
@@ -72,16 +73,31 @@ def list_stage_tensors(stages: Sequence[nn.Module], stored: TensorReader | None 
     from megatron.core import parallel_state
 
     metadata: dict[str, Any] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    if stored is not None and any(".layers.0." in name for name in stored.shapes):
-        metadata["non_homogeneous_layers"] = True
     tensors: list[StageTensor] = []
-    for stage in stages:
-        found: Any = unwrap(stage)
-        tensors += [StageTensor(each.data, each) for each in _flatten(found.sharded_state_dict(metadata=metadata))]
+    for stage in map(unwrap, stages):
+        by_name = any(".layers.0." in name for name in stored.shapes) if stored is not None else _layers_differ(stage)
+        shardings = list(_flatten(_shard(stage, {**metadata, "non_homogeneous_layers": by_name})))
+        keys = {each.key for each in shardings}
+        for each in shardings:
+            each.key = saved_key(each.key, keys)
+        tensors += [StageTensor(each.data, each) for each in shardings]
     return tensors
 
 
-def unwrap(stage: nn.Module) -> nn.Module:
+def _layers_differ(stage: Any) -> bool:
+    """Whether the model has layers with other parameters than others, which cannot be saved stacked."""
+    return len({design.experts for design in stage.architecture.layers}) > 1
+
+
+def _shard(stage: Any, metadata: dict[str, Any]) -> Any:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    if stage.head == "scalar":  # LanguageModule's own expects an output layer
+        return super(LanguageModule, stage).sharded_state_dict(metadata=metadata)
+    return stage.sharded_state_dict(metadata=metadata)
+
+
+def unwrap(stage: nn.Module) -> Any:
     """Return the model in Megatron Core's data-parallel and mixed-precision wrappers."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
@@ -89,7 +105,7 @@ def unwrap(stage: nn.Module) -> nn.Module:
     inner: Any = stage
     while isinstance(inner, DistributedDataParallel | Float16Module):
         inner = inner.module
-    return inner  # type: ignore[no-any-return]
+    return inner
 
 
 def read_stage_blocks(reader: Any, blocks: Sequence[StageBlock], source: object) -> None:
