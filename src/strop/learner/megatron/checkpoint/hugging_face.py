@@ -86,6 +86,10 @@ class WeightShapes:
         rules = {rule.name: rule for rule in find_family(config).rules(config)}
         return cls({name: tuple(tensors[name].shape) for name in first.values()}, rules)
 
+    @property
+    def num_layers(self) -> int:
+        return 1 + max((int(match[1]) for name in self.shapes if (match := LAYER.match(name))), default=-1)
+
     def rule(self, name: str) -> WeightRule:
         short = LAYER.sub("layers.", name)
         if short not in self.rules:
@@ -98,11 +102,17 @@ def read_hugging_face_weights(iteration: Path, config: Any) -> dict[str, Tensor]
 
     Raises ValueError if they are not those of ``config``.
     """
-    reader = ShardedReader(iteration)
+    reader, model = ShardedReader(iteration), WeightShapes.of(config)
     weights: dict[str, Tensor] = {}
     blocks: list[NamedShard] = []
-    for name, shape in (model := WeightShapes.of(config)).shapes.items():
-        matrices = [_find_stored(each, reader, iteration) for each in _list_matrices(name, shape, model.rule(name))]
+    unused = {name for name in reader.shapes if name.startswith("decoder.layers.")}
+    for name, shape in model.shapes.items():
+        rule = model.rule(name)
+        experts = shape[:1] * rule.of_experts
+        matrices = [
+            _find_stored(each, model.num_layers, experts, reader, iteration) for each in _list_matrices(name, shape, rule)
+        ]
+        unused -= {matrix.key for matrix in matrices}
         weights[name] = torch.empty(shape, dtype=reader.dtypes[matrices[0].key])
         for matrix in matrices:
             target = weights[name] if matrix.expert is None else weights[name][matrix.expert]
@@ -110,6 +120,8 @@ def read_hugging_face_weights(iteration: Path, config: Any) -> dict[str, Tensor]
                 _read_pieces(reader, matrix, target)
             else:
                 blocks += [matrix.block(target, piece, reader.shapes[matrix.key]) for piece in matrix.pieces()]
+    if unused:
+        raise ValueError(f"{iteration} has {', '.join(sorted(unused)[:3])}, which {type(config).__name__} has not: it is of another model")
     reader.read_blocks(blocks)
     return weights
 
@@ -147,16 +159,18 @@ def _list_matrices(name: str, shape: tuple[int, ...], rule: WeightRule) -> Itera
         yield StoredMatrix(name, None, "", (), rule, shape)
 
 
-def _find_stored(matrix: StoredMatrix, reader: ShardedReader, source: Path) -> StoredMatrix:
+def _find_stored(
+    matrix: StoredMatrix, layers: int, experts: tuple[int, ...], reader: ShardedReader, source: Path
+) -> StoredMatrix:
     """Return a matrix with its place in stored shards. Raises ValueError if they do not have it."""
     for key in possible_keys(matrix.rule.parameter):
         for placed in (matrix.at(key, stacked=True), matrix.at(key, stacked=False)):
             shape = reader.shapes.get(placed.key)
             if shape is None:
                 continue
-            stored, whole = shape[len(placed.place) :], placed.whole_shape
-            padded = getattr(matrix.rule.order, "padded", False) and stored[1:] == whole[1:] and stored[:1] >= whole[:1]
-            if stored != whole and not padded:
+            whole = ((layers,) * (len(placed.place) - len(experts))) + experts + placed.whole_shape
+            padded = getattr(matrix.rule.order, "padded", False) and shape[1:] == whole[1:] and shape[:1] >= whole[:1]
+            if shape != whole and not padded:
                 raise ValueError(
                     f"{source} has {placed.key} of shape {shape}, where {matrix.name} needs {whole}: it is of another model"
                 )
@@ -190,8 +204,7 @@ def _find_matrix(weights: Mapping[str, Tensor], matrix: StoredMatrix) -> Tensor:
 
 def _layer_parameters(model: WeightShapes) -> list[set[str]]:
     """Return the parameters of each layer."""
-    numbers = [int(match[1]) for name in model.shapes if (match := LAYER.match(name))]
-    names: list[set[str]] = [set() for _ in range(max(numbers, default=-1) + 1)]
+    names: list[set[str]] = [set() for _ in range(model.num_layers)]
     for name in model.shapes:
         if match := LAYER.match(name):
             names[int(match[1])].add(model.rule(name).parameter)

@@ -1,4 +1,4 @@
-"""Folders in Megatron Core's ``torch_dist`` format: shards (DCP) with ``metadata.json`` and ``common.pt`` beside them. No Megatron needed.
+"""Folders in Megatron Core's ``torch_dist`` format: shards (DCP) with ``metadata.json`` and ``common.pt`` beside them. Imports neither Megatron nor torch.
 
     weights/                             config.json of the Hugging Face model, tokenizer
     weights/latest_checkpointed_iteration.txt
@@ -13,10 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from strop.learner.parallel.shard_files import is_sharded
-
 ITERATION = "iter_0000000"  # the folder in weights/, which holds one moment only
 COMMON = "common.pt"
 CONFIG = "metadata.json"
@@ -27,7 +23,7 @@ _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "commo
 
 def is_torch_dist(folder: Path) -> bool:
     """Return whether a folder itself holds shards in this format."""
-    return (folder / CONFIG).is_file() and is_sharded(folder)
+    return (folder / CONFIG).is_file() and (folder / ".metadata").is_file()
 
 
 def find_iteration(folder: Path) -> Path | None:
@@ -51,12 +47,16 @@ def model_folder(iteration: Path) -> Path:
 
 def write_common(folder: Path, common: Mapping[str, Any]) -> None:
     """Write what is not sharded, and ``metadata.json``, which completes the folder."""
+    import torch
+
     torch.save(dict(common), folder / COMMON)
     (folder / CONFIG).write_text(json.dumps(_FORMAT))
 
 
 def read_common(folder: Path) -> Mapping[str, Any]:
     """Return what is not sharded: numbers, text and tensors."""
+    import torch
+
     common = torch.load(folder / COMMON, map_location="cpu", weights_only=True)
     if not isinstance(common, Mapping):
         raise ValueError(f"{folder / COMMON} is {type(common).__name__}, not a mapping")
