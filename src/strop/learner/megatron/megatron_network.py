@@ -31,7 +31,9 @@ class MegatronNetwork:
     def __init__(self, stages: Sequence[GptStage], hf_config: Any, layout: MegatronLayout, *, chunk: int = 1024) -> None:
         """``chunk``: at most so many rows of float32 logits exist at a time."""
         self.stages = list(stages)
-        self.chunks: list[Any] = list(stages)  # the stages as they are run: inside of DistributedDataParallel while they are trained
+        self.chunks: list[Any] = list(
+            stages
+        )  # the stages as they are run: inside of DistributedDataParallel while they are trained
         self.hf_config = hf_config
         self.layout = layout
         self.chunk = chunk

@@ -66,7 +66,5 @@ class RowSharding:
 
     def gather_outputs(self, outputs: OutputsT, size: int) -> OutputsT:
         """Outputs of this rank's predictions -> all N = ``size`` outputs, equal on all ranks."""
-        columns: dict[str, Any] = {
-            name: join_rows(value, self.layout.context)[:size] for name, value in tensor_fields(outputs)
-        }
+        columns: dict[str, Any] = {name: join_rows(value, self.layout.context)[:size] for name, value in tensor_fields(outputs)}
         return replace(outputs, **columns)  # type: ignore[type-var]
