@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
+from strop.learner.megatron.checkpoint.learner_checkpoint import load_learner, snapshot_learner
+from strop.learner.megatron.checkpoint.megatron_snapshot import MegatronSnapshot
 from strop.learner.megatron.megatron_network import MegatronNetwork
 from strop.learner.megatron.megatron_scorer import MegatronScorer
 from strop.learner.megatron.memory import find_tensors, memory_of
@@ -20,7 +23,7 @@ from strop.learner.megatron.optimizer.megatron_optimizer import (
 )
 from strop.learner.megatron.passes.schedule import prepare_schedule
 from strop.learner.model_config import ModelConfig
-from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, detach_to_cpu, tensor_fields
+from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, detach_to_cpu, dummy_loss, to_device
 from strop.learner.torch.schedule_unit import ScheduleUnit
 from strop.learner.torch.tensor_offload import TensorOffload
 from strop.metrics import Metrics
@@ -112,7 +115,9 @@ class MegatronLearner:
         def finish(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, tuple[MicroBatch, Outputs, Metrics]]:
             part = micro_batch.sub_batch.batch
             outputs = self.network.outputs(hidden, part, self.sampling)
-            value, logged = dummy_loss(outputs) if micro_batch.dummy else loss(outputs, to_device(part, self.network.device))
+            value, logged = (
+                (dummy_loss(outputs), {}) if micro_batch.dummy else loss(outputs, to_device(part, self.network.device))
+            )
             return value * scale if scale != 1.0 else value, (micro_batch, detach_to_cpu(outputs), logged)
 
         results = self.network.run([each for each in micro_batches if not (backward and not each.zero_gradient)], finish)
@@ -163,6 +168,21 @@ class MegatronLearner:
             "steps_skipped_for_nonfinite_gradient": metrics.total(float(not finite)),
         }
 
+    # --- checkpoints ------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, optimizer: bool = True) -> None:
+        """Write the weights, and with ``optimizer`` the state of training. All ranks must call it."""
+        snapshot_learner(self, optimizer=optimizer, copies=False).save(folder, optimizer=optimizer)
+
+    def stage(self, *, optimizer: bool = True) -> MegatronSnapshot:
+        """Return a copy of the state in CPU memory, which may be written while training continues."""
+        return snapshot_learner(self, optimizer=optimizer)
+
+    def load(self, folder: Path) -> None:
+        """Restore what ``save`` wrote in any layout, in place."""
+        load_learner(self, folder)
+        self._steps = 0
+
     # --- memory -----------------------------------------------------------------------------------------------------------
 
     def _weight_tensors(self) -> Iterator[Tensor]:
@@ -199,9 +219,3 @@ def has_auxiliary_loss(transformer: Any) -> bool:
     weights = weights if isinstance(weights, list) else [weights] * len(kinds)
     balanced = any(weight > 0 and kind.endswith("aux_loss") for kind, weight in zip(kinds, weights, strict=True))
     return balanced or bool(transformer.moe_z_loss_coeff)
-
-
-def dummy_loss(outputs: Outputs) -> tuple[Tensor, Metrics]:
-    """Return the loss of a dummy micro-batch: a zero gradient that reaches every weight."""
-    _, first = next(tensor_fields(outputs))
-    return first.sum() * 0.0, {}

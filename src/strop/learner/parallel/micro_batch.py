@@ -100,3 +100,18 @@ def detach_to_cpu(outputs: OutputsT) -> OutputsT:
         for name, value in tensor_fields(outputs)
     }
     return replace(outputs, **columns)  # type: ignore[type-var]
+
+
+def dummy_loss(outputs: Outputs) -> Tensor:
+    """Return the loss of a dummy micro-batch: a zero gradient that reaches every weight."""
+    _, first = next(tensor_fields(outputs))
+    return first.sum() * 0.0
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Move the columns that a loss reads to a device."""
+    if device.type == "cpu":
+        return batch
+    names = ("target", "sequence", "rollout_logprobs", "versions", "advantages", "mask", "group", "rewards")
+    moved = {name: getattr(batch, name).to(device) for name in names}
+    return replace(batch, **moved, columns={name: column.to(device) for name, column in batch.columns.items()})

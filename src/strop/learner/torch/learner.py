@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +17,8 @@ from strop.learner.parallel.micro_batch import (
     MicroBatchOutputs,
     assemble_outputs,
     assemble_result,
-    tensor_fields,
+    dummy_loss,
+    to_device,
 )
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
@@ -146,8 +146,8 @@ class TorchLearner:
 
         def compute_loss(micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
             if micro_batch.dummy:
-                return _dummy_loss(outputs)
-            value, measured = loss(outputs, _to_device(micro_batch.sub_batch.batch, self.network.device))
+                return dummy_loss(outputs)
+            value, measured = loss(outputs, to_device(micro_batch.sub_batch.batch, self.network.device))
             logged.append(measured)
             return value
 
@@ -202,18 +202,3 @@ class TorchLearner:
         """Restore what ``save`` wrote on any number of ranks, in place: everything that shares the module sees the restored weights."""
         self.parallelism.load(folder, self.state)
         self._steps = 0
-
-
-def _dummy_loss(outputs: Outputs) -> Tensor:
-    """Return the loss of a dummy micro-batch: a zero gradient that reaches every weight."""
-    _, first = next(tensor_fields(outputs))
-    return first.sum() * 0.0
-
-
-def _to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move the columns that a loss reads to the learner's device."""
-    if device.type == "cpu":
-        return batch
-    names = ("target", "sequence", "rollout_logprobs", "versions", "advantages", "mask", "group", "rewards")
-    moved = {name: getattr(batch, name).to(device) for name in names}
-    return replace(batch, **moved, columns={name: column.to(device) for name, column in batch.columns.items()})

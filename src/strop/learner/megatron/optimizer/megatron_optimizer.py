@@ -75,23 +75,25 @@ def chained(optimizer: Any) -> list[Any]:
 @torch.no_grad()
 def step_optimizer(optimizer: Any) -> tuple[float, bool]:
     """Clip the gradients and take a step. Return their norm before, and whether it was finite; otherwise there is no step."""
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
     overflow = optimizer.prepare_grads()  # of a loss scale, which it lowers
     norm = math.inf if overflow else float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
         return norm, False
-    for each in chained(optimizer):
-        parameters = [] if getattr(each, "is_stub_optimizer", False) else each.get_parameters()
-        if parameters and each.config.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(
-                parameters,
-                max_norm=each.config.clip_grad,
-                total_norm=norm,
-                use_decoupled_grad=each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-            )
+    clip_gradients(optimizer, norm)
     optimizer.step_with_ready_grads()
     return norm, True
+
+
+def clip_gradients(optimizer: Any, norm: float) -> None:
+    """Scale gradients of the norm ``norm`` down to the configured one. (Megatron Core's own function knows float32 alone.)"""
+    for each in chained(optimizer):
+        limit = each.config.clip_grad
+        if getattr(each, "is_stub_optimizer", False) or not 0 < limit < norm + 1e-6:
+            continue
+        name = "decoupled_grad" if each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
+        gradients = [grad for parameter in each.get_parameters() if (grad := getattr(parameter, name, None)) is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
 
 
 def make_megatron_scheduler(
