@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from strop.algorithms.base import Algorithm
@@ -12,7 +11,13 @@ from strop.build.cluster.torch_rank_builders import keeps_reference, load_rank_t
 from strop.build.models import PRECISIONS, check_same_vocabulary
 from strop.build.teachers import StudentInfo, find_scorer, find_teacher_columns, make_source, unfiltered_sampling
 from strop.config import TrainingRunConfig
-from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, RmRunConfig, RolloutRunConfig
+from strop.config.schema.run_config import (
+    DistillationRunConfig,
+    PpoRunConfig,
+    RmRunConfig,
+    RolloutRunConfig,
+    list_trained_models,
+)
 from strop.distributed.workers.learner_worker import RankColumns, RankModels, RankScorer
 from strop.learner.megatron.layout import MegatronLayout
 from strop.learner.megatron.megatron_learner import MegatronLearner
@@ -62,7 +67,7 @@ def build_megatron_rank_models(
         frozen.append(reference.offload)
     if isinstance(config, PpoRunConfig):
         networks["value"] = _load_critic(config, policy, loader)
-    sections: Mapping[str, ModelConfig] = {"policy": config.policy, **({"value": config.value} if "value" in networks else {})}
+    sections = dict(list_trained_models(config))
     learners = {
         name: MegatronLearner(
             trained,
