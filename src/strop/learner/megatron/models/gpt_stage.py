@@ -90,7 +90,8 @@ class GptStage(LanguageModule):  # type: ignore[misc]
         if self.pre_process:
             hidden = self.embedding(input_ids=row.tokens[None], position_ids=None)
             if self.architecture.embedding_scale != 1.0:
-                hidden = hidden * torch.tensor(self.architecture.embedding_scale, dtype=hidden.dtype, device=hidden.device)
+                scale = torch.tensor(self.architecture.embedding_scale)  # through float32, as Transformers does
+                hidden = hidden * scale.to(hidden.device, hidden.dtype)
         tables = rotation_tables(self.architecture.rotaries, row.positions, self.config.params_dtype)
         output: Tensor = self.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=row)
         return output
