@@ -10,6 +10,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
 from strop.learner.megatron.models.architecture import Architecture
@@ -80,6 +81,18 @@ class GptStage(LanguageModule):  # type: ignore[misc]
         tied = self.share_embeddings_and_output_weights
         weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the shards of this stage for dist_checkpointing. Megatron Core's own asks a value network for its output layer."""
+        if self.head == "lm":
+            shards: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        else:
+            shards = super(LanguageModule, self).sharded_state_dict(
+                prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata)
+            )
+        return shards
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Take the hidden states of the stage before. Megatron Core's schedules call this."""
