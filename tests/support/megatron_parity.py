@@ -58,6 +58,10 @@ class MegatronCase:
     overlap: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)  # of the section megatron_cfg
 
+    def reference(self) -> Case:
+        """Return what the torch learner trains in one process: weights of bfloat16 have float32 masters there too."""
+        return self.case
+
     def config(self) -> MegatronConfig:
         return MegatronConfig(
             enabled=True,
@@ -71,7 +75,9 @@ class MegatronCase:
                 use_distributed_optimizer=self.distributed,
             ),
             scheduler=MegatronSchedulerConfig(lr_warmup_iters=0, start_weight_decay=0.1, end_weight_decay=0.1),
-            distributed_data_parallel_config=MegatronDdpConfig(overlap_grad_reduce=self.overlap, overlap_param_gather=self.overlap),
+            distributed_data_parallel_config=MegatronDdpConfig(
+                overlap_grad_reduce=self.overlap, overlap_param_gather=self.overlap
+            ),
             **{SHORT[name]: size for name, size in self.sizes.items()},
             **self.options,
         )
@@ -126,5 +132,3 @@ def train_cases_on_rank(rank: int, cases: dict[str, tuple[MegatronCase, Batch]])
             raise RuntimeError(f"case {name!r} failed") from error
         found[name] = trained if rank == 0 else replace(trained, weights={})
     return found
-
-

@@ -121,7 +121,9 @@ def _expert_fields(config: MegatronConfig, architecture: Architecture) -> dict[s
     if config.moe_router_enable_expert_bias is not None:
         biased = config.moe_router_enable_expert_bias
     grouped = config.moe_grouped_gemm
+    pattern = [int(design.experts) for design in architecture.layers]
     return {
+        "moe_layer_freq": pattern if 0 in pattern else 1,  # checkpoints name the layers of one pattern together
         "moe_router_load_balancing_type": balancing,
         "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
         "moe_z_loss_coeff": config.moe_z_loss_coeff,
