@@ -59,7 +59,7 @@ class VllmLaunch:
     @property
     def receivers(self) -> int:
         """The number of the engine's processes that receive weights."""
-        return self.config.vllm_cfg.tensor_parallel_size * self.config.vllm_cfg.pipeline_parallel_size
+        return self.config.vllm_cfg.engine_size
 
     @property
     def sleep_level(self) -> int:
