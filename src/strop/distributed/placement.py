@@ -182,8 +182,8 @@ def plan_devices(counts: DeviceCounts, *, on_cpu: bool) -> DevicePlan:
     """Divide the devices between the learner and the engines.
 
     Colocated: all devices train, and engines take turns with the learner on them. Otherwise engines have the last ``engine_nodes`` nodes,
-    or the last ``engine_devices`` devices of each node. ``engines`` None: as many as fit, or one without GPUs. An engine spans nodes only if
-    it is larger than one, and then has all devices of its nodes that generate.
+    or the last ``engine_devices`` devices of each node. ``engines`` None: as many as fit, or one without GPUs. An engine spans nodes only
+    if it is larger than one, and then has all devices of its nodes that generate.
 
     Raises PlacementError.
     """
