@@ -196,7 +196,7 @@ def _format_engines(generation: GenerationConfig, devices: RunDevices, *, on_gpu
         return f"vLLM engines, {options.precision}{draft}"
     engines = f"{options.num_local_engines} vLLM engines" if options.num_local_engines > 1 else "a vLLM engine"
     where = "processes of their own" if options.num_local_engines > 1 else "a process of its own"
-    ranks = f" of {options.tensor_parallel_size} ranks" if options.tensor_parallel_size > 1 else ""
+    ranks = f" of {options.engine_size} ranks" if options.engine_size > 1 else ""
     return f"{engines}{ranks} in {where}, {options.precision}{draft}"
 
 

@@ -31,6 +31,7 @@ class ActorOptions:
     name: str  # such as learner-0; used for its log file and in messages
     role: RoleConfig = DEFAULT_ROLE  # its resources, environment variables, packages and interpreter
     node: int | None = None  # index of a node of the cluster; None: any node
+    further_nodes: tuple[int, ...] = ()  # others that it needs, for processes that it starts itself
     devices: tuple[int, ...] = ()  # indices of the node's GPUs that it may use
     kind: ActorKind = "threads"
     num_gpus: float = 0.0  # reserved in addition to the node's GPUs, which the whole run shares
@@ -89,6 +90,7 @@ class Cluster(Protocol):
 
     num_nodes: int
     devices_per_node: int
+    address: str  # for processes that connect to it themselves
     on_cpu: bool  # whether devices are CPU processes instead of GPUs
 
     async def spawn(self, options: ActorOptions, make: Callable[..., Any], *arguments: Any) -> RemoteActor:
@@ -97,6 +99,10 @@ class Cluster(Protocol):
 
     def spawn_sync(self, options: ActorOptions, make: Callable[..., Any], *arguments: Any) -> RemoteActor:
         """Like ``spawn``, but block this thread."""
+        ...
+
+    def locate(self, node: int, devices: Sequence[int]) -> tuple[str, tuple[str, ...]]:
+        """Return the id of a node and the names of devices there, for an object that starts processes on several nodes itself."""
         ...
 
     def put(self, value: Any) -> Any:

@@ -28,10 +28,16 @@ class Node:
 
 @dataclass(frozen=True)
 class DeviceSlot:
-    """Devices on one node."""
+    """Devices on one node, or of an engine that is larger than a node on several."""
 
     node: int  # index among the nodes of the run
     devices: tuple[int, ...]  # indices on the node
+    further: tuple[DeviceSlot, ...] = ()  # the engine's devices on its other nodes
+
+    @property
+    def parts(self) -> tuple[DeviceSlot, ...]:
+        """The devices of each node, in the order of the engine's ranks."""
+        return (DeviceSlot(self.node, self.devices), *self.further)
 
 
 def choose_nodes(nodes: Sequence[Node], count: int, devices: int, *, on_cpu: bool, segment: int | None = None) -> list[Node]:
@@ -99,7 +105,7 @@ class DevicePlan:
     @property
     def on_one_machine(self) -> bool:
         """Whether all engines are on the machine of the rank that sends weights."""
-        return all(slot.node == self.training[0].node for slot in self.generation)
+        return all(part.node == self.training[0].node for slot in self.generation for part in slot.parts)
 
 
 def _first_device(slot: DeviceSlot) -> tuple[int, int]:
@@ -119,6 +125,11 @@ class DeviceCounts:
     engine_nodes: int | None = None  # whole nodes for generation only
     colocated: bool = True  # engines use the devices that train
     uses_ray: bool = False
+
+    @property
+    def generating_nodes(self) -> int:
+        """The number of nodes with devices that generate."""
+        return self.nodes if self.colocated or self.engine_nodes is None or self.nodes == 1 else self.engine_nodes
 
     @property
     def generating_per_node(self) -> int:
@@ -152,7 +163,7 @@ def count_section_devices(
 
 
 def engine_size(generation: GenerationConfig) -> int:
-    return generation.vllm_cfg.tensor_parallel_size if generation.uses_vllm else 1
+    return generation.vllm_cfg.engine_size if generation.uses_vllm else 1
 
 
 def count_engines(generation: GenerationConfig) -> int | None:
@@ -174,7 +185,8 @@ def plan_devices(counts: DeviceCounts, *, on_cpu: bool) -> DevicePlan:
     """Divide the devices between the learner and the engines.
 
     Colocated: all devices train, and engines take turns with the learner on them. Otherwise engines have the last ``engine_nodes`` nodes,
-    or the last ``engine_devices`` devices of each node. ``engines`` None: as many as fit, or one without GPUs. An engine never spans nodes.
+    or the last ``engine_devices`` devices of each node. ``engines`` None: as many as fit, or one without GPUs. An engine spans nodes only
+    if it is larger than one, and then has all devices of its nodes that generate.
 
     Raises PlacementError.
     """
@@ -196,7 +208,7 @@ def make_thread_env(
         return {}
     same_role = plan.generation if generates else plan.training
     concurrent = same_role if time_shared else (*plan.training, *plan.generation)
-    per_node = max(1, sum(slot.node == same_role[0].node for slot in concurrent))
+    per_node = max(1, sum(part.node == same_role[0].node for slot in concurrent for part in slot.parts))
     return {"OMP_NUM_THREADS": str(threads or max(1, (os.cpu_count() or 1) // per_node))}
 
 
@@ -224,21 +236,19 @@ def _split_devices(
 
 
 def _place_engines(free: Sequence[tuple[int, int]], size: int, count: int | None) -> tuple[DeviceSlot, ...]:
-    """Place each engine on consecutive devices of one node. Raises PlacementError if ``count`` engines do not fit."""
+    """Place each engine on consecutive devices of one node, or on whole nodes. Raises PlacementError if ``count`` engines do not fit."""
     by_node: dict[int, list[int]] = {}
     for node, device in free:
         by_node.setdefault(node, []).append(device)
-    fitting = [
-        DeviceSlot(node, tuple(devices[first : first + size]))
-        for node, devices in by_node.items()
-        for first in range(0, len(devices) - size + 1, size)
-    ]
-    if not fitting:
-        largest = max((len(devices) for devices in by_node.values()), default=0)
-        raise PlacementError(
-            f"an engine of {size} devices (policy.generation.vllm_cfg.tensor_parallel_size) does not fit on a node: at most {largest} "
-            "devices of a node generate. Lower it, or raise cluster.gpus_per_node"
-        )
+    largest = max((len(devices) for devices in by_node.values()), default=0)
+    if size > largest:
+        fitting = _span_nodes(by_node, size, largest)
+    else:
+        fitting = [
+            DeviceSlot(node, tuple(devices[first : first + size]))
+            for node, devices in by_node.items()
+            for first in range(0, len(devices) - size + 1, size)
+        ]
     if count is None:
         return tuple(fitting)
     if count > len(fitting):
@@ -247,3 +257,17 @@ def _place_engines(free: Sequence[tuple[int, int]], size: int, count: int | None
             "lower it, or set it to null for as many as fit"
         )
     return tuple(fitting[:count])
+
+
+def _span_nodes(by_node: Mapping[int, Sequence[int]], size: int, room: int) -> list[DeviceSlot]:
+    """Place engines of ``size`` devices, more than the ``room`` of a node, on consecutive whole nodes. Raises PlacementError."""
+    nodes = [DeviceSlot(node, tuple(devices)) for node, devices in by_node.items() if len(devices) == room]
+    if not room or size % room or len(nodes) * room < size:
+        raise PlacementError(
+            f"an engine of {size} devices (policy.generation.vllm_cfg.tensor_parallel_size x pipeline_parallel_size) does not fit: "
+            f"{room} devices of a node generate, on {len(nodes)} nodes, and an engine that is larger than a node takes whole nodes. Lower "
+            f"it, make it a multiple of {room}, or raise cluster.gpus_per_node or cluster.num_nodes"
+        )
+    count = size // room
+    groups = [nodes[first : first + count] for first in range(0, len(nodes) - count + 1, count)]
+    return [DeviceSlot(parts[0].node, parts[0].devices, tuple(parts[1:])) for parts in groups]

@@ -72,6 +72,7 @@ class RayCluster:
         self._group = group
         self._reservations = tuple(reservations)
         self._gpus: list[list[str]] = [] if on_cpu else ray.get([reservation.gpu_ids.remote() for reservation in reservations])
+        self.address = str(ray.get_runtime_context().gcs_address)
         self.started_here = guardian is not None  # started by connect; ends with this process
         self._guardian = guardian
         self._actors: list[RayActor] = []
@@ -116,9 +117,9 @@ class RayCluster:
 
     def _start_actor(self, options: ActorOptions) -> RayActor:
         """Submit the start of an actor, without waiting for it. Raises NodeLost."""
-        if options.node is not None and not self.is_node_alive(options.node):
-            node = self.members[options.node]
-            raise NodeLost(f"{options.name} cannot start: its node {node.address} has left the cluster")
+        for index in () if options.node is None else (options.node, *options.further_nodes):
+            if not self.is_node_alive(index):
+                raise NodeLost(f"{options.name} cannot start: its node {self.members[index].address} has left the cluster")
         actor_class = ASYNC_ACTOR if options.kind == "async" else THREAD_ACTOR
         output = None if self.output_folder is None else str(self.output_folder / f"{options.name}.log")
         actor = actor_class.options(**self._actor_options(options)).remote(options.name, output)
@@ -152,6 +153,9 @@ class RayCluster:
                 self._group, placement_group_bundle_index=options.node, placement_group_capture_child_tasks=False
             )
         return actor_options
+
+    def locate(self, node: int, devices: Sequence[int]) -> tuple[str, tuple[str, ...]]:
+        return self.members[node].id, () if self.on_cpu else tuple(self._gpus[node][device] for device in devices)
 
     def put(self, value: Any) -> Any:
         return ray.put(value)

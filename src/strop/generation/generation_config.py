@@ -158,19 +158,13 @@ class GenerationConfig(BaseConfig):
             yield from self.vllm_cfg.vllm_errors(f"{key}.vllm_cfg")
 
     def _check_supported(self, key: str) -> Iterator[Problem]:
-        """Yield what is not in this version. The weight readback does not yet distinguish the layers of pipeline stages."""
+        """Yield what is not in this version."""
         names = {"sglang": "SGLang", "megatron": "Megatron"}
         if self.backend in names:
             yield Problem(
                 f"{key}.backend",
                 f"found {self.backend}, but the {names[self.backend]} generation backend is not in this version",
                 f"Set {key}.backend to vllm, or to torch, the engine built into Strop.",
-            )
-        if self.uses_vllm and (size := self.vllm_cfg.pipeline_parallel_size) > 1:
-            yield Problem(
-                f"{key}.vllm_cfg.pipeline_parallel_size",
-                f"found {size}, but this version does not have engines with pipeline parallelism: it cannot verify their weights",
-                f"Set it to 1, and {key}.vllm_cfg.tensor_parallel_size for a model that needs several GPUs.",
             )
 
     def _check_vllm_installed(self, key: str) -> Iterator[Problem]:

@@ -55,6 +55,7 @@ def refusal(*overrides: str) -> ConfigError:
         [f"{C}speculation.method=draft_model", f"{C}speculation.model_name=draft"],
         [APART, f"{C}num_engines=3", f"{G}colocated.resources.gpus_per_node=3", "cluster.gpus_per_node=4"],
         [APART, f"{G}colocated.resources.num_nodes=1"],
+        [f"{C}pipeline_parallel_size=2"],
     ],
 )
 def test_what_vllm_can_do_is_accepted_without_a_word(overrides: list[str]) -> None:
@@ -68,7 +69,6 @@ def test_what_vllm_can_do_is_accepted_without_a_word(overrides: list[str]) -> No
         ([f"{G}val_temperature=0.009"], "policy.generation.val_temperature: found 0.009"),
         ([f"{C}max_model_len=511"], "the engine would truncate it earlier"),
         ([f"{C}expert_parallel_size=2"], "Set it to 1, or both to 2"),
-        ([f"{C}pipeline_parallel_size=2"], "it cannot verify their weights"),
         ([f"{W}transport=cuda_ipc", "policy.device=cpu"], "no GPU memory to share"),
         ([f"{W}transport=cuda_ipc", APART], "cannot map the learner's memory"),
         ([f"{W}transport=cuda_ipc", f"{C}num_engines=2"], "only the first of 2 engines is on the learner's GPU"),
@@ -80,6 +80,10 @@ def test_what_vllm_can_do_is_accepted_without_a_word(overrides: list[str]) -> No
         (
             [APART, f"{C}tensor_parallel_size=2", f"{G}colocated.resources.gpus_per_node=3"],
             "Set it to 2 or null",
+        ),
+        (
+            [APART, f"{C}tensor_parallel_size=2", f"{C}pipeline_parallel_size=2", f"{G}colocated.resources.gpus_per_node=2"],
+            "1 engines of 4 ranks use 4 GPUs",
         ),
         ([APART, f"{G}colocated.resources.num_nodes=2"], "this run uses one machine"),
     ],
@@ -169,12 +173,12 @@ def test_the_coldest_temperature_is_the_one_that_requests_are_refused_below() ->
     ("overrides", "said"),
     [
         (
-            ["cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{C}tensor_parallel_size=16"],
-            "found 16, but .* 8 GPUs of a node generate",
+            ["cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{C}tensor_parallel_size=12"],
+            "found 12, but .* 8 GPUs of a node generate",
         ),
         (
             [APART, "cluster.gpus_per_node=8", f"{G}colocated.resources.gpus_per_node=2", f"{C}tensor_parallel_size=4"],
-            "found 4, but .* 2 GPUs of a node generate",
+            "found 4, but 2 GPUs generate, 2 of a node",
         ),
         (
             [
@@ -182,16 +186,35 @@ def test_the_coldest_temperature_is_the_one_that_requests_are_refused_below() ->
                 "cluster.gpus_per_node=4",
                 "cluster.num_nodes=3",
                 f"{G}colocated.resources.num_nodes=2",
-                f"{C}tensor_parallel_size=8",
+                f"{C}tensor_parallel_size=4",
+                f"{C}pipeline_parallel_size=4",
             ],
-            "found 8, but .* 4 GPUs of a node generate",
+            "found 4 x pipeline_parallel_size = 4, but 8 GPUs generate, 4 of a node",
         ),
     ],
 )
-def test_an_engine_larger_than_a_node_is_refused_in_one_sentence_at_its_key(overrides: list[str], said: str) -> None:
+def test_an_engine_that_whole_nodes_do_not_hold_is_refused_in_one_sentence_at_its_key(overrides: list[str], said: str) -> None:
     (problem,) = refusal(VLLM, *overrides).problems
     assert problem.key == f"{C}tensor_parallel_size" and problem.origin is not None and problem.fix.startswith("Set it to")
     assert re.match(said, problem.message) and "\n" not in problem.message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{C}tensor_parallel_size=16"],
+        ["cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{C}tensor_parallel_size=8", f"{C}pipeline_parallel_size=2"],
+        [
+            APART,
+            "cluster.gpus_per_node=4",
+            "cluster.num_nodes=3",
+            f"{G}colocated.resources.num_nodes=2",
+            f"{C}tensor_parallel_size=8",
+        ],
+    ],
+)
+def test_an_engine_may_have_several_whole_nodes(overrides: list[str]) -> None:
+    assert warnings(VLLM, *overrides) == []
 
 
 def test_several_colocated_engines_whose_number_is_left_open_get_a_transport_that_reaches_all() -> None:

@@ -42,8 +42,17 @@ NONE_TRAINS = (
     "cluster.gpus_per_node, lower {}.gpus_per_node, set {}.num_nodes if there are several nodes, or set colocated.enabled=true"
 )
 
+STAGES = "pipeline stages are read back as well"
+LARGER_THAN_A_NODE = (
+    "an engine of {} devices (policy.generation.vllm_cfg.tensor_parallel_size x pipeline_parallel_size) does not fit: {} devices of a node "
+    "generate, on {} nodes, and an engine that is larger than a node takes whole nodes. Lower it, make it a multiple of {}, or raise "
+    "cluster.gpus_per_node or cluster.num_nodes"
+)
+
 # The old message -> what says it now.
 REWORDED: dict[str, str] = {
+    "an engine of {} devices (policy.generation.vllm_cfg.tensor_parallel_size) does not fit on a node: at most {} devices of a node "
+    "generate. Lower it, or raise cluster.gpus_per_node": LARGER_THAN_A_NODE,
     "the environment {} has no option {}{}": "{} has no option {}{}",  # of environments and verifiers
     "the environment {} needs the option {}; set it": "{} needs the option {}; set it",
     "the option {} of the environment {} is {}: {}": "the option {} of {} is {}: {}",
@@ -154,6 +163,8 @@ REWORDED: dict[str, str] = {
 
 # The old message -> why nothing says it any more.
 DROPPED: dict[str, str] = {
+    "found {}, but this version does not have engines with pipeline parallelism: it cannot verify their weights": STAGES,
+    "Set it to 1, and {}.vllm_cfg.tensor_parallel_size for a model that needs several GPUs.": STAGES,
     "{} has {}, which would be lost: only role and content are read; {}": "calls of tools and reasoning are read",
     "found true, but with {}.async_{} rollouts come from older weights, so the ratio is not 1": ASYNCHRONOUS,
     "Set loss_fn.force_on_policy_ratio=false, or {}.async_{}.enabled=false.": ASYNCHRONOUS,

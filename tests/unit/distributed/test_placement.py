@@ -52,13 +52,13 @@ def test_a_node_s_domain_is_in_its_labels() -> None:
 @given(
     count=st.integers(1, 4),
     devices=st.integers(1, 8),
-    size=st.sampled_from([1, 2, 4]),
+    size=st.sampled_from([1, 2, 4, 8, 16]),
     engines=st.none() | st.integers(1, 4),
     colocated=st.booleans(),
     engine_devices=st.none() | st.integers(1, 8),
     engine_nodes=st.none() | st.integers(1, 3),
 )
-def test_no_device_is_given_twice_and_no_engine_spans_nodes(
+def test_no_device_is_given_twice_and_an_engine_spans_nodes_only_if_it_is_larger_than_one(
     count: int,
     devices: int,
     size: int,
@@ -82,9 +82,12 @@ def test_no_device_is_given_twice_and_no_engine_spans_nodes(
         assert len(str(error)) > 40
         return
     training = [(place.node, place.devices[0]) for place in found.training]
-    generating = [(place.node, device) for place in found.generation for device in place.devices]
+    generating = [(part.node, device) for place in found.generation for part in place.parts for device in part.devices]
     assert len(set(training)) == len(training) > 0 and len(set(generating)) == len(generating)
-    assert all(len(place.devices) == size for place in found.generation)
+    room = counts.generating_per_node
+    for place in found.generation:
+        assert sum(len(part.devices) for part in place.parts) == size
+        assert len(place.parts) == 1 if size <= room else {len(part.devices) for part in place.parts} == {room}
     assert all(node < count and device < devices for node, device in (*training, *generating))
     assert training == sorted(training), "ranks next to each other are near each other"
     if colocated:
@@ -101,6 +104,19 @@ def test_generation_apart_takes_the_last_nodes_or_the_last_devices() -> None:
     assert {place.node for place in whole.training} == {0, 1} and whole.generation == (DeviceSlot(2, (0, 1)),)
     part = plan_devices(DeviceCounts(nodes=1, per_node=4, engines=1, engine_devices=1, colocated=False), on_cpu=False)
     assert len(part.training) == 3 and part.generation == (DeviceSlot(0, (3,)),)
+
+
+def test_an_engine_that_is_larger_than_a_node_takes_whole_nodes() -> None:
+    plan = plan_devices(DeviceCounts(nodes=5, per_node=2, engine_size=4, engines=None), on_cpu=False)
+    first, second = plan.generation
+    assert first.parts == (DeviceSlot(0, (0, 1)), DeviceSlot(1, (0, 1))) and [part.node for part in second.parts] == [2, 3]
+    assert not plan.on_one_machine and plan.colocated
+    apart = DeviceCounts(nodes=3, per_node=4, engine_size=4, engines=1, engine_devices=2, colocated=False)
+    (engine,) = plan_devices(apart, on_cpu=False).generation
+    assert engine.parts == (DeviceSlot(0, (2, 3)), DeviceSlot(1, (2, 3)))
+    for size, reason in ((3, "a multiple of 2"), (12, "2 devices of a node generate, on 5 nodes")):
+        with pytest.raises(PlacementError, match=reason):
+            plan_devices(DeviceCounts(nodes=5, per_node=2, engine_size=size, engines=None), on_cpu=False)
 
 
 def test_a_run_without_engines_trains_on_every_device() -> None:

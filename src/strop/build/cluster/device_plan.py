@@ -44,10 +44,12 @@ def choose_dims(model: ModelConfig, world: int) -> ParallelDims | MegatronDims:
 
 
 def _format_engines(plan: DevicePlan, size: int) -> str:
-    count, nodes = len(plan.generation), sorted({slot.node for slot in plan.generation})
+    count, nodes = len(plan.generation), sorted({part.node for slot in plan.generation for part in slot.parts})
     where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {nodes[0]} to {nodes[-1]}"
     sharing = "colocated with the learner" if plan.colocated else "on their own devices"
-    return f"{_pluralize(count, 'engine')} of {_pluralize(size, 'device')} on {where}, {sharing}"
+    spans = max(len(slot.parts) for slot in plan.generation)
+    over = f" over {_pluralize(spans, 'node')} each" if spans > 1 else ""
+    return f"{_pluralize(count, 'engine')} of {_pluralize(size, 'device')}{over} on {where}, {sharing}"
 
 
 def _format_environment_processes(config: RolloutRunConfig) -> str:
@@ -64,7 +66,10 @@ def format_device_rows(plan: DevicePlan, nodes: int) -> list[tuple[str, str, str
     for node in range(nodes):
         trains = [slot.devices[0] for slot in plan.training if slot.node == node]
         engines = [
-            f"engine {number}: {_format_range(slot.devices)}" for number, slot in enumerate(plan.generation) if slot.node == node
+            f"engine {number}: {_format_range(part.devices)}"
+            for number, slot in enumerate(plan.generation)
+            for part in slot.parts
+            if part.node == node
         ]
         rows.append((str(node), _format_range(trains) if trains else "none", ", ".join(engines) or "none"))
     return rows

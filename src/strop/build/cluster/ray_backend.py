@@ -29,7 +29,7 @@ from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter,
 from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.environments.remote import RemoteEnvironment
 from strop.generation.synced_generator import SyncedGenerator
-from strop.generation.vllm.engine_args import VllmLaunch
+from strop.generation.vllm.engine_args import NodeRanks, VllmLaunch
 from strop.generation.vllm.vllm_engine import VllmEngine
 from strop.learner.client import AsyncColumnSource, ColumnClient, LearnerClient, ScorerClient
 from strop.models.chat_template import ChatTemplate
@@ -153,9 +153,15 @@ class RayBackend:
             max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
             environment=self._thread_env(config.generation.vllm_cfg.num_threads, generates=True),
             output_file=outputs / f"engine_{number}.log",
+            nodes=tuple(self._locate_ranks(part) for part in slot.parts) if slot.further else (),
+            ray_address=self.cluster.address if slot.further else "",
         )
         make = partial(VllmEngine, f"engine {number}", launch, self.bundle.tokenizer, stop_ids=self.bundle.stop_ids)
         return self._make_engine(number, slot, launch.receivers, make)
+
+    def _locate_ranks(self, part: DeviceSlot) -> NodeRanks:
+        node, gpus = self.cluster.locate(part.node, part.devices)
+        return NodeRanks(node, len(part.devices), gpus)
 
     def _make_torch_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
         bundle = self.bundle
@@ -170,6 +176,7 @@ class RayBackend:
             name=f"engine-{number}",
             role=self.config.cluster.roles.generator,
             node=slot.node,
+            further_nodes=tuple(part.node for part in slot.further),
             devices=slot.devices,
             kind="async",
             environment=threads,

@@ -64,9 +64,10 @@ def _format_vllm(config: RolloutRunConfig) -> str:
     options = config.policy.generation.vllm_cfg
     memory = f"{options.gpu_memory_utilization:.0%} of each GPU's memory"
     graphs = "no CUDA graphs" if options.enforce_eager else "CUDA graphs"
+    stages = f", pipeline_parallel_size {options.pipeline_parallel_size}" if options.pipeline_parallel_size > 1 else ""
     return (
         f"{options.precision}, {memory}, conversations of at most {options.max_model_len} tokens, "
-        f"tensor_parallel_size {options.tensor_parallel_size}, {graphs}"
+        f"tensor_parallel_size {options.tensor_parallel_size}{stages}, {graphs}"
     )
 
 

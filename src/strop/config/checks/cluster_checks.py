@@ -52,17 +52,25 @@ def check_torch_engine_devices(config: TrainingRunConfig) -> Problems:
 
 
 def check_engine_size(config: TrainingRunConfig) -> Problems:
-    """An engine is on one node: vLLM's own way over several is not in this version."""
+    """An engine that is larger than a node takes whole nodes: as many ranks on each."""
     if not isinstance(config, RolloutRunConfig) or not (counts := count_devices(config)).uses_ray:
         return
-    size, room = counts.engine_size, counts.generating_per_node
-    if size > room:
+    size, room, total = counts.engine_size, counts.generating_per_node, counts.generating_per_node * counts.generating_nodes
+    options = config.policy.generation.vllm_cfg
+    stages = f" x pipeline_parallel_size = {options.pipeline_parallel_size}" if options.pipeline_parallel_size > 1 else ""
+    key, found = "policy.generation.vllm_cfg.tensor_parallel_size", f"found {options.tensor_parallel_size}{stages}"
+    if size > total:
         yield Problem(
-            "policy.generation.vllm_cfg.tensor_parallel_size",
-            f"found {size}, but an engine runs on one node in this version, and {room} GPU{'s' if room > 1 else ''} of a node "
-            f"generate{'' if room > 1 else 's'}",
-            f"Set it to {room} or less, if the model fits the memory of so many GPUs"
-            + (", or raise cluster.gpus_per_node." if room == counts.per_node else ", or let more GPUs of a node generate."),
+            key,
+            f"{found}, but {total} GPU{'s generate' if total > 1 else ' generates'}, {room} of a node",
+            f"Set it to {max(1, total // options.pipeline_parallel_size)} or less, or raise cluster.num_nodes or cluster.gpus_per_node, or "
+            "let more GPUs generate.",
+        )
+    elif size > room and size % room:
+        yield Problem(
+            key,
+            f"{found}, but an engine that is larger than a node has as many ranks on each of its nodes, and {room} GPUs of a node generate",
+            f"Set it to a size with which an engine has {room} GPUs or fewer, or a multiple of {room}.",
         )
 
 
@@ -121,7 +129,7 @@ def check_resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
         return
     if isinstance(config, RolloutRunConfig) and count_devices(config).uses_ray:
         return  # devices are planned once the cluster is known (strop.distributed.placement)
-    size = options.tensor_parallel_size
+    size = options.engine_size
     needed = options.num_local_engines * size
     if resources.gpus_per_node not in (None, needed):
         fitting = [f"{key}.vllm_cfg.num_engines={resources.gpus_per_node // size}"] if resources.gpus_per_node % size == 0 else []
@@ -179,5 +187,5 @@ def count_gpus(generation: GenerationConfig) -> int:
     """Return the number of GPUs of a run with one learner rank."""
     if not generation.uses_vllm:
         return 1
-    engines = generation.vllm_cfg.num_local_engines * generation.vllm_cfg.tensor_parallel_size
+    engines = generation.vllm_cfg.num_local_engines * generation.vllm_cfg.engine_size
     return engines if generation.colocated.enabled else engines + 1

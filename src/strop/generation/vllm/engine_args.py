@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,25 @@ MAX_LOGPROBS = 20  # of each token, unless more are recorded
 SUPPORTED_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM has kernels for
 
 
+# What a SpanningExecutor is told, as JSON: it is made by vLLM, in a process of its own.
+SPANNED_VARIABLE = "STROP_ENGINE_NODES"
+ENGINE_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    # On a CPU vLLM would otherwise bind all engines to the same cores, override OMP_NUM_THREADS, and require a NUMA node for each rank.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+@dataclass(frozen=True)
+class NodeRanks:
+    """The ranks that an engine has on one of several nodes."""
+
+    node: str  # Ray's id of the node
+    count: int
+    gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them there; empty on a CPU
+
+
 @dataclass(frozen=True, kw_only=True)
 class VllmLaunch:
     """What one vLLM engine is launched with: its configuration, and what is not a key of it."""
@@ -48,18 +68,34 @@ class VllmLaunch:
     environment: Mapping[str, str] = field(default_factory=dict)  # where the engine runs: its CPU threads or its GPUs
     worker_extension: str = "strop.generation.vllm.worker.StropWorker"  # vLLM's worker_extension_cls
     output_file: Path | None = None  # file for the output of the engine's processes; None: that of this process
+    nodes: tuple[NodeRanks, ...] = ()  # of an engine that is larger than a node, the one where it is launched first
+    ray_address: str = ""  # of the cluster with these nodes
 
     @property
     def env_vars(self) -> dict[str, str]:
         """Environment variables of the engine's processes."""
         # A fork of a process that has used CUDA cannot use it, and vLLM does not notice every use.
         start = {} if self.on_cpu else {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-        return {**start, **self.environment, **self.config.vllm_cfg.env_vars}
+        own = {**start, **self.environment, **self.config.vllm_cfg.env_vars}
+        if not self.nodes:
+            return own
+        spanned = {
+            "address": self.ray_address,
+            "nodes": [dataclasses.asdict(node) for node in self.nodes],
+            "variables": [*ENGINE_ENVIRONMENT, *own],
+            "output": None if self.output_file is None else str(self.output_file),
+        }
+        return {**own, SPANNED_VARIABLE: json.dumps(spanned)}
+
+    @property
+    def shared_folder(self) -> Path | None:
+        """A folder that all processes of the engine see; None: any, as they are on one machine."""
+        return self.output_file.parent if self.nodes and self.output_file is not None else None
 
     @property
     def receivers(self) -> int:
         """The number of the engine's processes that receive weights."""
-        return self.config.vllm_cfg.tensor_parallel_size * self.config.vllm_cfg.pipeline_parallel_size
+        return self.config.vllm_cfg.engine_size
 
     @property
     def sleep_level(self) -> int:
@@ -110,7 +146,16 @@ def make_engine_args(launch: VllmLaunch) -> Any:
         args["speculative_config"] = make_speculative_config(config)
     if launch.sleep_level:
         args["enable_sleep_mode"] = True
-    return AsyncEngineArgs(**{**args, **generation.vllm_kwargs})
+    return AsyncEngineArgs(**{**args, **generation.vllm_kwargs, **_choose_executor(launch)})
+
+
+def _choose_executor(launch: VllmLaunch) -> dict[str, Any]:
+    """Return the argument for an engine on several nodes; on one node vLLM starts processes of its own, unless told otherwise."""
+    if not launch.nodes:
+        return {}
+    from strop.generation.vllm.spanning_executor import SpanningExecutor
+
+    return {"distributed_executor_backend": SpanningExecutor}
 
 
 def make_speculative_config(config: VllmConfig) -> dict[str, Any]:

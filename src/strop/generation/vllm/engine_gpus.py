@@ -10,7 +10,7 @@ def choose_engine_gpus(config: GenerationConfig, learner: int) -> list[list[str]
     """Return the GPUs of each engine of this process, as ``CUDA_VISIBLE_DEVICES`` names them: those that this process sees, beginning with
     the learner's or, where engines are not colocated, without it. ``learner``: torch's index of the learner's GPU. Raises ValueError."""
     options, visible = config.vllm_cfg, visible_gpus()
-    size, count = options.tensor_parallel_size * options.pipeline_parallel_size, options.num_local_engines
+    size, count = options.engine_size, options.num_local_engines
     own = visible[learner : learner + 1] if config.colocated.enabled else []
     gpus = [*own, *visible[:learner], *visible[learner + 1 :]]
     if size * count > len(gpus):

@@ -75,7 +75,7 @@ class ForkedEngineCore:
         from vllm.v1.executor import multiproc_executor
 
         if self.output is not None:
-            _redirect_standard_output(self.output)
+            redirect_standard_output(self.output)
         setproctitle.getproctitle()  # first call: it locates the title's memory through the original environment
         os.environ.clear()
         os.environ.update(self.environment)
@@ -85,7 +85,7 @@ class ForkedEngineCore:
         EngineCoreProc.run_engine_core(*arguments, **options)
 
 
-def _redirect_standard_output(file: Path) -> None:
+def redirect_standard_output(file: Path) -> None:
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for standard in (1, 2):
         os.dup2(descriptor, standard)

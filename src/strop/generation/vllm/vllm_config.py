@@ -83,7 +83,12 @@ class VllmConfig(BaseConfig):
         "learner computes them.",
     )
     tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks of one engine (GPUs; processes on a CPU).")
-    pipeline_parallel_size: int = Field(1, ge=1, description="Pipeline-parallel ranks of one engine (GPUs).")
+    pipeline_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="Pipeline stages of one engine, each with tensor_parallel_size ranks. An engine larger than a node takes whole "
+        "nodes (stages).",
+    )
     expert_parallel_size: int = Field(1, ge=1, description="Expert-parallel ranks of one engine (GPUs).")
     gpu_memory_utilization: float = Field(
         0.6, gt=0, le=1, description="Share of a GPU's memory that the engine may use (fraction)."
@@ -115,6 +120,11 @@ class VllmConfig(BaseConfig):
     )
     startup_seconds: float = Field(600.0, gt=0, description="How long an engine may take to become ready (seconds).")
     env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the engine processes only.")
+
+    @property
+    def engine_size(self) -> int:
+        """The number of ranks of one engine, each on a device of its own."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_local_engines(self) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from strop.generation.base import Completion, RequestTooLong
-from strop.generation.vllm.engine_args import VllmLaunch, make_engine_args
+from strop.generation.vllm.engine_args import ENGINE_ENVIRONMENT, VllmLaunch, make_engine_args
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, fork_engine_cores, start_fork_server
 from strop.sampling import Sampling
 from strop.weight_sync.base import (
@@ -45,12 +45,6 @@ ADAPTER_ID = 1  # vLLM's integer id of the only adapter
 POLL_SECONDS = 0.5  # seconds between liveness checks during a call
 SHUTDOWN_SECONDS = 5.0  # for which a failed call waits to learn that the engine is shutting down
 OUTPUT_TAIL_LINES = 12  # of an engine's output, in the message about its death
-ENGINE_ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    # On a CPU vLLM would otherwise bind all engines to the same cores, override OMP_NUM_THREADS, and require a NUMA node for each rank.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 
 
 class VllmEngine:
@@ -209,7 +203,7 @@ class VllmEngine:
 
         self.version = self._loaded_version = NO_VERSION
         started = asyncio.get_running_loop().time()
-        folder = Path(tempfile.mkdtemp(prefix="strop-adapter-"))
+        folder = Path(tempfile.mkdtemp(prefix="strop-adapter-", dir=self.launch.shared_folder))
         (folder / "adapter_model.safetensors").write_bytes(adapter.weights)
         (folder / "adapter_config.json").write_text(adapter.config)
         request = LoRARequest("policy", ADAPTER_ID, str(folder), load_inplace=True)

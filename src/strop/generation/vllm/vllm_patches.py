@@ -10,6 +10,8 @@ draft would too, but it never receives an update. The other bugs are in the CPU 
 - Chunked prefill rewinds the random generator after each chunk but the last, with a method that only CUDA generators have: the first
   chunked request with a seed crashes the engine.
 - Expert weights that are reloaded are not repacked, and their kernel reads the plain weights as packed ones.
+- The buffers in which a pipeline stage receives hidden states are made by the warm-up alone, which is skipped if the size of the KV cache
+  is given, as it always is here: the first request ends the engine.
 """
 
 from __future__ import annotations
@@ -138,6 +140,21 @@ def _patch_expert_packing() -> None:
     UnquantizedFusedMoEMethod._setup_kernel = setup_and_pack
 
 
+def _patch_stage_buffers() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    gather = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def make_buffers_and_gather(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return gather(self, *args, **kwargs)
+
+    GPUModelRunner.sync_and_gather_intermediate_tensors = make_buffers_and_gather
+
+
 PATCHES = (
     VllmPatch(
         bug="a draft model starts with random weights",
@@ -151,4 +168,5 @@ PATCHES = (
     ),
     VllmPatch(bug="a prompt that is read in chunks ends the engine", apply=_patch_chunked_prefill, checked=("0.32.0",)),
     VllmPatch(bug="experts compute with the weights before the last update", apply=_patch_expert_packing, checked=("0.32.0",)),
+    VllmPatch(bug="a pipeline stage has no buffers for hidden states", apply=_patch_stage_buffers, checked=("0.32.0",)),
 )

@@ -43,7 +43,10 @@ class WeightShard:
 
 
 def read_weight_shards(model: Any, rank: int) -> Iterator[WeightShard]:
-    """Yield a shard of every tensor that can be read back. Quantized tensors and unknown layer types are left out."""
+    """Yield a shard of every tensor of this pipeline stage that can be read back. Quantized tensors and unknown layer types are left out.
+
+    ``rank``: among the tensor-parallel ranks of the stage.
+    """
     packed = getattr(model, "packed_modules_mapping", {})
     done: set[int] = set()
     for module_path, module in model.named_modules():
@@ -124,7 +127,9 @@ def read_adapter_shards(model: Any, manager: Any, adapter: int) -> Iterator[Weig
     packed = getattr(model, "packed_modules_mapping", {})
     slot = manager.lora_index_to_id.index(adapter)
     for path, adapter_layer in manager.get_adapter(adapter).loras.items():
-        layer = manager.modules[path]
+        layer = manager.modules.get(path)
+        if layer is None:  # another pipeline stage has it
+            continue
         parent, _, leaf = path.rpartition(".")
         parts = adapter_layer.lora_a if isinstance(adapter_layer.lora_a, list) else [adapter_layer.lora_a]
         names = packed.get(leaf, [leaf]) if len(parts) > 1 else [leaf]

@@ -71,7 +71,11 @@ class StropWorker:
     @torch.no_grad()
     def strop_read_fingerprints(self) -> bytes:
         """Return the pickled ``TensorFingerprint`` of this rank's shard of each tensor that it computes with, by name."""
-        return pickle.dumps(_fingerprint_shards(read_weight_shards(self.model_runner.get_model(), self.rank)))
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        # Not this process's rank in the engine: each pipeline stage shards its own layers over ranks 0 to tensor_parallel_size - 1.
+        shards = read_weight_shards(self.model_runner.get_model(), get_tensor_model_parallel_rank())
+        return pickle.dumps(_fingerprint_shards(shards))
 
     @torch.no_grad()
     def strop_read_adapter_fingerprints(self, adapter: int) -> bytes:

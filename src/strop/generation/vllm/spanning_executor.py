@@ -1,0 +1,121 @@
+"""The workers of an engine that is larger than a node: Ray actors on all of its nodes.
+
+vLLM's own Ray executor takes GPUs out of a placement group. Here the run holds the GPUs, which learner and engine share, so a worker is
+started on its node with the GPUs that the run gave the engine there. The rest is vLLM's: message queues between scheduler and workers, and
+a thread that ends the engine when a worker, or its node, is lost.
+
+Used in the process of the engine's core, which connects to the run's Ray cluster itself: its workers end with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import weakref
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from vllm import envs
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.platforms import current_platform
+from vllm.v1.executor import ray_executor_v2
+from vllm.v1.executor.ray_env_utils import get_driver_env_vars
+from vllm.v1.executor.ray_utils import WORKER_SPECIFIC_ENV_VARS
+
+from strop.generation.vllm.engine_args import SPANNED_VARIABLE, NodeRanks
+from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, exit_with_driver, redirect_standard_output
+from strop.gpus import VISIBLE
+
+ray: Any = ray_executor_v2.ray
+OWN_VARIABLES = {*WORKER_SPECIFIC_ENV_VARS, DRIVER_PID_VARIABLE, SPANNED_VARIABLE}  # of the core's process
+
+
+class SpanningWorker(ray_executor_v2.RayWorkerProc):  # type: ignore[misc]
+    """A worker of vLLM in a Ray actor."""
+
+    def __init__(self, output: str | None, **arguments: Any) -> None:
+        if output is not None:
+            redirect_standard_output(Path(output))
+        if current_platform.is_cpu():
+            _name_shared_memory_by_node(ray.get_runtime_context().get_node_id())
+        super().__init__(**arguments)
+
+
+class SpanningExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc]
+    """Starts a worker for each rank on the node that ``VllmLaunch.nodes`` gives it."""
+
+    def _init_executor(self) -> None:
+        self._finalizer = weakref.finalize(self, self.shutdown)
+        self.is_failed = self.shutting_down = False
+        self.failure_callback = None
+        self.shutdown_lock = threading.Lock()
+        exit_with_driver()  # no worker is a child of this process, which would otherwise outlive the one that started it
+        spanned = json.loads(os.environ[SPANNED_VARIABLE])
+        if not ray.is_initialized():
+            ray.init(address=spanned["address"], log_to_driver=False, configure_logging=False)
+        self._get_parallel_sizes()
+        # The name of vLLM's own executor: with another one a worker expects the GPUs of all ranks on its node.
+        self.parallel_config.distributed_executor_backend = "ray"
+        nodes = [NodeRanks(each["node"], each["count"], tuple(each["gpus"])) for each in spanned["nodes"]]
+        self._start_workers(nodes, spanned["variables"], spanned["output"])
+        self._connect_workers()
+        self.futures_queue = deque[Any]()
+        self._post_init_executor()
+        self.start_worker_monitor()
+        self.output_rank = self._get_output_rank()
+
+    def _start_workers(self, nodes: list[NodeRanks], variables: list[str], output: str | None) -> None:
+        """Start the actors in the order of ranks: those of the first node, which is this one, read queues in shared memory."""
+        self.rpc_broadcast_mq = MessageQueue(
+            self.world_size,
+            nodes[0].count,
+            max_chunk_bytes=envs.VLLM_MQ_MAX_CHUNK_BYTES_MB * 2**20,
+            connect_ip=ray.util.get_node_ip_address(),
+        )
+        queue = self.rpc_broadcast_mq.export_handle()
+        actor_class = ray.remote(SpanningWorker)
+        self.ray_worker_handles = []
+        for node in nodes:
+            options = self._actor_options(node, variables)
+            for local_rank in range(node.count):
+                rank = len(self.ray_worker_handles)
+                actor = actor_class.options(**options).remote(
+                    output,
+                    vllm_config=self.vllm_config,
+                    rank=rank,
+                    input_shm_handle=queue,
+                    is_driver_worker=self._is_driver_worker(rank),
+                    is_driver_node=node is nodes[0],
+                )
+                self.ray_worker_handles.append(ray_executor_v2.RayWorkerHandle(actor, rank, local_rank, node.node))
+
+    def _actor_options(self, node: NodeRanks, variables: list[str]) -> dict[str, Any]:
+        runtime_env = self._build_runtime_env()  # the interpreter and packages of the engine's role
+        own = {name: os.environ[name] for name in variables if name in os.environ}
+        runtime_env["env_vars"] |= {**own, **({VISIBLE: ",".join(node.gpus)} if node.gpus else {})}
+        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node.node, soft=False)
+        return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": strategy, "runtime_env": runtime_env, "max_restarts": 0}
+
+    def _connect_workers(self) -> None:
+        """Load the model on every rank, and connect the queues. Raises an error of Ray if a worker cannot start."""
+        handles = self.ray_worker_handles
+        method = ray.get(handles[0].actor.create_dist_init_method.remote())
+        environment = get_driver_env_vars(OWN_VARIABLES)  # where a worker's process does not set them
+        ray.get([each.actor.initialize_worker.remote(each.local_rank, {}, method, environment) for each in handles])
+        answers = ray.get([each.actor.wait_for_init.remote() for each in handles])
+        self.response_mqs = [MessageQueue.create_from_handle(answer["handle"], 0) for answer in answers]
+        for handle in handles:
+            handle.run()
+        self.rpc_broadcast_mq.wait_until_ready()
+        for queue in self.response_mqs:
+            queue.wait_until_ready()
+
+
+def _name_shared_memory_by_node(node: str) -> None:
+    """Have ranks on a CPU share memory with those of their own node alone: vLLM takes a port for the name of a machine."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    make_name = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{make_name(communicator)}-{node[:8]}")
