@@ -24,7 +24,7 @@ from strop.models.network import Network, freeze_routers
 from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
-from strop.types import Batch, Group
+from strop.types import NO_ROUTE, Batch, Group
 from support.algorithms import grpo
 from support.learners import make_torch_learner
 from support.lora import with_random_adapters
@@ -59,6 +59,7 @@ class Case:
     checkpointing: bool = False
     lora: bool = False
     frozen_routers: bool = False
+    replayed: bool = False  # with recorded experts for most tokens
     value: bool = False  # train a separate critic
     head: bool = False  # train a critic that is a head on the policy
     rank_zero_loading: bool = False
@@ -100,7 +101,10 @@ def build_network(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda 
     if case.frozen_routers:
         assert freeze_routers(model)
     kind = ValueNetwork if case.value else Network
-    return kind(model, precision=case.precision or case.dtype, chunk=5, packed=case.packed)
+    network = kind(model, precision=case.precision or case.dtype, chunk=5, packed=case.packed)
+    if case.replayed:
+        network.enable_router_replay()
+    return network
 
 
 def build_trained_network(case: Case, meshes: DeviceMeshes | None) -> tuple[Network | ValueHead, Parallelism | None]:
@@ -135,6 +139,8 @@ def make_batch(case: Case) -> Batch:
     """Build the batch with its columns, scored with the initial weights."""
     algorithm = ALGORITHMS[case.algorithm]
     batch = pack_for(make_groups(case), algorithm)
+    if case.replayed:
+        batch = replace(batch, routes=random_routes(len(batch.tokens)))
     plain = build_network(replace(case, value=False, head=False, dtype=torch.float64, weights_dtype=None, precision=None))
     with torch.no_grad():
         logprobs = plain.outputs(batch, case.sampling).logprobs
@@ -145,6 +151,13 @@ def make_batch(case: Case) -> Batch:
         batch, TokenOutputs(logprobs.float(), logprobs.float()) if algorithm.needs_step_outputs else None
     )
     return replace(batch, zero_gradient=algorithm.zero_gradient(batch))
+
+
+def random_routes(tokens: int) -> Tensor:
+    """Return two of four experts for each token in two layers; a tenth of the tokens has none recorded."""
+    generator = torch.Generator().manual_seed(3)
+    routes = torch.rand(tokens, 2, 4, generator=generator).argsort(-1)[..., :2].to(torch.int8)
+    return routes.masked_fill(torch.rand(tokens, 1, 1, generator=generator) < 0.1, NO_ROUTE)
 
 
 def get_loss(case: Case) -> Any:

@@ -34,6 +34,7 @@ from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.malloc import trim_freed_memory
+from strop.models.routing.router_metrics import router_metrics
 from strop.sampling import Sampling
 from strop.types import Batch
 
@@ -157,6 +158,7 @@ class TorchLearner:
         with torch.set_grad_enabled(backward):
             outputs = self.parallelism.outputs(batch, self.sampling)
             value, logged = _dummy_loss(outputs) if micro_batch.dummy else loss(outputs, _to_device(batch, self.network.device))
+        logged = {**logged, **router_metrics(self.network, batch)}
         if backward:
             value.backward()
         return detach_to_cpu(outputs), logged
