@@ -28,7 +28,7 @@ from strop.types import NO_ROUTE, Batch, Group
 from support.algorithms import grpo
 from support.learners import make_torch_learner
 from support.lora import with_random_adapters
-from support.models import ExactNorm, build, to_float64
+from support.models import CONFIGS, ExactNorm, build, to_float64
 from support.recorded import build_classifier, random_groups
 from support.rollouts import make_agent_groups, pack_for, simple_groups, with_columns
 
@@ -91,7 +91,7 @@ def build_network(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda 
         for name, child in list(parent.named_children()):
             if type(child).__name__ in ("Qwen3MoeRMSNorm", "MixtralRMSNorm"):
                 setattr(parent, name, ExactNorm(child.weight, child.variance_epsilon))
-    if case.dtype == torch.float64 and case.family in ("qwen3_moe", "mixtral", "deepseek_v3"):
+    if case.dtype == torch.float64 and case.family.removesuffix("_deep") in ("qwen3_moe", "mixtral", "deepseek_v3"):
         model.set_experts_implementation("eager")  # grouped matrix products do not support float64
     if case.weights_dtype is not None and case.lora:
         cast_weights(model, case.weights_dtype)
@@ -140,7 +140,7 @@ def make_batch(case: Case) -> Batch:
     algorithm = ALGORITHMS[case.algorithm]
     batch = pack_for(make_groups(case), algorithm)
     if case.replayed:
-        batch = replace(batch, routes=random_routes(len(batch.tokens)))
+        batch = replace(batch, routes=random_routes(len(batch.tokens), CONFIGS[case.family]().num_hidden_layers))
     plain = build_network(replace(case, value=False, head=False, dtype=torch.float64, weights_dtype=None, precision=None))
     with torch.no_grad():
         logprobs = plain.outputs(batch, case.sampling).logprobs
@@ -153,10 +153,10 @@ def make_batch(case: Case) -> Batch:
     return replace(batch, zero_gradient=algorithm.zero_gradient(batch))
 
 
-def random_routes(tokens: int) -> Tensor:
-    """Return two of four experts for each token in two layers; a tenth of the tokens has none recorded."""
+def random_routes(tokens: int, layers: int) -> Tensor:
+    """Return two of four experts for each token in each layer; a tenth of the tokens has none recorded."""
     generator = torch.Generator().manual_seed(3)
-    routes = torch.rand(tokens, 2, 4, generator=generator).argsort(-1)[..., :2].to(torch.int8)
+    routes = torch.rand(tokens, layers, 4, generator=generator).argsort(-1)[..., :2].to(torch.int8)
     return routes.masked_fill(torch.rand(tokens, 1, 1, generator=generator) < 0.1, NO_ROUTE)
 
 

@@ -49,7 +49,7 @@ def install_router_replay(model: Any) -> RoutedLayers:
             layer.replayable = (router,)  # in a tuple: not a second name of the module
         router.layer, router.routes = index, None
     top_k = {index: int(members[0].top_k) for index, members in found.items()}
-    return RoutedLayers(len(layers), top_k, max(int(members[0].num_experts) for members in found.values()))
+    return RoutedLayers(len(layers), top_k, max(top_k.values()), max(int(members[0].num_experts) for members in found.values()))
 
 
 def _find_routers(layer: nn.Module) -> Iterator[Any]:

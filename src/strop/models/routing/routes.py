@@ -32,13 +32,9 @@ class RoutedLayers:
     """The layers of a decoder that choose experts."""
 
     layers: int  # of the decoder, with those that have no experts
-    top_k: Mapping[int, int]  # layer -> experts of a token
+    top_k: Mapping[int, int]  # layer, of those that this process has -> experts of a token
+    width: int  # experts of a token: the most that a layer chooses
     experts: int  # of a layer
-
-    @property
-    def width(self) -> int:
-        """Experts of a token: the most that a layer chooses."""
-        return max(self.top_k.values())
 
     @property
     def shape(self) -> tuple[int, int]:
