@@ -17,9 +17,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import takewhile
 from typing import Any, Literal
 
 from strop.lazy_torch import Tensor, torch
+
+NO_ROUTE = -1  # in routes: a layer without experts, or a token whose experts were not recorded
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,19 @@ class Turn:
     versions: Tensor  # [L] int32, the weight version that sampled each token; -1 for the environment
     entropies: Tensor | None = None  # [L] float32, of the sampling distribution, if requested
     kept: Tensor | None = None  # [L, K] int32, the ids each token was sampled from, padded with -1, if recorded
+    routes: Tensor | None = (
+        None  # [R, layers, k], the experts of the R tokens of the path before the turn's last one, if recorded
+    )
     num_messages: int = 0  # messages of the rollout that this turn added
 
     @property
     def sampled(self) -> bool:
         return self.author == "policy"
+
+    def with_last_routes(self, context: int) -> Turn:
+        """Return the turn with the experts of its own tokens and of the last ``context`` before it; earlier turns have the others."""
+        kept = None if self.routes is None else self.routes[max(len(self.routes) - context - len(self.tokens) + 1, 0) :].clone()
+        return replace(self, routes=kept)
 
 
 def observation_turn(tokens: Sequence[int], text: str) -> Turn:
@@ -210,6 +221,9 @@ class Rollout:
 
     def with_turn(self, turn: Turn, *messages: Message) -> Rollout:
         turn = replace(turn, num_messages=len(messages))
+        if turn.routes is not None and any(earlier.sampled for earlier in self.turns):
+            observed = sum(len(earlier.tokens) for earlier in takewhile(lambda each: not each.sampled, reversed(self.turns)))
+            turn = turn.with_last_routes(observed + 1)  # the last token of the turn before was not read when it was sampled
         return replace(self, turns=(*self.turns, turn), messages=(*self.messages, *messages))
 
     @property
@@ -297,6 +311,7 @@ class Batch:
 
     totals: Totals
     leaf_sequence: Tensor | None = None  # [L] int64, ascending: the rollout of each path; None: every rollout is one path (L = S)
+    routes: Tensor | None = None  # [T, layers, k]: the experts that the engine chose for each token read, -1 where not recorded
     zero_gradient: Tensor | None = None  # [S] bool: rollouts whose loss gradient is exactly zero; no backward pass is run
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], or [N, K]
 
@@ -305,6 +320,8 @@ class Batch:
         for name in ("source", "sequence", "rollout_logprobs", "versions", "advantages", "mask"):
             if len(getattr(self, name)) != predicted:
                 raise ValueError(f"Batch.{name} has {len(getattr(self, name))} entries, but {predicted} tokens are predicted")
+        if self.routes is not None and len(self.routes) != len(self.tokens):
+            raise ValueError(f"Batch.routes has {len(self.routes)} entries, but {len(self.tokens)} tokens are read")
         for name, column in self.columns.items():
             if len(column) != predicted:
                 raise ValueError(f"Batch column {name!r} has {len(column)} entries, but {predicted} tokens are predicted")

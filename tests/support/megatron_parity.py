@@ -43,7 +43,7 @@ def _deepen(family: str) -> None:
     CONFIGS.setdefault(f"{family}_deep", make)
 
 
-for _family in ("llama", "qwen2", "qwen3"):
+for _family in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"):
     _deepen(_family)
 
 
@@ -104,6 +104,8 @@ def make_megatron_learner(made: MegatronCase) -> Any:
         make_model_config(train_tokens=made.case.train_tokens, score_tokens=50, max_grad_norm=0.3), megatron_cfg=made.config()
     )
     network = MegatronNetwork(stages, plain.config, layout, chunk=5)
+    if made.case.replayed:
+        network.enable_router_replay()
     return MegatronLearner(network, config, made.case.sampling, whole_groups=ALGORITHMS[made.case.algorithm].whole_groups)
 
 

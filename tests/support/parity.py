@@ -25,11 +25,11 @@ from strop.models.network import Network, freeze_routers
 from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
-from strop.types import Batch, Group
+from strop.types import NO_ROUTE, Batch, Group
 from support.algorithms import grpo
 from support.learners import make_torch_learner
 from support.lora import with_random_adapters
-from support.models import ExactNorm, build, to_float64
+from support.models import CONFIGS, ExactNorm, build, to_float64
 from support.recorded import build_classifier, random_groups
 from support.rollouts import make_agent_groups, pack_for, simple_groups, with_columns
 
@@ -61,6 +61,7 @@ class Case:
     checkpointing: bool = False
     lora: bool = False
     frozen_routers: bool = False
+    replayed: bool = False  # with recorded experts for most tokens
     value: bool = False  # train a separate critic
     head: bool = False  # train a critic that is a head on the policy
     rank_zero_loading: bool = False
@@ -93,7 +94,7 @@ def build_network(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda 
         for name, child in list(parent.named_children()):
             if type(child).__name__ in ("Qwen3MoeRMSNorm", "MixtralRMSNorm"):
                 setattr(parent, name, ExactNorm(child.weight, child.variance_epsilon))
-    if case.dtype == torch.float64 and case.family in ("qwen3_moe", "mixtral", "deepseek_v3"):
+    if case.dtype == torch.float64 and case.family.removesuffix("_deep") in ("qwen3_moe", "mixtral", "deepseek_v3"):
         model.set_experts_implementation("eager")  # grouped matrix products do not support float64
     if case.weights_dtype is not None and case.lora:
         cast_weights(model, case.weights_dtype)
@@ -103,7 +104,10 @@ def build_network(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda 
     if case.frozen_routers:
         assert freeze_routers(model)
     kind = ValueNetwork if case.value else Network
-    return kind(model, precision=case.precision or case.dtype, chunk=5, packed=case.packed)
+    network = kind(model, precision=case.precision or case.dtype, chunk=5, packed=case.packed)
+    if case.replayed:
+        network.enable_router_replay()
+    return network
 
 
 def build_trained_network(case: Case, meshes: DeviceMeshes | None) -> tuple[Network | ValueHead, Parallelism | None]:
@@ -139,6 +143,8 @@ def make_batch(case: Case) -> Batch:
     """Build the batch with its columns, scored with the initial weights."""
     algorithm = ALGORITHMS[case.algorithm]
     batch = pack_for(make_groups(case), algorithm)
+    if case.replayed:
+        batch = replace(batch, routes=random_routes(len(batch.tokens), CONFIGS[case.family]().num_hidden_layers))
     plain = build_network(replace(case, value=False, head=False, dtype=torch.float64, weights_dtype=None, precision=None))
     with torch.no_grad():
         logprobs = plain.outputs(batch, case.sampling).logprobs
@@ -149,6 +155,13 @@ def make_batch(case: Case) -> Batch:
         batch, TokenOutputs(logprobs.float(), logprobs.float()) if algorithm.needs_step_outputs else None
     )
     return replace(batch, zero_gradient=algorithm.zero_gradient(batch))
+
+
+def random_routes(tokens: int, layers: int) -> Tensor:
+    """Return two of four experts for each token in each layer; a tenth of the tokens has none recorded."""
+    generator = torch.Generator().manual_seed(3)
+    routes = torch.rand(tokens, layers, 4, generator=generator).argsort(-1)[..., :2].to(torch.int8)
+    return routes.masked_fill(torch.rand(tokens, 1, 1, generator=generator) < 0.1, NO_ROUTE)
 
 
 def get_loss(case: Case) -> Any:

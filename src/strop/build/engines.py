@@ -77,6 +77,7 @@ def make_generator(
         model=str(write_model_folder(policy, spec.output_folder / "model")),
         on_cpu=on_cpu,
         max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
+        return_routes=config.router_replay.enabled,
     )
     engines = make_local_engines(
         launch,

@@ -168,7 +168,10 @@ def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_
     """Load the model that a run trains. Raises ModelNotFound, ValueError."""
     select_device(config.policy.device)
     load = load_reward_policy if isinstance(config, RmRunConfig) else load_policy
-    return load(config.policy, config.training.seed, loader)
+    policy = load(config.policy, config.training.seed, loader)
+    if isinstance(config, RolloutRunConfig) and config.policy.router_replay.enabled:
+        policy.network.enable_router_replay()
+    return policy
 
 
 def make_critic(config: PpoRunConfig, policy: LoadedPolicy, loader: ModelLoader = LOCAL_LOADER) -> TrainableNetwork:

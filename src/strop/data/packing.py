@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from strop.data.packed_routes import place_routes
 from strop.data.token_tree import FlatTokens, TokenPath, concatenate, make_paths, own_tokens
 from strop.sampling import KEPT_TOKENS, NO_TOKEN
 from strop.types import Batch, Group, Rollout, RolloutCredit, Totals
@@ -41,6 +42,7 @@ def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_
     flat = FlatTokens()
     at_end = credit.predict == "last_token"
     leaves: list[list[int]] = []  # of each rollout
+    paths_of: list[list[TokenPath]] = []
     predictions: list[_Predictions] = []
     for group in groups:
         prompt = group.rollouts[0].prompt
@@ -50,6 +52,7 @@ def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_
         for path in ([root] if root else []) + [path for paths in trees for path in paths]:
             path.append_to(flat)
         leaves += [[path.leaf for path in paths] for paths in trees]
+        paths_of += trees
         predict = _predict_at_end if at_end else _predict_tokens
         predictions += [predict(rollout, paths) for rollout, paths in zip(group.rollouts, trees, strict=True)]
     target = torch.cat([predicted.target for predicted in predictions])
@@ -73,6 +76,7 @@ def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_
         group=torch.tensor([index for index, group in enumerate(groups) for _ in group.rollouts]),
         rewards=credit.rewards,
         leaf_sequence=_count_off(leaves) if any(len(each) > 1 for each in leaves) else None,
+        routes=place_routes(rollouts, paths_of, flat.length),
         totals=Totals(0, 0, 0),
         columns={} if at_end else _kept_token_ids(rollouts, target),
     ).with_totals()

@@ -41,6 +41,7 @@ def select_rollouts(batch: Batch, sequences: Sequence[int]) -> SubBatch:
         batch,
         tokens=batch.tokens[token_index],
         positions=batch.positions[token_index],
+        routes=None if batch.routes is None else batch.routes[token_index],
         segment_start=segment_length.cumsum(0) - segment_length,
         segment_parent=torch.tensor([renumbered.get(parents[segment], -1) for segment in segments]),
         source=new_position[batch.source[index]],

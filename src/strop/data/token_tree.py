@@ -85,6 +85,13 @@ class TokenPath:
             found[:1] = self.parent.find(positions[:1])
         return found
 
+    def find_between(self, first: int, last: int) -> Tensor:
+        """Return the indices in T of the tokens at positions ``first`` to ``last`` - 1, those of its parents too."""
+        if self.parent is None or first >= self.start:
+            return self.find(torch.arange(first, last))
+        own = self.find(torch.arange(self.start, last)) if last > self.start else torch.zeros(0, dtype=torch.int64)
+        return torch.cat([self.parent.find_between(first, min(last, self.start)), own])
+
 
 def make_paths(rollout: Rollout, root: TokenPath | None, *, share: bool, at_end: bool) -> list[TokenPath]:
     """Return the main path of a rollout and its branches. ``at_end`` there is only the former, with its last sampled token."""

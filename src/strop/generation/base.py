@@ -23,6 +23,9 @@ class Completion:
     stopped: bool  # True: ended by a stop token or stop string; False: by the maximum number of tokens
     entropies: Tensor | None = None  # [L] float32
     kept: Tensor | None = None  # [L, K] int32, ids each token was sampled from, padded with -1; with records_sampling_mask
+    routes: Tensor | None = (
+        None  # [P + L - 1, layers, k], experts of each token read (models/routing/routes.py); with router replay
+    )
 
 
 class RequestTooLong(ValueError):

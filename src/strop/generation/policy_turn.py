@@ -22,4 +22,5 @@ def make_policy_turn(completion: Completion, generator: Generator, sampling: Sam
         versions=completion.versions,
         entropies=completion.entropies,
         kept=completion.kept,
+        routes=completion.routes,
     )

@@ -7,19 +7,22 @@ A model that follows Transformers' attention interface reads packed rows with sh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, TokenOutputs
 from strop.models.adapters import disable_adapters
 from strop.models.attention import IMPLEMENTATION, AttentionPlan, TreePlan
 from strop.models.heads import LMHead, get_lm_head, token_logprobs
+from strop.models.routing.router_replay import install_router_replay
+from strop.models.routing.routes import RecordedRoutes, ReplayedRoutes, RoutedLayers
 from strop.sampling import KEPT_TOKENS, Sampling, at_least_float32
-from strop.types import Batch
+from strop.types import NO_ROUTE, Batch
 
 OutputsT = TypeVar("OutputsT")  # a dataclass of tensors with one row for each predicted token
 
@@ -33,6 +36,14 @@ class TokenSharding(Protocol):
 
     def gather_hidden(self, hidden: Tensor) -> Tensor:
         """Hidden states of this device's tokens -> those of all T tokens, [T or more, H]."""
+        ...
+
+    def shard_layers(self, column: Tensor, padding: int) -> Tensor:
+        """[T, ...] -> the rows that the layers of this device compute between attentions; rows of ``padding`` where there is no token."""
+        ...
+
+    def add_counts(self, counts: Tensor) -> Tensor:
+        """Return the sum of the counts of all devices."""
         ...
 
     def shard_predictions(self, column: Tensor) -> Tensor:
@@ -52,6 +63,12 @@ class NoTokenSharding:
 
     def gather_hidden(self, hidden: Tensor) -> Tensor:
         return hidden
+
+    def shard_layers(self, column: Tensor, padding: int) -> Tensor:
+        return column
+
+    def add_counts(self, counts: Tensor) -> Tensor:
+        return counts
 
     def shard_predictions(self, column: Tensor) -> Tensor:
         return column
@@ -73,6 +90,8 @@ class Network:
         self.device = next(model.parameters()).device
         self.token_sharding: TokenSharding = NoTokenSharding()
         self.received: Tensor | None = None  # [t, H], from an earlier pipeline stage: this one does not embed the tokens
+        self.routed: RoutedLayers | None = None  # with router replay
+        self.router_counts: Tensor | None = None  # of the last pass that replayed: (token, layer) pairs that differ, compared
         self.fallback: str | None = None  # why the model cannot read packed rows
         self.packed = self._probe() if packed is None else packed
         self.use_learner_attention()
@@ -101,6 +120,35 @@ class Network:
     def decoder(self) -> nn.Module:
         decoder: nn.Module = self.model.get_decoder()
         return decoder
+
+    def enable_router_replay(self) -> None:
+        """Record the experts that an engine chooses, and train with recorded ones. Raises ValueError for a model without experts."""
+        self.routed = install_router_replay(self.model)
+
+    def record_routes(self) -> RecordedRoutes | None:
+        """Return what records the experts of a pass of an engine; None without router replay."""
+        return None if self.routed is None else RecordedRoutes(self.routed)
+
+    def _replay_routes(self, batch: Batch, source: Tensor | None = None) -> dict[str, ReplayedRoutes]:
+        """Return the keyword argument of the decoder that replays the experts of a batch.
+
+        ``source`` [N]: of padded rows, the places in all rows that the predicted tokens are predicted from.
+        """
+        self.router_counts = None
+        if self.routed is None or batch.routes is None:
+            return {}
+        routes = batch.routes
+        if source is not None:
+            routes = pad_sequence(_read_rows(batch, routes), batch_first=True, padding_value=NO_ROUTE).flatten(0, 1)
+        counted = torch.bincount(batch.source if source is None else source, minlength=len(routes))
+        columns = ((routes, NO_ROUTE), (counted, 0))
+        local = (self.token_sharding.shard_layers(column, padding).to(self.device) for column, padding in columns)
+        return {"routes": ReplayedRoutes(self.routed, *local)}
+
+    def _count_differences(self, replayed: Mapping[str, ReplayedRoutes]) -> None:
+        for routes in replayed.values():
+            routes.check()
+            self.router_counts = self.token_sharding.add_counts(routes.counts)
 
     def autocast(self) -> torch.autocast:
         """Return bfloat16 autocast if that is the precision, else a context without effect."""
@@ -140,22 +188,26 @@ class Network:
         tree = TreePlan(batch.segment_start, batch.segment_length, batch.segment_parent, self.device)
         tokens, positions, plan = self.token_sharding.shard_tokens(batch.tokens, batch.positions, tree)
         inputs = {"input_ids": tokens[None].to(self.device)} if self.received is None else {"inputs_embeds": self.received[None]}
-        output = self.decoder(**inputs, position_ids=positions[None].to(self.device), plan=plan, use_cache=False)
+        replayed = self._replay_routes(batch)
+        output = self.decoder(**inputs, position_ids=positions[None].to(self.device), plan=plan, use_cache=False, **replayed)
+        self._count_differences(replayed)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
     def _hidden_padded(self, batch: Batch) -> Tensor:
-        rows = _read_rows(batch)
+        rows = _read_rows(batch, batch.tokens)
         longest = max(len(row) for row in rows)
         tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
         mask = torch.zeros(len(rows), longest, dtype=torch.int64)
         for index, row in enumerate(rows):
             tokens[index, : len(row)] = row
             mask[index, : len(row)] = 1
-        output = self.decoder(input_ids=tokens.to(self.device), attention_mask=mask.to(self.device), use_cache=False)
-        column = batch.positions[batch.source]
+        row, column = _source_rows(batch), batch.positions[batch.source]
+        replayed = self._replay_routes(batch, row * longest + column)
+        output = self.decoder(input_ids=tokens.to(self.device), attention_mask=mask.to(self.device), use_cache=False, **replayed)
+        self._count_differences(replayed)
         hidden: Tensor = output.last_hidden_state
-        return hidden[_source_rows(batch).to(self.device), column.to(self.device)]
+        return hidden[row.to(self.device), column.to(self.device)]
 
     @torch.no_grad()
     def _probe(self) -> bool:
@@ -192,9 +244,9 @@ def _native_attention(model: Any) -> str:
     return "sdpa" if getattr(model, "_supports_sdpa", False) and not softcapped else "eager"
 
 
-def _read_rows(batch: Batch) -> list[Tensor]:
-    """Return the tokens of each path of the rollouts."""
-    segments = batch.tokens.split(batch.segment_length.tolist())
+def _read_rows(batch: Batch, column: Tensor) -> list[Tensor]:
+    """Return the rows of a column [T, ...] of each path of the rollouts."""
+    segments = column.split(batch.segment_length.tolist())
     return [torch.cat([segments[segment] for segment in path]) for paths in batch.rollout_paths() for path in paths]
 
 
@@ -216,7 +268,7 @@ def _compute_logprobs(network: Network, hidden: Tensor, batch: Batch, *, direct:
     if not direct:
         return token_logprobs(hidden, batch.target.to(network.device), network.head, Sampling(), network.chunk).logprobs
     logprobs: list[Tensor] = []
-    rows = _read_rows(batch)
+    rows = _read_rows(batch, batch.tokens)
     logits = [network.model(input_ids=row[None].to(network.device), use_cache=False).logits[0] for row in rows]
     for sequence, source, target in zip(batch.sequence.tolist(), batch.source.tolist(), batch.target.tolist(), strict=True):
         logprobs.append(at_least_float32(logits[sequence][int(batch.positions[source])]).log_softmax(-1)[target])

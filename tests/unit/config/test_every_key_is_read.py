@@ -141,6 +141,7 @@ ASKED = {
     "RewardScalingConfig": "scaling",
     "RewardShapingConfig": "shaping",
     "AsyncConfig": "self.async_config",
+    "RouterReplayConfig": "config.policy.router_replay",
 }
 REFUSED_OFF_OR_ON = {"DtensorConfig", "MegatronConfig", "MegatronPeftConfig", "Fp8Config"}  # by a rule about the model
 

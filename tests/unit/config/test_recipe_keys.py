@@ -81,3 +81,13 @@ def test_the_fused_adam_of_transformer_engine_is_the_one_of_torch() -> None:
     assert optimizer.name == "torch.optim.AdamW" and optimizer.kwargs["lr"] == 1e-6
     assert not {"master_weights", "store_param_remainders", "exp_avg_dtype"} & set(optimizer.kwargs)
     assert effects(loaded) == {"policy.optimizer.name": Effect.CHANGED}
+
+
+def test_experts_of_the_rollout_are_replayed_and_the_prefix_cache_keeps_them() -> None:
+    """NeMo-RL's own recipes turn the prefix cache off, beside which newer vLLMs keep the experts."""
+    engine = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.enable_prefix_caching=false")
+    loaded = load("policy.router_replay.enabled=true", *engine)
+    assert loaded.config.policy.router_replay.enabled
+    assert [problem.key for problem in loaded.warnings if "experts" in problem.message] == [
+        "policy.generation.vllm_cfg.enable_prefix_caching"
+    ]

@@ -24,6 +24,8 @@ def build_torch_engine(
         disable_dropout(model)
         network = Network(model, precision=PRECISIONS[config.precision], packed=packed)
         cast_weights(model, PRECISIONS[config.weights_dtype])
+        if config.router_replay.enabled:
+            network.enable_router_replay()
         length = config.max_total_sequence_length
         return make_torch_engine(network, tokenizer, config.generation.torch_cfg, length=length, stop_ids=stop_ids)
 

@@ -151,6 +151,7 @@ class RayBackend:
             model=str(folder),
             on_cpu=self.policy_info.on_cpu,
             max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
+            return_routes=config.router_replay.enabled,
             environment=self._thread_env(config.generation.vllm_cfg.num_threads, generates=True),
             output_file=outputs / f"engine_{number}.log",
             nodes=tuple(self._locate_ranks(part) for part in slot.parts) if slot.further else (),

@@ -10,6 +10,7 @@ from pydantic import Field
 from strop.base_config import BaseConfig, subsection
 from strop.generation.generation_config import GenerationConfig, UnusedGenerationConfig
 from strop.learner.model_config import ModelConfig
+from strop.models.routing.router_replay_config import RouterReplayConfig
 from strop.problems import Problem
 
 
@@ -48,6 +49,7 @@ class PolicyConfig(ModelConfig):
         "policy's weights stay.",
     )
     reference: ReferenceConfig = subsection(ReferenceConfig)
+    router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
     generation: GenerationConfig = subsection(GenerationConfig)
 
     @property
@@ -60,6 +62,7 @@ class PolicyConfig(ModelConfig):
         yield from self._check_backend(key)
         yield from self._check_adapter_dropout(f"{key}.dtensor_cfg.lora_cfg.dropout")
         yield from self._check_engine_length(f"{key}.generation.vllm_cfg.max_model_len")
+        yield from self._check_router_replay(key)
 
     def _check_backend(self, key: str) -> Iterator[Problem]:
         enabled = self.megatron_cfg.enabled
@@ -90,10 +93,31 @@ class PolicyConfig(ModelConfig):
                 f"Leave it unset, set it to {total} or more, or lower policy.max_total_sequence_length.",
             )
 
+    def _check_router_replay(self, key: str) -> Iterator[Problem]:
+        if not self.router_replay.enabled or not self.generation.uses_vllm:
+            return
+        if self.device == "cpu":
+            yield Problem(
+                f"{key}.router_replay.enabled",
+                "found true, but vLLM says the experts of tokens with its model runner V2 alone, which a CPU does not have",
+                f"Set {key}.generation.backend=torch, or {key}.router_replay.enabled=false.",
+            )
+        if (stages := self.generation.vllm_cfg.pipeline_parallel_size) > 1:
+            yield Problem(
+                f"{key}.router_replay.enabled",
+                f"found true, but vLLM does not say the experts of tokens with {stages} pipeline stages",
+                f"Set {key}.generation.vllm_cfg.pipeline_parallel_size=1, and tensor_parallel_size for a model that needs several GPUs.",
+            )
+
     def warnings(self, key: str) -> Iterator[Problem]:
         yield from self._warn_unused_batch_size(key)
         if self.offload is True and not self.generation.colocated.enabled:
             yield Problem(f"{key}.offload", "it has no effect: the engine has devices of its own")
+        if self.router_replay.enabled and self.generation.uses_vllm and not self.generation.vllm_cfg.enable_prefix_caching:
+            yield Problem(
+                f"{key}.generation.vllm_cfg.enable_prefix_caching",
+                f"found false, but vLLM keeps the experts of tokens beside its prefix cache, which {key}.router_replay.enabled turns on",
+            )
         yield from self._warn_unused_sleep(f"{key}.generation.vllm_cfg.sleep_level")
 
     def _warn_unused_batch_size(self, key: str) -> Iterator[Problem]:
@@ -125,3 +149,5 @@ class RecordedPolicyConfig(PolicyConfig):
         yield from self._warn_unused_batch_size(key)
         if self.offload is True:
             yield Problem(f"{key}.offload", "it has no effect: a run on recorded data has no engine to make room for")
+        if self.router_replay.enabled:
+            yield Problem(f"{key}.router_replay.enabled", "it has no effect: recorded data has no experts that an engine chose")

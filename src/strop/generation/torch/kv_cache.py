@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from strop.models.attention import AttentionSpec, causal_mask, masked_attention
+from strop.models.routing.routes import RoutedLayers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,12 @@ class CacheShape:
 class SlotCache:
     """Keys and values of the running requests, [layers, slots, heads, length, D], allocated once."""
 
-    def __init__(self, shape: CacheShape, slots: int, length: int) -> None:
+    def __init__(self, shape: CacheShape, slots: int, length: int, routed: RoutedLayers | None = None) -> None:
+        """``routed``: also hold the experts of each token, for router replay."""
         self.shape = shape
+        self.routes: Tensor | None = None  # [slots, length, layers, k]
+        if routed is not None:
+            self.routes = torch.zeros((slots, length, *routed.shape), dtype=routed.dtype, device=shape.device)
         self.slots = slots
         self.length = length
         size = (shape.layers, slots, shape.heads, length, shape.head_size)
@@ -40,15 +45,21 @@ class SlotCache:
     def write_prefix(self, slot: int, prefix: Prefix) -> None:
         self.keys[:, slot, :, : prefix.length] = prefix.keys
         self.values[:, slot, :, : prefix.length] = prefix.values
+        if self.routes is not None and prefix.routes is not None:
+            self.routes[slot, : prefix.length] = prefix.routes
 
     def move(self, source: int, target: int, length: int) -> None:
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
+        if self.routes is not None:
+            self.routes[target, :length] = self.routes[source, :length]
 
     def read_prefix(self, slot: int, tokens: tuple[int, ...]) -> Prefix:
         """Return a copy of the slot's first ``len(tokens)`` positions."""
         length = len(tokens)
-        return Prefix(tokens, self.keys[:, slot, :, :length].clone(), self.values[:, slot, :, :length].clone())
+        routes = None if self.routes is None else self.routes[slot, :length].clone()
+        keys, values = self.keys[:, slot, :, :length].clone(), self.values[:, slot, :, :length].clone()
+        return Prefix(tokens, keys, values, routes=routes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +70,7 @@ class Prefix:
     keys: Tensor
     values: Tensor
     logits: Tensor | None = None  # [V]
+    routes: Tensor | None = None  # [P, layers, k], with router replay
 
     @property
     def length(self) -> int:
@@ -68,7 +80,8 @@ class Prefix:
         """Return the prefix without its last token, which must then be computed again for its logits. None if nothing is left."""
         if self.length < 2:
             return None
-        return Prefix(self.tokens[:-1], self.keys[:, :, :-1], self.values[:, :, :-1])
+        routes = None if self.routes is None else self.routes[:-1]
+        return Prefix(self.tokens[:-1], self.keys[:, :, :-1], self.values[:, :, :-1], routes=routes)
 
 
 class PrefixStore:
@@ -141,8 +154,8 @@ class PrefillPlan:
         mask = None if causal else causal_mask(queries.shape[2], keys.shape[2], spec.window, query.device)
         return masked_attention(queries, keys, values, mask, spec, causal=causal)[0].transpose(0, 1)
 
-    def build_prefix(self, index: int, tokens: tuple[int, ...], logits: Tensor) -> Prefix:
-        """Return the ``index``-th prompt as a prefix, its cached part included."""
+    def build_prefix(self, index: int, tokens: tuple[int, ...], logits: Tensor, routes: Tensor | None = None) -> Prefix:
+        """Return the ``index``-th prompt as a prefix, its cached part included. ``routes`` [T, layers, k]: recorded in this pass."""
         start = sum(self.lengths[:index])
         end = start + self.lengths[index]
         keys = torch.stack([layer[start:end].transpose(0, 1) for layer in self.keys])
@@ -150,7 +163,10 @@ class PrefillPlan:
         cached = self.prefixes[index]
         if cached is not None:
             keys, values = torch.cat([cached.keys, keys], dim=2), torch.cat([cached.values, values], dim=2)
-        return Prefix(tokens, keys, values, logits)
+        if routes is not None:
+            routes = routes[start:end]
+            routes = routes if cached is None or cached.routes is None else torch.cat([cached.routes, routes])
+        return Prefix(tokens, keys, values, logits, routes)
 
 
 class DecodePlan:

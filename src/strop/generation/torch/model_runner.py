@@ -16,6 +16,7 @@ from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
 from strop.models.attention import AttentionSpec
 from strop.models.network import Network
+from strop.models.routing.routes import RecordedRoutes
 
 SPAN_STEP = 32  # the attended span of the cache is rounded up to a multiple of this many positions
 
@@ -54,6 +55,10 @@ class ModelRunner(Protocol):
 
     def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
         """Store a conversation's prefix for its next turn."""
+        ...
+
+    def read_routes(self, slot: int, length: int) -> Tensor | None:
+        """Return the experts of a slot's first ``length`` tokens, [length, layers, k] on the CPU; None without router replay."""
         ...
 
     def activate(self) -> None:
@@ -96,7 +101,7 @@ class CachedRunner:
                 "the second"
             )
         self.length = length
-        self.cache = SlotCache(self.shape, self.slots, length)
+        self.cache = SlotCache(self.shape, self.slots, length, network.routed)
         self.prefixes = PrefixStore(capacity - self.slots * length)
         self.linears = FastLinears(network.model, network.precision, prepack=config.prepack_weights)
         captures = config.cuda_graphs and network.device.type == "cuda"
@@ -131,8 +136,10 @@ class CachedRunner:
         tokens = torch.tensor([token for prompt, skip in zip(prompts, skipped, strict=True) for token in prompt[skip:]])
         positions = torch.cat([torch.arange(skip, skip + length) for skip, length in zip(skipped, lengths, strict=True)])
         last = torch.tensor(lengths).cumsum(0) - 1
-        logits = self._forward(tokens, positions, plan, last)
-        return {prompt: plan.build_prefix(index, prompt, logits[index]) for index, prompt in enumerate(prompts)}
+        recorded = self.network.record_routes()
+        logits = self._forward(tokens, positions, plan, last, recorded)
+        routes = None if recorded is None else recorded.stack()
+        return {prompt: plan.build_prefix(index, prompt, logits[index], routes) for index, prompt in enumerate(prompts)}
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         if self.graphs is not None:
@@ -142,14 +149,26 @@ class CachedRunner:
 
     def _decode_static(self, tokens: Tensor, positions: Tensor, span: int | None = None) -> Tensor:
         positions = positions.to(self.network.device)
-        return self._forward(tokens, positions, DecodePlan(self.cache, positions, span or self.length), None)
+        plan, recorded = DecodePlan(self.cache, positions, span or self.length), self.network.record_routes()
+        logits = self._forward(tokens, positions, plan, None, recorded)
+        if recorded is not None and self.cache.routes is not None:
+            self.cache.routes[plan.rows, positions] = recorded.stack()
+        return logits
 
     @torch.no_grad()
-    def _forward(self, tokens: Tensor, positions: Tensor, plan: PrefillPlan | DecodePlan, rows: Tensor | None) -> Tensor:
+    def _forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        plan: PrefillPlan | DecodePlan,
+        rows: Tensor | None,
+        routes: RecordedRoutes | None,
+    ) -> Tensor:
         device = self.network.device
+        options = {} if routes is None else {"routes": routes}
         with self.network.autocast():
             output = self.network.decoder(
-                input_ids=tokens[None].to(device), position_ids=positions[None].to(device), plan=plan, use_cache=False
+                input_ids=tokens[None].to(device), position_ids=positions[None].to(device), plan=plan, use_cache=False, **options
             )
             hidden = output.last_hidden_state[0]
             hidden = hidden if rows is None else hidden.index_select(0, rows.to(device))
@@ -162,6 +181,9 @@ class CachedRunner:
 
     def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
         self.prefixes.put(session, self.cache.read_prefix(slot, tokens))
+
+    def read_routes(self, slot: int, length: int) -> Tensor | None:
+        return None if self.cache.routes is None else self.cache.routes[slot, :length].to("cpu", copy=True)
 
     def activate(self) -> None:
         self.prefixes.clear()
@@ -192,6 +214,7 @@ class RecomputeRunner:
         self.slots = max_slots
         self.length = length
         self._tokens: dict[int, list[int]] = {}
+        self._routes: dict[int, Tensor] = {}  # slot -> [tokens or more, layers, k], of the last pass that read it
 
     def count_unread(self, prompt: SlotPrompt) -> int:
         return len(prompt.tokens)
@@ -199,29 +222,38 @@ class RecomputeRunner:
     def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
         for prompt in prompts:
             self._tokens[prompt.slot] = list(prompt.tokens)
-        return self._logits([self._tokens[prompt.slot] for prompt in prompts])
+        return self._logits([prompt.slot for prompt in prompts])
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         for slot, token in enumerate(tokens):
             self._tokens[slot].append(token)
-        return self._logits([self._tokens[slot] for slot in range(len(tokens))])
+        return self._logits(range(len(tokens)))
 
     @torch.no_grad()
-    def _logits(self, rows: list[list[int]]) -> Tensor:
-        device = self.network.device
+    def _logits(self, slots: Sequence[int]) -> Tensor:
+        device, rows = self.network.device, [self._tokens[slot] for slot in slots]
+        recorded = self.network.record_routes()
+        options = {} if recorded is None else {"routes": recorded}
         longest = max(len(row) for row in rows)
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
         with self.network.autocast():
-            hidden = self.network.decoder(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
+            hidden = self.network.decoder(input_ids=tokens, attention_mask=mask, use_cache=False, **options).last_hidden_state
+            if recorded is not None:
+                self._routes.update(zip(slots, recorded.stack().unflatten(0, (len(rows), longest)).cpu(), strict=True))
             last = hidden[torch.arange(len(rows), device=device), torch.tensor([len(row) - 1 for row in rows], device=device)]
             return self.network.head.compute_logits(last)
 
     def move(self, source: int, target: int, length: int) -> None:
         self._tokens[target] = self._tokens.pop(source)
+        if source in self._routes:
+            self._routes[target] = self._routes.pop(source)
 
     def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
         return None
+
+    def read_routes(self, slot: int, length: int) -> Tensor | None:
+        return self._routes[slot][:length].clone() if slot in self._routes else None
 
     def activate(self) -> None:
         self.network.use_native_attention()

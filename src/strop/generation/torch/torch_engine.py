@@ -263,6 +263,7 @@ class TorchEngine:
 
     def _finish(self, request: _Request, stopped: bool) -> None:
         """Return the completion, and move the last running request into the freed slot."""
+        slot = self._running.index(request)
         if not request.done.done():
             request.done.set_result(
                 Completion(
@@ -273,9 +274,9 @@ class TorchEngine:
                     stopped=stopped,
                     entropies=torch.tensor(request.entropies, dtype=torch.float32) if request.sampling.entropy else None,
                     kept=pad_kept_tokens(request.kept) if request.sampling.records_sampling_mask else None,
+                    routes=self.runner.read_routes(slot, request.position),
                 )
             )
-        slot = self._running.index(request)
         if request.session:
             self.runner.store_session(slot, request.session, (*request.prompt, *request.tokens[:-1]))
         last = len(self._running) - 1

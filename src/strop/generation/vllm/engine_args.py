@@ -30,6 +30,7 @@ RESERVED_ARGS = {  # vLLM arguments that Strop sets itself -> what to set instea
     "enable_lora": "policy.dtensor_cfg.lora_cfg.enabled",
     "quantization": "nothing: rollouts use the trained weights unquantized",
     "data_parallel_size": "policy.generation.vllm_cfg.num_engines",
+    "enable_return_routed_experts": "policy.router_replay.enabled",
 }
 CPU_BLOCK_SIZE = 32  # tokens: with vLLM's CPU default of 128, shorter prompts would never be in the prefix cache
 CPU_CACHE_GB = 2.0
@@ -65,6 +66,7 @@ class VllmLaunch:
     on_cpu: bool
     load_weights: bool = False
     max_lora_rank: int | None = None  # LoRA adapters of at most this rank are loaded over the base weights
+    return_routes: bool = False  # the experts of each token, for router replay
     environment: Mapping[str, str] = field(default_factory=dict)  # where the engine runs: its CPU threads or its GPUs
     worker_extension: str = "strop.generation.vllm.worker.StropWorker"  # vLLM's worker_extension_cls
     output_file: Path | None = None  # file for the output of the engine's processes; None: that of this process
@@ -76,7 +78,10 @@ class VllmLaunch:
         """Environment variables of the engine's processes."""
         # A fork of a process that has used CUDA cannot use it, and vLLM does not notice every use.
         start = {} if self.on_cpu else {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-        own = {**start, **self.environment, **self.config.vllm_cfg.env_vars}
+        routes = (
+            {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.return_routes else {}
+        )  # the other one does not say the experts of tokens
+        own = {**start, **routes, **self.environment, **self.config.vllm_cfg.env_vars}
         if not self.nodes:
             return own
         spanned = {
@@ -146,6 +151,13 @@ def make_engine_args(launch: VllmLaunch) -> Any:
         args["speculative_config"] = make_speculative_config(config)
     if launch.sleep_level:
         args["enable_sleep_mode"] = True
+    if launch.return_routes:
+        if launch.on_cpu:
+            raise ValueError(
+                "policy.router_replay.enabled is true, but vLLM says the experts of tokens with its model runner V2 alone, which needs "
+                "Triton and a GPU; set policy.generation.backend=torch, or policy.router_replay.enabled=false"
+            )
+        args |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}  # they are kept beside the prefix cache
     return AsyncEngineArgs(**{**args, **generation.vllm_kwargs, **_choose_executor(launch)})
 
 

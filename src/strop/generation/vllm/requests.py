@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from strop.generation.base import Completion
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE
+from strop.models.routing.routes import compact
 from strop.sampling import Sampling, pad_kept_tokens
+from strop.types import NO_ROUTE
 
 
 class RequestInterrupted(RuntimeError):
@@ -65,6 +68,7 @@ def to_completion(output: RequestOutput, sampling: Sampling, tokenizer: Any) -> 
         text=tokenizer.decode(sample.token_ids, skip_special_tokens=True),
         stopped=sample.finish_reason == "stop",
         kept=_kept_ids(sample.logprobs, tokens) if sampling.records_sampling_mask else None,
+        routes=_routes(sample.routed_experts, len(output.prompt_token_ids or ()) + len(tokens) - 1),
     )
 
 
@@ -83,6 +87,18 @@ def _token_versions(spans: Any, length: int) -> Tensor:
     for span in spans or ():
         versions[span.start : span.end] = int(span.version)
     return versions
+
+
+def _routes(experts: Any, read: int) -> Tensor | None:
+    """Return the experts of the tokens that the engine read, [read, layers, k]; None if it was not asked for them.
+
+    vLLM's array [n, layers, k] begins with the prompt; where it ends early, the other tokens route themselves. It has zeros for layers
+    without experts, which nobody reads.
+    """
+    if experts is None:
+        return None
+    routes = torch.from_numpy(experts.astype("int16"))[:read]
+    return compact(pad(routes, (0, 0, 0, 0, 0, read - len(routes)), value=NO_ROUTE))
 
 
 def _kept_ids(flat: Any, tokens: Tensor) -> Tensor:

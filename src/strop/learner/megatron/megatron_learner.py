@@ -27,6 +27,7 @@ from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, de
 from strop.learner.torch.schedule_unit import ScheduleUnit
 from strop.learner.torch.tensor_offload import TensorOffload
 from strop.metrics import Metrics
+from strop.models.routing.router_metrics import measure_disagreement, measure_missing_routes
 from strop.sampling import Sampling
 from strop.types import Batch
 
@@ -98,7 +99,8 @@ class MegatronLearner:
     def score_local(self, batch: Batch) -> MicroBatchOutputs:
         """Score this rank's micro-batches."""
         with self.weight_offload.on_device():  # a canary asks while the learner is offloaded
-            return MegatronScorer(self.network, self.sampling, self.config.batching.logprob_mb_tokens).score_local(batch)
+            tokens = self.config.batching.logprob_mb_tokens
+            return MegatronScorer(self.network, self.sampling, tokens, replays=True).score_local(batch)
 
     def forward_backward_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
         """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""
@@ -118,19 +120,21 @@ class MegatronLearner:
             value, logged = (
                 (dummy_loss(outputs), {}) if micro_batch.dummy else loss(outputs, to_device(part, self.network.device))
             )
+            logged = {**logged, **measure_missing_routes(self.network.routed, part)}
             return value * scale if scale != 1.0 else value, (micro_batch, detach_to_cpu(outputs), logged)
 
         results = self.network.run([each for each in micro_batches if not (backward and not each.zero_gradient)], finish)
         if trained:
             self.gradients.overlap_with_next_pass(self.transformer)
             results += self.network.run(trained, finish, backward=True)
+        disagreement = measure_disagreement(self.network.take_router_counts())
         if not self.layout.is_leader:
             return MicroBatchOutputs()
         real = [(micro_batch, outputs, logged) for micro_batch, outputs, logged in results if not micro_batch.dummy]
         measured = [{"tokens_per_rank_max_over_mean": metrics.mean(balance, 1)}] if backward else []
         return MicroBatchOutputs(
             tuple((micro_batch.sub_batch.index, outputs) for micro_batch, outputs, _ in real),
-            metrics.merge(*measured, *(logged for _, _, logged in real)),
+            metrics.merge(disagreement, *measured, *(logged for _, _, logged in real)),
         )
 
     def _scale_loss(self, batch: Batch) -> float:

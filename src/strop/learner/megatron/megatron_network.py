@@ -13,11 +13,14 @@ from strop.data.balance import partition_batch
 from strop.data.splitting import select_rollouts
 from strop.learner.megatron.layout import MegatronLayout
 from strop.learner.megatron.models.gpt_stage import GptStage
+from strop.learner.megatron.models.stage_routing import LayerReplay, install_stage_replay
+from strop.learner.megatron.models.stage_row import StageRow
 from strop.learner.megatron.passes.row_sharding import RowSharding
 from strop.learner.megatron.passes.schedule import Finish, run_schedule
 from strop.learner.megatron.passes.vocab_parallel import VocabParallelHead, vocab_parallel_logprobs
 from strop.learner.parallel.micro_batch import MicroBatch
 from strop.models.heads import make_lm_head
+from strop.models.routing.routes import ReplayedRoutes, RoutedLayers
 from strop.models.value_network import apply_score_layer
 from strop.sampling import KEPT_TOKENS, Sampling
 from strop.types import Batch
@@ -39,6 +42,9 @@ class MegatronNetwork:
         self.chunk = chunk
         self.sharding = RowSharding(layout)
         self.device = layout.device
+        self.routed: RoutedLayers | None = None  # with router replay: those of this rank
+        self._replays: list[LayerReplay] = []
+        self._replayed: list[ReplayedRoutes] = []  # of the passes whose counts were not taken
         self.vocab_size = int(hf_config.get_text_config().vocab_size)
 
     @property
@@ -75,7 +81,36 @@ class MegatronNetwork:
         if not micro_batches:
             return []
         with self.layout.activate(), torch.set_grad_enabled(backward):
-            return run_schedule(self.layout, self.chunks, self.sharding, micro_batches, finish, backward=backward)
+            for replay in self._replays:
+                replay.forget()
+            return run_schedule(self.layout, self.chunks, self._make_row, micro_batches, finish, backward=backward)
+
+    def _make_row(self, micro_batch: MicroBatch) -> StageRow:
+        row = self.sharding.make_row(micro_batch.sub_batch.batch, self.routed)
+        if row.routes is not None and not micro_batch.dummy:
+            self._replayed.append(row.routes)
+        return row
+
+    def enable_router_replay(self) -> None:
+        """Read batches with the experts that were recorded for them. Raises ValueError for a model without experts."""
+        self.routed, self._replays = install_stage_replay(self.stages)
+
+    def drop_router_counts(self) -> None:
+        self._replayed.clear()
+
+    def take_router_counts(self) -> Tensor | None:
+        """Return how often the model chose otherwise than recorded since the last call, and of how many (token, layer) pairs.
+
+        All ranks must call it. None without router replay.
+        """
+        if self.routed is None:
+            return None
+        counts = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for routes in self._replayed:
+            routes.check()
+            counts += routes.counts
+        self._replayed.clear()
+        return self.sharding.add_counts(counts)
 
     def outputs(self, hidden: Tensor, batch: Batch, sampling: Sampling) -> Outputs:
         """Return the outputs [N] of a micro-batch from the hidden states of the last stage, equal on all ranks that have them."""

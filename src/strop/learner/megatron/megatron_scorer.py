@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ class MegatronScorer:
     sampling: Sampling
     score_tokens: int  # tokens of one forward pass
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    replays: bool = (
+        False  # the experts recorded in rollouts, as the policy does; a reference is another one, with a routing of its own
+    )
 
     def score_local(self, batch: Batch) -> MicroBatchOutputs:
         """Score this rank's micro-batches."""
@@ -57,10 +60,13 @@ class MegatronScorer:
                 detach_to_cpu(compute(hidden, micro_batch.sub_batch.batch)),
             )
 
+        if not self.replays:
+            batch = replace(batch, routes=None)
         with self.context():
             micro_batches, _ = self.network.split_batch(batch, self.score_tokens)
             halves = ([each for each in micro_batches if each.zero_gradient == kind] for kind in (False, True))
             results = [result for half in halves for result in self.network.run(half, finish)]
+        self.network.drop_router_counts()
         if not self.network.layout.is_leader:
             return ()
         return tuple((each.sub_batch.index, outputs) for each, outputs in results if not each.dummy)

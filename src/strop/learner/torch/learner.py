@@ -34,6 +34,7 @@ from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.malloc import trim_freed_memory
+from strop.models.routing.router_metrics import router_metrics
 from strop.sampling import Sampling
 from strop.types import Batch
 
@@ -150,7 +151,7 @@ class TorchLearner:
             if micro_batch.dummy:
                 return dummy_loss(outputs)
             value, measured = loss(outputs, to_device(micro_batch.sub_batch.batch, self.network.device))
-            logged.append(measured)
+            logged.append({**measured, **router_metrics(self.network, micro_batch.sub_batch.batch)})
             return value
 
         results = self.parallelism.run_passes(micro_batches, self._compute_outputs, compute_loss, backward=backward)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +37,7 @@ class TrainableNetwork(Protocol):
 
 @dataclass(frozen=True)
 class NetworkScorer:
-    """Scores with the current weights of a network: a frozen copy, a teacher, or a network in training.
+    """Scores with the current weights of a network: a frozen copy, a teacher, or a network in training. It chooses experts itself.
 
     ``context`` prepares the network while it reads: ``offload(network)``, ``without_adapters(network)`` for the reference of a LoRA run, or
     ``lambda: average.swap_in(parameters)`` for the moving average of the weights.
@@ -70,6 +70,7 @@ class NetworkScorer:
 
     def read_local(self, batch: Batch, compute: Callable[[Batch], OutputsT]) -> LocalOutputs[OutputsT]:
         """Return what ``compute`` returns for each of this rank's micro-batches, with its places [n] in the batch's N."""
+        batch = replace(batch, routes=None)  # a reference is another policy, with a routing of its own
         with self.context():
             return read_local(self.parallelism or SingleDevice(self.network), batch, self.score_tokens, compute)
 

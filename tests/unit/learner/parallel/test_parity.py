@@ -33,6 +33,10 @@ CASES: dict[str, Case] = {
     "fsdp 2, tied, sequence ratios": Case(sizes=ParallelDims(shard=2), family="qwen2", algorithm="gspo"),
     "fsdp 2, experts": Case(sizes=ParallelDims(shard=2), family="qwen3_moe"),
     "fsdp 2, experts, frozen routers": Case(sizes=ParallelDims(shard=2), family="qwen3_moe", frozen_routers=True),
+    "fsdp 2, experts, replayed, checkpointing": Case(
+        sizes=ParallelDims(shard=2), family="qwen3_moe", replayed=True, checkpointing=True
+    ),
+    "fsdp 2, experts, replayed, padded rows": Case(sizes=ParallelDims(shard=2), family="qwen3_moe", replayed=True, packed=False),
     "fsdp 2, padded rows": Case(sizes=ParallelDims(shard=2), packed=False),
     "fsdp 2, branches": Case(sizes=ParallelDims(shard=2), branches=True),
     "fsdp 2, branches, padded rows": Case(sizes=ParallelDims(shard=2), branches=True, packed=False),
@@ -94,6 +98,7 @@ KEPT = (  # each way of dividing, each kind of model and of loss at least once
     "fsdp 2, experts",
     "fsdp 2, experts, frozen routers",
     "fsdp 2, frozen routers, bfloat16 weights",
+    "fsdp 2, experts, replayed, padded rows",
     "fsdp 2, padded rows",
     "fsdp 2, sft",
     "fsdp 2, dpo",

@@ -37,6 +37,11 @@ CASES: dict[int, dict[str, Case]] = {
         "experts over data, latent attention": Case(
             sizes=ParallelDims(shard=2, expert=2), family="deepseek_v3", checkpointing=True
         ),
+        "tensor, experts, replayed": Case(sizes=ParallelDims(tensor=2), family="qwen3_moe", replayed=True),
+        "sequence, experts, replayed": Case(
+            sizes=ParallelDims(tensor=2, sequence=True), family="qwen3_moe", replayed=True, checkpointing=True
+        ),
+        "experts over tokens, replayed": Case(sizes=ParallelDims(context=2, expert=2), family="mixtral", replayed=True),
         "experts over tokens": Case(sizes=ParallelDims(context=2, expert=2), family="qwen3_moe"),
         "tensor, values": Case(sizes=ParallelDims(tensor=2), value=True),
         "sequence, values": Case(sizes=ParallelDims(tensor=2, sequence=True), value=True),
@@ -46,6 +51,9 @@ CASES: dict[int, dict[str, Case]] = {
         "fsdp, tensor": Case(sizes=ParallelDims(shard=2, tensor=2)),
         "fsdp, sequence, lora": Case(sizes=ParallelDims(shard=2, tensor=2, sequence=True), lora=True, rate=1e-3),
         "copies, sequence, tied": Case(sizes=ParallelDims(replicate=2, tensor=2, sequence=True), family="qwen2"),
+        "context, sequence, experts, replayed": Case(
+            sizes=ParallelDims(context=2, tensor=2, sequence=True), family="qwen3_moe", replayed=True
+        ),
         "fsdp, tensor, experts": Case(sizes=ParallelDims(shard=2, tensor=2), family="qwen3_moe"),
         "fsdp, sequence, more experts": Case(sizes=ParallelDims(shard=2, tensor=2, expert=4, sequence=True), family="qwen3_moe"),
         "fsdp of experts": Case(sizes=ParallelDims(shard=4, expert=2), family="qwen3_moe", checkpointing=True),

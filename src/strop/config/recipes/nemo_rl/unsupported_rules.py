@@ -120,11 +120,6 @@ ON_POLICY_DISTILLATION = Unsupported(
     details=("_teachers",),
     hides=("grpo.adv_estimator.name", "policy.dtensor_cfg.*_parallel_size"),  # its teachers take nodes from the policy
 )
-ROUTER_REPLAY = Unsupported(
-    ("policy.router_replay",),
-    "the learner chooses experts itself: replaying the engine's routing (R3) is not in this version",
-    "Set policy.router_replay.enabled=false.",
-)
 DRAFT_MODEL = Unsupported(
     ("policy.draft",),
     "training a draft model beside the policy is not in this version",
@@ -175,7 +170,6 @@ UNSUPPORTED_RULES: tuple[Rule, ...] = (
     *ENGINES,
     CROSS_TOKENIZER,
     ON_POLICY_DISTILLATION,
-    ROUTER_REPLAY,
     DRAFT_MODEL,
     BEST_AT_K,
     BAD_WORDS,

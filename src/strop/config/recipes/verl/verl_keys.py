@@ -22,7 +22,6 @@ LOADER = Left("there are no data loaders with workers of their own")
 MEMORY = Left("it saves memory or time, and changes no result")
 ENGINE_OPTION = Left("it is the engine's own choice", ("policy.generation.vllm_kwargs",))
 RAY = Left("it is about processes and waiting, not training")
-ROUTING = Lacking("the learner chooses experts itself: replaying the engine's routing (R3) is not in this version")
 EXTERNAL = Lacking(
     "modules are imported by the names of environments and classes", "Name module:Class where it is used. Remove the key."
 )
@@ -184,7 +183,11 @@ VERL_PPO_KEYS: KeyTable = {
     f"{ACTOR}.fsdp_config.*": SHARDING,
     f"{ACTOR}.megatron.*": MEGATRON_DETAIL,
     f"{ACTOR}.ppo_micro_batch_size": Left("micro-batches are cut for each GPU", ("policy.train_micro_batch_size",)),
-    f"{ACTOR}.router_replay.mode": Lacking(ROUTING.why, f"Set {ACTOR}.router_replay.mode=disabled."),
+    **_together(
+        training.translate_router_replay,
+        (f"{ACTOR}.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"),
+        "policy.router_replay.enabled",
+    ),
     f"{ACTOR}.router_replay.*": Left("router_replay.mode reads it"),
     **dict.fromkeys(_inside(ACTOR, "use_remove_padding", "use_prefix_grouper"), PACKED),
     **dict.fromkeys(_inside(ACTOR, "use_torch_compile", "use_fused_kernels", "entropy_*", "calculate_*", "sum_pi_squared_checkpointing",
@@ -221,7 +224,6 @@ VERL_PPO_KEYS: KeyTable = {
     **dict.fromkeys((f"{ROLLOUT}.multi_turn.*", f"{ROLLOUT}.agent.*"), Left("multi_turn.enable reads it")),
     f"{ROLLOUT}.ignore_eos": Lacking("a completion ends with its stop token"),
     f"{ROLLOUT}.over_sample_rate": Lacking("rollouts are not thrown away for speed", "Set 0; asynchronous training waits for none."),
-    f"{ROLLOUT}.enable_rollout_routing_replay": ROUTING,
     **dict.fromkeys(_inside(ROLLOUT, "quantization", "quantization_config_file"), Lacking("rollouts use the trained weights, not FP8")),
     f"{ROLLOUT}.skip_rollout": Lacking("rollouts are sampled", "Set false."),
     f"{ROLLOUT}.logprobs_mode": Lacking("log-probabilities are those of the sampling distribution", "Set processed_logprobs."),

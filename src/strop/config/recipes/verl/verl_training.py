@@ -230,6 +230,22 @@ def translate_parallelism(recipe: LibraryRecipe) -> None:
             recipe.carry(key, to, dtypes[recipe.value(key)])
 
 
+def translate_router_replay(recipe: LibraryRecipe) -> None:
+    """R3 replays the experts of the rollout, which the engine is then asked for."""
+    key, asked = f"{ACTOR}.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
+    mode = recipe.value(key)
+    if mode == "R3":
+        recipe.carry(key, "policy.router_replay.enabled", True)
+        recipe.unused(asked, "policy.router_replay.enabled asks the engine too")
+    elif mode == "disabled":
+        recipe.unused(key, "experts are not replayed")
+        recipe.unused(asked, f"{key} does not replay what the engine says")
+    else:
+        recipe.refuse(
+            key, "experts are replayed from the rollout, not from an earlier pass of the learner", "Set R3 or disabled."
+        )
+
+
 def translate_actor_lora(recipe: LibraryRecipe) -> None:
     _translate_lora(recipe, MODEL, "policy")
 

@@ -15,7 +15,8 @@ from strop.learner.parallel.collectives import all_gather, copy_to_ranks, join_r
 from strop.learner.parallel.context_parallel import UlyssesPlan
 from strop.learner.parallel.micro_batch import OutputsT, tensor_fields
 from strop.models.attention import AttentionPlan, TreePlan
-from strop.types import Batch
+from strop.models.routing.routes import ReplayedRoutes, RoutedLayers
+from strop.types import NO_ROUTE, Batch
 
 dist: Any = torch.distributed
 
@@ -31,8 +32,8 @@ class RowSharding:
         self.dims = layout.dims
         self.device = layout.device
 
-    def make_row(self, batch: Batch) -> StageRow:
-        """Return this rank's part of the row. T is padded to a multiple of the ranks that share it."""
+    def make_row(self, batch: Batch, routed: RoutedLayers | None = None) -> StageRow:
+        """Return this rank's part of the row. T is padded to a multiple of the ranks that share it. ``routed``: with router replay."""
         count = len(batch.tokens)
         padding = -count % (self.dims.tensor * self.dims.context)
         tokens, positions = (pad(column, (0, padding)).to(self.device) for column in (batch.tokens, batch.positions))
@@ -41,7 +42,24 @@ class RowSharding:
             plan = UlyssesPlan(plan, self.layout.context, count)
         length = len(tokens) // self.dims.context
         local = slice(dist.get_rank(self.layout.context) * length, (dist.get_rank(self.layout.context) + 1) * length)
-        return StageRow(tokens[local], positions[local], plan)
+        routes = None
+        if routed is not None and batch.routes is not None:
+            recorded = torch.cat([batch.routes, batch.routes.new_full((padding, *batch.routes.shape[1:]), NO_ROUTE)])
+            counted = torch.bincount(batch.source, minlength=len(tokens))
+            routes = ReplayedRoutes(routed, self._shard_layers(recorded[local]), self._shard_layers(counted[local]))
+        return StageRow(tokens[local], positions[local], plan, routes)
+
+    def _shard_layers(self, column: Tensor) -> Tensor:
+        """Return the rows of a context rank's column that this tensor rank has between attentions."""
+        if self.dims.sequence:
+            column = column.chunk(self.dims.tensor)[dist.get_rank(self.layout.tensor)]
+        return column.to(self.device)
+
+    def add_counts(self, counts: Tensor) -> Tensor:
+        """Return the sum of the counts of all ranks that read the same micro-batches."""
+        for group in (self.layout.tensor, self.layout.context, self.layout.pipeline):
+            dist.all_reduce(counts, group=group)
+        return counts
 
     def gather_hidden(self, hidden: Tensor, *, vocab_parallel: bool) -> Tensor:
         """Hidden states of this rank's tokens, [t, 1, H] -> those of all T tokens, [T or more, H].

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from strop.learner.megatron.layout import MegatronLayout
 from strop.learner.megatron.models.stage_row import StageRow
-from strop.learner.megatron.passes.row_sharding import RowSharding
 from strop.learner.parallel.micro_batch import MicroBatch
 
 Finish = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]  # (micro-batch, hidden states) -> (loss, result)
@@ -30,7 +29,7 @@ def prepare_schedule(config: Any) -> None:
 def run_schedule(
     layout: MegatronLayout,
     chunks: Sequence[Any],
-    sharding: RowSharding,
+    make_row: Callable[[MicroBatch], StageRow],
     micro_batches: Sequence[MicroBatch],
     finish: Finish,
     *,
@@ -48,7 +47,7 @@ def run_schedule(
     def forward(numbers: Any, stage: Any) -> tuple[Tensor, Any]:
         number = next(numbers)
         if number not in rows:
-            rows[number] = sharding.make_row(micro_batches[number].sub_batch.batch)
+            rows[number] = make_row(micro_batches[number])
         return stage(rows[number]), partial(finish_pass, number)
 
     def finish_pass(number: int, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -219,7 +219,7 @@ def test_rewards_for_length_and_functions_are_environments(translate: Translate)
         ("algorithm.use_pf_ppo=True", "algorithm.use_pf_ppo"),
         ("actor_rollout_ref.model.mtp.enable=True", "actor_rollout_ref.model.mtp.enable"),
         ("algorithm.adv_estimator=grpo_passk", "algorithm.adv_estimator"),
-        ("actor_rollout_ref.actor.router_replay.mode=R3", "actor_rollout_ref.actor.router_replay.mode"),
+        ("actor_rollout_ref.actor.router_replay.mode=R2", "actor_rollout_ref.actor.router_replay.mode"),
         ("trainer.resume_mode=resume_path", "trainer.resume_mode"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=128", "actor_rollout_ref.actor.ppo_mini_batch_size"),
         ("actor_rollout_ref.actor.clip_ratoi=0.1", "actor_rollout_ref.actor.clip_ratoi"),
@@ -229,6 +229,13 @@ def test_rewards_for_length_and_functions_are_environments(translate: Translate)
 )
 def test_what_cannot_run_is_refused_once_at_the_key_that_asks_for_it(translate: Translate, override: str, key: str) -> None:
     assert list(refused(translate, override)) == [key]
+
+
+def test_experts_of_the_rollout_are_replayed_as_the_recipe_says(translate: Translate) -> None:
+    mode, asked = "actor_rollout_ref.actor.router_replay.mode", "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+    assert translate(f"{mode}=R3", f"{asked}=True").loaded.config.policy.router_replay.enabled
+    assert translate(f"{mode}=R3").loaded.config.policy.router_replay.enabled
+    assert not translate(f"{mode}=disabled", f"{asked}=True").loaded.config.policy.router_replay.enabled
 
 
 def test_sft_trains_on_two_columns_or_on_messages(translate: Translate) -> None:

@@ -1,0 +1,42 @@
+"""What router replay says of a batch: how far the learner would route otherwise than the engine did.
+
+Counted are the N predicted tokens, by the token that each is predicted from: so it does not depend on how often a prompt is read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from strop import metrics
+from strop.metrics import Metrics
+from strop.models.routing.routes import RoutedLayers
+from strop.types import Batch
+
+
+def router_metrics(network: Any, batch: Batch) -> Metrics:
+    """Return the metrics of a micro-batch that a network of the torch learner has just read; none without router replay."""
+    routed: RoutedLayers | None = getattr(network, "routed", None)
+    return {} if routed is None else {**measure_missing_routes(routed, batch), **measure_disagreement(network.router_counts)}
+
+
+def measure_missing_routes(routed: RoutedLayers | None, batch: Batch) -> Metrics:
+    """Return ``tokens_without_routes``: the share of tokens whose experts were not recorded. None without router replay."""
+    if routed is None:
+        return {}
+    missing = 1.0
+    if batch.routes is not None:
+        missing = (batch.routes[batch.source] < 0).flatten(1).all(1).double().mean().item()
+    return {"tokens_without_routes": metrics.mean(missing, len(batch.target))}
+
+
+def measure_disagreement(counts: Tensor | None) -> Metrics:
+    """Return ``router_disagreement``: of (token, layer) pairs, the share whose recorded set of experts is not the learner's choice.
+
+    ``counts`` [2] are those that differ and those compared; None without router replay.
+    """
+    if counts is None:
+        return {}
+    differ, compared = counts.tolist()
+    return {"router_disagreement": metrics.mean(differ / compared, compared)} if compared else {}
