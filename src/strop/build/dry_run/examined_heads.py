@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from strop.config import RolloutRunConfig, TrainingRunConfig
@@ -55,8 +56,15 @@ def _check_learner(key: str, model: ModelConfig) -> Iterator[Problem]:
 
 def _check_megatron(key: str, model: ModelConfig) -> Iterator[Problem]:
     values = read_model_config(model.model_name)
-    shape = MegatronModelShape.from_hf(model.model_name, values) if values is not None else None
-    if shape is not None:
+    if values is None:
+        return
+    from strop.learner.megatron.families.find_family import find_family  # needs torch
+
+    try:
+        find_family(SimpleNamespace(model_type=values.get("model_type")))
+    except ValueError as error:
+        yield Problem(f"{key}.megatron_cfg.enabled", str(error))
+    if (shape := MegatronModelShape.from_hf(model.model_name, values)) is not None:
         yield from model_errors(model.megatron_cfg, f"{key}.megatron_cfg", shape)
 
 
