@@ -52,7 +52,9 @@ PRODUCT = {
     f"{layout}, {family}, {algorithm}": Case(sizes=sizes, family=family, algorithm=algorithm, layers=4)
     for layout, sizes in LAYOUTS.items()
     for family in FAMILIES
-    for algorithm in ("grpo", "gspo", "sft", "dpo")
+    for algorithm in (
+        ("grpo", "gspo", "sft", "dpo") if family in ("qwen2", "qwen3_moe") else ("dpo",) if family == "gemma" else ("grpo",)
+    )
 }
 CASES = {
     "uneven layers, branches": Case(sizes=INTERLEAVED, layers=5, branches=True, family="mistral"),
