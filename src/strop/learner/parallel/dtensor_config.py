@@ -71,10 +71,8 @@ class DtensorConfig(BaseConfig):
             )
         if self.custom_parallel_plan is not None and self.tensor_parallel_size == 1:
             yield Problem(f"{key}.custom_parallel_plan", "it has no effect: tensor_parallel_size is 1")
-        if self.pipeline_parallel_size == 1:
-            for name in ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"):
-                if name in self.model_fields_set:
-                    yield Problem(f"{key}.{name}", "it has no effect: pipeline_parallel_size is 1")
+        if self.pipeline_parallel_size == 1 and self.pipeline_parallel_schedule != "1F1B":
+            yield Problem(f"{key}.pipeline_parallel_schedule", "it has no effect: pipeline_parallel_size is 1")
 
     def errors(self, key: str) -> Iterator[Problem]:
         if self.pipeline_parallel_layers_per_stage is not None and self.pipeline_parallel_schedule == "1F1B":
@@ -83,27 +81,6 @@ class DtensorConfig(BaseConfig):
                 f"found {self.pipeline_parallel_layers_per_stage}, but with the schedule 1F1B the layers are split evenly over one "
                 "stage on each pipeline rank",
                 f"Set it to null, or {key}.pipeline_parallel_schedule=Interleaved1F1B.",
-            )
-
-    def layer_errors(self, key: str, layers: int, model: str) -> Iterator[Problem]:
-        """Yield why the ``layers`` of a model cannot be split into the configured stages."""
-        ranks, each = self.pipeline_parallel_size, self.pipeline_parallel_layers_per_stage
-        if ranks == 1:
-            return
-        if self.pipeline_parallel_schedule == "1F1B" or each is None:
-            stages = ranks * (1 if self.pipeline_parallel_schedule == "1F1B" else 2)
-            if layers < stages:
-                fitting = ranks * layers // stages
-                yield Problem(
-                    f"{key}.pipeline_parallel_size",
-                    f"found {ranks}, which needs {stages} stages ({self.pipeline_parallel_schedule}), and {model} has {layers} layers",
-                    f"Set it to at most {fitting}." if fitting else f"Set {key}.pipeline_parallel_schedule=1F1B.",
-                )
-        elif layers % (ranks * each):
-            yield Problem(
-                f"{key}.pipeline_parallel_layers_per_stage",
-                f"found {each}, and {ranks} pipeline ranks cannot have equally many stages of so many of the {layers} layers of {model}",
-                f"Set it to a divisor of {layers // ranks}." if layers % ranks == 0 else "Set it to null.",
             )
 
     def size_errors(self, key: str, devices: int, *, uses_ray: bool) -> Iterator[Problem]:
@@ -131,7 +108,7 @@ class DtensorConfig(BaseConfig):
                 yield Problem(
                     f"{key}.expert_parallel_size",
                     f"found {experts}; it must be a multiple of tensor_parallel_size = {tensor} and divide the {one_copy} ranks of one "
-                    f"{'copy of the model' if stages == 1 else 'stage of a copy of the model'}",
+                    "copy of the model" + ("" if stages == 1 else f" in one of {stages} pipeline stages"),
                     f"Set it to 1, or to such a number, for instance {one_copy}." if one_copy % tensor == 0 else "Set it to 1.",
                 )
         if self.cpu_offload and not uses_ray:
@@ -140,3 +117,28 @@ class DtensorConfig(BaseConfig):
                 "found true, but only a learner on several ranks offloads its parameters, and this run has one",
                 "Set it to false, or cluster.backend=ray; policy.reference.offload=true frees the reference policy's memory.",
             )
+
+
+def find_stage_problems(
+    key: str, model: str, layers: int, *, ranks: int, interleaved: bool, layers_per_stage: int | None
+) -> Iterator[Problem]:
+    """Yield why the ``layers`` of a model cannot be split into pipeline stages; ``key`` is that of a ``dtensor_cfg``."""
+    stages = ranks * (2 if interleaved else 1)
+    if ranks == 1:
+        return
+    if interleaved and layers_per_stage is not None:
+        if layers % (ranks * layers_per_stage):
+            yield Problem(
+                f"{key}.pipeline_parallel_layers_per_stage",
+                f"found {layers_per_stage}, and {ranks} pipeline ranks cannot have equally many stages of so many of the {layers} layers "
+                f"of {model}",
+                f"Set it to a divisor of {layers // ranks}." if layers % ranks == 0 else "Set it to null.",
+            )
+    elif layers < stages:
+        fitting = ranks * layers // stages
+        yield Problem(
+            f"{key}.pipeline_parallel_size",
+            f"found {ranks}, which needs {stages} stages ({'Interleaved1F1B' if interleaved else '1F1B'}), and {model} has {layers} "
+            "layers",
+            f"Set it to at most {fitting}, or the schedule to 1F1B." if interleaved else f"Set it to at most {fitting}.",
+        )

@@ -26,6 +26,7 @@ from strop.learner.parallel import sharded_checkpoint
 from strop.learner.parallel.context_parallel import SampleSharding, check_heads
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, run_in_turn, tensor_fields
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
+from strop.learner.parallel.parallelism import NamedParameters
 from strop.learner.parallel.rank_zero_loading import any_rank, broadcast_weights, is_meta_model, to_meta
 from strop.learner.parallel.shard_files import is_elsewhere, storage_key
 from strop.learner.training_state import TrainingState
@@ -266,7 +267,7 @@ class Sharded:
             for name, parameter in network.model.named_parameters()
             if parameter.requires_grad and not is_elsewhere(parameter)
         }
-        self.elsewhere = [
+        self.elsewhere: NamedParameters = [
             (name, parameter)
             for name, parameter in network.model.named_parameters()
             if parameter.requires_grad and is_elsewhere(parameter)

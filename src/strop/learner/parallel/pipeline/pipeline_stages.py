@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.learner.parallel.dtensor_config import DtensorConfig
+from strop.learner.parallel.dtensor_config import find_stage_problems
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.models.network import Network
 from strop.problems import raise_problems
@@ -125,12 +125,15 @@ class PipelineStages:
 
 def _count_stages(layers: int, dims: ParallelDims, name: str) -> int:
     """Return the number of stages. Raises ValueError if the layers do not fit."""
-    config = DtensorConfig(
-        pipeline_parallel_size=dims.pipeline,
-        pipeline_parallel_schedule="Interleaved1F1B" if dims.interleaved else "1F1B",
-        pipeline_parallel_layers_per_stage=dims.layers_per_stage,
+    problems = find_stage_problems(
+        "dtensor_cfg",
+        name,
+        layers,
+        ranks=dims.pipeline,
+        interleaved=dims.interleaved,
+        layers_per_stage=dims.layers_per_stage,
     )
-    raise_problems(config.layer_errors("dtensor_cfg", layers, name))
+    raise_problems(problems)
     if not dims.interleaved:
         return dims.pipeline
     return 2 * dims.pipeline if dims.layers_per_stage is None else layers // dims.layers_per_stage
