@@ -32,7 +32,8 @@ def _find_source(placed: PlacedWeight, weights: WeightMap, reader: WeightReader)
     if placed.rule.expert_files and placed.weight.name not in reader:
         return placed.weight.name
     same: list[HfWeight] = [other.weight for other in weights.weights if other.weight.storage == placed.weight.storage]
-    for name in (placed.weight.name, *(weight.name for weight in same)):
+    aliases = [placed.file_name(name) for name in placed.rule.aliases]
+    for name in (placed.weight.name, *aliases, *(weight.name for weight in same)):
         if name in reader:
             return name
     if placed.rule.parameter == "score.weight":
