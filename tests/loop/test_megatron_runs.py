@@ -44,11 +44,8 @@ def megatron(model: str = "policy", **sizes: Any) -> dict[str, Any]:
     if model == TEACHER:
         return settings
     settings |= {f"{model}.optimizer.kwargs.lr": ..., f"{model}.optimizer.kwargs.weight_decay": ...}
-    return settings | {
-        f"{section}.optimizer.lr": RATE,
-        f"{section}.optimizer.min_lr": 0.0,
-        f"{section}.optimizer.weight_decay": 0.0,
-    }
+    constant = {"optimizer.lr": RATE, "optimizer.min_lr": 0.0, "optimizer.weight_decay": 0.0, "scheduler.lr_warmup_iters": 0}
+    return settings | {f"{section}.{name}": value for name, value in constant.items()}
 
 
 def begin(section: str, settings: Mapping[str, Any], folder: Path) -> Running:
