@@ -29,7 +29,10 @@ FLOAT32 = Differences(loss=2e-6, norm=2e-6, outputs=1e-6, weights=1e-6, metrics=
 BFLOAT16 = Differences(loss=3e-2, norm=3e-2, outputs=3e-2, weights=1e-2, metrics=1.0)  # as between two cuts in one process
 
 SINGLE: dict[str, Any] = {"dtype": torch.float32, "steps": 1}
-BIASED: dict[str, Any] = {"family": "qwen2", "no_decay": ("norm", "bias")}  # tied embeddings, and biases that Megatron does not decay
+BIASED: dict[str, Any] = {
+    "family": "qwen2",
+    "no_decay": ("norm", "bias"),
+}  # tied embeddings, and biases that Megatron does not decay
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data 2": (2, {}),
     "tensor 2": (2, {"tp": 2}),
