@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.nn import functional as F
 
 from strop.learner.megatron.models.architecture import Architecture, LayerDesign
 from strop.learner.megatron.models.rotary_tables import rotary_of
 from strop.learner.megatron.weights.weight_rules import SameOrder, WeightRule, glu_rules, qkv_rules
 
-ACTIVATIONS: dict[str, Any] = {"silu": F.silu, "swish": F.silu, "gelu": F.gelu}
+
+def squared_relu(hidden: Tensor) -> Tensor:
+    return F.relu(hidden).square()
+
+
+ACTIVATIONS: dict[str, Any] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": squared_relu,
+}
 
 
 def head_size(hf_config: Any) -> int:
     return int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads)
 
 
-def dense_fields(hf_config: Any) -> dict[str, Any]:
+def dense_fields(hf_config: Any, hidden_act: str | None = None) -> dict[str, Any]:
     """Return the fields of TransformerConfig that a configuration in Llama's form says."""
     return {
         "hidden_size": hf_config.hidden_size,
@@ -27,7 +39,7 @@ def dense_fields(hf_config: Any) -> dict[str, Any]:
         "kv_channels": head_size(hf_config),
         "ffn_hidden_size": hf_config.intermediate_size,
         "gated_linear_unit": True,
-        "activation_func": activation(hf_config, hf_config.hidden_act),
+        "activation_func": activation(hf_config, hidden_act or hf_config.hidden_act),
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf_config.rms_norm_eps,
         "add_bias_linear": False,
@@ -43,17 +55,27 @@ def activation(hf_config: Any, name: str) -> Any:
     return ACTIVATIONS[name]
 
 
-def dense_architecture(hf_config: Any, **changes: Any) -> Architecture:
-    """Return a decoder in Llama's form. ``changes`` are fields of the architecture, those of ``transformer`` added."""
-    transformer = {**dense_fields(hf_config), **changes.pop("transformer", {})}
+def dense_architecture(hf_config: Any, *, transformer: Mapping[str, Any] | None = None, **changes: Any) -> Architecture:
+    """Return a decoder in Llama's form, with other fields of TransformerConfig, or ``changes`` of the architecture."""
     values: dict[str, Any] = {
+        "transformer": dense_fields(hf_config) if transformer is None else transformer,
         "layers": (LayerDesign(),) * hf_config.num_hidden_layers,
-        "rotaries": (rotary_of(hf_config, head_size(hf_config)),) if "rotaries" not in changes else (),
         "vocab_size": hf_config.vocab_size,
         "tied": bool(hf_config.tie_word_embeddings),
         **changes,
     }
-    return Architecture(transformer, **values)
+    if "rotaries" not in values:
+        values["rotaries"] = (rotary_of(hf_config, head_size(hf_config)),)
+    return Architecture(**values)
+
+
+def windowed_layers(hf_config: Any) -> tuple[LayerDesign, ...]:
+    """Return layers of which those of type sliding_attention, or all where there are no types, have the window."""
+    types = getattr(hf_config, "layer_types", None)
+    window = getattr(hf_config, "sliding_window", None)
+    if types is None:
+        return (LayerDesign(window),) * hf_config.num_hidden_layers
+    return tuple(LayerDesign(window if kind == "sliding_attention" else None) for kind in types)
 
 
 def dense_rules(hf_config: Any) -> Sequence[WeightRule]:
@@ -82,7 +104,9 @@ def attention_rules(hf_config: Any) -> Sequence[WeightRule]:
 
 
 def norm_rules() -> Sequence[WeightRule]:
-    return (
-        WeightRule("layers.input_layernorm.weight", "layers.input_layernorm.weight"),
-        WeightRule("layers.post_attention_layernorm.weight", "layers.pre_mlp_layernorm.weight"),
-    )
+    names = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"}
+    return [
+        WeightRule(f"layers.{name}.{kind}", f"layers.{parameter}.{kind}")
+        for name, parameter in names.items()
+        for kind in ("weight", "bias")
+    ]

@@ -10,6 +10,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
 from strop.learner.megatron.models.architecture import Architecture
@@ -57,6 +58,7 @@ class GptStage(LanguageModule):  # type: ignore[misc]
             self.score = nn.Linear(
                 config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=torch.cuda.current_device()
             )
+            nn.init.zeros_(self.score.weight)
         if head == "lm" and (pre_process or post_process):
             self.setup_embeddings_and_output_layer()
         elif pre_process:
@@ -81,6 +83,18 @@ class GptStage(LanguageModule):  # type: ignore[misc]
         weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the shards of this stage for dist_checkpointing. Megatron Core's own asks a value network for its output layer."""
+        if self.head == "lm":
+            shards: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        else:
+            shards = super(LanguageModule, self).sharded_state_dict(
+                prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata)
+            )
+        return shards
+
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Take the hidden states of the stage before. Megatron Core's schedules call this."""
         self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
@@ -90,7 +104,8 @@ class GptStage(LanguageModule):  # type: ignore[misc]
         if self.pre_process:
             hidden = self.embedding(input_ids=row.tokens[None], position_ids=None)
             if self.architecture.embedding_scale != 1.0:
-                hidden = hidden * torch.tensor(self.architecture.embedding_scale, dtype=hidden.dtype, device=hidden.device)
+                scale = torch.tensor(self.architecture.embedding_scale)  # through float32, as Transformers does
+                hidden = hidden * scale.to(hidden.device, hidden.dtype)
         tables = rotation_tables(self.architecture.rotaries, row.positions, self.config.params_dtype)
         output: Tensor = self.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=row)
         return output

@@ -5,15 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from strop.learner.megatron.models.rotary_tables import rotate
+
+
+multi_latent_attention.HAVE_TE = HAVE_TE  # 0.16.1 asks for its classes without it: isinstance of None
+
+LATENT_EPSILON = 1e-6  # of the norms of compressed inputs, whatever the configuration says of the others
 
 
 class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
@@ -25,6 +32,9 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
     def __init__(self, *arguments: Any, rotary: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.rotary = rotary
+        self.kv_layernorm.eps = LATENT_EPSILON
+        if self.config.q_lora_rank is not None:
+            self.q_layernorm.eps = LATENT_EPSILON
         self._table: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, attention_mask: Any, *, rotary_pos_emb: Tensor, **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -98,6 +99,11 @@ def _kernel_fields(config: MegatronConfig) -> dict[str, Any]:
             f"policy.{key} needs Transformer Engine, which is not installed here or has no GPU; install it, or set "
             "policy.megatron_cfg.fp8_cfg.enabled=false and policy.megatron_cfg.transformer_impl=local"
         )
+    if config.gradient_accumulation_fusion and find_spec("fused_weight_gradient_mlp_cuda") is None:
+        raise RuntimeError(
+            "policy.megatron_cfg.gradient_accumulation_fusion=true needs APEX's CUDA extension fused_weight_gradient_mlp_cuda, which is "
+            "not installed; install it, or set the key to false"
+        )
     fields: dict[str, Any] = {
         "gradient_accumulation_fusion": config.gradient_accumulation_fusion,
         "bias_activation_fusion": False,  # its kernels know neither every activation of the families nor their data types
@@ -121,7 +127,9 @@ def _expert_fields(config: MegatronConfig, architecture: Architecture) -> dict[s
     if config.moe_router_enable_expert_bias is not None:
         biased = config.moe_router_enable_expert_bias
     grouped = config.moe_grouped_gemm
+    pattern = [int(design.experts) for design in architecture.layers]
     return {
+        "moe_layer_freq": pattern if 0 in pattern else 1,  # checkpoints name the layers of one pattern together
         "moe_router_load_balancing_type": balancing,
         "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
         "moe_z_loss_coeff": config.moe_z_loss_coeff,

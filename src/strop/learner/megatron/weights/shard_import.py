@@ -11,13 +11,16 @@ from torch import Tensor
 from strop.learner.megatron.models.gpt_stage import GptStage
 from strop.learner.megatron.weights.weight_map import HfWeight, PlacedWeight, StagePlace, WeightMap
 from strop.learner.megatron.weights.weight_reader import WeightReader
+from strop.models.classifiers import draw_score_weight
 
 
 @torch.no_grad()
-def load_weights(stages: Sequence[GptStage], hf_config: Any, reader: WeightReader) -> None:
+def load_weights(
+    stages: Sequence[GptStage], hf_config: Any, reader: WeightReader, *, score_seed: int = 0, score_std: float | None = None
+) -> None:
     """Copy the weights of a Hugging Face model into this rank's stages. Raises KeyError for one that the files lack.
 
-    A score layer that they lack is left at zero: they are a language model's, of which a critic begins.
+    A score layer that a language model's files lack is drawn as for the torch learner, from ``score_seed`` alone.
     """
     weights = WeightMap(stages, hf_config)
     for placed in weights.weights:
@@ -25,14 +28,18 @@ def load_weights(stages: Sequence[GptStage], hf_config: Any, reader: WeightReade
             source = _find_source(placed, weights, reader)
             if source is not None:
                 _load(placed, place, source, weights, reader)
+            else:
+                score = weights.parameter(placed, place)
+                score.copy_(draw_score_weight(hf_config, score.shape, score_seed, score_std))
 
 
 def _find_source(placed: PlacedWeight, weights: WeightMap, reader: WeightReader) -> str | None:
-    """Return the name that the files have for a weight: of tied ones they may have another's."""
+    """Return the name that the files have for a weight: of tied ones they may have another's. None: they lack the score layer."""
     if placed.rule.expert_files and placed.weight.name not in reader:
         return placed.weight.name
     same: list[HfWeight] = [other.weight for other in weights.weights if other.weight.storage == placed.weight.storage]
-    for name in (placed.weight.name, *(weight.name for weight in same)):
+    aliases = [placed.file_name(name) for name in placed.rule.aliases]
+    for name in (placed.weight.name, *aliases, *(weight.name for weight in same)):
         if name in reader:
             return name
     if placed.rule.parameter == "score.weight":

@@ -90,6 +90,7 @@ class WeightRule:
     dim: int | None = None  # of a matrix, that tensor-parallel ranks divide
     order: RowOrder = field(default=SameOrder())
     dtype: torch.dtype | None = None  # None is that of the model
+    aliases: tuple[str, ...] = ()  # other names that files have for it
     # For the experts of a layer, one tensor in the module: the names of one expert's parts in files that have them apart.
     expert_files: tuple[str, ...] = ()
 
