@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_on_ranks
 
 from strop import metrics
+from support.ranks import run_on_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -18,11 +18,10 @@ TOLERANCE = 1e-6  # of a weight, where the sums of another layout are in another
 
 
 def go_on(rank: int, root: str) -> list[dict[str, Any]]:
-    from support.megatron_parity import MegatronCase, case, make_megatron_learner
-    from support.parity import get_loss, make_batch
-
     from strop.learner.megatron.checkpoint.hugging_face import read_hugging_face_weights
     from strop.learner.megatron.weights.stage_export import iter_weights
+    from support.megatron_parity import MegatronCase, case, make_megatron_learner
+    from support.parity import get_loss, make_batch
 
     def train(learner: Any, steps: int) -> list[float]:
         rates = []
@@ -38,7 +37,10 @@ def go_on(rank: int, root: str) -> list[dict[str, Any]]:
 
     plain = case(family="qwen3", dtype=torch.float32)
     pairs = [
-        (MegatronCase(case=plain, world=2, distributed=True, overlap=True), {"sizes": {"tp": 2}, "distributed": False, "overlap": False}),
+        (
+            MegatronCase(case=plain, world=2, distributed=True, overlap=True),
+            {"sizes": {"tp": 2}, "distributed": False, "overlap": False},
+        ),
         (MegatronCase(case=replace(plain, value=True), world=2, sizes={"pp": 2}), {"sizes": {}, "distributed": True}),
     ]
     results = []
@@ -57,6 +59,9 @@ def go_on(rank: int, root: str) -> list[dict[str, Any]]:
             assert train(resumed, 1) == rates
             found = weights(resumed)
             distances.append(max((found[name] - wanted[name]).abs().max().item() for name in wanted))
+        with pytest.raises(ValueError, match=r"saved by the torch learner.*strop export"):
+            (folder / "torch" / "weights").mkdir(parents=True, exist_ok=True)
+            learner.load(folder / "torch")
         config = learner.network.hf_config.__class__.from_pretrained(folder / "weights")
         stored = read_hugging_face_weights(folder / "weights" / "iter_0000000", config)
         assert all(torch.equal(tensor, before[name]) for name, tensor in stored.items())
@@ -71,4 +76,5 @@ def test_the_third_step_is_the_same_after_a_save_and_a_load(tmp_path: Path) -> N
         assert result["same"] == 0.0 and result["other"] <= TOLERANCE
     files = {str(path.relative_to(tmp_path / "0")) for path in (tmp_path / "0").rglob("*") if path.is_file()}
     assert {"weights/config.json", "weights/latest_checkpointed_iteration.txt"} <= files
-    assert {f"{name}/{file}" for name in ("weights/iter_0000000", "optimizer") for file in (".metadata", "metadata.json", "common.pt")} <= files
+    for folder in ("weights/iter_0000000", "optimizer"):
+        assert {f"{folder}/{name}" for name in (".metadata", "metadata.json", "common.pt")} <= files

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support.ranks import run_on_ranks
 
 pytest.importorskip("megatron.core")
@@ -21,9 +22,8 @@ def exchange(rank: int, root: str) -> None:
     from strop.learner.megatron.cpu_shim import prepare_megatron
 
     prepare_megatron("cpu")
-    from support.megatron_checkpoints import train_stages
-
     from strop.learner.megatron.checkpoint.hugging_face import read_hugging_face_weights
+    from support.megatron_checkpoints import train_stages
 
     for family, sizes in LAYOUTS:
         folder = Path(root) / family

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from support.ranks import run_on_ranks
 
 pytest.importorskip("megatron.core")
@@ -39,9 +40,8 @@ def continue_in(rank: int, root: str, cases: list[Case]) -> list[list[float]]:
     from strop.learner.megatron.cpu_shim import prepare_megatron
 
     prepare_megatron("cpu")
-    from support.megatron_checkpoints import COUNTERS, train_stages
-
     from strop.learner.megatron.checkpoint.megatron_snapshot import load_megatron_checkpoint
+    from support.megatron_checkpoints import COUNTERS, train_stages
 
     distances = []
     for number, (family, saved, loaded) in enumerate(cases):
