@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from strop import metrics
 from strop.learner.megatron.layout import MegatronLayout
 from strop.learner.megatron.megatron_config import MegatronConfig

@@ -81,14 +81,18 @@ def _convert_language_model(model: Any) -> Any:
 
 def _init_score_layer(model: Any, seed: int, init_std: float | None) -> Any:
     """Initialize the model's score layer; its weights depend on ``seed`` only."""
-    deviation = float(getattr(model.config, "initializer_range", 0.02)) if init_std is None else init_std
     layer = get_score_layer(model)
-    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        layer.weight.copy_(deviation * torch.randn(layer.weight.shape, generator=generator))
+        layer.weight.copy_(draw_score_weight(model.config, layer.weight.shape, seed, init_std))
         if layer.bias is not None:
             layer.bias.zero_()
     return model
+
+
+def draw_score_weight(config: Any, shape: torch.Size, seed: int, init_std: float | None) -> torch.Tensor:
+    """Return the initial weight of a score layer, from a normal distribution; ``init_std`` None is the model's initializer_range."""
+    deviation = float(getattr(config, "initializer_range", 0.02)) if init_std is None else init_std
+    return deviation * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _check_single_label(name: str, config: Any) -> None:

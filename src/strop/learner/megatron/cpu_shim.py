@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -169,12 +169,15 @@ def _replace_cuda() -> None:
 def _replace_references(cuda: Any) -> None:
     """Replace what modules of Megatron Core have taken from ``torch.cuda`` when they were imported."""
     _import_without_compiler()
+    import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     random._lazy_call, random._lazy_init = cuda._lazy_call, cuda._lazy_init
     random.device_ctx_manager = _no_stream
+    mappings._gather_along_first_dim = partial(_gather_rows, mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = partial(_reduce_scatter_rows, mappings._reduce_scatter_along_first_dim)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # 0.16.1: a NameError in the router without Transformer Engine
     if hasattr(token_dispatcher, "maybe_move_tensor_to_cpu"):
@@ -190,6 +193,32 @@ def _import_without_compiler() -> None:
         import megatron.core  # noqa: F401
     finally:
         torch_module.compile = compiler
+
+
+def _gather_rows(
+    gather: Callable[..., Tensor], rows: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+) -> Tensor:
+    """Gather rows of which ranks have different numbers: gloo takes equal ones."""
+    if output_split_sizes is None:
+        return gather(rows, group, output_split_sizes, use_global_buffer)
+    sizes = [int(size) for size in output_split_sizes]
+    padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(gathered, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
+
+
+def _reduce_scatter_rows(
+    scatter: Callable[..., Tensor], rows: Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+) -> Tensor:
+    """Add the rows of all ranks; return this rank's, of which ranks get different numbers."""
+    if input_split_sizes is None:
+        return scatter(rows, group, input_split_sizes, use_global_buffer)
+    total = rows.contiguous().clone()
+    torch.distributed.all_reduce(total, group=group)
+    mine: Tensor = total.split([int(size) for size in input_split_sizes])[group.rank()]
+    return mine.clone()
 
 
 def _read_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

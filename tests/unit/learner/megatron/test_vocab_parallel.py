@@ -110,7 +110,7 @@ def test_a_divided_vocabulary_gives_the_numbers_of_a_whole_one() -> None:
         for rank in ranks:
             columns, again, hidden_grad, _ = rank[name]
             for found in (columns, again):
-                torch.testing.assert_close(found, _columns(wanted), rtol=1e-12, atol=1e-12, msg=lambda text: f"{name}: {text}")
+                torch.testing.assert_close(found, _columns(wanted), rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(hidden_grad, hidden.grad, rtol=1e-11, atol=1e-12)
         gradient = torch.cat([rank[name][3] for rank in ranks])
         torch.testing.assert_close(gradient[:VOCABULARY], weight.grad, rtol=1e-11, atol=1e-12)

@@ -58,6 +58,7 @@ class GptStage(LanguageModule):  # type: ignore[misc]
             self.score = nn.Linear(
                 config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=torch.cuda.current_device()
             )
+            nn.init.zeros_(self.score.weight)
         if head == "lm" and (pre_process or post_process):
             self.setup_embeddings_and_output_layer()
         elif pre_process:

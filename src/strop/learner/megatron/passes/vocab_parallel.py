@@ -120,12 +120,13 @@ def _chunk_outputs(
         apply: Any = _ChunkLogprobs.apply
         outputs: tuple[Tensor, ...] = apply(hidden, head.shard.weight, target, head, temperature)
         return outputs
-    compute = _kept_outputs if kept is not None else _autograd_outputs
+    compute: Any = _kept_outputs if kept is not None else _autograd_outputs
     arguments = (hidden, target, candidates, kept, head, temperature, squares)
     if torch.is_grad_enabled():
         outputs = checkpoint(compute, *arguments, use_reentrant=False)
         return outputs
-    return compute(*arguments)
+    outputs = compute(*arguments)
+    return outputs
 
 
 def _autograd_outputs(

@@ -9,26 +9,31 @@ import torch
 from torch import Tensor
 
 from strop.learner.megatron.models.gpt_stage import GptStage
-from strop.learner.megatron.weights.weight_map import HfWeight, PlacedWeight, StagePlace, WeightMap
+from strop.learner.megatron.weights.weight_map import HfWeight, PlacedWeight, WeightMap
 from strop.learner.megatron.weights.weight_reader import WeightReader
+from strop.models.classifiers import draw_score_weight
 
 
 @torch.no_grad()
-def load_weights(stages: Sequence[GptStage], hf_config: Any, reader: WeightReader) -> None:
+def load_weights(
+    stages: Sequence[GptStage], hf_config: Any, reader: WeightReader, *, score_seed: int = 0, score_std: float | None = None
+) -> None:
     """Copy the weights of a Hugging Face model into this rank's stages. Raises KeyError for one that the files lack.
 
-    A score layer that they lack is left at zero: they are a language model's, of which a critic begins.
+    A score layer that a language model's files lack is drawn as for the torch learner, from ``score_seed`` alone.
     """
     weights = WeightMap(stages, hf_config)
-    for placed in weights.weights:
-        for place in weights.local_places(placed):
-            source = _find_source(placed, weights, reader)
-            if source is not None:
-                _load(placed, place, source, weights, reader)
+    for placed in filter(weights.is_local, weights.weights):
+        source = _find_source(placed, weights, reader)
+        if source is not None:
+            _load(placed, source, weights, reader)
+        else:
+            score = weights.parameter(placed)
+            score.copy_(draw_score_weight(hf_config, score.shape, score_seed, score_std))
 
 
 def _find_source(placed: PlacedWeight, weights: WeightMap, reader: WeightReader) -> str | None:
-    """Return the name that the files have for a weight: of tied ones they may have another's."""
+    """Return the name that the files have for a weight: of tied ones they may have another's. None: they lack the score layer."""
     if placed.rule.expert_files and placed.weight.name not in reader:
         return placed.weight.name
     same: list[HfWeight] = [other.weight for other in weights.weights if other.weight.storage == placed.weight.storage]
@@ -41,11 +46,11 @@ def _find_source(placed: PlacedWeight, weights: WeightMap, reader: WeightReader)
     raise KeyError(f"{placed.weight.name} is not in the model's files")
 
 
-def _load(placed: PlacedWeight, place: StagePlace, source: str, weights: WeightMap, reader: WeightReader) -> None:
+def _load(placed: PlacedWeight, source: str, weights: WeightMap, reader: WeightReader) -> None:
     rank, ranks = weights.ranks_of(placed)
     experts = enumerate(weights.local_experts(placed)) if placed.rule.of_experts else [(None, None)]
     for local, expert in experts:
-        parameter = weights.parameter(placed, place, local)
+        parameter = weights.parameter(placed, local)
         if placed.rule.dim is None:
             parameter.copy_(_read(placed, source, expert, 0, slice(None), reader))
             continue
