@@ -40,6 +40,12 @@ def test_ranks_layout_and_engines_of_a_run_on_gpus() -> None:
     }
 
 
+def test_the_layout_of_megatron_core_has_stages() -> None:
+    sizes = ["policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.pipeline_model_parallel_size=2"]
+    found = lines(*TWO_NODES, "policy.megatron_cfg.enabled=true", *sizes, "policy.generation.backend=torch")
+    assert found["learner"] == "8 ranks on 2 nodes: Megatron Core, 2 data x 2 stages x 1 context x 2 tensor"
+
+
 def test_on_cpus_processes_stand_for_gpus_and_one_engine_is_enough() -> None:
     found = lines(*TWO_NODES, "cluster.environment_hosts=1", on_cpu=True)
     assert found["cluster"] == "2 nodes of a Ray cluster, 4 CPU processes instead of GPUs on each"

@@ -252,6 +252,23 @@ def test_heads_are_counted_only_where_the_layout_cuts_them(folder: Path, capsys:
     assert "policy.dtensor_cfg.context_parallel_size: found 4, which does not divide the 6 attention heads" in said
 
 
+def test_layers_and_experts_are_counted_where_megatron_core_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model").mkdir()
+    values = {
+        "model_type": "qwen3_moe",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 6,
+        "num_experts": 8,
+    }
+    (folder / "model" / "config.json").write_text(json.dumps(values))
+    sizes = {"pipeline_model_parallel_size": 4, "expert_model_parallel_size": 16}
+    words = [*RUN, "policy.model_name=model", "cluster.gpus_per_node=64", "policy.megatron_cfg.enabled=true"]
+    said = dry_run(capsys, "grpo", *words, *(f"policy.megatron_cfg.{key}={size}" for key, size in sizes.items()), code=2)
+    assert "policy.megatron_cfg.pipeline_model_parallel_size: found 4: 4 stages cannot share the 6 layers of model evenly" in said
+    assert "policy.megatron_cfg.expert_model_parallel_size: found 16, which does not divide the 8 experts" in said
+
+
 def test_a_chat_template_with_the_tags_of_transformers_is_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tags = "{%- for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% if m.stop %}{% break %}{% endif %}{% endfor %}"
     (folder / "chat.jinja").write_text(tags)

@@ -92,7 +92,7 @@ def engine(name: str, options: str) -> str:
         (engine("megatron", "mcore_generation_config: {max_tokens: 9}"), "policy.generation.backend", "the Megatron generation"),
         ("policy: {router_replay: {enabled: true}}", "policy.router_replay", "(R3)"),
         ("policy: {draft: {enabled: true, model_name: d, num_layers: null}}", "policy.draft", "training a draft model"),
-        ("async_rl: {sampler: {name: in_order}, max_buffered_rollouts: 64}", "async_rl", "single controller"),
+        ("async_rl: {sampler: {name: custom}, max_buffered_rollouts: 64}", "async_rl.sampler.name", "no counterpart"),
         ("grpo: {use_best_at_k: true, best_at_k_k: 8, best_at_k_m: 1000}", "grpo.use_best_at_k", "best@k"),
         ("policy: {generation: {bad_words: [no]}}", "policy.generation.bad_words", "words cannot be forbidden"),
         ("policy: {model_name: null}", "policy.model_name", "a template that leaves the model open"),
@@ -115,9 +115,9 @@ loss_fn: {xtoken_loss: false, uncommon_topk: 8192, kd_loss_mode: sum, temperatur
 
 
 def test_two_causes_are_two_problems(tmp_path: Path) -> None:
-    assert [problem.key for problem in refusals(tmp_path, GYM + "async_rl: {sampler: {name: in_order}}\n")] == [
+    assert [problem.key for problem in refusals(tmp_path, GYM + "async_rl: {sampler: {name: custom}}\n")] == [
         "env.should_use_nemo_gym",
-        "async_rl",
+        "async_rl.sampler.name",
     ]
 
 

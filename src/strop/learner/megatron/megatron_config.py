@@ -148,3 +148,10 @@ class MegatronConfig(BaseConfig):
                 "it has no effect: tensor_model_parallel_size is 1, so there are no ranks to shard the sequence over",
                 "Set it to false, or raise tensor_model_parallel_size.",
             )
+        if self.enabled and self.fp8_cfg.enabled:
+            gpus = "a Blackwell GPU" if self.fp8_cfg.fp8_recipe == "mxfp8" else "a GPU with FP8 (Ada, Hopper or newer)"
+            yield Problem(
+                f"{key}.fp8_cfg.enabled",
+                f"{self.fp8_cfg.fp8_recipe} needs Transformer Engine and {gpus} on every node that trains; a run without them ends when "
+                "it starts",
+            )

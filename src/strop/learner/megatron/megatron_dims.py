@@ -129,8 +129,8 @@ def _check_heads(config: MegatronConfig, key: str, shape: MegatronModelShape) ->
     if shape.heads % tensor:
         message = f"found {tensor}, which does not divide the {shape.heads} attention heads of {shape.name}"
         yield Problem(name, message, divisors(shape.heads))
-    elif groups % tensor and tensor % groups:
-        message = f"found {tensor}, which neither divides the {groups} key-value heads of {shape.name} nor is a multiple of them"
+    elif groups % tensor:
+        message = f"found {tensor}, which does not divide the {groups} key-value heads of {shape.name}"
         yield Problem(name, message, divisors(groups))
     elif (own := shape.heads // tensor) % context:
         message = f"found {context}, which does not divide the {own} attention heads that a rank has of {shape.name}"

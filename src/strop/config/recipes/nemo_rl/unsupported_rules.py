@@ -131,11 +131,6 @@ DRAFT_MODEL = Unsupported(
     "Set policy.draft.enabled=false; policy.generation.vllm_cfg.speculation drafts without training.",
     hides=("policy.generation.vllm_kwargs.speculative_config",),
 )
-SINGLE_CONTROLLER = Unsupported(
-    ("async_rl",),
-    "NeMo-RL's single controller is not in this version",
-    "Remove async_rl; grpo.async_grpo.enabled=true and grpo.async_grpo.max_trajectory_age_steps train asynchronously.",
-)
 BEST_AT_K = Unsupported(
     ("grpo.use_best_at_k", "grpo.use_combined_training"),
     "advantages of best@k are not in this version",
@@ -182,7 +177,6 @@ UNSUPPORTED_RULES: tuple[Rule, ...] = (
     ON_POLICY_DISTILLATION,
     ROUTER_REPLAY,
     DRAFT_MODEL,
-    SINGLE_CONTROLLER,
     BEST_AT_K,
     BAD_WORDS,
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.library_recipe import LibraryRecipe
+from strop.config.recipes.verl.verl_megatron import is_megatron, translate_megatron_optimizer
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
 PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
@@ -143,8 +144,11 @@ def translate_sft_optimizer(recipe: LibraryRecipe) -> None:
 
 
 def _translate_optimizer(recipe: LibraryRecipe, section: str, to: str) -> None:
+    if is_megatron(recipe):
+        translate_megatron_optimizer(recipe, section, f"{to}.megatron_cfg")
+        return
     name, package = recipe.value(f"{section}.optimizer"), recipe.value(f"{section}.optimizer_impl")
-    name = "AdamW" if str(name).lower() in ("adam", "adamw") else name  # Megatron Core's adam decays like AdamW
+    name = "AdamW" if str(name).lower() in ("adam", "adamw") else name
     recipe.set(f"{to}.optimizer.name", f"{package}.{name}", because=f"{section}.optimizer")
     recipe.carry(f"{section}.lr", f"{to}.optimizer.kwargs.lr", recipe.value(f"{section}.lr"))
     recipe.carry(f"{section}.weight_decay", f"{to}.optimizer.kwargs.weight_decay", recipe.value(f"{section}.weight_decay"))
@@ -190,10 +194,6 @@ def _translate_schedule(recipe: LibraryRecipe, section: str, to: str) -> None:
         recipe.note(key, Effect.RENAMED, f"{to}.scheduler is null, the same rate in each step, here")
 
 
-def is_megatron(recipe: LibraryRecipe) -> bool:
-    return "megatron" in (recipe.value(f"{ACTOR}.strategy"), recipe.value("engine.strategy"))
-
-
 def translate_parallelism(recipe: LibraryRecipe) -> None:
     """FSDP shards over all ranks, ulysses splits sequences; Megatron Core has sizes of its own."""
     strategy = recipe.value(f"{ACTOR}.strategy")
@@ -203,6 +203,12 @@ def translate_parallelism(recipe: LibraryRecipe) -> None:
         for name in PARALLEL:
             key = f"{ACTOR}.megatron.{name}"
             recipe.carry(key, f"policy.megatron_cfg.{name}", recipe.value(key))
+            if recipe.kind == "ppo":
+                own = f"critic.megatron.{name}" if recipe.is_written(f"critic.megatron.{name}") else key
+                recipe.set(f"value.megatron_cfg.{name}", recipe.value(own), because=own)
+        if recipe.kind == "ppo":
+            recipe.set("value.megatron_cfg.enabled", True, because=f"{ACTOR}.strategy")
+            recipe.set("value.dtensor_cfg.enabled", False, because=f"{ACTOR}.strategy")
     elif strategy not in ("fsdp", "fsdp2"):
         recipe.refuse(f"{ACTOR}.strategy", "there is no such learner in this version", f"Set {ACTOR}.strategy=fsdp2.")
     elif recipe.is_written(f"{ACTOR}.strategy"):

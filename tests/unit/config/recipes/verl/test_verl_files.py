@@ -186,9 +186,17 @@ def test_parallel_sizes_and_token_budgets_are_carried_over(translate: Translate)
     assert config.policy.sequence_packing.train_mb_tokens == 16384 and config.policy.reference.offload
 
 
-def test_megatron_is_refused_once_and_goes_to_the_torch_learner_on_request(translate: Translate) -> None:
+def test_megatron_is_carried_over_and_goes_to_the_torch_learner_on_request(translate: Translate) -> None:
     text = SCRIPT.replace("main_ppo \\", "main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' \\")
     size = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    options = translate(size, text=text).loaded.config.policy.megatron_cfg
+    assert options.enabled and options.tensor_model_parallel_size == 2
+    assert (options.optimizer.lr, options.optimizer.min_lr, options.optimizer.clip_grad) == (1e-6, 0.0, 1.0)
+    assert (options.scheduler.lr_decay_style, options.scheduler.lr_warmup_init, options.scheduler.lr_warmup_iters) == (
+        "constant",
+        0.0,
+        0,
+    )
     config = translate(size, text=text, overrides=("policy.backend=torch",)).loaded.config
     assert config.policy.dtensor_cfg.tensor_parallel_size == 2 and config.policy.optimizer.kwargs["lr"] == 1e-6
 

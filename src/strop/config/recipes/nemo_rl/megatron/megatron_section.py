@@ -32,7 +32,7 @@ UNUSED: Mapping[str, tuple[str, ...]] = {  # why -> options
     ),
     "weights are read from Hugging Face folders": ("force_reconvert_from_hf", "converter_type"),
     "checkpointing.async_save saves beside training": ("checkpoint",),
-    "policy.precision and policy.weights_dtype say it": ("pipeline_dtype", "optimizer.params_dtype", "optimizer.bf16", "optimizer.fp16"),
+    "policy.precision says it": ("pipeline_dtype", "optimizer.params_dtype", "optimizer.bf16", "optimizer.fp16"),
     "the run has as many steps as its section says": ("train_iters",),
     "every loss is divided by counts of the whole optimizer step, however it is cut": (
         "calculate_per_token_loss", "cp_normalize", "do_not_average_loss", "scale_loss_by_dp_cp_size",
