@@ -43,13 +43,16 @@ def run_schedule(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     rows: dict[int, StageRow] = {}
+    reads = [0] * len(micro_batches)
     results: dict[int, Any] = {}
 
     def forward(numbers: Any, stage: Any) -> tuple[Tensor, Any]:
         number = next(numbers)
-        if number not in rows:
-            rows[number] = sharding.make_row(micro_batches[number].sub_batch.batch)
-        return stage(rows[number]), partial(finish_pass, number)
+        row = rows.pop(number, None) or sharding.make_row(micro_batches[number].sub_batch.batch)
+        reads[number] += 1
+        if reads[number] < len(chunks):  # the masks of a long row are large: it is kept for the other virtual stages only
+            rows[number] = row
+        return stage(row), partial(finish_pass, number)
 
     def finish_pass(number: int, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         loss, results[number] = finish(micro_batches[number], hidden)
