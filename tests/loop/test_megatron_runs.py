@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Mapping
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 
 from loop.kinds import GRADED, recorded_config, sampling_config, write_data
-from loop.runs import Outcome, Running, metrics_of, overrides, start, tiny_config
+from loop.runs import Outcome, Running, metrics_of, overrides, start, strop, tiny_config
 from loop.test_cluster_faults import assert_nobody_left, kill, steps_logged, wait_for
 from loop.test_cluster_runs import curves_agree
 from loop.tiny import build_tiny
 from loop.victims import Marked
+from strop.models.loading import load_model
 from support.needs import needs_vllm
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
@@ -201,3 +203,44 @@ def test_ranks_of_megatron_train_while_engines_sample_and_save_beside_training(t
     metrics = metrics_of(tmp_path / "logs")
     assert max(metrics) == STEPS and max(line["train/staleness_max"] for line in metrics.values()) <= 1
     assert (tmp_path / "results" / f"step_{STEPS}" / "policy" / "weights" / "iter_0000000").is_dir()
+
+
+@pytest.mark.exhaustive
+def test_the_documented_commands_train_convert_and_plan_for_four_nodes(tiny: Path, tmp_path: Path) -> None:
+    """As they are written, with a model, data and numbers that a small machine has."""
+    (tmp_path / "examples").symlink_to(Path(__file__).parents[2] / "examples")
+    rows = [{"problem": f"{a}+2=", "expected_answer": str(a + 2)} for a in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["dataset_name=ResponseDataset", "data_path=rows.jsonl", "input_key=problem", "output_key=expected_answer"]
+    small = [
+        f"policy.model_name={tiny}",
+        "policy.device=cpu",
+        "policy.precision=float32",
+        "policy.max_total_sequence_length=256",
+        "policy.generation.max_new_tokens=4",
+        "policy.generation.torch_cfg.kv_cache_memory_gb=0.02",
+        "grpo.num_prompts_per_step=4",
+        "grpo.num_generations_per_prompt=4",
+        "grpo.max_num_steps=2",
+        "checkpointing.save_period=2",
+        "checkpointing.metric_name=null",
+        "data.train.split_validation_size=0",
+        "grpo.val_period=0",
+        *(f"data.train.{entry}" for entry in data),
+    ]
+    train = ["examples/run_grpo.py", "--config", "examples/configs/grpo_math_1B_megatron.yaml"]
+    planned = strop(
+        *train, "cluster.num_nodes=4", "cluster.gpus_per_node=8", "--dry-run", f"policy.model_name={tiny}", folder=tmp_path
+    )
+    assert "32 ranks on 4 nodes: Megatron Core, 32 data" in planned.out, planned.err + planned.out
+    outcome = strop(*train, *small, folder=tmp_path, timeout=400)
+    assert outcome.code == 0, outcome.err + outcome.out
+    step = "results/grpo/step_2"
+    weights = ["--megatron-ckpt-path", f"{step}/policy/weights/iter_0000000"]
+    converted = strop(
+        "examples/converters/convert_megatron_to_hf.py",
+        *("--config", f"{step}/config.yaml", *weights, "--hf-ckpt-path", "results/grpo/hf"),
+        folder=tmp_path,
+    )
+    assert converted.code == 0, converted.err
+    assert load_model(str(tmp_path / "results" / "grpo" / "hf")).config.num_hidden_layers == 2
