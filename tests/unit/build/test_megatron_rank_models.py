@@ -52,7 +52,7 @@ def enabled(model: str, *sizes: str) -> list[str]:
     return [*switches, *(f"{section}.{size}" for size in sizes)]
 
 
-def batch_of(config: TrainingRunConfig) -> Batch:
+def batch_of(config: TrainingRunConfig) -> Any:
     batch = pack_for(simple_groups(*PAIRS), make_run_algorithm(config))
     return replace(batch, tokens=batch.tokens % 90, target=batch.target % 90)  # the tiny model's vocabulary
 
