@@ -109,6 +109,30 @@ def test_tensor_parallel_ranks_with_adapters_and_a_reference_give_the_curve_of_o
 
 
 @pytest.mark.exhaustive
+def test_pipeline_stages_give_the_curve_of_one_process_and_go_on_in_another_layout(
+    tiny: Path, alone: Path, tmp_path: Path
+) -> None:
+    staged = {**TWO, "policy.dtensor_cfg.pipeline_parallel_size": 2}
+    assert grpo(tiny, tmp_path, **staged, **{"grpo.max_num_steps": 3}).code == 0
+    outcome = grpo(tiny, tmp_path, **staged)
+    assert outcome.code == 0 and "continuing after step 3" in outcome.out, outcome.err
+    assert "2 pipeline x 1 copy" in outcome.out
+    curves_agree(alone, tmp_path)
+    assert grpo(tiny, tmp_path, **TWO, **{"grpo.max_num_steps": 5}).code == 0
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.exhaustive
+def test_a_reference_in_pipeline_stages_gives_the_curve_of_one_process(tiny: Path, tmp_path: Path) -> None:
+    asked = {"loss_fn.reference_policy_kl_penalty": 0.1, "grpo.max_num_steps": 2}
+    sizes = {"policy.dtensor_cfg.pipeline_parallel_size": 2}
+    assert grpo(tiny, tmp_path / "one", **asked).code == 0
+    outcome = grpo(tiny, tmp_path / "two", **TWO, **asked, **sizes)
+    assert outcome.code == 0, outcome.err
+    curves_agree(tmp_path / "one", tmp_path / "two", steps=2)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("head_only", [False, True])
 def test_a_critic_on_two_ranks_gives_the_curve_of_one_process(head_only: bool, tiny: Path, tmp_path: Path) -> None:
     settings = {

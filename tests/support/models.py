@@ -138,13 +138,21 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 FAMILIES = tuple(name for name in CONFIGS if name not in ("mamba", "deepseek_v3"))  # support packed rows and the cached engine
 
 
-def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+def make_config(family: str, layers: int | None = None) -> Any:
+    """Return a family's tiny configuration, with another number of layers."""
+    config = CONFIGS[family]()
+    if layers is None:
+        return config
+    return type(config)(**{**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+
+
+def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, layers: int | None = None) -> Any:
     """Build a causal LM with next-token distributions that are neither flat nor peaked, so that errors are visible."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+        model = AutoModelForCausalLM.from_config(make_config(family, layers)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -163,13 +171,14 @@ def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 class ExactNorm(nn.Module):
     """Llama's RMSNorm without its cast to float32, which would round a float64 model to seven digits."""
 
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = weight
         self.eps = eps
+        self.offset = offset  # Gemma's weight is an offset from one
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
+        return (self.offset + self.weight) * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
 
 
 def to_float64(model: Any) -> Any:
@@ -179,6 +188,8 @@ def to_float64(model: Any) -> Any:
         for name, child in list(parent.named_children()):
             if type(child).__name__ in ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "MistralRMSNorm"):
                 setattr(parent, name, ExactNorm(child.weight, child.variance_epsilon))
+            elif type(child).__name__ == "GemmaRMSNorm":
+                setattr(parent, name, ExactNorm(child.weight, child.eps, 1.0))
     return model
 
 

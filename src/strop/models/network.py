@@ -72,6 +72,7 @@ class Network:
         self.chunk = chunk
         self.device = next(model.parameters()).device
         self.token_sharding: TokenSharding = NoTokenSharding()
+        self.received: Tensor | None = None  # [t, H], from an earlier pipeline stage: this one does not embed the tokens
         self.fallback: str | None = None  # why the model cannot read packed rows
         self.packed = self._probe() if packed is None else packed
         self.use_learner_attention()
@@ -131,16 +132,17 @@ class Network:
         return self._hidden_packed(batch) if self.packed else self._hidden_padded(batch)
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
+        hidden = self.token_sharding.gather_hidden(self.run_decoder(batch))
+        return hidden.index_select(0, self.token_sharding.shard_predictions(batch.source).to(self.device))
+
+    def run_decoder(self, batch: Batch) -> Tensor:
+        """Return the decoder's hidden states [t, H] of this device's tokens in a packed row."""
         tree = TreePlan(batch.segment_start, batch.segment_length, batch.segment_parent, self.device)
         tokens, positions, plan = self.token_sharding.shard_tokens(batch.tokens, batch.positions, tree)
-        output = self.decoder(
-            input_ids=tokens[None].to(self.device),
-            position_ids=positions[None].to(self.device),
-            plan=plan,
-            use_cache=False,
-        )
-        hidden = self.token_sharding.gather_hidden(output.last_hidden_state[0])
-        return hidden.index_select(0, self.token_sharding.shard_predictions(batch.source).to(self.device))
+        inputs = {"input_ids": tokens[None].to(self.device)} if self.received is None else {"inputs_embeds": self.received[None]}
+        output = self.decoder(**inputs, position_ids=positions[None].to(self.device), plan=plan, use_cache=False)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
 
     def _hidden_padded(self, batch: Batch) -> Tensor:
         rows = _read_rows(batch)

@@ -267,6 +267,8 @@ def test_layers_and_experts_are_counted_where_megatron_core_trains(folder: Path,
     said = dry_run(capsys, "grpo", *words, *(f"policy.megatron_cfg.{key}={size}" for key, size in sizes.items()), code=2)
     assert "policy.megatron_cfg.pipeline_model_parallel_size: found 4: 4 stages cannot share the 6 layers of model evenly" in said
     assert "policy.megatron_cfg.expert_model_parallel_size: found 16, which does not divide the 8 experts" in said
+    (folder / "model" / "config.json").write_text(json.dumps({**values, "model_type": "nemotron_h"}))
+    assert "does not train models of type nemotron_h: its Mamba layers" in dry_run(capsys, "grpo", *words, code=2)
 
 
 def test_a_chat_template_with_the_tags_of_transformers_is_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Do the sizes of parallelism divide models whose config.json is here: attention heads, and with Megatron Core layers and experts?"""
+"""Do the sizes of parallelism divide models whose config.json is here: heads, layers, and with Megatron Core experts?"""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import DistillationRunConfig, list_trained_models
 from strop.learner.megatron.megatron_dims import MegatronModelShape, model_errors
 from strop.learner.model_config import ModelConfig
+from strop.learner.parallel.dtensor_config import find_stage_problems
 from strop.problems import Problem
 
 
@@ -36,6 +38,15 @@ def find_head_problems(config: TrainingRunConfig) -> Iterator[Problem]:
 
 def _check_learner(key: str, model: ModelConfig) -> Iterator[Problem]:
     sizes = model.dtensor_cfg
+    if sizes.pipeline_parallel_size > 1 and (layers := read_layer_count(model.model_name)) is not None:
+        yield from find_stage_problems(
+            f"{key}.dtensor_cfg",
+            model.model_name,
+            layers,
+            ranks=sizes.pipeline_parallel_size,
+            interleaved=sizes.pipeline_parallel_schedule == "Interleaved1F1B",
+            layers_per_stage=sizes.pipeline_parallel_layers_per_stage,
+        )
     tensor, context = sizes.tensor_parallel_size, sizes.context_parallel_size
     counts = read_head_counts(model.model_name) if tensor * context > 1 else None
     if counts is None:
@@ -54,9 +65,16 @@ def _check_learner(key: str, model: ModelConfig) -> Iterator[Problem]:
 
 
 def _check_megatron(key: str, model: ModelConfig) -> Iterator[Problem]:
-    values = read_model_config(model.model_name)
-    shape = MegatronModelShape.from_hf(model.model_name, values) if values is not None else None
-    if shape is not None:
+    values = _read_text_config(model.model_name)
+    if not values:
+        return
+    from strop.learner.megatron.families.find_family import find_family  # needs torch
+
+    try:
+        find_family(SimpleNamespace(model_type=values.get("model_type")))
+    except ValueError as error:
+        yield Problem(f"{key}.megatron_cfg.enabled", str(error))
+    if (shape := MegatronModelShape.from_hf(model.model_name, values)) is not None:
         yield from model_errors(model.megatron_cfg, f"{key}.megatron_cfg", shape)
 
 
@@ -76,23 +94,28 @@ def _divisors(count: int) -> str:
 
 def read_head_counts(name: str) -> HeadCounts | None:
     """Return the heads of a local model that has attention everywhere, from its config.json; None where that does not say."""
-    values = read_model_config(name)
-    query = values.get("num_attention_heads") if values is not None else None
-    if values is None or not isinstance(query, int) or query < 1:
+    values = _read_text_config(name)
+    query = values.get("num_attention_heads")
+    if not isinstance(query, int) or query < 1:
         return None
     latent = values.get("kv_lora_rank") is not None  # latent attention has keys of every head
     key_value = query if latent else values.get("num_key_value_heads") or query
     return HeadCounts(query, key_value) if isinstance(key_value, int) and key_value > 0 else None
 
 
-def read_model_config(name: str) -> Mapping[str, Any] | None:
-    """Return the config.json of a local model, of its language model where it has several; None where there is none."""
+def read_layer_count(name: str) -> int | None:
+    """Return the number of decoder layers of a local model, from its config.json; None where that does not say."""
+    layers = _read_text_config(name).get("num_hidden_layers")
+    return layers if isinstance(layers, int) and layers > 0 else None
+
+
+def _read_text_config(name: str) -> Mapping[str, Any]:
     try:
         values = json.loads((Path(name).expanduser() / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
-        return None
-    values = values.get("text_config") or values if isinstance(values, Mapping) else None
-    return values if isinstance(values, Mapping) else None
+        return {}
+    values = values.get("text_config") or values if isinstance(values, Mapping) else {}
+    return values if isinstance(values, Mapping) else {}
 
 
 def _plan_shards_heads(name: str) -> bool:

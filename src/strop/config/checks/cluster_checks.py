@@ -10,6 +10,7 @@ from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import (
     DistillationRunConfig,
     EvalRunConfig,
+    PpoRunConfig,
     RolloutRunConfig,
     TrainingRunConfig,
     generation_section,
@@ -38,6 +39,13 @@ def check_parallel_sizes(config: TrainingRunConfig) -> Problems:
         elif not teacher.hosts:  # one in a single process may be offloaded
             sizes = replace(teacher.dtensor_cfg, cpu_offload=False)
             yield from sizes.size_errors(f"{key}.dtensor_cfg", counts.learner_devices, uses_ray=counts.uses_ray)
+    if isinstance(config, PpoRunConfig) and config.value.head_only and config.policy.dtensor_cfg.pipeline_parallel_size > 1:
+        yield Problem(
+            "value.head_only",
+            "found true, but with policy.dtensor_cfg.pipeline_parallel_size > 1 only the last stage has the hidden states that such a "
+            "critic reads",
+            "Set it to false, or policy.dtensor_cfg.pipeline_parallel_size=1.",
+        )
 
 
 def check_torch_engine_devices(config: TrainingRunConfig) -> Problems:

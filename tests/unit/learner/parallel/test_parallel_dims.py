@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.learner.parallel.dtensor_config import DtensorConfig
+from strop.learner.parallel.dtensor_config import DtensorConfig, find_stage_problems
 from strop.learner.parallel.parallel_dims import ParallelDims
 
 
@@ -13,6 +13,27 @@ def test_the_ranks_that_no_dimension_takes_shard_the_model() -> None:
     dims = ParallelDims.from_config(config, 48)
     assert dims == ParallelDims(replicate=3, shard=4, context=2, tensor=2, sequence=True)
     assert dims.world_size == 48
+
+
+def test_pipeline_stages_take_their_part_of_the_ranks() -> None:
+    config = DtensorConfig(pipeline_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_schedule="Interleaved1F1B")
+    dims = ParallelDims.from_config(config, 12)
+    assert dims == ParallelDims(pipeline=2, shard=3, tensor=2, interleaved=True)
+    assert (dims.world_size, dims.stage_size, dims.data) == (12, 6, 3)
+    assert str(dims) == "2 pipeline (interleaved) x 1 copy x 3 shards x 1 context x 2 tensor"
+    with pytest.raises(ValueError, match="pipeline_parallel_size: found 4, with tensor_parallel_size = 1 and"):
+        ParallelDims.from_config(DtensorConfig(pipeline_parallel_size=4), 6)
+
+
+def test_layers_that_stages_cannot_share_are_a_problem() -> None:
+    def found(layers: int, ranks: int, interleaved: bool = False, each: int | None = None) -> str:
+        problems = find_stage_problems("K", "M", layers, ranks=ranks, interleaved=interleaved, layers_per_stage=each)
+        return " ".join(str(problem) for problem in problems)
+
+    assert not found(2, 2) and not found(5, 2, True) and not found(8, 2, True, 2) and not found(1, 1, True)
+    assert "found 4, which needs 4 stages (1F1B), and M has 3 layers" in found(3, 4) and "at most 3" in found(3, 4)
+    assert "found 2, which needs 4 stages (Interleaved1F1B)" in found(3, 2, True)
+    assert "K.pipeline_parallel_layers_per_stage: found 3" in found(8, 2, True, 3) and "a divisor of 4" in found(8, 2, True, 3)
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused() -> None:
