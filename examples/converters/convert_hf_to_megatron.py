@@ -2,8 +2,8 @@
 
 python examples/converters/convert_hf_to_megatron.py --hf-model-name Qwen/Qwen3-1.7B --megatron-ckpt-path results/qwen3_megatron
 
-writes results/qwen3_megatron with config.json, tokenizer and iter_0000000. A run does not need it: Megatron Core's ranks read their parts of
-a Hugging Face folder themselves.
+writes results/qwen3_megatron with config.json, tokenizer and iter_0000000, for Megatron-LM and NeMo-RL. A run of Strop does not need it:
+ranks of Megatron Core read their parts of a Hugging Face folder themselves.
 """
 
 import argparse

@@ -24,7 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> str | None:
     parser.add_argument("--hf-model-name", help="the model whose configuration and tokenizer it has; overrides --config")
     parser.add_argument("--megatron-ckpt-path", type=Path, required=True, help="such as step_170/policy/weights/iter_0000000")
     parser.add_argument("--hf-ckpt-path", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--no-strict", action="store_true", help="accepted: every family that can be converted is converted whole")
+    parser.add_argument(
+        "--no-strict", action="store_true", help="accepted: every family that can be converted is converted whole"
+    )
     given = parser.parse_args(arguments)
     try:
         name = given.hf_model_name or (model_name(given.config) if given.config else None)

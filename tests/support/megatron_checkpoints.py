@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from support.megatron_families import make_config
-from support.megatron_stages import make_layout, start_layout
 from torch import Tensor
 
-from strop.learner.megatron.checkpoint.learner_checkpoint import save_model_config
 from strop.learner.megatron.checkpoint.megatron_snapshot import MegatronSnapshot, take_megatron_snapshot
+from strop.models.export import save_model_config
+from support.megatron_families import make_config
+from support.megatron_stages import make_layout, start_layout
 
 COUNTERS = {"schedule": 3}
 
@@ -59,7 +59,8 @@ class TrainedStages:
         return {weight.name: weight.gather().clone() for weight in iter_weights(self.stages, self.hf_config)}
 
     def snapshot(self) -> MegatronSnapshot:
-        save_config = partial(save_model_config, self.hf_config, self.stages[0].head, next(self.stages[0].parameters()).dtype)
+        dtype, scores = next(self.stages[0].parameters()).dtype, self.stages[0].head == "scalar"
+        save_config = partial(save_model_config, self.hf_config, dtype, scores=scores)
         return take_megatron_snapshot(self.stages, self.optimizer, COUNTERS, save_config)
 
 

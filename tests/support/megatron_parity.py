@@ -59,6 +59,7 @@ class MegatronCase:
     overlap: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)  # of the section megatron_cfg
     schedule: MegatronSchedulerConfig = CONSTANT_RATE
+    device: str = "cpu"
 
     def config(self) -> MegatronConfig:
         return MegatronConfig(
@@ -87,7 +88,7 @@ def case(**options: Any) -> Case:
 
 def make_megatron_learner(made: MegatronCase, **options: Any) -> Any:
     """Return a learner on this rank with the weights of the case's network. ``options`` are the learner's."""
-    layout = MegatronLayout(MegatronDims.from_config(made.config(), made.world), "cpu")
+    layout = MegatronLayout(MegatronDims.from_config(made.config(), made.world), made.device)
     from strop.learner.megatron.megatron_learner import MegatronLearner
 
     config = replace(

@@ -24,6 +24,7 @@ from strop.models.export import (
     ExportFormat,
     check_target,
     copy_adapters,
+    download_model,
     export_weights,
     load_merged_model,
     load_model_config,
@@ -106,12 +107,12 @@ def convert_megatron(source: Path, target: Path, *, model_name: str | None = Non
 
 def convert_to_megatron(model_name: str, target: Path) -> None:
     """Write a Hugging Face model and its tokenizer as a folder with iter_0000000, in one process. Raises ConversionError."""
-    from strop.learner.megatron.checkpoint.hugging_face import write_megatron_weights
-
     from safetensors.torch import load_file
 
+    from strop.learner.megatron.checkpoint.hugging_face import write_megatron_weights
+
     check_target(target)
-    source = SavedModel(_download(locate_model(model_name)[0]))
+    source = SavedModel(download_model(locate_model(model_name)[0]))
     folder = Path(source.weights)
     files = sorted(folder.glob("*.safetensors"))
     if source.layout != "whole" or not files:
@@ -122,13 +123,6 @@ def convert_to_megatron(model_name: str, target: Path) -> None:
         for path in folder.iterdir():
             if path.is_file() and (path.name == "config.json" or not MODEL_FILES.fullmatch(path.name)):
                 shutil.copyfile(path, draft / path.name)
-
-
-def _download(name: str) -> str:
-    """Return the folder of a model, which is one already or in the cache of the hub."""
-    from huggingface_hub import snapshot_download
-
-    return name if Path(name).is_dir() else snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja"])
 
 
 def _model_folder(source: SavedModel) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -119,6 +120,30 @@ def save_model(model: Any, folder: Path, form: ExportFormat = AS_THEY_ARE) -> No
     options = {} if form.max_shard_size is None else {"max_shard_size": form.max_shard_size}
     with quiet_transformers():
         model.save_pretrained(folder, **options)
+
+
+def save_model_config(config: Any, dtype: torch.dtype, folder: Path, *, scores: bool = False) -> None:
+    """Write the configuration of a language model, or with ``scores`` of its sequence classifier, with the name of its class."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    config = copy.deepcopy(config)
+    auto: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    if scores:
+        config.num_labels = 1
+    config.architectures = [auto._model_mapping[type(config)].__name__]
+    config.dtype = dtype
+    with quiet_transformers():
+        config.save_pretrained(folder)
+
+
+def download_model(name: str) -> str:
+    """Return the folder of a model: itself, or that of the hub's in the cache."""
+    from huggingface_hub import snapshot_download
+
+    if Path(name).is_dir():
+        return name
+    folder: str = snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja"])
+    return folder
 
 
 def copy_adapters(source: Path, folder: Path, form: ExportFormat = AS_THEY_ARE) -> None:

@@ -147,6 +147,11 @@ def locate_model(name: str) -> tuple[str, str | None]:
                 f"policy.model_name: {name} has the shards of a distributed checkpoint; convert them first: strop export {name} FOLDER, or "
                 f"python examples/converters/convert_dcp_to_hf.py --dcp-ckpt-path {name} --hf-ckpt-path FOLDER"
             )
+        if any(path.glob("iter_*/.metadata")) and not any(path.glob("*.safetensors")):
+            raise ModelNotFound(
+                f"policy.model_name: {name} has a checkpoint of Megatron Core; convert it first: strop export {name} FOLDER, or "
+                f"python examples/converters/convert_megatron_to_hf.py --megatron-ckpt-path {name} --hf-ckpt-path FOLDER"
+            )
         files = [file.name for file in path.glob("*.gguf")]
         if not files and not (path / "config.json").exists() and adapter_folder(name) is None:
             raise ModelNotFound(f"policy.model_name: the folder {name} has no model (no config.json, no .gguf file)")

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import build
-from torch import Tensor
 
 from strop.checkpointing.convert import convert_model, convert_to_megatron
 from strop.checkpointing.saved_model import find_saved_model
+from strop.learner.parallel.shard_files import TensorShard, write_shards
+from strop.models.loading import ModelNotFound, load_model
+from strop.models.network import Network
+from strop.sampling import Sampling
 from strop.user_code import import_attribute
+from support.learners import make_torch_learner
+from support.models import build
 
 CONVERTERS = Path(__file__).parents[3] / "examples" / "converters"
 
@@ -82,3 +86,15 @@ def test_a_checkpoint_is_found_by_any_of_its_names(tmp_path: Path, tokenizer: An
     for name in (weights / "iter_0000000", weights, weights.parent, weights.parent.parent, tmp_path / "results"):
         found = find_saved_model(name)
         assert (found.layout, found.step, Path(found.weights)) == ("megatron", 3, weights)
+
+
+def test_a_run_of_the_torch_learner_says_how_to_use_it(tmp_path: Path, tokenizer: Any) -> None:
+    save_model(tmp_path / "hf", "llama", tokenizer)
+    convert_to_megatron(str(tmp_path / "hf"), tmp_path / "policy" / "weights")
+    with pytest.raises(ModelNotFound, match=r"checkpoint of Megatron Core.*convert_megatron_to_hf"):
+        load_model(str(tmp_path / "policy" / "weights"))
+    optimizer = tmp_path / "policy" / "optimizer"
+    write_shards(optimizer, {"optimizer.state.exp_avg.a": TensorShard(torch.ones(2), (0,), (2,))}, None)
+    learner = make_torch_learner(Network(build("llama"), precision=torch.float32), Sampling())
+    with pytest.raises(ValueError, match=r"saved by Megatron Core.*megatron_cfg.enabled=true"):
+        learner.load(tmp_path / "policy")

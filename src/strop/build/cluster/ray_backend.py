@@ -111,7 +111,8 @@ class RayBackend:
         assert isinstance(self.config, RolloutRunConfig)
         options, slots = self.config.policy.generation, self.device_plan.generation
         uses_vllm = options.uses_vllm
-        adapters = uses_vllm and options.weight_sync.adapters_alone and self.config.policy.dtensor_cfg.lora_cfg.enabled
+        lora = self.config.policy.dtensor_cfg.lora_cfg.enabled and not self.config.policy.uses_megatron
+        adapters = uses_vllm and options.weight_sync.adapters_alone and lora
         folder = (spec.output_folder / "model").resolve()
         await self.group.call_one(
             0, "call_with_policy", partial(choose_rank_builders(self.config).write_model_folder, folder=folder)

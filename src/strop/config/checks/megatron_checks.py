@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from strop import packages
 from strop.base_config import changed_keys
-from strop.config.schema.run_config import DistillationRunConfig, TrainingRunConfig, list_trained_models
+from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, TrainingRunConfig, list_trained_models
 from strop.problems import Problem
 
 Problems = Iterator[Problem]
@@ -53,6 +53,24 @@ def check_megatron_models(config: TrainingRunConfig) -> Problems:
             )
 
 
+def check_megatron_ranks(config: TrainingRunConfig) -> Problems:
+    if config.policy.megatron_cfg.enabled and config.cluster.backend == "local":
+        yield Problem(
+            "cluster.backend",
+            "found local, but Megatron Core runs on ranks, which are processes of Ray, also with one device",
+            "Set it to auto or ray, or policy.backend=torch.",
+        )
+
+
+def check_critic_network(config: TrainingRunConfig) -> Problems:
+    if isinstance(config, PpoRunConfig) and config.value.megatron_cfg.enabled and config.value.head_only:
+        yield Problem(
+            "value.head_only",
+            "found true, but a critic that Megatron Core trains is a network of its own: the policy's last stage has no value head",
+            "Set it to false, or policy.backend=torch.",
+        )
+
+
 def warn_torch_keys(config: TrainingRunConfig) -> Problems:
     """What the torch learner would read, set in Python."""
     for key, model in list_trained_models(config):
@@ -65,4 +83,4 @@ def warn_torch_keys(config: TrainingRunConfig) -> Problems:
             yield Problem(name, f"it has no effect: {key}.megatron_cfg says it where Megatron Core trains")
 
 
-ERROR_CHECKS = (check_megatron_installed, check_one_learner, check_megatron_models)
+ERROR_CHECKS = (check_megatron_installed, check_one_learner, check_megatron_models, check_megatron_ranks, check_critic_network)

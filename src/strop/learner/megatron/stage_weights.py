@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,17 +29,11 @@ class StageWeights:
         self.network.gather_weights()  # those that a distributed optimizer has updated
         with self.network.layout.activate():
             weights = list(iter_weights(self.network.stages, self.network.hf_config))
-        return (replace(weight, gather=self._in_layout(weight)) for weight in weights)
+        return (replace(weight, gather=partial(self._gather, weight)) for weight in weights)
 
-    def _in_layout(self, weight: Weight):  # type: ignore[no-untyped-def]
-        def gather() -> Tensor:
-            with self.network.layout.activate():
-                return weight.gather()
-
-        return gather
+    def _gather(self, weight: Weight) -> Tensor:
+        with self.network.layout.activate():
+            return weight.gather()
 
     def adapter_source(self) -> AdapterSource:
-        raise ValueError(
-            "policy.generation.weight_sync.lora: adapters of Megatron Core are merged into the weights before they are sent; set it to "
-            "merged"
-        )
+        raise ValueError("policy.megatron_cfg.peft: adapters of Megatron Core's layers are not in this version")

@@ -128,6 +128,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Reads DCP's ``.metadata``, a pickle, without running what someone else may have put into it."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module, name = _OF_EARLIER_MEGATRON.get((module, name), (module, name))
         if (module, name) not in _METADATA_CLASSES:
             raise ForeignMetadata(
                 f"{METADATA} names {module}.{name}, which no checkpoint of tensors contains and which could run code; the folder was not "
@@ -142,12 +143,20 @@ _METADATA_CLASSES = {
     *((f"{_CHECKPOINT}.metadata", name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
     (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    # Megatron Core keeps the plans of all ranks.
+    *((f"{_CHECKPOINT}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # of Python 3.13
     ("collections", "OrderedDict"),
     *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
+}
+
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_OF_EARLIER_MEGATRON = {
+    (_MEGATRON, "MCoreMetadata"): (f"{_CHECKPOINT}.metadata", "Metadata"),
+    (_MEGATRON, "MCoreSavePlan"): (f"{_CHECKPOINT}.planner", "SavePlan"),
 }
 
 

@@ -341,6 +341,11 @@ def _read_average(
 def _open_optimizer(folder: Path) -> tuple[TensorReader, Mapping[str, Any]]:
     """Return a reader of the optimizer state of several ranks or a single process, in the sharded format, and the unsharded state."""
     shards, path = folder / "optimizer", folder / "optimizer.pt"
+    if is_sharded(shards) and not (shards / STATE_FILE).exists() and any((folder / "weights").glob("iter_*")):
+        raise ValueError(
+            f"{folder} was saved by Megatron Core, whose optimizer keeps its state under other names than torch's: continue with "
+            "policy.megatron_cfg.enabled=true, or begin a run from its weights (`strop export`, then policy.model_name)"
+        )
     if is_sharded(shards):
         return ShardedReader(shards), torch.load(shards / STATE_FILE, map_location="cpu", weights_only=True)
     if not path.exists():

@@ -1,7 +1,7 @@
 """Training with Megatron Core on ranks gives the numbers of the torch learner in one process.
 
 Three optimizer steps each, then a measure and a score. In float64 what is left is Megatron Core's own float32: the norm that gradients are
-clipped by (3e-8 relative; 5e-8 of a metric). In float32 rounding is amplified by three steps: a step alone agrees to 1e-6.
+clipped by. In float32 three steps amplify rounding, so that there is one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from support.sweep import sweep
 needs_megatron()
 pytestmark = pytest.mark.slow
 
-FLOAT64 = Differences(loss=1e-6, norm=1e-6, outputs=1e-6, weights=1e-7, metrics=1e-6)
-FLOAT32 = Differences(loss=2e-6, norm=2e-6, outputs=1e-6, weights=1e-6, metrics=5e-6)  # after one step
+FLOAT64 = Differences(loss=3e-7, norm=3e-7, outputs=3e-7, weights=3e-8, metrics=3e-7)
+FLOAT32 = Differences(loss=2e-6, norm=2e-6, outputs=2e-6, weights=1e-6, metrics=1e-5)
+CANCELLED = replace(
+    FLOAT32, loss=2e-4
+)  # ratios of sequences are near 1: the terms of the loss add up to a thousandth of their size
 BFLOAT16 = Differences(loss=3e-2, norm=3e-2, outputs=3e-2, weights=1e-2, metrics=1.0)  # as between two cuts in one process
 
 SINGLE: dict[str, Any] = {"dtype": torch.float32, "steps": 1}
@@ -104,7 +107,10 @@ def _product() -> dict[str, tuple[MegatronCase, Differences]]:
         family = "qwen3_moe" if name in EXPERTS else "llama_deep" if "vp" in sizes or sizes.get("pp") == 4 else "qwen3"
         trained = case(family=family, algorithm=algorithm, **(SINGLE if distributed else {}))
         made = MegatronCase(case=trained, world=world, sizes=sizes, distributed=distributed)
-        found[f"{name}, {algorithm}{', distributed' if distributed else ''}"] = (made, FLOAT32 if distributed else FLOAT64)
+        found[f"{name}, {algorithm}{', distributed' if distributed else ''}"] = (
+            made,
+            FLOAT64 if not distributed else CANCELLED if algorithm == "gspo" else FLOAT32,
+        )
     return found
 
 

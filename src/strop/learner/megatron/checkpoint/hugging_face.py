@@ -121,7 +121,9 @@ def read_hugging_face_weights(iteration: Path, config: Any) -> dict[str, Tensor]
             else:
                 blocks += [matrix.block(target, piece, reader.shapes[matrix.key]) for piece in matrix.pieces()]
     if unused:
-        raise ValueError(f"{iteration} has {', '.join(sorted(unused)[:3])}, which {type(config).__name__} has not: it is of another model")
+        raise ValueError(
+            f"{iteration} has {', '.join(sorted(unused)[:3])}, which {type(config).__name__} has not: it is of another model"
+        )
     reader.read_blocks(blocks)
     return weights
 

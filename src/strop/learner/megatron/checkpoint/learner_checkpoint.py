@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
-
-import torch
 
 from strop.learner.megatron.checkpoint.megatron_snapshot import (
     MegatronSnapshot,
@@ -15,10 +12,9 @@ from strop.learner.megatron.checkpoint.megatron_snapshot import (
     take_megatron_snapshot,
 )
 from strop.learner.megatron.megatron_network import MegatronNetwork
-from strop.learner.megatron.models.gpt_stage import Head
 from strop.learner.megatron.optimizer.megatron_optimizer import set_schedule_step
 from strop.learner.torch.schedule_unit import ScheduleUnit
-from strop.models.loading import quiet_transformers
+from strop.models.export import save_model_config
 
 
 class SavedLearner(Protocol):
@@ -35,7 +31,7 @@ def snapshot_learner(learner: SavedLearner, *, optimizer: bool = True, copies: b
     network = learner.network
     network.gather_weights()
     stage = network.stages[0]
-    save_config = partial(save_model_config, network.hf_config, stage.head, next(stage.parameters()).dtype)
+    save_config = partial(save_model_config, network.hf_config, next(stage.parameters()).dtype, scores=stage.head == "scalar")
     schedule = {"steps": int(learner.scheduler.num_steps), "unit": learner.schedule_unit.state_dict()}
     with network.layout.activate():
         return take_megatron_snapshot(
@@ -53,17 +49,3 @@ def load_learner(learner: SavedLearner, folder: Path) -> None:
     with network.layout.activate():
         schedule = load_megatron_checkpoint(network.stages, learner.optimizer, folder)["schedule"]
         set_schedule_step(learner.scheduler, learner.schedule_unit.convert(schedule["steps"], schedule["unit"]))
-
-
-def save_model_config(hf_config: Any, head: Head, dtype: torch.dtype, folder: Path) -> None:
-    """Write the configuration of the ordinary model, which names its class, beside the shards."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    config = copy.deepcopy(hf_config)
-    auto: Any = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
-    if head == "scalar":
-        config.num_labels = 1
-    config.architectures = [auto._model_mapping[type(config)].__name__]
-    config.dtype = dtype
-    with quiet_transformers():
-        config.save_pretrained(folder)

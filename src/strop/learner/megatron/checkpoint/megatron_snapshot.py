@@ -100,7 +100,9 @@ def load_megatron_weights(stages: Sequence[nn.Module], folder: Path) -> None:
     """Load weights/ (or an iter_XXXXXXX folder) into this rank's stages. Raises FileNotFoundError, and ValueError if they do not fit."""
     found = find_iteration(folder)
     if found is None:
-        raise FileNotFoundError(f"{folder} has no weights of Megatron Core: no iter_XXXXXXX folder with .metadata and metadata.json")
+        raise FileNotFoundError(
+            f"{folder} has no weights of Megatron Core: no iter_XXXXXXX folder with .metadata and metadata.json"
+        )
     reader = ShardedReader(found)
     blocks = [block for tensor in list_stage_tensors(stages, reader) for block in tensor.blocks(tensor.tensor)]
     read_stage_blocks(reader, blocks, found)
@@ -151,14 +153,11 @@ def _check_origin(folder: Path) -> None:
 
 def _copy(blocks: Sequence[StageBlock]) -> list[StageBlock]:
     """Return blocks with copies of their tensors in CPU memory."""
-    return [
-        replace(block, shard=block.shard.with_tensor(block.shard.tensor.detach().to("cpu", copy=True))) for block in blocks
-    ]
+    return [replace(block, shard=block.shard.with_tensor(block.shard.tensor.detach().to("cpu", copy=True))) for block in blocks]
 
 
 def _greatest(value: int) -> int:
     """Return the greatest value of all ranks: with a distributed optimizer, some may have no parameter that counts the steps."""
-    values: list[Any] = [None] * dist.get_world_size()
+    values = [0] * dist.get_world_size()
     dist.all_gather_object(values, value, group=gloo_group(dist.group.WORLD))
     return max(values)
-

@@ -59,7 +59,7 @@ class OptimizerStates:
         states: dict[int, ParameterState] = {}
         inner = list(getattr(optimizer, "chained_optimizers", [optimizer]))
         for each in inner:
-            if getattr(each.config, "use_precision_aware_optimizer", False) or getattr(each.config, "optimizer_cpu_offload", False):
+            if any(getattr(each.config, name, False) for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload")):
                 raise ValueError(
                     "Megatron's precision-aware and offloaded optimizers keep states that cannot be saved in parts: set "
                     "megatron_cfg.optimizer.use_precision_aware_optimizer=false and optimizer_cpu_offload=false, or "
@@ -122,7 +122,7 @@ def writes_replica(tensor: StageTensor, number: int) -> bool:
         size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     else:
         size = parallel_state.get_expert_data_parallel_world_size()
-    return number % size == tensor.data_rank
+    return bool(number % size == tensor.data_rank)
 
 
 def cut_blocks(tensor: StageTensor, elements: tuple[int, int] | None, values: Tensor, prefix: str) -> list[StageBlock]:

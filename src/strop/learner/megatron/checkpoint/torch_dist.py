@@ -1,8 +1,9 @@
-"""Folders in Megatron Core's ``torch_dist`` format: shards (DCP) with ``metadata.json`` and ``common.pt`` beside them. Imports neither Megatron nor torch.
+"""Folders in Megatron Core's ``torch_dist`` format: shards (DCP), ``metadata.json`` and ``common.pt``. Imports neither it nor torch.
 
-    weights/                             config.json of the Hugging Face model, tokenizer
+A learner's ``weights/`` has the configuration of the Hugging Face model, the tokenizer, and shards under Megatron Core's names::
+
     weights/latest_checkpointed_iteration.txt
-    weights/iter_0000000/                shards of the weights under Megatron Core's names; metadata.json, common.pt
+    weights/iter_0000000/
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def windowed_layers(hf_config: Any) -> tuple[LayerDesign, ...]:
     types = getattr(hf_config, "layer_types", None)
     window = getattr(hf_config, "sliding_window", None)
     if types is None:
-        return (LayerDesign(window),) * hf_config.num_hidden_layers
+        return (LayerDesign(window),) * int(hf_config.num_hidden_layers)
     return tuple(LayerDesign(window if kind == "sliding_attention" else None) for kind in types)
 
 

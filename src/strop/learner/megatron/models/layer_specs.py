@@ -26,7 +26,7 @@ from strop.learner.megatron.models.tree_attention import TreeAttention
 def layer_spec(architecture: Architecture, design: LayerDesign, config: Any) -> ModuleSpec:
     """Return the spec of a layer."""
     backend = choose_backend(config)
-    norm = NORMS[architecture.norm]
+    norm: Any = NORMS[architecture.norm]
     row_linear = backend.row_parallel_linear()
     if architecture.post_norms:
         row_linear = with_post_norm(row_linear, norm)

@@ -75,7 +75,7 @@ def _parallel_fields(config: MegatronConfig) -> dict[str, Any]:
         "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,
     }
     if virtual > 1:
-        # With two stages, two messages pass between the same two ranks at once, and batched ones are matched by their order: silently wrong.
+        # With two stages, two messages pass between the same two ranks at once, and batched ones are matched by order: silently wrong.
         fields |= {"virtual_pipeline_model_parallel_size": virtual, "overlap_p2p_comm": True, "batch_p2p_comm": False}
     return fields
 

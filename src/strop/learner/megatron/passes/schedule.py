@@ -42,6 +42,7 @@ def run_schedule(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     rows: dict[int, StageRow] = {}
+    reads = [0] * len(micro_batches)
     results: dict[int, Any] = {}
 
     def forward(numbers: Any, stage: Any) -> tuple[Tensor, Any]:

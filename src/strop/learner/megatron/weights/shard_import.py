@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from strop.learner.megatron.models.gpt_stage import GptStage
-from strop.learner.megatron.weights.weight_map import HfWeight, PlacedWeight, StagePlace, WeightMap
+from strop.learner.megatron.weights.weight_map import HfWeight, PlacedWeight, WeightMap
 from strop.learner.megatron.weights.weight_reader import WeightReader
 from strop.models.classifiers import draw_score_weight
 
@@ -23,14 +23,13 @@ def load_weights(
     A score layer that a language model's files lack is drawn as for the torch learner, from ``score_seed`` alone.
     """
     weights = WeightMap(stages, hf_config)
-    for placed in weights.weights:
-        for place in weights.local_places(placed):
-            source = _find_source(placed, weights, reader)
-            if source is not None:
-                _load(placed, place, source, weights, reader)
-            else:
-                score = weights.parameter(placed, place)
-                score.copy_(draw_score_weight(hf_config, score.shape, score_seed, score_std))
+    for placed in filter(weights.is_local, weights.weights):
+        source = _find_source(placed, weights, reader)
+        if source is not None:
+            _load(placed, source, weights, reader)
+        else:
+            score = weights.parameter(placed)
+            score.copy_(draw_score_weight(hf_config, score.shape, score_seed, score_std))
 
 
 def _find_source(placed: PlacedWeight, weights: WeightMap, reader: WeightReader) -> str | None:
@@ -47,11 +46,11 @@ def _find_source(placed: PlacedWeight, weights: WeightMap, reader: WeightReader)
     raise KeyError(f"{placed.weight.name} is not in the model's files")
 
 
-def _load(placed: PlacedWeight, place: StagePlace, source: str, weights: WeightMap, reader: WeightReader) -> None:
+def _load(placed: PlacedWeight, source: str, weights: WeightMap, reader: WeightReader) -> None:
     rank, ranks = weights.ranks_of(placed)
     experts = enumerate(weights.local_experts(placed)) if placed.rule.of_experts else [(None, None)]
     for local, expert in experts:
-        parameter = weights.parameter(placed, place, local)
+        parameter = weights.parameter(placed, local)
         if placed.rule.dim is None:
             parameter.copy_(_read(placed, source, expert, 0, slice(None), reader))
             continue

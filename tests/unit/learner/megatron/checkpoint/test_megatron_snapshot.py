@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from support.ranks import run_on_ranks
 
 pytest.importorskip("megatron.core")
@@ -26,15 +27,21 @@ MIXTURE: list[Case] = [
     ("qwen3_moe", {"tp": 2, "etp": 2}, {"ep": 2, "pp": 1, "distributed": True}),
 ]
 
+LARGE: list[Case] = [
+    ("qwen3", {"tp": 2, "pp": 2}, {"tp": 4, "sp": True, "distributed": True}),
+    ("qwen2", {"tp": 2, "sp": True, "distributed": True}, {"pp": 4}),
+    ("qwen3_moe", {"ep": 2, "pp": 2, "distributed": True}, {"ep": 4}),
+    ("qwen3_moe", {"ep": 2, "tp": 2, "etp": 2}, {"distributed": True, "context_parallel_size": 2}),
+]
+
 
 def continue_in(rank: int, root: str, cases: list[Case]) -> list[list[float]]:
     """Save after two steps in one layout; return how far the third step in both is from the third without a checkpoint."""
     from strop.learner.megatron.cpu_shim import prepare_megatron
 
     prepare_megatron("cpu")
-    from support.megatron_checkpoints import COUNTERS, train_stages
-
     from strop.learner.megatron.checkpoint.megatron_snapshot import load_megatron_checkpoint
+    from support.megatron_checkpoints import COUNTERS, train_stages
 
     distances = []
     for number, (family, saved, loaded) in enumerate(cases):
@@ -64,5 +71,16 @@ def check(found: list[list[float]], cases: list[Case]) -> None:
 
 
 def test_any_layout_continues_what_another_saved(tmp_path: Path) -> None:
-    cases = DENSE[:3] + MIXTURE[:2]
+    cases = [DENSE[2], MIXTURE[0], MIXTURE[1]]
     check(run_on_ranks(2, continue_in, str(tmp_path), cases)[0], cases)
+
+
+@pytest.mark.exhaustive
+def test_every_kind_of_layout_continues_what_another_saved(tmp_path: Path) -> None:
+    cases = DENSE + MIXTURE
+    check(run_on_ranks(2, continue_in, str(tmp_path), cases)[0], cases)
+
+
+@pytest.mark.exhaustive
+def test_layouts_of_four_ranks_continue_what_others_saved(tmp_path: Path) -> None:
+    check(run_on_ranks(4, continue_in, str(tmp_path), LARGE)[0], LARGE)
