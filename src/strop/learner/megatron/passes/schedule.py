@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,6 @@ def run_schedule(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     rows: dict[int, StageRow] = {}
-    reads = [0] * len(micro_batches)
     results: dict[int, Any] = {}
 
     def forward(numbers: Any, stage: Any) -> tuple[Tensor, Any]:
@@ -55,7 +54,7 @@ def run_schedule(
         loss, results[number] = finish(micro_batches[number], hidden)
         return loss, torch.tensor(1, dtype=torch.int), {}
 
-    numbers = [iter(range(len(micro_batches))) for _ in chunks]
+    numbers = [_number(len(micro_batches), rows if chunk is chunks[-1] else {}) for chunk in chunks]
     several = len(chunks) > 1
     get_forward_backward_func()(
         forward_step_func=forward,
@@ -67,3 +66,10 @@ def run_schedule(
         forward_only=not backward,
     )
     return [results[number] for number in sorted(results)]
+
+
+def _number(count: int, rows: dict[int, StageRow]) -> Iterator[int]:
+    """Number micro-batches, and drop the row of each when the next one is read: the masks of a long row are large."""
+    for number in range(count):
+        yield number
+        rows.pop(number, None)
