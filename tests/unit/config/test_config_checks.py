@@ -107,6 +107,8 @@ def test_a_batch_that_cuts_groups_or_leaves_a_rest_is_refused_with_the_sizes_tha
         ("cluster.segment_size=2", "does not divide cluster.num_nodes = 1"),
         ("policy.dtensor_cfg.expert_parallel_size=3", "divide the 1 ranks of one copy"),
         ("policy.dtensor_cfg.dp_replicate_size=2", "2 ranks do not divide the one device"),
+        ("policy.dtensor_cfg.pipeline_parallel_size=2", "2 ranks do not divide the one device"),
+        ("policy.dtensor_cfg.pipeline_parallel_layers_per_stage=2", "but with the schedule 1F1B the layers are split evenly"),
     ],
 )
 def test_what_cannot_work_is_refused(override: str, reason: str) -> None:
@@ -150,6 +152,13 @@ def test_adapters_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["value.train_global_batch_size=4"], "the critic takes its optimizer steps with the policy"),
         (["value.head_only=true", "value.dtensor_cfg.lora_cfg.enabled=true"], "which has no adapters"),
+        (
+            [
+                *("value.head_only=true", "cluster.backend=ray", "cluster.gpus_per_node=2"),
+                "policy.dtensor_cfg.pipeline_parallel_size=2",
+            ],
+            "only the last stage has the hidden states",
+        ),
         (["value.optimizer.kwargs={weight_decay: 0}"], "value.optimizer.kwargs: it has no lr"),
         (
             ["value.sequence_packing.train_mb_tokens=100"],
