@@ -34,13 +34,13 @@ def check_layout(model: Any, sizes: Sizes) -> tuple[float, float]:
     from strop.learner.megatron.models.build_stages import build_stages
     from strop.learner.megatron.models.stage_row import StageRow
     from strop.learner.megatron.weights.shard_import import load_weights
-    from strop.learner.megatron.weights.weight_reader import TensorReader
+    from strop.learner.megatron.weights.weight_reader import MemoryWeights
 
     config = make_layout(moe_router_dtype="fp64", **sizes)
     layout = start_layout(config)
     with layout.activate():
         stages = build_stages(model.config, config, layout, dtype=torch.float64)
-        load_weights(stages, model.config, TensorReader({name: tensor.detach() for name, tensor in model.state_dict().items()}))
+        load_weights(stages, model.config, MemoryWeights({name: tensor.detach() for name, tensor in model.state_dict().items()}))
         check_export(model, stages)
         tokens, positions, plan = tree_row(model.config.vocab_size)
         expected = read_tree(model, tokens, positions, plan)

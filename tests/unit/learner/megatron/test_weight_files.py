@@ -63,13 +63,13 @@ def _read(folder: Path, hf_config: Any, sizes: dict[str, Any], head: Any) -> tup
     from strop.learner.megatron.models.build_stages import build_stages
     from strop.learner.megatron.weights.shard_import import load_weights
     from strop.learner.megatron.weights.stage_export import iter_weights
-    from strop.learner.megatron.weights.weight_reader import SafetensorsReader
+    from strop.learner.megatron.weights.weight_reader import FileWeights
 
     config = make_layout(**sizes)
     layout = start_layout(config)
     with layout.activate():
         stages = build_stages(hf_config, config, layout, dtype=torch.bfloat16, head=head)
-        load_weights(stages, hf_config, SafetensorsReader(folder))
+        load_weights(stages, hf_config, FileWeights(folder))
         weights = list(iter_weights(stages, hf_config))
         exported = {weight.name: weight.gather() for weight in weights}
     return exported, [(weight.name, tuple(weight.spec.shape), str(weight.spec.dtype), weight.storage_key) for weight in weights]
@@ -84,7 +84,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
-    from strop.learner.megatron.weights.weight_reader import SafetensorsReader
+    from strop.learner.megatron.weights.weight_reader import FileWeights
 
     with pytest.raises(FileNotFoundError, match="read from safetensors"):
-        SafetensorsReader(tmp_path)
+        FileWeights(tmp_path)
