@@ -21,7 +21,7 @@ def start_layout(config: MegatronConfig) -> Any:
     """Return a layout of all ranks of the test, active until another is."""
     from strop.learner.megatron.layout import MegatronLayout
 
-    layout = MegatronLayout(MegatronDims.from_config(config, torch.distributed.get_world_size()), "cpu")
+    layout = MegatronLayout(MegatronDims.from_config(config, torch.distributed.get_world_size()), "cpu", gloo_groups=True)
     _entered.append(layout.activate())
     _entered[-1].__enter__()
     return layout

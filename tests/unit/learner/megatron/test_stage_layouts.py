@@ -10,8 +10,10 @@ from torch import Tensor
 
 from support.megatron_families import FAMILIES, make_model
 from support.megatron_stages import make_layout, read_tree, run_stages, start_layout, tree_row
+from support.needs import needs_megatron
 from support.ranks import run_on_ranks
 
+needs_megatron()
 dist: Any = torch.distributed
 Sizes = dict[str, Any]
 Case = tuple[str, Sizes]

@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 from strop.models.classifiers import draw_score_weight
 from support.megatron_families import make_config, make_model
 from support.megatron_stages import make_layout, start_layout
+from support.needs import needs_megatron
 from support.ranks import run_on_ranks
 
+needs_megatron()
 CASES = ("mixtral", "qwen2", "deepseek_v3")
 LAYOUT = {"tp": 2, "sp": True, "etp": 2}
 
@@ -56,6 +58,8 @@ def convert(rank: int, folder: Path) -> list[Any]:
     assert list(exported)[-1] == "score.weight" and "lm_head.weight" not in exported
     score = exported["score.weight"]
     assert torch.equal(score, draw_score_weight(make_config("qwen2"), score.shape, 0, None).bfloat16())
+    with pytest.raises(RuntimeError, match=r"fp8_cfg\.enabled needs Transformer Engine"):
+        _read(folder / "qwen2", make_config("qwen2"), {"fp8_cfg": {"enabled": True}}, "lm")
     return described + specs
 
 
