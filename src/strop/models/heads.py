@@ -51,11 +51,15 @@ def get_lm_head(model: nn.Module) -> LMHead:
     layer = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"{type(model).__name__} has no linear output layer (found {type(layer).__name__})")
-    config: Any = model.config
+    return make_lm_head(model.config, layer.weight, layer.bias)
+
+
+def make_lm_head(config: Any, weight: Tensor, bias: Tensor | None = None) -> LMHead:
+    """Return an output layer with the transformation of the logits that a Hugging Face configuration asks for."""
     config = getattr(config, "text_config", None) or config
     return LMHead(
-        weight=layer.weight,
-        bias=layer.bias,
+        weight=weight,
+        bias=bias,
         softcap=getattr(config, "final_logit_softcapping", None),
         divisor=float(getattr(config, "logits_scaling", None) or 1.0),
         multiplier=float(getattr(config, "logit_scale", None) or 1.0),
@@ -85,8 +89,8 @@ def token_logprobs(
         for rows, targets, chunk_candidates, chunk_kept in zip(
             hidden.split(chunk),
             target.split(chunk),
-            _split_optional(candidates, chunk),
-            _split_optional(kept, chunk),
+            split_optional(candidates, chunk),
+            split_optional(kept, chunk),
             strict=False,
         )
     ]
@@ -95,7 +99,7 @@ def token_logprobs(
     return replace(TokenOutputs(*columns), log_sum_sq_probs=squares)
 
 
-def _split_optional(column: Tensor | None, chunk: int) -> Iterable[Tensor | None]:
+def split_optional(column: Tensor | None, chunk: int) -> Iterable[Tensor | None]:
     return repeat(None) if column is None else column.split(chunk)
 
 

@@ -167,6 +167,7 @@ def _replace_cuda() -> None:
 
 def _replace_references(cuda: Any) -> None:
     """Replace what modules of Megatron Core have taken from ``torch.cuda`` when they were imported."""
+    _import_without_compiler()
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -177,6 +178,17 @@ def _replace_references(cuda: Any) -> None:
         moe_utils.te_general_gemm = None  # 0.16.1: a NameError in the router without Transformer Engine
     if hasattr(token_dispatcher, "maybe_move_tensor_to_cpu"):
         token_dispatcher.maybe_move_tensor_to_cpu = _read_sizes
+
+
+def _import_without_compiler() -> None:
+    """Import Megatron Core without torch.compile, which asks for the properties of a CUDA device: it compiles what it defines."""
+    torch_module: Any = torch
+    compiler = torch_module.compile
+    torch_module.compile = lambda function: function
+    try:
+        import megatron.core  # noqa: F401
+    finally:
+        torch_module.compile = compiler
 
 
 def _read_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

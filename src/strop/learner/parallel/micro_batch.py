@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from strop.algorithms.base import Outputs
 from strop.data.splitting import SubBatch
 from strop.learner.base import BackwardResult
 from strop.metrics import Metrics
+from strop.types import Batch
 
 OutputsT = TypeVar("OutputsT")  # a dataclass of tensors
 
@@ -33,6 +34,31 @@ class MicroBatchOutputs:
 
     outputs: tuple[tuple[Tensor, Outputs], ...] = ()  # (index [n] into the batch's N, outputs of these n tokens on the CPU)
     metrics: Metrics | None = None  # merged over its micro-batches
+
+
+LocalOutputs = tuple[tuple[Tensor, OutputsT], ...]
+"""Outputs [n] of this rank's micro-batches, with their index [n] into the batch's N."""
+
+
+def run_in_turn(
+    micro_batches: Sequence[MicroBatch],
+    compute: Callable[[Batch], OutputsT],
+    loss: Callable[[MicroBatch, OutputsT], Tensor] | None,
+    *,
+    backward: bool,
+) -> LocalOutputs[OutputsT]:
+    """Run the passes of ``Parallelism.run_passes`` on a device that has all layers: one micro-batch after another."""
+    results = []
+    for micro_batch in micro_batches:
+        trained = backward and not micro_batch.zero_gradient
+        with torch.set_grad_enabled(trained):
+            outputs = compute(micro_batch.sub_batch.batch)
+            value = None if loss is None else loss(micro_batch, outputs)
+        if trained and value is not None:
+            value.backward()  # type: ignore[no-untyped-call]
+        if not micro_batch.dummy:
+            results.append((micro_batch.sub_batch.index, detach_to_cpu(outputs)))
+    return tuple(results)
 
 
 def assemble_result(results: Sequence[MicroBatchOutputs], size: int) -> BackwardResult:
@@ -74,3 +100,18 @@ def detach_to_cpu(outputs: OutputsT) -> OutputsT:
         for name, value in tensor_fields(outputs)
     }
     return replace(outputs, **columns)  # type: ignore[type-var]
+
+
+def dummy_loss(outputs: Outputs) -> Tensor:
+    """Return the loss of a dummy micro-batch: a zero gradient that reaches every weight."""
+    _, first = next(tensor_fields(outputs))
+    return first.sum() * 0.0
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Move the columns that a loss reads to a device."""
+    if device.type == "cpu":
+        return batch
+    names = ("target", "sequence", "rollout_logprobs", "versions", "advantages", "mask", "group", "rewards")
+    moved = {name: getattr(batch, name).to(device) for name in names}
+    return replace(batch, **moved, columns={name: column.to(device) for name, column in batch.columns.items()})

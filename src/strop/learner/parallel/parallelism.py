@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strop.algorithms.base import Outputs
-from strop.learner.parallel.micro_batch import MicroBatch, OutputsT
+from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.sampling import Sampling
@@ -57,16 +57,20 @@ class Parallelism(Protocol):
         """Return this rank's micro-batches, equally many on every rank, and metrics of the split."""
         ...
 
-    def outputs(self, batch: Batch, sampling: Sampling) -> Outputs:
-        """Return the network's outputs for one micro-batch."""
-        ...
+    def run_passes(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        compute: Callable[[Batch], OutputsT],
+        loss: Callable[[MicroBatch, OutputsT], Tensor] | None = None,
+        *,
+        backward: bool = False,
+    ) -> LocalOutputs[OutputsT]:
+        """Run all passes over this rank's micro-batches and set the gradients of the trained parameters.
 
-    def run(self, compute: Callable[[], OutputsT]) -> OutputsT:
-        """Return ``compute()``, which reads one micro-batch with the network's weights: another kind of outputs."""
-        ...
-
-    def finish_passes(self) -> None:
-        """Finish the passes over a batch: set the gradients of the trained parameters and free gathered weights."""
+        ``compute`` reads one micro-batch with the network's weights, on a device that has its outputs; ``loss`` is called with what it
+        returns. With ``backward``, the loss of each micro-batch that is not ``zero_gradient`` has a backward pass. Return the detached
+        outputs, without dummies; nothing if another rank that reads the same micro-batches reports them.
+        """
         ...
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:

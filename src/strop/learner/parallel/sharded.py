@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from strop import metrics
-from strop.algorithms.base import Outputs
 from strop.data.balance import partition_batch
 from strop.data.splitting import select_rollouts
 from strop.learner.parallel import sharded_checkpoint
 from strop.learner.parallel.context_parallel import SampleSharding, check_heads
-from strop.learner.parallel.micro_batch import MicroBatch, OutputsT, tensor_fields
+from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, run_in_turn, tensor_fields
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.rank_zero_loading import any_rank, broadcast_weights, is_meta_model, to_meta
 from strop.learner.training_state import TrainingState
@@ -33,7 +33,6 @@ from strop.models.adapters import adapter_weights, lora_layers, merged_weights, 
 from strop.models.loading import cast_weights
 from strop.models.network import Network
 from strop.models.value_head import ValueHead
-from strop.sampling import Sampling
 from strop.types import Batch
 
 dist: Any = torch.distributed
@@ -266,10 +265,20 @@ class Sharded:
         ]
         return micro_batches, {"tokens_per_rank_max_over_mean": metrics.mean(partition.max_over_mean, 1)}
 
-    def outputs(self, batch: Batch, sampling: Sampling) -> Outputs:
-        return self.run(lambda: self.network.outputs(batch, sampling))
+    def run_passes(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        compute: Callable[[Batch], OutputsT],
+        loss: Callable[[MicroBatch, OutputsT], Tensor] | None = None,
+        *,
+        backward: bool = False,
+    ) -> LocalOutputs[OutputsT]:
+        results = run_in_turn(micro_batches, lambda batch: self._run(partial(compute, batch)), loss, backward=backward)
+        self._finish_passes()
+        return results if self.is_leader else ()
 
-    def run(self, compute: Callable[[], OutputsT]) -> OutputsT:
+    def _run(self, compute: Callable[[], OutputsT]) -> OutputsT:
+        """Return ``compute()``, with the network's weights gathered."""
         results: list[OutputsT] = []
 
         def compute_tensors() -> list[Tensor]:
@@ -288,13 +297,14 @@ class Sharded:
         hidden: Tensor = self.root(lambda: [network.hidden(batch)])[0]
         return hidden
 
-    def finish_passes(self) -> None:
+    def _finish_passes(self) -> None:
+        """Set the gradients of the trained parameters and free gathered weights."""
         for name, parameter in self.sharded.items():
             gradient: Any = parameter.grad
             if gradient is not None:
                 self.local_parameters[name].grad = gradient.to_local()
         if self.trunk is not None:
-            self.trunk.finish_passes()
+            self.trunk._finish_passes()
         self.root.reset_iter_state()  # a pass without gradient leaves weights gathered, which would be stale after a step
 
     @torch.no_grad()

@@ -17,16 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strop.algorithms.base import Outputs
 from strop.data.splitting import split_micro_batches
 from strop.learner.parallel import sharded_checkpoint
-from strop.learner.parallel.micro_batch import MicroBatch, OutputsT
+from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, run_in_turn
 from strop.learner.parallel.parallelism import NamedParameters, ParallelNetwork
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.adapters import adapter_weights, load_adapters, lora_layers, merged_weights, save_adapters
 from strop.models.loading import quiet_transformers
-from strop.sampling import Sampling
 from strop.types import Batch
 
 
@@ -55,14 +53,15 @@ class SingleDevice:
         flags = (part.batch.zero_gradient for part in parts)
         return [MicroBatch(part, flag is not None and bool(flag.all())) for part, flag in zip(parts, flags, strict=True)], {}
 
-    def outputs(self, batch: Batch, sampling: Sampling) -> Outputs:
-        return self.network.outputs(batch, sampling)
-
-    def run(self, compute: Callable[[], OutputsT]) -> OutputsT:
-        return compute()
-
-    def finish_passes(self) -> None:
-        pass
+    def run_passes(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        compute: Callable[[Batch], OutputsT],
+        loss: Callable[[MicroBatch, OutputsT], Tensor] | None = None,
+        *,
+        backward: bool = False,
+    ) -> LocalOutputs[OutputsT]:
+        return run_in_turn(micro_batches, compute, loss, backward=backward)
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, limit)

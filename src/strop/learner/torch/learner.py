@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,8 +17,8 @@ from strop.learner.parallel.micro_batch import (
     MicroBatchOutputs,
     assemble_outputs,
     assemble_result,
-    detach_to_cpu,
-    tensor_fields,
+    dummy_loss,
+    to_device,
 )
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
@@ -143,23 +142,19 @@ class TorchLearner:
     def _run_micro_batches(self, batch: Batch, loss: LossFn, token_budget: int, *, backward: bool) -> MicroBatchOutputs:
         micro_batches, balance = self.parallelism.split_batch(batch, token_budget, whole_groups=self.whole_groups)
         logged: list[Metrics] = [balance] if backward else []
-        results: list[tuple[Tensor, Outputs]] = []
-        for micro_batch in micro_batches:
-            outputs, measured = self._run_micro_batch(micro_batch, loss, backward=backward and not micro_batch.zero_gradient)
-            if not micro_batch.dummy:
-                results.append((micro_batch.sub_batch.index, outputs))
-                logged.append(measured)
-        self.parallelism.finish_passes()
-        return MicroBatchOutputs(tuple(results), metrics.merge(*logged)) if self.parallelism.is_leader else MicroBatchOutputs()
 
-    def _run_micro_batch(self, micro_batch: MicroBatch, loss: LossFn, *, backward: bool) -> tuple[Outputs, Metrics]:
-        batch = micro_batch.sub_batch.batch
-        with torch.set_grad_enabled(backward):
-            outputs = self.parallelism.outputs(batch, self.sampling)
-            value, logged = _dummy_loss(outputs) if micro_batch.dummy else loss(outputs, _to_device(batch, self.network.device))
-        if backward:
-            value.backward()
-        return detach_to_cpu(outputs), logged
+        def compute_loss(micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
+            if micro_batch.dummy:
+                return dummy_loss(outputs)
+            value, measured = loss(outputs, to_device(micro_batch.sub_batch.batch, self.network.device))
+            logged.append(measured)
+            return value
+
+        results = self.parallelism.run_passes(micro_batches, self._compute_outputs, compute_loss, backward=backward)
+        return MicroBatchOutputs(results, metrics.merge(*logged)) if self.parallelism.is_leader else MicroBatchOutputs()
+
+    def _compute_outputs(self, batch: Batch) -> Outputs:
+        return self.network.outputs(batch, self.sampling)
 
     def step(self) -> Metrics:
         limit = self.config.max_grad_norm
@@ -202,18 +197,3 @@ class TorchLearner:
         """Restore what ``save`` wrote on any number of ranks, in place: everything that shares the module sees the restored weights."""
         self.parallelism.load(folder, self.state)
         self._steps = 0
-
-
-def _dummy_loss(outputs: Outputs) -> tuple[Tensor, Metrics]:
-    """Return the loss of a dummy micro-batch: a zero gradient that reaches every weight."""
-    _, first = next(tensor_fields(outputs))
-    return first.sum() * 0.0, {}
-
-
-def _to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move the columns that a loss reads to the learner's device."""
-    if device.type == "cpu":
-        return batch
-    names = ("target", "sequence", "rollout_logprobs", "versions", "advantages", "mask", "group", "rewards")
-    moved = {name: getattr(batch, name).to(device) for name in names}
-    return replace(batch, **moved, columns={name: column.to(device) for name, column in batch.columns.items()})

@@ -6,15 +6,13 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from strop.algorithms.base import Outputs
-from strop.learner.parallel.micro_batch import MicroBatchOutputs, OutputsT, assemble_outputs, detach_to_cpu
+from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatchOutputs, OutputsT, assemble_outputs
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
 from strop.models.adapters import lora_layers
@@ -57,7 +55,7 @@ class NetworkScorer:
         """Score this rank's micro-batches: with several ranks, a part of the result of ``score``."""
         return MicroBatchOutputs(self.read_local(batch, lambda part: self.network.outputs(part, self.sampling)))
 
-    def read_local(self, batch: Batch, compute: Callable[[Batch], OutputsT]) -> tuple[tuple[Tensor, OutputsT], ...]:
+    def read_local(self, batch: Batch, compute: Callable[[Batch], OutputsT]) -> LocalOutputs[OutputsT]:
         """Return what ``compute`` returns for each of this rank's micro-batches, with its places [n] in the batch's N."""
         with self.context():
             return read_local(self.parallelism or SingleDevice(self.network), batch, self.score_tokens, compute)
@@ -72,13 +70,11 @@ def score_local(parallelism: Parallelism, batch: Batch, sampling: Sampling, toke
 @torch.no_grad()
 def read_local(
     parallelism: Parallelism, batch: Batch, token_budget: int, compute: Callable[[Batch], OutputsT]
-) -> tuple[tuple[Tensor, OutputsT], ...]:
+) -> LocalOutputs[OutputsT]:
     """Return what ``compute`` returns for each of this rank's micro-batches, with its places [n] in the batch's N; nothing if another
     rank that reads the same micro-batches reports them."""
     micro_batches, _ = parallelism.split_batch(batch, token_budget)
-    results = [(each, detach_to_cpu(parallelism.run(partial(compute, each.sub_batch.batch)))) for each in micro_batches]
-    parallelism.finish_passes()
-    return tuple((each.sub_batch.index, outputs) for each, outputs in results if parallelism.is_leader and not each.dummy)
+    return parallelism.run_passes(micro_batches, compute)
 
 
 def copy_frozen(network: Network) -> Network:

@@ -1,0 +1,203 @@
+"""The Megatron Core learner: a rank's stages of a model, their optimizer and its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from strop import metrics
+from strop.algorithms.base import LossFn, Outputs
+from strop.learner.megatron.megatron_network import MegatronNetwork
+from strop.learner.megatron.megatron_scorer import MegatronScorer
+from strop.learner.megatron.memory import find_tensors, memory_of
+from strop.learner.megatron.optimizer.gradient_buffers import GradientBuffers, wrap_stages
+from strop.learner.megatron.optimizer.megatron_optimizer import (
+    make_megatron_optimizer,
+    make_megatron_scheduler,
+    step_optimizer,
+)
+from strop.learner.megatron.passes.schedule import prepare_schedule
+from strop.learner.model_config import ModelConfig
+from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, detach_to_cpu, dummy_loss, to_device
+from strop.learner.torch.schedule_unit import ScheduleUnit
+from strop.learner.torch.tensor_offload import TensorOffload
+from strop.metrics import Metrics
+from strop.sampling import Sampling
+from strop.types import Batch
+
+LossScale = Any
+
+
+class MegatronLearner:
+    """One network and its optimizer on this rank. Gradients accumulate until ``step``; the loss determines their normalization.
+
+    All ranks make the same calls in the same order. Each returns the results of its own micro-batches, if it leads the ranks that read
+    them; ``assemble_result`` combines them.
+    """
+
+    def __init__(
+        self,
+        network: MegatronNetwork,
+        config: ModelConfig,
+        sampling: Sampling,
+        *,
+        whole_groups: bool = False,
+        total_steps: int | None = None,
+        steps_per_batch: int = 1,
+        section: str = "policy",
+    ) -> None:
+        """Make a learner for a network whose weights are loaded. The arguments are those of ``TorchLearner``."""
+        megatron = config.megatron_cfg
+        self.network = network
+        self.config = config
+        self.sampling = sampling
+        self.whole_groups = whole_groups
+        self.layout = network.layout
+        self.transformer: Any = network.stages[0].config  # Megatron Core's; the stages share it
+        self.schedule_unit = ScheduleUnit("batch", steps_per_batch)
+        if megatron.freeze_moe_router:
+            freeze_routers(network)
+        key = f"{section}.megatron_cfg"
+        with self.layout.activate():
+            prepare_schedule(self.transformer)
+            for stage in network.stages:
+                stage.train()
+            dtype = next(network.stages[0].parameters()).dtype
+            network.chunks = wrap_stages(
+                network.stages,
+                megatron.distributed_data_parallel_config,
+                distributed_optimizer=megatron.optimizer.use_distributed_optimizer,
+                key=key,
+            )
+            self.gradients = GradientBuffers(network.chunks)
+            self.optimizer: Any = make_megatron_optimizer(
+                megatron.optimizer,
+                network.chunks,
+                dtype,
+                gloo_groups=megatron.use_gloo_process_groups,
+                key=f"{key}.optimizer",
+            )
+            self.scheduler: Any = make_megatron_scheduler(
+                megatron.scheduler,
+                megatron.optimizer,
+                self.optimizer,
+                total_steps=None if total_steps is None else self.schedule_unit.count_steps(total_steps),
+                key=f"{key}.scheduler",
+            )
+        self._steps = 0
+        self.weight_offload = TensorOffload(self._weight_tensors, network.device)
+        self.state_offload = TensorOffload(self._state_tensors, network.device)
+
+    # --- passes -----------------------------------------------------------------------------------------------------------
+
+    def score_local(self, batch: Batch) -> MicroBatchOutputs:
+        """Score this rank's micro-batches."""
+        with self.weight_offload.on_device():  # a canary asks while the learner is offloaded
+            return MegatronScorer(self.network, self.sampling, self.config.batching.logprob_mb_tokens).score_local(batch)
+
+    def forward_backward_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
+        """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""
+        return self._run_micro_batches(batch, loss, self.config.batching.train_mb_tokens, backward=True)
+
+    def evaluate_loss_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
+        return self._run_micro_batches(batch, loss, self.config.batching.logprob_mb_tokens, backward=False)
+
+    def _run_micro_batches(self, batch: Batch, loss: LossFn, token_budget: int, *, backward: bool) -> MicroBatchOutputs:
+        micro_batches, balance = self.network.split_batch(batch, token_budget, whole_groups=self.whole_groups)
+        trained = [each for each in micro_batches if backward and not each.zero_gradient]
+        scale = self._scale_loss(batch) if trained else 1.0
+
+        def finish(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, tuple[MicroBatch, Outputs, Metrics]]:
+            part = micro_batch.sub_batch.batch
+            outputs = self.network.outputs(hidden, part, self.sampling)
+            value, logged = (
+                (dummy_loss(outputs), {}) if micro_batch.dummy else loss(outputs, to_device(part, self.network.device))
+            )
+            return value * scale if scale != 1.0 else value, (micro_batch, detach_to_cpu(outputs), logged)
+
+        results = self.network.run([each for each in micro_batches if not (backward and not each.zero_gradient)], finish)
+        if trained:
+            self.gradients.overlap_with_next_pass(self.transformer)
+            results += self.network.run(trained, finish, backward=True)
+        if not self.layout.is_leader:
+            return MicroBatchOutputs()
+        real = [(micro_batch, outputs, logged) for micro_batch, outputs, logged in results if not micro_batch.dummy]
+        measured = [{"tokens_per_rank_max_over_mean": metrics.mean(balance, 1)}] if backward else []
+        return MicroBatchOutputs(
+            tuple((micro_batch.sub_batch.index, outputs) for micro_batch, outputs, _ in real),
+            metrics.merge(*measured, *(logged for _, _, logged in real)),
+        )
+
+    def _scale_loss(self, batch: Batch) -> float:
+        """Set the scale of the gradients, and return the factor that the loss is multiplied with before it.
+
+        Megatron Core weighs the auxiliary losses of its routers by the tokens of a micro-batch and divides all gradients by the tokens of
+        the step at the end. We divide nothing at the end (law 1), so the scale, which multiplies both kinds of losses, divides them here.
+        """
+        tokens = len(batch.tokens) if has_auxiliary_loss(self.transformer) else 1
+        scaler = self.optimizer.scale_loss if self.transformer.fp16 else None
+
+        def scale(loss: Tensor) -> Tensor:
+            scaled: Tensor = scaler(loss) if scaler is not None else loss
+            return scaled / tokens if tokens != 1 else scaled
+
+        self.transformer.grad_scale_func = scale if scaler is not None or tokens != 1 else None
+        return float(tokens)
+
+    # --- steps ------------------------------------------------------------------------------------------------------------
+
+    def step(self) -> Metrics:
+        """Add the gradients over the ranks, clip them, take one optimizer step, advance the schedule and zero the gradients."""
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        with self.layout.activate():
+            self.gradients.add_over_ranks()
+            norm, finite = step_optimizer(self.optimizer)
+            self._steps += 1
+            if self._steps % self.schedule_unit.optimizer_steps == 0:
+                self.scheduler.step(1)
+            self.gradients.zero()
+            self.optimizer.zero_grad()
+        return {
+            "grad_norm": metrics.mean(norm, 1),
+            "lr": metrics.mean(rate, 1),
+            "steps_skipped_for_nonfinite_gradient": metrics.total(float(not finite)),
+        }
+
+    # --- memory -----------------------------------------------------------------------------------------------------------
+
+    def _weight_tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor that refers to the memory of this rank's weights, also the optimizer's views of it."""
+        self.network.gather_weights()
+        weights = memory_of(self._parameters())
+        yield from self._parameters()
+        yield from (tensor for tensor in find_tensors((self.network.chunks, self.optimizer)) if memory_of([tensor]) & weights)
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of training besides the weights: gradients, masters, the optimizer's state."""
+        weights = memory_of(self._parameters())
+        yield from (tensor for tensor in find_tensors((self.network.chunks, self.optimizer)) if not memory_of([tensor]) & weights)
+
+    def _parameters(self) -> Sequence[Tensor]:
+        return [
+            tensor for stage in self.network.stages for tensor in (*stage.parameters(), *(buffer for buffer in stage.buffers()))
+        ]
+
+
+def freeze_routers(network: MegatronNetwork) -> None:
+    """Stop training the weights that choose the experts of each token."""
+    for name, parameter in network.named_parameters():
+        if ".router." in name:
+            parameter.requires_grad_(False)
+
+
+def has_auxiliary_loss(transformer: Any) -> bool:
+    """Return whether the routers add a loss of their own."""
+    if not transformer.num_moe_experts:
+        return False
+    kinds, weights = transformer.moe_router_load_balancing_type, transformer.moe_aux_loss_coeff
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    weights = weights if isinstance(weights, list) else [weights] * len(kinds)
+    balanced = any(weight > 0 and kind.endswith("aux_loss") for kind, weight in zip(kinds, weights, strict=True))
+    return balanced or bool(transformer.moe_z_loss_coeff)

@@ -1,0 +1,124 @@
+"""A model of Megatron Core behind one call: micro-batches through the stages, and outputs from the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, Outputs, ValueOutputs
+from strop.data.balance import partition_batch
+from strop.data.splitting import select_rollouts
+from strop.learner.megatron.layout import MegatronLayout
+from strop.learner.megatron.models.gpt_stage import GptStage
+from strop.learner.megatron.passes.row_sharding import RowSharding
+from strop.learner.megatron.passes.schedule import Finish, run_schedule
+from strop.learner.megatron.passes.vocab_parallel import VocabParallelHead, vocab_parallel_logprobs
+from strop.learner.parallel.micro_batch import MicroBatch
+from strop.models.heads import make_lm_head
+from strop.models.value_network import apply_score_layer
+from strop.sampling import KEPT_TOKENS, Sampling
+from strop.types import Batch
+
+
+class MegatronNetwork:
+    """The stages of one model that this rank holds."""
+
+    packed = True  # it reads rows with shared prompts
+
+    def __init__(self, stages: Sequence[GptStage], hf_config: Any, layout: MegatronLayout, *, chunk: int = 1024) -> None:
+        """``chunk``: at most so many rows of float32 logits exist at a time."""
+        self.stages = list(stages)
+        self.chunks: list[Any] = list(
+            stages
+        )  # the stages as they are run: inside of DistributedDataParallel while they are trained
+        self.hf_config = hf_config
+        self.layout = layout
+        self.chunk = chunk
+        self.sharding = RowSharding(layout)
+        self.device = layout.device
+        self.vocab_size = int(hf_config.get_text_config().vocab_size)
+
+    @property
+    def last_stage(self) -> GptStage:
+        """The end of the model, on a rank that has it."""
+        return self.stages[-1]
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for index, stage in enumerate(self.stages):
+            for name, parameter in stage.named_parameters():
+                yield f"{index}.{name}", parameter
+
+    def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[list[MicroBatch], float]:
+        """Return this rank's micro-batches, equally many of each kind on every rank, and the fullest rank's tokens over the mean.
+
+        The interleaved schedule takes a multiple of the stages, which dummies fill up.
+        """
+        partition = partition_batch(batch, self.layout.dims.data, token_budget, whole_groups=whole_groups)
+        plan = partition.ranks[self.layout.data_rank]
+        micro_batches = []
+        for parts, zero_gradient in ((plan.trained, False), (plan.forward_only, True)):
+            missing = -len(parts) % self.layout.dims.pipeline if self.layout.dims.virtual > 1 else 0
+            micro_batches += [
+                MicroBatch(select_rollouts(batch, part or (partition.dummy_sequence,)), zero_gradient, dummy=not part)
+                for part in (*parts, *[()] * missing)
+            ]
+        return micro_batches, partition.max_over_mean
+
+    def run(self, micro_batches: Sequence[MicroBatch], finish: Finish, *, backward: bool = False) -> list[Any]:
+        """Read micro-batches; return the results of ``finish`` in their order, on ranks of the last stage.
+
+        ``finish`` is given a micro-batch and the hidden states of its row, and returns a loss and a result.
+        """
+        if not micro_batches:
+            return []
+        with self.layout.activate(), torch.set_grad_enabled(backward):
+            return run_schedule(self.layout, self.chunks, self.sharding, micro_batches, finish, backward=backward)
+
+    def outputs(self, hidden: Tensor, batch: Batch, sampling: Sampling) -> Outputs:
+        """Return the outputs [N] of a micro-batch from the hidden states of the last stage, equal on all ranks that have them."""
+        stage = self.last_stage
+        if stage.output_layer is None:
+            rows = self.predicting_rows(hidden, batch, vocab_parallel=False)
+            return self.sharding.gather_outputs(ValueOutputs(apply_score_layer(stage.score, rows)), len(batch.target))
+        rows = self.predicting_rows(hidden, batch)
+        candidates, kept = (
+            None if column is None else self.sharding.shard_predictions(column)
+            for column in (batch.columns.get(CANDIDATES), batch.columns.get(KEPT_TOKENS))
+        )
+        target, squares = self.sharding.shard_predictions(batch.target), SQUARED_PROBS in batch.columns
+        outputs = vocab_parallel_logprobs(
+            rows, target, self.head(), sampling, self.chunk, candidates, kept, squared_probs=squares
+        )
+        return self.sharding.gather_outputs(outputs, len(batch.target))
+
+    def predicting_rows(self, hidden: Tensor, batch: Batch, *, vocab_parallel: bool = True) -> Tensor:
+        """Return the hidden states [n, H] at the places that this context rank predicts from."""
+        rows = self.sharding.gather_hidden(hidden, vocab_parallel=vocab_parallel and self.layout.dims.tensor > 1)
+        return rows.index_select(0, self.sharding.shard_predictions(batch.source))
+
+    def head(self) -> VocabParallelHead:
+        """Return the output layer, on a rank of the last stage."""
+        self._wait_for_output_weights()
+        shard = make_lm_head(self.hf_config, self.last_stage.output_weight)
+        return VocabParallelHead(shard, self.vocab_size, self.layout.tensor)
+
+    def _wait_for_output_weights(self) -> None:
+        """Finish gathering the output layer's weights: with overlap_param_gather a module's are when it is called, and this is not."""
+        chunk = self.chunks[-1]
+        group = getattr(chunk, "param_to_bucket_group", {}).get(self.last_stage.output_weight)
+        if group is not None and chunk.ddp_config.overlap_param_gather and chunk.ddp_config.use_distributed_optimizer:
+            group.finish_param_sync()
+
+    def gather_weights(self) -> None:
+        """Finish gathering all weights of a distributed optimizer: they are about to be read other than by a pass."""
+        with self.layout.activate():
+            for chunk in self.chunks:
+                config = getattr(chunk, "ddp_config", None)
+                if config is not None and config.use_distributed_optimizer and config.overlap_param_gather:
+                    chunk.start_param_sync(force_sync=True)
+
+
+Compute = Callable[[Tensor, Batch], Any]  # (hidden states of the last stage, micro-batch) -> a dataclass of tensors

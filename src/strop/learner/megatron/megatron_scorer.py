@@ -1,0 +1,48 @@
+"""Scores with a model of Megatron Core: a frozen reference, a teacher, or a network in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.learner.megatron.megatron_network import MegatronNetwork
+from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, OutputsT, detach_to_cpu
+from strop.sampling import Sampling
+from strop.types import Batch
+
+
+@dataclass(frozen=True)
+class MegatronScorer:
+    """A rank's part of a scorer. ``context`` is entered while it reads: to bring weights to their device, or to disable adapters."""
+
+    network: MegatronNetwork
+    sampling: Sampling
+    score_tokens: int  # tokens of one forward pass
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def score_local(self, batch: Batch) -> MicroBatchOutputs:
+        """Score this rank's micro-batches."""
+        return MicroBatchOutputs(self.read_local(batch, lambda hidden, part: self.network.outputs(hidden, part, self.sampling)))
+
+    def read_local(self, batch: Batch, compute: Callable[[Tensor, Batch], OutputsT]) -> tuple[tuple[Tensor, OutputsT], ...]:
+        """Return what ``compute(hidden states of the last stage, micro-batch)`` returns for each of this rank's micro-batches, with its
+        places [n] in the batch's N; nothing on ranks that do not lead."""
+
+        def finish(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, tuple[MicroBatch, OutputsT]]:
+            return torch.zeros((), device=hidden.device), (
+                micro_batch,
+                detach_to_cpu(compute(hidden, micro_batch.sub_batch.batch)),
+            )
+
+        with self.context():
+            micro_batches, _ = self.network.split_batch(batch, self.score_tokens)
+            halves = ([each for each in micro_batches if each.zero_gradient == kind] for kind in (False, True))
+            results = [result for half in halves for result in self.network.run(half, finish)]
+        if not self.network.layout.is_leader:
+            return ()
+        return tuple((each.sub_batch.index, outputs) for each, outputs in results if not each.dummy)

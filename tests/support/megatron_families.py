@@ -1,0 +1,117 @@
+"""Tiny models of the families that Megatron Core's models have."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from support.megatron_stages import randomize
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 93,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 2.5,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+PATTERN = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+GEMMA = {"head_dim": 8, "sliding_window": 7, "layer_types": PATTERN, "tie_word_embeddings": True}
+
+# Name of a case -> (class of the configuration, fields beside SIZES)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-3.1": ("LlamaConfig", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2-yarn": (
+        "Qwen2Config",
+        {"rope_parameters": YARN, "sliding_window": 6, "use_sliding_window": True, "max_window_layers": 2},
+    ),
+    "qwen2_moe": ("Qwen2MoeConfig", {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2, **EXPERTS}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 16, "norm_topk_prob": True, **EXPERTS}),
+    "mistral": ("MistralConfig", {"sliding_window": 7}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "gemma": ("GemmaConfig", {"head_dim": 8, "tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2Config",
+        {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 11},
+    ),
+    "gemma3": ("Gemma3TextConfig", GEMMA),
+    "deepseek_v2": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3Config", {**LATENT, "q_lora_rank": 12, "n_group": 4, "topk_group": 1}),
+    "deepseek_v3-yarn": (
+        "DeepseekV3Config",
+        {
+            **LATENT,
+            "q_lora_rank": 12,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "nemotron": ("NemotronConfig", {"head_dim": 8}),
+}
+
+
+def make_config(name: str, **changes: Any) -> Any:
+    import transformers
+
+    kind, fields = FAMILIES[name]
+    return getattr(transformers, kind)(**SIZES | fields | changes)
+
+
+def make_model(name: str, dtype: torch.dtype, **changes: Any) -> Any:
+    """Return a model with random weights."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(make_config(name, **changes)).to(dtype).eval()
+    randomize(model)
+    model.set_experts_implementation("eager")  # the grouped kernel has no float64
+    if dtype == torch.float64:
+        for module in list(model.modules()):
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = partial(_exact_norm, module)
+    return model
+
+
+def _exact_norm(norm: Any, hidden: Tensor) -> Tensor:
+    """Compute a root mean square norm without Transformers' cast to float32."""
+    eps = getattr(norm, "variance_epsilon", None) or norm.eps
+    weight = 1.0 + norm.weight if type(norm).__name__.startswith("Gemma") else norm.weight
+    return weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
+
+
+def finish_logits(hf_config: Any, logits: Tensor) -> Tensor:
+    """Apply what the configuration says of logits."""
+    cap = getattr(hf_config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)

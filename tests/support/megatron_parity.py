@@ -1,0 +1,130 @@
+"""Compare training with Megatron Core on ranks with the torch learner in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from strop import metrics
+from strop.learner.megatron.layout import MegatronLayout
+from strop.learner.megatron.megatron_config import MegatronConfig
+from strop.learner.megatron.megatron_dims import MegatronDims
+from strop.learner.megatron.megatron_optimizer_config import MegatronDdpConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
+from strop.learner.parallel.parallel_dims import ParallelDims
+from strop.types import Batch
+from support.learners import make_model_config
+from support.models import CONFIGS
+from support.parity import ALGORITHMS, Case, TrainingResult, build_network, get_loss
+
+SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "sp": "sequence_parallel",
+    "pp": "pipeline_model_parallel_size",
+    "vp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+
+
+def _deepen(family: str) -> None:
+    """Give a family a variant of four layers, for interleaved stages."""
+
+    def make() -> Any:
+        config = CONFIGS[family]()
+        config.num_hidden_layers = 4
+        if getattr(config, "layer_types", None):
+            config.layer_types = [config.layer_types[index % 2] for index in range(4)]
+        return config
+
+    CONFIGS.setdefault(f"{family}_deep", make)
+
+
+for _family in ("llama", "qwen2", "qwen3"):
+    _deepen(_family)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronCase:
+    """A short training run with Megatron Core. ``case`` says what is trained, ``sizes`` how it is laid out (names of SHORT)."""
+
+    case: Case
+    world: int
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    distributed: bool = False  # the distributed optimizer
+    overlap: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the section megatron_cfg
+
+    def config(self) -> MegatronConfig:
+        return MegatronConfig(
+            enabled=True,
+            freeze_moe_router=self.case.frozen_routers,
+            optimizer=MegatronOptimizerConfig(
+                lr=self.case.rate,
+                min_lr=self.case.rate,
+                weight_decay=0.1,
+                adam_eps=1e-3,
+                clip_grad=0.3,
+                use_distributed_optimizer=self.distributed,
+            ),
+            scheduler=MegatronSchedulerConfig(lr_warmup_iters=0, start_weight_decay=0.1, end_weight_decay=0.1),
+            distributed_data_parallel_config=MegatronDdpConfig(
+                overlap_grad_reduce=self.overlap, overlap_param_gather=self.overlap
+            ),
+            **{SHORT[name]: size for name, size in self.sizes.items()},
+            **self.options,
+        )
+
+
+def case(**options: Any) -> Case:
+    return Case(sizes=ParallelDims(), **options)
+
+
+def make_megatron_learner(made: MegatronCase) -> Any:
+    """Return a learner on this rank with the weights of the case's network."""
+    layout = MegatronLayout(MegatronDims.from_config(made.config(), made.world), "cpu")
+    from strop.learner.megatron.megatron_learner import MegatronLearner
+    from strop.learner.megatron.megatron_network import MegatronNetwork
+    from strop.learner.megatron.models.build_stages import build_stages
+    from strop.learner.megatron.weights.shard_import import load_weights
+    from strop.learner.megatron.weights.weight_reader import TensorReader
+
+    plain = build_network(made.case).model
+    head: Any = "scalar" if made.case.value else "lm"
+    stages = build_stages(plain.config, made.config(), layout, dtype=made.case.dtype, head=head)
+    load_weights(stages, plain.config, TensorReader(plain.state_dict()))
+    config = replace(
+        make_model_config(train_tokens=made.case.train_tokens, score_tokens=50, max_grad_norm=0.3), megatron_cfg=made.config()
+    )
+    network = MegatronNetwork(stages, plain.config, layout, chunk=5)
+    return MegatronLearner(network, config, made.case.sampling, whole_groups=ALGORITHMS[made.case.algorithm].whole_groups)
+
+
+def train_with_megatron(made: MegatronCase, batch: Batch) -> TrainingResult:
+    """Train on this rank as ``support.parity.train`` does."""
+    learner = make_megatron_learner(made)
+    from strop.learner.megatron.weights.stage_export import iter_weights
+
+    steps, stepped = [], []
+    for _ in range(made.case.steps):
+        steps.append(learner.forward_backward_local(batch, get_loss(made.case)))
+        stepped.append(metrics.to_floats(learner.step()))
+    measured, scored = learner.evaluate_loss_local(batch, get_loss(made.case)), learner.score_local(batch)
+    learner.network.gather_weights()
+    weights = {weight.name: weight.gather() for weight in iter_weights(learner.network.stages, learner.network.hf_config)}
+    return TrainingResult(steps, stepped, measured, scored, weights, [], {})
+
+
+def train_cases_on_rank(rank: int, cases: dict[str, tuple[MegatronCase, Batch]]) -> dict[str, TrainingResult]:
+    """Train every case on this rank. Only rank 0 returns weights."""
+    found = {}
+    for name, (made, batch) in cases.items():
+        try:
+            trained = train_with_megatron(made, batch)
+        except Exception as error:
+            raise RuntimeError(f"case {name!r} failed") from error
+        found[name] = trained if rank == 0 else replace(trained, weights={})
+    return found
