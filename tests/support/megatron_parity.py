@@ -58,6 +58,10 @@ class MegatronCase:
     overlap: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)  # of the section megatron_cfg
 
+    def reference(self) -> Case:
+        """Return what the torch learner trains in one process: weights of bfloat16 have float32 masters there too."""
+        return self.case
+
     def config(self) -> MegatronConfig:
         return MegatronConfig(
             enabled=True,
