@@ -144,8 +144,8 @@ class VllmConfig(BaseConfig):
         if self.speculation.method is not None and self.pipeline_parallel_size > 1:
             yield Problem(
                 f"{key}.speculation.method",
-                f"found {self.speculation.method}, but {key}.pipeline_parallel_size is {self.pipeline_parallel_size}, and vLLM has the draft "
-                "on the last stage alone and asks every stage for it, which ends the engine",
+                f"found {self.speculation.method}, but {key}.pipeline_parallel_size is {self.pipeline_parallel_size}, and "
+                "vLLM has the draft on the last stage alone and asks every stage for it, which ends the engine",
                 f"Set it to null, or {key}.pipeline_parallel_size=1.",
             )
 
