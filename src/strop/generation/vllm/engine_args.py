@@ -146,16 +146,7 @@ def make_engine_args(launch: VllmLaunch) -> Any:
         args["speculative_config"] = make_speculative_config(config)
     if launch.sleep_level:
         args["enable_sleep_mode"] = True
-    return AsyncEngineArgs(**{**args, **generation.vllm_kwargs, **_choose_executor(launch)})
-
-
-def _choose_executor(launch: VllmLaunch) -> dict[str, Any]:
-    """Return the argument for an engine on several nodes; on one node vLLM starts processes of its own, unless told otherwise."""
-    if not launch.nodes:
-        return {}
-    from strop.generation.vllm.spanning_executor import SpanningExecutor
-
-    return {"distributed_executor_backend": SpanningExecutor}
+    return AsyncEngineArgs(**{**args, **generation.vllm_kwargs})
 
 
 def make_speculative_config(config: VllmConfig) -> dict[str, Any]:

@@ -10,8 +10,8 @@ Used in the process of the engine's core, which connects to the run's Ray cluste
 from __future__ import annotations
 
 import json
+import logging
 import os
-import sys
 import threading
 import weakref
 from collections import deque
@@ -28,6 +28,8 @@ from vllm.v1.executor.ray_utils import WORKER_SPECIFIC_ENV_VARS
 from strop.generation.vllm.engine_args import SPANNED_VARIABLE, NodeRanks
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, exit_with_driver, redirect_standard_output
 from strop.gpus import VISIBLE
+
+log = logging.getLogger(__name__)
 
 ray: Any = ray_executor_v2.ray
 WATCH_SECONDS = 1.0  # a thread inside of Ray when it is shut down would crash, so it looks up again and again
@@ -125,7 +127,7 @@ class SpanningExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc]
         while not self.shutting_down:
             ended, _ = ray.wait(running, num_returns=1, timeout=WATCH_SECONDS)
             if ended and not self.shutting_down:
-                print("a worker of the engine has died, or its node is gone", file=sys.stderr, flush=True)
+                log.error("a worker of the engine has died, or its node is gone")
                 os._exit(1)
 
 

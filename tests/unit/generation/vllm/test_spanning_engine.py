@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from strop.weight_sync.base import EngineLost
-
 from support.vllm_engines import perturb
 
 if TYPE_CHECKING:
