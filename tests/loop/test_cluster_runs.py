@@ -204,6 +204,37 @@ def test_learner_and_engine_on_different_nodes_give_the_curve_of_one_process(
     curves_agree(alone, tmp_path)
 
 
+SPANNING = {
+    **RAY,
+    "cluster.num_nodes": 2,
+    "policy.generation.backend": "vllm",
+    "policy.generation.vllm_cfg.kv_cache_memory_gb": 0.125,
+    "policy.generation.vllm_cfg.num_threads": 1,
+    "policy.generation.torch_cfg.kv_cache_memory_gb": ...,
+    "policy.generation.weight_sync.proof": "always",
+    "grpo.max_num_steps": 2,
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_an_engine_on_two_nodes_gives_the_curve_of_one_on_one_node(size: str, tmp_path: Path, two_nodes: str) -> None:
+    """The ranks of the engine are Ray actors, each on the node of a rank of the learner; every publish is read back."""
+    needs_vllm()
+    model = build_tiny(tmp_path / "model", head_dim=32)
+    outcome = grpo(model, tmp_path / "one", **{**SPANNING, "cluster.num_nodes": 1, "cluster.address": "local"})
+    assert outcome.code == 0, outcome.err
+    spanning = {**SPANNING, "cluster.address": two_nodes, f"policy.generation.vllm_cfg.{size}": 2}
+    outcome = grpo(model, tmp_path / "two", **spanning)
+    assert outcome.code == 0, outcome.err
+    assert "1 engine of 2 devices over 2 nodes each" in outcome.out
+    line = metrics_of(tmp_path / "two" / "logs")[2]
+    assert line["weights/tensors_not_read_back"] == 0 and line["weights/tensors_read_back"] > 0
+    assert line["train/token_mult_prob_error"] < 1.0005
+    curves_agree(tmp_path / "one", tmp_path / "two", steps=2)
+    assert left_over(tmp_path / "two") == []
+
+
 @pytest.mark.exhaustive
 def test_real_vllm_beside_two_ranks_gives_the_curve_of_one_process(tmp_path: Path) -> None:
     needs_vllm()

@@ -76,6 +76,7 @@ def test_what_vllm_can_do_is_accepted_without_a_word(overrides: list[str]) -> No
         ([AHEAD, "policy.device=cuda"], "sleeps meanwhile"),
         ([f"{C}speculation.method=ngram", f"{G}min_p=0.1"], "ignores min_p in speculative decoding"),
         ([f"{C}speculation.method=ngram", f"{C}speculation.prompt_lookup_min=9"], "no match has such a length"),
+        ([f"{C}speculation.method=ngram", f"{C}pipeline_parallel_size=2"], "vLLM has the draft on the last stage alone"),
         ([APART, f"{G}colocated.resources.gpus_per_node=4"], "policy.generation.vllm_cfg.num_engines=4 or it to 1 or null"),
         (
             [APART, f"{C}tensor_parallel_size=2", f"{G}colocated.resources.gpus_per_node=3"],

@@ -158,16 +158,7 @@ def make_engine_args(launch: VllmLaunch) -> Any:
                 "Triton and a GPU; set policy.generation.backend=torch, or policy.router_replay.enabled=false"
             )
         args |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}  # they are kept beside the prefix cache
-    return AsyncEngineArgs(**{**args, **generation.vllm_kwargs, **_choose_executor(launch)})
-
-
-def _choose_executor(launch: VllmLaunch) -> dict[str, Any]:
-    """Return the argument for an engine on several nodes; on one node vLLM starts processes of its own, unless told otherwise."""
-    if not launch.nodes:
-        return {}
-    from strop.generation.vllm.spanning_executor import SpanningExecutor
-
-    return {"distributed_executor_backend": SpanningExecutor}
+    return AsyncEngineArgs(**{**args, **generation.vllm_kwargs})
 
 
 def make_speculative_config(config: VllmConfig) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The workers of an engine that is larger than a node: Ray actors on all of its nodes.
 
 vLLM's own Ray executor takes GPUs out of a placement group. Here the run holds the GPUs, which learner and engine share, so a worker is
-started on its node with the GPUs that the run gave the engine there. The rest is vLLM's: message queues between scheduler and workers, and
-a thread that ends the engine when a worker, or its node, is lost.
+started on its node with the GPUs that the run gave the engine there. The rest is vLLM's, with its message queues between scheduler and
+workers.
 
 Used in the process of the engine's core, which connects to the run's Ray cluster itself: its workers end with it.
 """
@@ -10,6 +10,7 @@ Used in the process of the engine's core, which connects to the run's Ray cluste
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import weakref
@@ -28,7 +29,10 @@ from strop.generation.vllm.engine_args import SPANNED_VARIABLE, NodeRanks
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, exit_with_driver, redirect_standard_output
 from strop.gpus import VISIBLE
 
+log = logging.getLogger(__name__)
+
 ray: Any = ray_executor_v2.ray
+WATCH_SECONDS = 1.0  # a thread inside of Ray when it is shut down would crash, so it looks up again and again
 OWN_VARIABLES = {*WORKER_SPECIFIC_ENV_VARS, DRIVER_PID_VARIABLE, SPANNED_VARIABLE}  # of the core's process
 
 
@@ -76,7 +80,7 @@ class SpanningExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc]
         )
         queue = self.rpc_broadcast_mq.export_handle()
         actor_class = ray.remote(SpanningWorker)
-        self.ray_worker_handles = []
+        self.ray_worker_handles: list[ray_executor_v2.RayWorkerHandle] = []
         for node in nodes:
             options = self._actor_options(node, variables)
             for local_rank in range(node.count):
@@ -111,6 +115,20 @@ class SpanningExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc]
         self.rpc_broadcast_mq.wait_until_ready()
         for queue in self.response_mqs:
             queue.wait_until_ready()
+
+    def start_worker_monitor(self, inline: bool = False) -> None:
+        """Watch the workers from a thread, which ends this process when one dies: its main thread may wait for that worker forever, in a
+        queue over the network, which vLLM's own monitor does not wake."""
+        running = [each.run_ref for each in self.ray_worker_handles]
+        self._monitor_thread = threading.Thread(target=self._watch_workers, args=(running,), name="strop-workers", daemon=True)
+        self._monitor_thread.start()
+
+    def _watch_workers(self, running: list[Any]) -> None:
+        while not self.shutting_down:
+            ended, _ = ray.wait(running, num_returns=1, timeout=WATCH_SECONDS)
+            if ended and not self.shutting_down:
+                log.error("a worker of the engine has died, or its node is gone")
+                os._exit(1)
 
 
 def _name_shared_memory_by_node(node: str) -> None:

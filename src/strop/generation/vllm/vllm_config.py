@@ -141,6 +141,13 @@ class VllmConfig(BaseConfig):
                 f"Set it to 1, or both to {self.expert_parallel_size}.",
             )
         yield from self.speculation.vllm_errors(f"{key}.speculation")
+        if self.speculation.method is not None and self.pipeline_parallel_size > 1:
+            yield Problem(
+                f"{key}.speculation.method",
+                f"found {self.speculation.method}, but {key}.pipeline_parallel_size is {self.pipeline_parallel_size}, and "
+                "vLLM has the draft on the last stage alone and asks every stage for it, which ends the engine",
+                f"Set it to null, or {key}.pipeline_parallel_size=1.",
+            )
 
     def vllm_warnings(self, key: str) -> Iterator[Problem]:
         """Yield what works where vLLM is the engine, but perhaps not as intended."""

@@ -101,7 +101,12 @@ class VllmEngine:
         from strop.generation.vllm.engine_stats import EngineStats
 
         self._counters = EngineStats()
-        return AsyncLLM.from_engine_args(make_engine_args(self.launch), stat_loggers=[self._counters.make_logger])
+        args = make_engine_args(self.launch)
+        if self.launch.nodes:
+            from strop.generation.vllm.spanning_executor import SpanningExecutor
+
+            args.distributed_executor_backend = SpanningExecutor
+        return AsyncLLM.from_engine_args(args, stat_loggers=[self._counters.make_logger])
 
     async def close(self) -> None:
         self._resumed.clear()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +57,20 @@ def test_speculation_is_said_in_vllm_s_words() -> None:
 def test_as_many_log_probabilities_are_allowed_as_a_sampling_mask_records() -> None:
     assert arguments(sampling={"top_k": 64}).max_logprobs == 20
     assert arguments(sampling={"top_k": 64, "keep_sampling_mask": True}).max_logprobs == 64
+
+
+def test_an_engine_on_several_nodes_tells_its_executor_where_its_ranks_are(tmp_path: Path) -> None:
+    from strop.generation.vllm.engine_args import SPANNED_VARIABLE, NodeRanks, VllmLaunch
+
+    config = GenerationConfig(vllm_cfg=VllmConfig(tensor_parallel_size=2, pipeline_parallel_size=2))
+    launch = VllmLaunch(config=config, model="folder", on_cpu=False, output_file=tmp_path / "engine_0.log")
+    assert SPANNED_VARIABLE not in launch.env_vars and launch.shared_folder is None
+    nodes = (NodeRanks("a", 2, ("2", "3")), NodeRanks("b", 2, ("0", "1")))
+    spanning = replace(launch, nodes=nodes, ray_address="10.0.0.1:6379", environment={"NCCL_DEBUG": "INFO"})
+    told = json.loads(spanning.env_vars[SPANNED_VARIABLE])
+    assert told["nodes"] == [{"node": "a", "count": 2, "gpus": ["2", "3"]}, {"node": "b", "count": 2, "gpus": ["0", "1"]}]
+    assert told["address"] == "10.0.0.1:6379" and "NCCL_DEBUG" in told["variables"] and spanning.receivers == 4
+    assert spanning.shared_folder == tmp_path, "the files of adapters are read on every node"
 
 
 def test_an_engine_under_adapters_keeps_its_base_weights_when_it_sleeps_and_one_on_a_cpu_frees_nothing() -> None:

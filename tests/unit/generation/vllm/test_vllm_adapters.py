@@ -74,6 +74,20 @@ def beside(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, token
     room.run(served.close())
 
 
+@pytest.mark.exhaustive
+def test_each_pipeline_stage_has_the_adapters_of_its_own_layers(room: BackgroundLoop, tmp_path: Path, tokenizer: Any) -> None:
+    served = serve_adapters(room, tmp_path, tokenizer, pipeline_parallel_size=2)
+    try:
+        move(served.model, 1)
+        said = publish(room, served)
+        assert said["weights/tensors_not_read_back"] == 0
+        completion = room.run(served.pool.generate(PROMPT, sampling=SAMPLING, seed=1))
+        expected = compute_logprobs(served.model, PROMPT, completion.tokens, SAMPLING)
+        assert float((completion.logprobs - expected).abs().max()) < 2e-4
+    finally:
+        room.run(served.close())
+
+
 def publish(room: BackgroundLoop, served: ServedModel) -> dict[str, float]:
     published = room.run(served.weights.publish(served.weights.version + 1))
     return {name: metric.value for name, metric in published.items()}
