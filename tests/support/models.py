@@ -138,13 +138,21 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 FAMILIES = tuple(name for name in CONFIGS if name not in ("mamba", "deepseek_v3"))  # support packed rows and the cached engine
 
 
-def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+def make_config(family: str, layers: int | None = None) -> Any:
+    """Return a family's tiny configuration, with another number of layers."""
+    config = CONFIGS[family]()
+    if layers is None:
+        return config
+    return type(config)(**{**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+
+
+def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, layers: int | None = None) -> Any:
     """Build a causal LM with next-token distributions that are neither flat nor peaked, so that errors are visible."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+        model = AutoModelForCausalLM.from_config(make_config(family, layers)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

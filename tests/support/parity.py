@@ -16,6 +16,7 @@ from strop.algorithms.supervised.sft import SFT
 from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, assemble_result
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.parallelism import Parallelism
+from strop.learner.parallel.pipeline.pipelined import parallelize_stages
 from strop.learner.parallel.rank_zero_loading import load_on_rank_zero
 from strop.learner.parallel.sharded import parallelize_head, parallelize_network
 from strop.learner.torch.scorer import NetworkScorer
@@ -49,6 +50,7 @@ class Case:
 
     sizes: ParallelDims
     family: str = "llama"
+    layers: int | None = None  # None: those of the family's tiny model
     algorithm: str = "grpo"
     shapes: Sequence[tuple[int, Sequence[int]]] = MANY
     dtype: torch.dtype = torch.float64
@@ -85,7 +87,7 @@ class TrainingResult:
 
 def build_network(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda build: build()) -> Network:
     """Build the network. ``load`` loads the model before it is converted to float64 and gets adapters."""
-    model = load(lambda: build_classifier(case.family) if case.value else build(case.family))
+    model = load(lambda: build_classifier(case.family) if case.value else build(case.family, layers=case.layers))
     model = to_float64(model) if case.dtype == torch.float64 else model.to(case.dtype)
     for parent in list(model.modules()) if case.dtype == torch.float64 else []:
         for name, child in list(parent.named_children()):
@@ -112,7 +114,8 @@ def build_trained_network(case: Case, meshes: DeviceMeshes | None) -> tuple[Netw
     network = build_network(case, load_on_rank_zero if case.rank_zero_loading and meshes else lambda build: build())
     placement = None
     if meshes is not None:
-        placement = parallelize_network(network, meshes, weights_dtype=case.weights_dtype, tensor_plan=case.tensor_plan)
+        parallelize = parallelize_stages if case.sizes.pipeline > 1 else parallelize_network
+        placement = parallelize(network, meshes, weights_dtype=case.weights_dtype, tensor_plan=case.tensor_plan)
     elif case.weights_dtype is not None and not case.lora:
         cast_weights(network.model, case.weights_dtype)
     if not case.head:
@@ -213,7 +216,8 @@ def train_on_rank(rank: int, cases: dict[str, tuple[Case, Batch]]) -> dict[str, 
 def frozen_scores(case: Case, batch: Batch, meshes: DeviceMeshes | None) -> MicroBatchOutputs:
     network = build_network(case)
     network.model.requires_grad_(False)
-    placement = None if meshes is None else parallelize_network(network, meshes, weights_dtype=case.weights_dtype)
+    parallelize = parallelize_stages if case.sizes.pipeline > 1 else parallelize_network
+    placement = None if meshes is None else parallelize(network, meshes, weights_dtype=case.weights_dtype)
     return NetworkScorer(network, case.sampling, score_tokens=30, parallelism=placement).score_local(batch)
 
 

@@ -19,7 +19,7 @@ from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, TokenOutputs
 from strop.models.adapters import disable_adapters
 from strop.models.attention import IMPLEMENTATION, AttentionPlan, TreePlan
 from strop.models.heads import LMHead, get_lm_head, token_logprobs
-from strop.models.routing.router_replay import install_router_replay
+from strop.models.routing.router_replay import install_router_replay, replayable_layers
 from strop.models.routing.routes import RecordedRoutes, ReplayedRoutes, RoutedLayers
 from strop.sampling import KEPT_TOKENS, Sampling, at_least_float32
 from strop.types import NO_ROUTE, Batch
@@ -91,6 +91,7 @@ class Network:
         self.token_sharding: TokenSharding = NoTokenSharding()
         self.routed: RoutedLayers | None = None  # with router replay
         self.router_counts: Tensor | None = None  # of the last pass that replayed: (token, layer) pairs that differ, compared
+        self.received: Tensor | None = None  # [t, H], from an earlier pipeline stage: this one does not embed the tokens
         self.fallback: str | None = None  # why the model cannot read packed rows
         self.packed = self._probe() if packed is None else packed
         self.use_learner_attention()
@@ -146,7 +147,7 @@ class Network:
 
     def _count_differences(self, replayed: Mapping[str, ReplayedRoutes]) -> None:
         for routes in replayed.values():
-            routes.check()
+            routes.check(replayable_layers(self.decoder))
             self.router_counts = self.token_sharding.add_counts(routes.counts)
 
     def autocast(self) -> torch.autocast:
@@ -179,19 +180,19 @@ class Network:
         return self._hidden_packed(batch) if self.packed else self._hidden_padded(batch)
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
+        hidden = self.token_sharding.gather_hidden(self.run_decoder(batch))
+        return hidden.index_select(0, self.token_sharding.shard_predictions(batch.source).to(self.device))
+
+    def run_decoder(self, batch: Batch) -> Tensor:
+        """Return the decoder's hidden states [t, H] of this device's tokens in a packed row."""
         tree = TreePlan(batch.segment_start, batch.segment_length, batch.segment_parent, self.device)
         tokens, positions, plan = self.token_sharding.shard_tokens(batch.tokens, batch.positions, tree)
+        inputs = {"input_ids": tokens[None].to(self.device)} if self.received is None else {"inputs_embeds": self.received[None]}
         replayed = self._replay_routes(batch)
-        output = self.decoder(
-            input_ids=tokens[None].to(self.device),
-            position_ids=positions[None].to(self.device),
-            plan=plan,
-            use_cache=False,
-            **replayed,
-        )
+        output = self.decoder(**inputs, position_ids=positions[None].to(self.device), plan=plan, use_cache=False, **replayed)
         self._count_differences(replayed)
-        hidden = self.token_sharding.gather_hidden(output.last_hidden_state[0])
-        return hidden.index_select(0, self.token_sharding.shard_predictions(batch.source).to(self.device))
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
 
     def _hidden_padded(self, batch: Batch) -> Tensor:
         rows = _read_rows(batch, batch.tokens)

@@ -31,6 +31,7 @@ from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
+from strop.learner.parallel.pipeline.pipelined import parallelize_stages
 from strop.learner.parallel.rank_zero_loading import RankZeroLoader
 from strop.learner.parallel.sharded import Sharded, parallelize_head, parallelize_network
 from strop.learner.parallel.sharded_export import ShardedAdapterSource, iter_sharded_weights
@@ -105,7 +106,8 @@ def _parallelize_as(
     plan: Mapping[str, str] | None = None
     if (name := config.custom_parallel_plan) is not None and meshes.dims.tensor > 1:
         plan = load_tensor_plan(name)
-    return parallelize_network(
+    parallelize = parallelize_stages if meshes.dims.pipeline > 1 else parallelize_network
+    return parallelize(
         network,
         meshes,
         weights_dtype=weights_dtype,

@@ -33,10 +33,11 @@ class SampleSharding:
         self.context: Group = meshes.context
         self.tensor: Group = meshes.tensor
         self.sample: Group = meshes.sample
+        self.length = 0  # tokens that shorter micro-batches are padded to
 
     def shard_tokens(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, AttentionPlan]:
-        """[T] -> [t]: T is padded to a multiple of the sample group's size and split among the context ranks."""
-        padding = -len(tokens) % self.dims.sample
+        """[T] -> [t]: T is padded to ``padded_length`` and split among the context ranks."""
+        padding = self.padded_length(len(tokens)) - len(tokens)
         tokens, positions = (pad(column, (0, padding)) for column in (tokens, positions))
         if not padding and self.dims.context == 1:
             return tokens, positions, plan
@@ -44,6 +45,11 @@ class SampleSharding:
         first = dist.get_rank(self.context) * count
         local = slice(first, first + count)
         return tokens[local], positions[local], UlyssesPlan(plan, self.context, len(tokens) - padding)
+
+    def padded_length(self, length: int) -> int:
+        """Return ``self.length`` or more: a multiple of the sample group's size."""
+        longest = max(length, self.length)
+        return longest + -longest % self.dims.sample
 
     def gather_hidden(self, hidden: Tensor) -> Tensor:
         """[t, H], or a tensor rank's rows of it -> [T or more, H], which each rank uses for its own predictions."""

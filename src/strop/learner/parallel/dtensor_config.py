@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -37,6 +37,18 @@ class DtensorConfig(BaseConfig):
     dp_replicate_size: int = Field(
         1, ge=1, description="Replicas of the model, each sharded over its ranks (HSDP); 1 shards over all ranks (copies)."
     )
+    pipeline_parallel_size: int = Field(
+        1, ge=1, description="Pipeline-parallel ranks: they shard the decoder layers into stages (GPUs)."
+    )
+    pipeline_parallel_schedule: Literal["1F1B", "Interleaved1F1B"] = Field(
+        "1F1B",
+        description="Order of the stages' passes: 1F1B has one stage on each pipeline rank, Interleaved1F1B several, with less waiting.",
+    )
+    pipeline_parallel_layers_per_stage: int | None = Field(
+        None,
+        ge=1,
+        description="Layers of each stage with Interleaved1F1B; null makes two stages on each pipeline rank (layers).",
+    )
     custom_parallel_plan: str | None = Field(
         None,
         description="Dotted name of a tensor-parallel plan, a mapping from name patterns to styles, such as my_plans:PLAN; "
@@ -47,7 +59,8 @@ class DtensorConfig(BaseConfig):
     @property
     def ranks_of_one_copy(self) -> int:
         """The least number of ranks that the sizes shard a model over."""
-        return max(self.tensor_parallel_size * self.context_parallel_size, self.expert_parallel_size)
+        stage = max(self.tensor_parallel_size * self.context_parallel_size, self.expert_parallel_size)
+        return stage * self.pipeline_parallel_size
 
     def warnings(self, key: str) -> Iterator[Problem]:
         if self.sequence_parallel and self.tensor_parallel_size == 1:
@@ -58,14 +71,51 @@ class DtensorConfig(BaseConfig):
             )
         if self.custom_parallel_plan is not None and self.tensor_parallel_size == 1:
             yield Problem(f"{key}.custom_parallel_plan", "it has no effect: tensor_parallel_size is 1")
+        if self.pipeline_parallel_size == 1:
+            for name in ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"):
+                if name in self.model_fields_set:
+                    yield Problem(f"{key}.{name}", "it has no effect: pipeline_parallel_size is 1")
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        if self.pipeline_parallel_layers_per_stage is not None and self.pipeline_parallel_schedule == "1F1B":
+            yield Problem(
+                f"{key}.pipeline_parallel_layers_per_stage",
+                f"found {self.pipeline_parallel_layers_per_stage}, but with the schedule 1F1B the layers are split evenly over one "
+                "stage on each pipeline rank",
+                f"Set it to null, or {key}.pipeline_parallel_schedule=Interleaved1F1B.",
+            )
+
+    def layer_errors(self, key: str, layers: int, model: str) -> Iterator[Problem]:
+        """Yield why the ``layers`` of a model cannot be split into the configured stages."""
+        ranks, each = self.pipeline_parallel_size, self.pipeline_parallel_layers_per_stage
+        if ranks == 1:
+            return
+        if self.pipeline_parallel_schedule == "1F1B" or each is None:
+            stages = ranks * (1 if self.pipeline_parallel_schedule == "1F1B" else 2)
+            if layers < stages:
+                fitting = ranks * layers // stages
+                yield Problem(
+                    f"{key}.pipeline_parallel_size",
+                    f"found {ranks}, which needs {stages} stages ({self.pipeline_parallel_schedule}), and {model} has {layers} layers",
+                    f"Set it to at most {fitting}." if fitting else f"Set {key}.pipeline_parallel_schedule=1F1B.",
+                )
+        elif layers % (ranks * each):
+            yield Problem(
+                f"{key}.pipeline_parallel_layers_per_stage",
+                f"found {each}, and {ranks} pipeline ranks cannot have equally many stages of so many of the {layers} layers of {model}",
+                f"Set it to a divisor of {layers // ranks}." if layers % ranks == 0 else "Set it to null.",
+            )
 
     def size_errors(self, key: str, devices: int, *, uses_ray: bool) -> Iterator[Problem]:
         """Yield what cannot work on ``devices`` devices that train."""
         tensor, context, copies = self.tensor_parallel_size, self.context_parallel_size, self.dp_replicate_size
-        product = tensor * context * copies
+        stages = self.pipeline_parallel_size
+        product = tensor * context * copies * stages
         if devices % product:
             where = f"{devices} devices that train" if uses_ray else "the one device of this process"
             sizes = {"tensor_parallel_size": tensor, "context_parallel_size": context, "dp_replicate_size": copies}
+            if stages > 1:
+                sizes["pipeline_parallel_size"] = stages
             name = max(
                 sizes, key=lambda size: devices % sizes[size] > 0
             )  # the first that does not divide alone, or else the first
@@ -76,12 +126,12 @@ class DtensorConfig(BaseConfig):
                 f"Raise cluster.gpus_per_node or cluster.num_nodes (a multiple of {product} devices must train), or lower the sizes.",
             )
         if (experts := self.expert_parallel_size) > 1:
-            one_copy = max(1, devices // copies)
+            one_copy = max(1, devices // (copies * stages))
             if experts % tensor or one_copy % experts:
                 yield Problem(
                     f"{key}.expert_parallel_size",
                     f"found {experts}; it must be a multiple of tensor_parallel_size = {tensor} and divide the {one_copy} ranks of one "
-                    "copy of the model",
+                    f"{'copy of the model' if stages == 1 else 'stage of a copy of the model'}",
                     f"Set it to 1, or to such a number, for instance {one_copy}." if one_copy % tensor == 0 else "Set it to 1.",
                 )
         if self.cpu_offload and not uses_ray:

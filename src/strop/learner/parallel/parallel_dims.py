@@ -16,21 +16,24 @@ from strop.problems import raise_problems
 class ParallelDims:
     """The number of ranks of each parallel dimension, outermost first: adjacent ranks communicate the most.
 
-    The model has ``replicate`` copies, each sharded over ``shard`` x ``context`` ranks (FSDP2; with several copies HSDP). ``context`` x
+    The layers are split over ``pipeline`` ranks, and everything else is a division of each part: a part has ``replicate`` copies, each sharded over ``shard`` x ``context`` ranks (FSDP2; with several copies HSDP). ``context`` x
     ``tensor`` ranks read the same micro-batch, each some of its tokens. The experts of each layer are sharded over ``expert`` ranks,
     counted from the innermost; with tensor parallelism over at least ``tensor`` ranks. Raises ValueError for sizes that do not fit
     together.
     """
 
+    pipeline: int = 1
     replicate: int = 1
     shard: int = 1
     context: int = 1
     tensor: int = 1
     expert: int = 1
     sequence: bool = False  # shard the tokens among tensor ranks between tensor-parallel layers
+    interleaved: bool = False  # each pipeline rank has several stages
+    layers_per_stage: int | None = None  # of interleaved stages; None: two stages on each pipeline rank
 
     def __post_init__(self) -> None:
-        sizes = (self.replicate, self.shard, self.context, self.tensor, self.expert)
+        sizes = (self.pipeline, self.replicate, self.shard, self.context, self.tensor, self.expert)
         if min(sizes) < 1:
             raise ValueError(f"parallel sizes {sizes} must all be at least 1")
         if self.sequence and self.tensor == 1:
@@ -54,22 +57,33 @@ class ParallelDims:
         """Return the dimensions of ``world`` ranks. Raises ValueError if the configured sizes do not divide ``world``."""
         raise_problems(config.size_errors("dtensor_cfg", world, uses_ray=True))
         tensor, context, copies = config.tensor_parallel_size, config.context_parallel_size, config.dp_replicate_size
+        stages = config.pipeline_parallel_size
         return cls(
+            pipeline=stages,
             replicate=copies,
-            shard=world // (tensor * context * copies),
+            shard=world // (tensor * context * copies * stages),
             context=context,
             tensor=tensor,
             expert=config.expert_parallel_size,
             sequence=config.sequence_parallel and config.tensor_parallel_size > 1,
+            interleaved=stages > 1 and config.pipeline_parallel_schedule == "Interleaved1F1B",
+            layers_per_stage=config.pipeline_parallel_layers_per_stage if stages > 1 else None,
         )
 
     def __str__(self) -> str:
         copies = "1 copy" if self.replicate == 1 else f"{self.replicate} copies"
         experts = f", experts {self.expert_size} ways" if self.expert > 1 else ""
-        return f"{copies} x {self.shard} shards x {self.context} context x {self.tensor} tensor{experts}"
+        schedule = " (interleaved)" if self.interleaved else ""
+        stages = "" if self.pipeline == 1 else f"{self.pipeline} pipeline{schedule} x "
+        return f"{stages}{copies} x {self.shard} shards x {self.context} context x {self.tensor} tensor{experts}"
 
     @property
     def world_size(self) -> int:
+        return self.pipeline * self.stage_size
+
+    @property
+    def stage_size(self) -> int:
+        """The number of ranks that have the same layers."""
         return self.replicate * self.shard * self.context * self.tensor
 
     @property
@@ -98,14 +112,14 @@ class DeviceMeshes:
         self.dims = dims
         self.dense: Any = dist.init_device_mesh(
             device_type,
-            (dims.replicate, dims.shard, dims.context, dims.tensor),
-            mesh_dim_names=("replicate", "shard", "context", "tensor"),
+            (dims.pipeline, dims.replicate, dims.shard, dims.context, dims.tensor),
+            mesh_dim_names=("pipeline", "replicate", "shard", "context", "tensor"),
         )
         outer = dims.shard * dims.context * dims.tensor // dims.expert_size
         self.experts: Any = dist.init_device_mesh(
             device_type,
-            (dims.replicate, outer, dims.expert_size),
-            mesh_dim_names=("replicate", "expert_shard", "expert"),
+            (dims.pipeline, dims.replicate, outer, dims.expert_size),
+            mesh_dim_names=("pipeline", "replicate", "expert_shard", "expert"),
         )
 
     @cached_property
@@ -125,6 +139,15 @@ class DeviceMeshes:
         return self.dense["context", "tensor"]._flatten("sample").get_group()
 
     @property
+    def pipeline(self) -> Any:
+        """The process group of the ranks that have the layers of one copy and read the same tokens."""
+        return self.dense["pipeline"].get_group()
+
+    @property
+    def pipeline_rank(self) -> int:
+        return int(self.dense.get_coordinate()[0])
+
+    @property
     def tensor(self) -> Any:
         return self.dense["tensor"].get_group()
 
@@ -140,13 +163,13 @@ class DeviceMeshes:
     def data_rank(self) -> int:
         """The index of this rank's micro-batches among ``dims.data``."""
         coordinate: Sequence[int] = self.dense.get_coordinate()
-        return coordinate[0] * self.dims.shard + coordinate[1]
+        return coordinate[1] * self.dims.shard + coordinate[2]
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank reports the results of all ranks that read the same micro-batch."""
+        """Whether this rank reports the results of all ranks that read the same micro-batch; the last pipeline rank has them."""
         coordinate = self.dense.get_coordinate()
-        return not any(coordinate[2:])
+        return coordinate[0] == self.dims.pipeline - 1 and not any(coordinate[3:])
 
 
 def shard_parameter(parameter: torch.nn.Parameter, mesh: Any, dimension: int) -> torch.nn.Parameter:

@@ -36,6 +36,7 @@ class Parallelism(Protocol):
 
     is_leader: bool  # whether this rank reports the results of all ranks that read the same micro-batches
     sharded: Mapping[str, Any]  # DTensors of the trained parameters by name; empty on a single device
+    elsewhere: NamedParameters  # trained parameters that only other pipeline stages have, on the meta device
     param_dtype: torch.dtype | None  # dtype of the computation if the trained weights have a higher precision
 
     @property
@@ -90,6 +91,10 @@ class Parallelism(Protocol):
 
     def adapters(self) -> Mapping[str, Tensor]:
         """Return the full adapters of a LoRA run under the names of PEFT's files."""
+        ...
+
+    def gather_stages(self, value: Any) -> Sequence[Any]:
+        """Return the picklable ``value`` of each pipeline stage of this rank's copy, in order; of this device alone without stages."""
         ...
 
     def save(self, folder: Path, state: TrainingState, *, optimizer: bool = True) -> None:

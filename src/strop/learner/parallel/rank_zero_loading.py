@@ -5,7 +5,7 @@ Host memory then holds one copy of the model instead of one per rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -92,10 +92,12 @@ def is_meta_model(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def to_meta(model: nn.Module) -> dict[str, Tensor]:
-    """Replace a model's parameters by meta tensors and return the original ones by name."""
+def to_meta(model: nn.Module, names: frozenset[str] | None = None) -> dict[str, Tensor]:
+    """Replace a model's parameters, or those with ``names``, by meta tensors and return the original ones by name."""
     originals: dict[str, Tensor] = {}
     for name, parameter in list(model.named_parameters()):
+        if names is not None and name not in names:
+            continue
         originals[name] = parameter.detach()
         _replace_parameter(
             model, parameter, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
@@ -105,11 +107,16 @@ def to_meta(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def broadcast_weights(
-    root: nn.Module, model: nn.Module, weights: Mapping[str, Tensor], device: torch.device, shard_device: torch.device
+    root: nn.Module,
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    device: torch.device,
+    shard_device: torch.device,
+    elsewhere: Collection[str] = (),
 ) -> None:
     """Fill a sharded meta model with the first rank's full ``weights``, and with the buffers of its model.
 
-    Each rank keeps its shards on the device ``shards``. Raises ValueError for a weight that the first rank does not have.
+    Each rank keeps its shards on the device ``shard_device``, and nothing of the weights ``elsewhere``. Raises ValueError for a weight that the first rank does not have.
     """
     parameters: list[tuple[str, Any]] = list(model.named_parameters())
     missing = broadcast_from_rank_zero(lambda: sorted({name for name, _ in parameters} - weights.keys()))
@@ -122,6 +129,8 @@ def broadcast_weights(
         if dist.get_rank() == 0:
             full.copy_(weights[name])
         dist.broadcast(full, 0)
+        if name in elsewhere:
+            continue
         local = _local_shard_of(full, parameter).to(shard_device)
         sharded = DTensor.from_local(
             local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()

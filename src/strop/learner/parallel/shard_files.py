@@ -85,6 +85,18 @@ def local_shard(tensor: Tensor) -> TensorShard:
     return TensorShard(local, tuple(offset), tuple(tensor.shape))
 
 
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Return whether a model's tensor only describes the weight, which other pipeline stages have."""
+    return tensor.device.type == "meta"
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a value that is equal only for tied weights: also for empty shards, because FSDP pads them, and without memory."""
+    local: Tensor = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+    storage: Any = local.untyped_storage()
+    return int(storage._cdata if is_elsewhere(local) else storage.data_ptr())
+
+
 def is_sharded(folder: Path) -> bool:
     """Return whether a folder contains shards."""
     return (folder / METADATA).is_file()

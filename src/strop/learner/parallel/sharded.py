@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from strop.learner.parallel.context_parallel import SampleSharding, check_heads
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, run_in_turn, tensor_fields
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.rank_zero_loading import any_rank, broadcast_weights, is_meta_model, to_meta
+from strop.learner.parallel.shard_files import is_elsewhere, storage_key
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.adapters import adapter_weights, lora_layers, merged_weights, weights_with_layers
@@ -53,7 +54,7 @@ def parallelize_network(
     cpu_offload: bool = False,
     tensor_plan: Mapping[str, str] | None = None,
 ) -> Sharded:
-    """Shard a network over the ranks of ``meshes``, in place.
+    """Shard a network over the ranks of ``meshes``, in place; a network in pipeline stages, ``parallelize_stages`` does.
 
     All ranks must call it with the same full network, which may be on the meta device on all but the first rank (``load_on_rank_zero``).
     Freeze parameters before the call. ``weights_dtype`` is the dtype of the computation: trained weights are float32 shards that are cast
@@ -61,45 +62,82 @@ def parallelize_network(
     state in CPU memory. ``tensor_plan`` replaces the model's own tensor-parallel plan. Raises ValueError for a network that cannot be
     sharded this way.
     """
+    options = ShardingOptions(weights_dtype, cpu_offload, tensor_plan)
+    return Sharded(network, meshes, shard_network(network, meshes, options))
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """Options of ``parallelize_network``."""
+
+    weights_dtype: torch.dtype | None = None
+    cpu_offload: bool = False
+    tensor_plan: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedModel:
+    """A sharded model."""
+
+    root: Any  # FSDP's root module
+    partial: frozenset[str]  # parameters whose gradients are partial sums on tensor ranks
+    param_dtype: torch.dtype | None
+
+
+def shard_network(
+    network: Network, meshes: DeviceMeshes, options: ShardingOptions, elsewhere: frozenset[str] = frozenset()
+) -> ShardedModel:
+    """Shard the model of a network, in place. The parameters ``elsewhere``, which other pipeline stages have, are left on the meta
+    device as descriptions of themselves."""
     check_parallelizable(network, meshes.dims)
     model: nn.Module = network.model
+    weights_dtype, cpu_offload, tensor_plan = options.weights_dtype, options.cpu_offload, options.tensor_plan
     policy = _apply_weights_dtype(model, weights_dtype)
     any_meta = any_rank(is_meta_model(model))
     weights = to_meta(model) if any_meta and not is_meta_model(model) else {}
     if not any_meta and meshes.dims.tensor * meshes.dims.expert > 1:
         model.to(_local_device(meshes))  # tensor and expert shards must be on the device of their mesh
+    if not any_meta:
+        to_meta(model, elsewhere)
     partial, experts = _shard_layers(model, meshes, tensor_plan)
     offload = CPUOffloadPolicy() if cpu_offload and meshes.dense.device_type != "cpu" else OffloadPolicy()
-    options: dict[str, Any] = {
+    fsdp_options: dict[str, Any] = {
         "mp_policy": policy,
         "offload_policy": offload,
         "shard_placement_fn": _make_shard_placement(meshes),
     }
+    ignored = {parameter for name, parameter in model.named_parameters() if name in elsewhere}
     for name, module in list(model.named_modules()):
-        if name in experts:
-            _fully_shard(module, meshes.expert_fsdp, options)
+        if name in experts and ignored.isdisjoint(module.parameters()):
+            _fully_shard(module, meshes.expert_fsdp, fsdp_options)
     for layer in decoder_layers(network.decoder):
-        _fully_shard(layer, meshes.fsdp, options)
-    root = _fully_shard(FsdpRoot(model), meshes.fsdp, options | {"mp_policy": replace(policy, cast_forward_inputs=False)})
-    if meshes.dims.sample > 1:
+        if ignored.isdisjoint(layer.parameters()):
+            _fully_shard(layer, meshes.fsdp, fsdp_options)
+    fsdp_options |= {"mp_policy": replace(policy, cast_forward_inputs=False), "ignored_params": ignored}
+    root = _fully_shard(FsdpRoot(model), meshes.fsdp, fsdp_options)
+    if meshes.dims.sample * meshes.dims.pipeline > 1:
         network.token_sharding = SampleSharding(meshes)
     network.device = _local_device(meshes)
     if any_meta:
-        broadcast_weights(
-            root, model, weights, network.device, torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else network.device
-        )
-    return Sharded(network, meshes, root, partial, policy.param_dtype)
+        shard_device = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else network.device
+        broadcast_weights(root, model, weights, network.device, shard_device, elsewhere)
+    return ShardedModel(root, partial, policy.param_dtype)
 
 
 def parallelize_head(head: ValueHead, trunk: Sharded) -> Sharded:
     """Shard a critic that is a head on the policy's trunk. All ranks must call it with the same head, after sharding the policy."""
     meshes = trunk.meshes
+    if meshes.dims.pipeline > 1:
+        raise ValueError(
+            "value.head_only is true, and with pipeline_parallel_size > 1 only the last stage has the hidden states that such a critic "
+            "reads; set value.head_only=false, or policy.dtensor_cfg.pipeline_parallel_size=1"
+        )
     head.device = trunk.device
     head.model.to(trunk.device)
     root = _fully_shard(FsdpRoot(head.model), meshes.fsdp, {})
     head.compute_hidden = trunk.hidden
     partial = frozenset(name for name, _ in head.model.named_parameters() if meshes.dims.tensor > 1)
-    return Sharded(head, meshes, root, partial, None, trunk=trunk)
+    return Sharded(head, meshes, ShardedModel(root, partial, None), trunk=trunk)
 
 
 def check_parallelizable(network: Network, dims: ParallelDims) -> None:
@@ -212,9 +250,7 @@ class Sharded:
         self,
         network: Network | ValueHead,
         meshes: DeviceMeshes,
-        root: Any,
-        partial: frozenset[str],
-        param_dtype: torch.dtype | None,
+        model: ShardedModel,
         *,
         trunk: Sharded | None = None,
     ) -> None:
@@ -222,17 +258,25 @@ class Sharded:
         self.trunk = trunk  # the sharded trunk of a network that is only a head
         self.meshes = meshes
         self.is_leader = meshes.is_leader
-        self.root = root
-        self.param_dtype = param_dtype
+        self.root = model.root
+        self.param_dtype = model.param_dtype
         self.device: torch.device = network.device
         self.sharded: Mapping[str, Any] = {  # DTensors of the trained parameters by name
-            name: parameter for name, parameter in network.model.named_parameters() if parameter.requires_grad
+            name: parameter
+            for name, parameter in network.model.named_parameters()
+            if parameter.requires_grad and not is_elsewhere(parameter)
         }
+        self.elsewhere = [
+            (name, parameter)
+            for name, parameter in network.model.named_parameters()
+            if parameter.requires_grad and is_elsewhere(parameter)
+        ]
         self.local_parameters = {name: nn.Parameter(_local_tensor(parameter)) for name, parameter in self.sharded.items()}
         self._copy_counts = {
-            id(self.local_parameters[name]): _count_copies(parameter) for name, parameter in self.sharded.items()
+            id(self.local_parameters[name]): _count_copies(parameter, meshes.dims.stage_size)
+            for name, parameter in self.sharded.items()
         }
-        self._partial = [name for name in self.sharded if name in partial]
+        self._partial = [name for name in self.sharded if name in model.partial]
 
     # --- the interface of Parallelism ------------------------------------------------------------------------------------
 
@@ -330,6 +374,9 @@ class Sharded:
         for parameter in self.sharded.values():
             parameter.grad = None
 
+    def gather_stages(self, value: Any) -> Sequence[Any]:
+        return [value]
+
     def save(self, folder: Path, state: TrainingState, *, optimizer: bool = True) -> None:
         sharded_checkpoint.take_snapshot(self, state, optimizer=optimizer, copies=False).save(folder, optimizer=optimizer)
 
@@ -339,11 +386,11 @@ class Sharded:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the weights; all ranks must iterate to the end. Tied weights are one tensor under several names."""
         model = self.network.model
-        counts = Counter(_storage_pointer(tensor) for _, tensor, _ in weights_with_layers(model))
+        counts = Counter(storage_key(tensor) for _, tensor, _ in weights_with_layers(model))
         tied: dict[int, Tensor] = {}
 
         def gather(tensor: Tensor) -> Tensor:
-            if (pointer := _storage_pointer(tensor)) not in tied:
+            if (pointer := storage_key(tensor)) not in tied:
                 if counts[pointer] <= 1:
                     return self.full_tensor(tensor)
                 tied[pointer] = self.full_tensor(tensor)
@@ -386,19 +433,13 @@ def _gathered_from(module: FSDPModule) -> Iterator[Tensor]:
             yield parameter._sharded_param_data
 
 
-def _count_copies(parameter: DTensor) -> int:
-    """Return how many ranks have the same shard of a parameter."""
+def _count_copies(parameter: DTensor, ranks: int) -> int:
+    """Return how many of the ``ranks`` with a parameter have the same shard of it."""
     mesh = parameter.device_mesh
     shards = 1
     for dimension, placement in enumerate(parameter.placements):
         shards *= 1 if placement.is_replicate() else mesh.size(dimension)
-    return int(dist.get_world_size()) // shards
-
-
-def _storage_pointer(tensor: Tensor) -> int:
-    """Return a value that is equal only for tied weights, also for empty shards, because FSDP pads them."""
-    local = _local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+    return ranks // shards
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ Hugging Face folder and ``optimizer.pt``) can be loaded by several ranks, and a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -30,9 +30,11 @@ from strop.learner.parallel.shard_files import (
     ShardedReader,
     TensorReader,
     TensorShard,
+    is_elsewhere,
     is_sharded,
     local_shard,
     names_with_prefix,
+    storage_key,
     write_shards,
 )
 from strop.learner.training_state import TrainingState
@@ -146,12 +148,30 @@ def _optimizer_state(
     for name, master in _masters(parallelism, state).items():
         shards[f"masters.{name}"] = trainable[name].with_tensor(to_snapshot(master))
     groups = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
+    groups, unsharded = _join_stages(parallelism, copy.deepcopy(groups), unsharded)
     return shards, {
-        "groups": copy.deepcopy(groups),
+        "groups": groups,
         "undivided": unsharded,
         "average_steps": state.average.steps if state.average is not None else None,
         "scheduler": copy.deepcopy(state.schedule_state()),
     }
+
+
+def _join_stages(
+    parallelism: Parallelism, groups: list[dict[str, Any]], unsharded: dict[str, dict[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Return the unsharded state of the optimizer for the parameters of all pipeline stages, in the model's order."""
+    stages: Sequence[Any] = parallelism.gather_stages((groups, unsharded))
+    if len(stages) == 1:
+        return groups, unsharded
+    order = [name for name, parameter in parallelism.network.model.named_parameters() if parameter.requires_grad]
+    values: dict[str, dict[str, Any]] = {}
+    for number, group in enumerate(groups):
+        names = {name for stage_groups, _ in stages for name in stage_groups[number]["param_names"]}
+        group["param_names"] = [name for name in order if name in names]
+    for _, stage_values in stages:
+        values |= stage_values
+    return groups, {name: values[name] for name in order if name in values}
 
 
 def _gather_adapters(parallelism: Parallelism, state: TrainingState) -> dict[str, Mapping[str, Tensor]]:
@@ -197,11 +217,12 @@ def load(parallelism: Parallelism, folder: Path, state: TrainingState) -> None:
     else:
         load_weights(model, weights)
     trainable = _trainable_shards(parallelism, state)
-    _load_masters(_masters(parallelism, state), trainable, stored)
+    elsewhere = {name for name, _ in parallelism.elsewhere}
+    _load_masters(_masters(parallelism, state), trainable, stored, elsewhere)
     state.masters.write_back()
-    state.load_optimizer(_read_optimizer(state, trainable, stored, unsharded))
+    state.load_optimizer(_read_optimizer(state, trainable, stored, unsharded, elsewhere))
     state.load_scheduler(unsharded["scheduler"], state.optimizer.state_dict())
-    state.load_average(_read_average(state, trainable, stored, unsharded), folder)
+    state.load_average(_read_average(state, trainable, stored, unsharded, elsewhere), folder)
 
 
 @torch.no_grad()
@@ -251,8 +272,10 @@ def _open_weights(model: Any, folder: Path, known: set[str]) -> TensorReader:
     return InMemoryReader(full.state_dict())
 
 
-def _load_masters(masters: Mapping[str, Tensor], trainable: Mapping[str, TensorShard], stored: TensorReader) -> None:
-    saved = names_with_prefix(stored, "masters.")
+def _load_masters(
+    masters: Mapping[str, Tensor], trainable: Mapping[str, TensorShard], stored: TensorReader, elsewhere: Collection[str]
+) -> None:
+    saved = [name for name in names_with_prefix(stored, "masters.") if name not in elsewhere]
     if set(saved) != set(masters):
         raise ValueError(
             f"the checkpoint has float32 masters of {len(saved)} weights and this run keeps {len(masters)}; they differ in "
@@ -267,11 +290,19 @@ def _load_masters(masters: Mapping[str, Tensor], trainable: Mapping[str, TensorS
 
 
 def _read_optimizer(
-    state: TrainingState, trainable: Mapping[str, TensorShard], stored: TensorReader, unsharded: Mapping[str, Any]
+    state: TrainingState,
+    trainable: Mapping[str, TensorShard],
+    stored: TensorReader,
+    unsharded: Mapping[str, Any],
+    elsewhere: Collection[str],
 ) -> dict[str, Any]:
     """Return this rank's shard of the optimizer's ``state_dict``."""
     numbers = iter(range(len(trainable)))
-    groups = [{**group, "params": [next(numbers, 0) for _ in group["param_names"]]} for group in unsharded["groups"]]
+    own = [[name for name in group["param_names"] if name not in elsewhere] for group in unsharded["groups"]]
+    groups = [
+        {**group, "param_names": names, "params": [next(numbers, 0) for _ in names]}
+        for group, names in zip(unsharded["groups"], own, strict=True)
+    ]
     entries: dict[str, dict[str, Any]] = {name: dict(values) for name, values in unsharded["undivided"].items()}
     into: dict[str, TensorShard] = {}
     for full_name in names_with_prefix(stored, "state."):
@@ -288,14 +319,19 @@ def _read_optimizer(
 
 
 def _read_average(
-    state: TrainingState, trainable: Mapping[str, TensorShard], stored: TensorReader, unsharded: Mapping[str, Any]
+    state: TrainingState,
+    trainable: Mapping[str, TensorShard],
+    stored: TensorReader,
+    unsharded: Mapping[str, Any],
+    elsewhere: Collection[str],
 ) -> dict[str, Any] | None:
     """Return this rank's shard of the average's ``state_dict``; None if the run or the checkpoint has no average."""
     if state.average is None or unsharded["average_steps"] is None:
         return None
     current = state.average.state_dict()["average"]
     loaded: dict[str, Tensor] = {}
-    for name in names_with_prefix(stored, "average."):  # the average reports other names as an error
+    saved = (name for name in names_with_prefix(stored, "average.") if name not in elsewhere)
+    for name in saved:  # the average reports other names as an error
         loaded[name] = torch.empty_like(current[name]) if name in current else torch.empty(0)
     into = {f"average.{name}": trainable[name].with_tensor(buffer) for name, buffer in loaded.items() if name in current}
     stored.read({name: _check_shape(stored, name, shard) for name, shard in into.items()})
@@ -350,10 +386,10 @@ def _masters(parallelism: Parallelism, state: TrainingState) -> Mapping[str, Ten
 
 
 def _model_shards(model: Any) -> Iterator[tuple[str, TensorShard]]:
-    """Yield this rank's shards of the model's weights, tied weights once under their first name."""
+    """Yield this rank's shards of the model's weights, tied weights once under their first name; not those of other stages."""
     names = _aliases(model)
     for name, tensor in model.state_dict().items():
-        if name in names:
+        if name in names and not is_elsewhere(tensor):
             yield name, local_shard(tensor)
 
 
@@ -362,7 +398,7 @@ def _aliases(model: Any) -> dict[str, list[str]]:
     aliases: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in model.state_dict().items():
         local = local_shard(tensor).tensor
-        key = (local.untyped_storage().data_ptr(), local.storage_offset(), tuple(tensor.shape))
+        key = (storage_key(local), local.storage_offset(), tuple(tensor.shape))
         aliases.setdefault(key if local.untyped_storage().nbytes() else (name,), []).append(name)
     return {names[0]: names for names in aliases.values()}
 

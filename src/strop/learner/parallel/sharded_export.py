@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from strop.learner.parallel.shard_files import storage_key
 from strop.learner.parallel.sharded import Sharded
 from strop.models.adapters import LoraLayer, lora_layers, save_adapters, weights_with_layers
 from strop.weight_sync.base import AdapterFiles
@@ -33,16 +34,16 @@ def _describe(parallelism: Sharded, tensor: Tensor) -> Tensor:
 
 
 def _make_gather(parallelism: Sharded, tensor: Tensor) -> Callable[[], Tensor]:
-    return lambda: parallelism.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return lambda: parallelism.full_tensor(tensor)
 
 
 def _make_merge(parallelism: Sharded, layer: LoraLayer) -> Callable[[], Tensor]:
-    return lambda: layer.merged_weight(lambda tensor: parallelism.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor)
+    return lambda: layer.merged_weight(parallelism.full_tensor)
 
 
 def _storage_key(tensor: Tensor) -> tuple[int, ...]:
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return (local.untyped_storage().data_ptr(), local.storage_offset(), *tensor.shape)
+    return (storage_key(local), local.storage_offset(), *tensor.shape)
 
 
 class ShardedAdapterSource:
@@ -63,11 +64,8 @@ class ShardedAdapterSource:
     def fingerprints(self, dtype: torch.dtype) -> Mapping[str, int]:
         return fingerprint_adapters(
             (
-                (layer, self._full_tensor(layer.down), self._full_tensor(layer.up))
+                (layer, self.parallelism.full_tensor(layer.down), self.parallelism.full_tensor(layer.up))
                 for layer in lora_layers(self.parallelism.network.model)
             ),
             dtype,
         )
-
-    def _full_tensor(self, tensor: Tensor) -> Tensor:
-        return self.parallelism.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor

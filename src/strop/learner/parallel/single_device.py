@@ -33,6 +33,7 @@ class SingleDevice:
 
     is_leader = True
     param_dtype: torch.dtype | None = None
+    elsewhere: NamedParameters = ()
 
     def __init__(self, network: ParallelNetwork) -> None:
         self.network = network
@@ -74,6 +75,9 @@ class SingleDevice:
 
     def adapters(self) -> Mapping[str, Tensor]:
         return adapter_weights(self.network.model)
+
+    def gather_stages(self, value: Any) -> Sequence[Any]:
+        return [value]
 
     def save(self, folder: Path, state: TrainingState, *, optimizer: bool = True) -> None:
         model = self.network.model

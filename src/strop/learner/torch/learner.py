@@ -85,7 +85,9 @@ class TorchLearner:
         self.trainable_parameters = self.parallelism.trainable_parameters()
         self.masters = MasterWeights(self.trainable_parameters)
         self.parameters = self.masters.parameters
-        self.optimizer = make_optimizer(config.optimizer, self.masters.named_parameters, section=section)
+        self.optimizer = make_optimizer(
+            config.optimizer, self.masters.named_parameters, section=section, elsewhere=self.parallelism.elsewhere
+        )
         self.parallelism.check_optimizer(self.optimizer, section)
         schedule_unit = ScheduleUnit(config.scheduler_unit, steps_per_batch)
         length = schedule_unit.count_steps(total_steps) if config.scheduler and total_steps is not None else None

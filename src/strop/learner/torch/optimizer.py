@@ -27,16 +27,24 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")
 
 
-def make_optimizer(config: OptimizerConfig, named_parameters: NamedParameters, *, section: str = "policy") -> Optimizer:
+def make_optimizer(
+    config: OptimizerConfig, named_parameters: NamedParameters, *, section: str = "policy", elsewhere: NamedParameters = ()
+) -> Optimizer:
     """Create an optimizer by dotted name, such as ``torch.optim.AdamW``. Raises ValueError for an argument that it does not take.
 
-    Defaults to the fused implementation where the optimizer has one: it reads the weights once.
+    Defaults to the fused implementation where the optimizer has one: it reads the weights once. The parameters ``elsewhere`` are not
+    stepped here; they count where groups are formed, so that these are the same on all pipeline stages.
     """
     factory = _import_class(config.name, f"{section}.optimizer.name", Optimizer)
     known = inspect.signature(factory).parameters
     _check_arguments(config.kwargs, known, "params", f"{section}.optimizer.kwargs", config.name)
     grouped = make_parameter_groups(
-        named_parameters, config.groups, config.no_decay, decay_vectors=config.decay_vectors, section=section
+        named_parameters,
+        config.groups,
+        config.no_decay,
+        decay_vectors=config.decay_vectors,
+        section=section,
+        elsewhere=elsewhere,
     )
     for options in grouped:
         _check_arguments(options.keys() - {"params", "param_names"}, known, "params", f"{section}.optimizer.groups", config.name)
@@ -57,6 +65,7 @@ def make_parameter_groups(
     *,
     decay_vectors: bool = True,
     section: str = "policy",
+    elsewhere: NamedParameters = (),
 ) -> list[dict[str, Any]]:
     """Return parameter groups as torch takes them: first the parameters without a group, then each group in order.
 
@@ -64,15 +73,16 @@ def make_parameter_groups(
     sets; nor do those of one dimension without ``decay_vectors``. Raises ValueError for a pattern without a match, and for a group whose
     parameters all belong to earlier groups.
     """
-    names = [name for name, _ in named_parameters]
+    names = [name for name, _ in (*named_parameters, *elsewhere)]
     _check_patterns(no_decay, names, f"{section}.optimizer.no_decay")
     for index, group in enumerate(groups):
         _check_patterns(group.match, names, f"{section}.optimizer.groups.{index}.match")
     buckets: dict[tuple[int, bool], list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in named_parameters:
+    own = dict(named_parameters)
+    for name, parameter in (*named_parameters, *elsewhere):
         index = next((index for index, group in enumerate(groups) if matches_any(name, group.match)), -1)
         exempt = matches_any(name, no_decay) or (parameter.ndim < 2 and not decay_vectors)
-        buckets.setdefault((index, exempt), []).append((name, parameter))
+        buckets.setdefault((index, exempt), []).extend([(name, parameter)] if name in own else [])
     for index, group in enumerate(groups):
         if not {(index, False), (index, True)} & buckets.keys():
             raise ValueError(

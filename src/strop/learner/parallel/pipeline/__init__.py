@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the layers of a network are split into stages over ranks."""
