@@ -90,7 +90,7 @@ class Network:
         self.device = next(model.parameters()).device
         self.token_sharding: TokenSharding = NoTokenSharding()
         self.routed: RoutedLayers | None = None  # with router replay
-        self.router_counts: Tensor | None = None  # of the last pass that replayed: (token, layer) pairs that differ, compared
+        self.router_counts: Tensor | None = None  # since they were taken: (token, layer) pairs that differ, compared
         self.received: Tensor | None = None  # [t, H], from an earlier pipeline stage: this one does not embed the tokens
         self.fallback: str | None = None  # why the model cannot read packed rows
         self.packed = self._probe() if packed is None else packed
@@ -134,7 +134,6 @@ class Network:
 
         ``source`` [N]: of padded rows, the places in all rows that the predicted tokens are predicted from.
         """
-        self.router_counts = None
         if self.routed is None or batch.routes is None:
             return {}
         routes = batch.routes
@@ -148,7 +147,8 @@ class Network:
     def _count_differences(self, replayed: Mapping[str, ReplayedRoutes]) -> None:
         for routes in replayed.values():
             routes.check(replayable_layers(self.decoder))
-            self.router_counts = self.token_sharding.add_counts(routes.counts)
+            counts = self.token_sharding.add_counts(routes.counts)
+            self.router_counts = counts if self.router_counts is None else self.router_counts + counts
 
     def autocast(self) -> torch.autocast:
         """Return bfloat16 autocast if that is the precision, else a context without effect."""
