@@ -9,7 +9,10 @@ from pathlib import Path
 
 def is_installed(package: str) -> bool:
     """Return whether a package can be imported. A folder of that name, such as wandb's run folder, does not count."""
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # of the package around it
+        return False
     return spec is not None and spec.origin is not None
 
 

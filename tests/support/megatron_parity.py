@@ -47,6 +47,9 @@ for _family in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"):
     _deepen(_family)
 
 
+CONSTANT_RATE = MegatronSchedulerConfig(lr_warmup_iters=0, start_weight_decay=0.1, end_weight_decay=0.1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MegatronCase:
     """A short training run with Megatron Core. ``case`` says what is trained, ``sizes`` how it is laid out (names of SHORT)."""
@@ -57,6 +60,7 @@ class MegatronCase:
     distributed: bool = False  # the distributed optimizer
     overlap: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)  # of the section megatron_cfg
+    schedule: MegatronSchedulerConfig = CONSTANT_RATE
 
     def config(self) -> MegatronConfig:
         return MegatronConfig(
@@ -64,13 +68,13 @@ class MegatronCase:
             freeze_moe_router=self.case.frozen_routers,
             optimizer=MegatronOptimizerConfig(
                 lr=self.case.rate,
-                min_lr=self.case.rate,
+                min_lr=0.0,
                 weight_decay=0.1,
                 adam_eps=1e-3,
                 clip_grad=0.3,
                 use_distributed_optimizer=self.distributed,
             ),
-            scheduler=MegatronSchedulerConfig(lr_warmup_iters=0, start_weight_decay=0.1, end_weight_decay=0.1),
+            scheduler=self.schedule,
             distributed_data_parallel_config=MegatronDdpConfig(
                 overlap_grad_reduce=self.overlap, overlap_param_gather=self.overlap
             ),
@@ -83,10 +87,21 @@ def case(**options: Any) -> Case:
     return Case(sizes=ParallelDims(), **options)
 
 
-def make_megatron_learner(made: MegatronCase) -> Any:
-    """Return a learner on this rank with the weights of the case's network."""
+def make_megatron_learner(made: MegatronCase, **options: Any) -> Any:
+    """Return a learner on this rank with the weights of the case's network. ``options`` are the learner's."""
     layout = MegatronLayout(MegatronDims.from_config(made.config(), made.world), "cpu")
     from strop.learner.megatron.megatron_learner import MegatronLearner
+
+    config = replace(
+        make_model_config(train_tokens=made.case.train_tokens, score_tokens=50, max_grad_norm=0.3), megatron_cfg=made.config()
+    )
+    network = make_network(made, layout)
+    whole_groups = ALGORITHMS[made.case.algorithm].whole_groups
+    return MegatronLearner(network, config, made.case.sampling, whole_groups=whole_groups, **options)
+
+
+def make_network(made: MegatronCase, layout: MegatronLayout) -> Any:
+    """Return the case's network in a layout."""
     from strop.learner.megatron.megatron_network import MegatronNetwork
     from strop.learner.megatron.models.build_stages import build_stages
     from strop.learner.megatron.weights.shard_import import load_weights
@@ -96,13 +111,10 @@ def make_megatron_learner(made: MegatronCase) -> Any:
     head: Any = "scalar" if made.case.value else "lm"
     stages = build_stages(plain.config, made.config(), layout, dtype=made.case.dtype, head=head)
     load_weights(stages, plain.config, TensorReader(plain.state_dict()))
-    config = replace(
-        make_model_config(train_tokens=made.case.train_tokens, score_tokens=50, max_grad_norm=0.3), megatron_cfg=made.config()
-    )
     network = MegatronNetwork(stages, plain.config, layout, chunk=5)
     if made.case.replayed:
         network.enable_router_replay()
-    return MegatronLearner(network, config, made.case.sampling, whole_groups=ALGORITHMS[made.case.algorithm].whole_groups)
+    return network
 
 
 def train_with_megatron(made: MegatronCase, batch: Batch) -> TrainingResult:

@@ -11,3 +11,9 @@ def needs_vllm() -> None:
     """Skips the module or test that asks where it is not installed."""
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: make setup-vllm", allow_module_level=True)
+
+
+def needs_megatron() -> None:
+    """Skips the module or test that asks where Megatron Core is not installed. It is imported on the ranks only."""
+    if find_spec("megatron") is None:
+        pytest.skip("Megatron Core is not installed: pip install 'strop[megatron]'", allow_module_level=True)

@@ -70,6 +70,7 @@ class Case:
     sampling: Sampling = SAMPLING
     steps: int = 3
     tensor_plan: Any = None
+    no_decay: Sequence[str] = ("norm",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +180,7 @@ def train(case: Case, batch: Batch, meshes: DeviceMeshes | None = None) -> Train
         case.sampling,
         placement,
         optimizer_kwargs={"lr": case.rate, "weight_decay": 0.1, "eps": 1e-3},
-        no_decay=() if case.lora or case.head else ("norm",),
+        no_decay=() if case.lora or case.head else case.no_decay,
         max_grad_norm=0.3,
         train_tokens=case.train_tokens,
         score_tokens=50,

@@ -99,7 +99,7 @@ class ModelConfig(BaseConfig):
         return check_weights_dtype(weights_dtype, values)
 
     def errors(self, key: str) -> Iterator[Problem]:
-        if not self.dtensor_cfg.enabled:
+        if not self.dtensor_cfg.enabled and not self.megatron_cfg.enabled:
             yield Problem(
                 f"{key}.dtensor_cfg.enabled",
                 f"found false, and {key}.megatron_cfg.enabled is false too, which leaves no learner",

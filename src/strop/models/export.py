@@ -82,7 +82,7 @@ def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path, for
 
     ``config`` names the model class in ``architectures``. Raises ValueError for weights that do not fit it.
     """
-    kind = _find_model_class(config)
+    kind = find_model_class(config)
     with torch.device("meta"), quiet_transformers():
         model = kind(config)
     names = set(model.state_dict())
@@ -101,7 +101,7 @@ def load_saved_model(folder: str) -> Any:
     """Load a Hugging Face folder as the class that it names, in the data type of its weights."""
     if not (Path(folder) / "config.json").exists() or not any(Path(folder).glob("*.safetensors")):
         return load_model(folder)
-    kind = _find_model_class(load_model_config(folder))
+    kind = find_model_class(load_model_config(folder))
     with quiet_transformers():
         return from_pretrained(kind, folder, dtype="auto")
 
@@ -132,7 +132,8 @@ def copy_adapters(source: Path, folder: Path, form: ExportFormat = AS_THEY_ARE) 
     (folder / CONFIG_FILE).write_text((source / CONFIG_FILE).read_text())
 
 
-def _find_model_class(config: Any) -> Any:
+def find_model_class(config: Any) -> Any:
+    """Return the class that a configuration names. Raises ValueError if this version of Transformers does not have it."""
     import transformers
 
     kind = next((getattr(transformers, name, None) for name in config.architectures or ()), None)

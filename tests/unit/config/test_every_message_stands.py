@@ -162,6 +162,7 @@ DROPPED: dict[str, str] = {
     "{}.scheduler: {} stages need {} milestones between them; found {}": "the section says it, and no scheduler is built without one",
     "found true, but padded dynamic batching is not in this version": "a rule of strop.config.recipes packs instead",
     "Set it to false and {}.sequence_packing.enabled=true, which has token budgets without padding.": "a rule does so",
+    "found true, but the Megatron Core learner backend is not in this version": "it is in this version",
     "a batch that is only scored has no loss": "a batch that is only scored is packed without an algorithm",
     "a coroutine of a rank suspended; local learners must not await anything": "learners are no coroutines",
     "dtensor_cfg.lora_cfg.lora_A_init: {} is unknown{}": "the section's type says which values there are",

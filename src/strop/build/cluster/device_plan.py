@@ -6,6 +6,8 @@ from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import PpoRunConfig
 from strop.distributed.placement import DevicePlan, plan_devices
+from strop.learner.megatron.megatron_dims import MegatronDims
+from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallel_dims import ParallelDims
 
 
@@ -17,13 +19,13 @@ def format_placement(config: TrainingRunConfig, *, on_cpu: bool) -> list[str]:
     plan = plan_devices(counts, on_cpu=on_cpu)
     per_node = f"{_pluralize(counts.per_node, 'CPU process')} instead of GPUs" if on_cpu else _pluralize(counts.per_node, "GPU")
     world, nodes = len(plan.training), {slot.node for slot in plan.training}
-    dims = ParallelDims.from_config(config.policy.dtensor_cfg, world)
+    dims = choose_dims(config.policy, world)
     lines = [
         f"cluster     {_pluralize(counts.nodes, 'node')} of a Ray cluster, {per_node} on each",
         f"learner     {_pluralize(world, 'rank')} on {_pluralize(len(nodes), 'node')}: {dims}",
     ]
     if isinstance(config, PpoRunConfig) and not config.value.head_only:
-        critic = ParallelDims.from_config(config.value.dtensor_cfg, world)
+        critic = choose_dims(config.value, world)
         if critic != dims:
             lines.append(f"            the critic: {critic}")
     if isinstance(config, RolloutRunConfig):
@@ -32,6 +34,13 @@ def format_placement(config: TrainingRunConfig, *, on_cpu: bool) -> list[str]:
             f"env         {_format_environment_processes(config)}",
         ]
     return lines
+
+
+def choose_dims(model: ModelConfig, world: int) -> ParallelDims | MegatronDims:
+    """Return the parallel dimensions of a model on ``world`` ranks of its learner. Raises ValueError."""
+    if model.megatron_cfg.enabled:
+        return MegatronDims.from_config(model.megatron_cfg, world)
+    return ParallelDims.from_config(model.dtensor_cfg, world)
 
 
 def _format_engines(plan: DevicePlan, size: int) -> str:

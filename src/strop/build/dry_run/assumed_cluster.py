@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from strop.build.algorithm.run_algorithm import count_steps_per_batch
-from strop.build.cluster.device_plan import format_device_rows
+from strop.build.cluster.device_plan import choose_dims, format_device_rows
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.distributed.placement import DevicePlan, plan_devices
-from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.weight_sync.weight_sync_config import choose_auto_transport
 
 
@@ -31,7 +30,7 @@ def describe_assumed(config: TrainingRunConfig) -> Iterator[str]:
 def _format_shares(config: TrainingRunConfig, plan: DevicePlan) -> str:
     """Format how many rollouts or examples of an optimizer step each rank that reads its own micro-batches gets."""
     counts = count_devices(config)
-    ranks = ParallelDims.from_config(config.policy.dtensor_cfg, len(plan.training)).data if counts.uses_ray else 1
+    ranks = choose_dims(config.policy, len(plan.training)).data if counts.uses_ray else 1
     noun, total = "rollouts", config.policy.train_global_batch_size
     if isinstance(config, RolloutRunConfig):
         total = config.rollout_training.rollouts_per_step // count_steps_per_batch(config)

@@ -1,4 +1,4 @@
-"""Do the sizes of parallelism divide the attention heads of models whose config.json is here?"""
+"""Do the sizes of parallelism divide models whose config.json is here: attention heads, and with Megatron Core layers and experts?"""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import DistillationRunConfig, list_trained_models
+from strop.learner.megatron.megatron_dims import MegatronModelShape, model_errors
 from strop.learner.model_config import ModelConfig
 from strop.problems import Problem
 
@@ -28,7 +29,7 @@ def find_head_problems(config: TrainingRunConfig) -> Iterator[Problem]:
     if isinstance(config, DistillationRunConfig):
         models |= {key: teacher for key, teacher in config.all_teachers.items() if teacher.model_name != "self"}
     for key, model in models.items():
-        yield from _check_learner(key, model)
+        yield from _check_megatron(key, model) if model.megatron_cfg.enabled else _check_learner(key, model)
     if isinstance(config, RolloutRunConfig) and config.policy.generation.uses_vllm:
         yield from _check_engine(config)
 
@@ -52,6 +53,13 @@ def _check_learner(key: str, model: ModelConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.dtensor_cfg.context_parallel_size", message, _divisors(own))
 
 
+def _check_megatron(key: str, model: ModelConfig) -> Iterator[Problem]:
+    values = read_model_config(model.model_name)
+    shape = MegatronModelShape.from_hf(model.model_name, values) if values is not None else None
+    if shape is not None:
+        yield from model_errors(model.megatron_cfg, f"{key}.megatron_cfg", shape)
+
+
 def _check_engine(config: RolloutRunConfig) -> Iterator[Problem]:
     """vLLM divides the attention heads; the heads of keys and values may be fewer than its ranks, which then hold copies."""
     size, name = config.policy.generation.vllm_cfg.tensor_parallel_size, config.policy.model_name
@@ -68,17 +76,23 @@ def _divisors(count: int) -> str:
 
 def read_head_counts(name: str) -> HeadCounts | None:
     """Return the heads of a local model that has attention everywhere, from its config.json; None where that does not say."""
-    try:
-        values = json.loads((Path(name).expanduser() / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    values = values.get("text_config") or values if isinstance(values, Mapping) else {}
-    query = values.get("num_attention_heads") if isinstance(values, Mapping) else None
-    if not isinstance(query, int) or query < 1:
+    values = read_model_config(name)
+    query = values.get("num_attention_heads") if values is not None else None
+    if values is None or not isinstance(query, int) or query < 1:
         return None
     latent = values.get("kv_lora_rank") is not None  # latent attention has keys of every head
     key_value = query if latent else values.get("num_key_value_heads") or query
     return HeadCounts(query, key_value) if isinstance(key_value, int) and key_value > 0 else None
+
+
+def read_model_config(name: str) -> Mapping[str, Any] | None:
+    """Return the config.json of a local model, of its language model where it has several; None where there is none."""
+    try:
+        values = json.loads((Path(name).expanduser() / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    values = values.get("text_config") or values if isinstance(values, Mapping) else None
+    return values if isinstance(values, Mapping) else None
 
 
 def _plan_shards_heads(name: str) -> bool:

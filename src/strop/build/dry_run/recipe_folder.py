@@ -50,7 +50,7 @@ def examine_folder(folder: Path, overrides: Sequence[str] = (), library: str = "
 
 
 def examine_recipe(path: Path, overrides: Sequence[str] = (), library: str = "auto") -> ExaminedRecipe:
-    """Translate a recipe and try it on the machines that it asks for; one that needs Megatron Core is tried with the torch learner too."""
+    """Translate a recipe and try it on the machines that it asks for; one refused for Megatron Core is tried with the torch learner too."""
     try:
         translated = _try(path, overrides, library)
     except NotARun as error:
@@ -70,7 +70,7 @@ def examine_recipe(path: Path, overrides: Sequence[str] = (), library: str = "au
 
 
 def _needs_megatron(recipe: ExaminedRecipe) -> bool:
-    return any(problem.key.endswith("megatron_cfg.enabled") for problem in recipe.problems)
+    return any(problem.key.endswith("megatron_cfg.enabled") or TORCH_LEARNER in problem.fix for problem in recipe.problems)
 
 
 def _try(path: Path, overrides: Sequence[str], library: str) -> TranslatedRecipe:

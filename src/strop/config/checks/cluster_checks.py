@@ -17,6 +17,8 @@ from strop.config.schema.run_config import (
 )
 from strop.distributed.cluster_config import ClusterConfig
 from strop.generation.generation_config import GenerationConfig
+from strop.learner.megatron.megatron_config import MegatronConfig
+from strop.learner.megatron.megatron_dims import size_errors
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.problems import Problem
 
@@ -26,9 +28,14 @@ Problems = Iterator[Problem]
 def check_parallel_sizes(config: TrainingRunConfig) -> Problems:
     counts = count_devices(config)
     for key, model in list_trained_models(config):
-        yield from model.dtensor_cfg.size_errors(f"{key}.dtensor_cfg", counts.learner_devices, uses_ray=counts.uses_ray)
+        if model.megatron_cfg.enabled:
+            yield from size_errors(model.megatron_cfg, f"{key}.megatron_cfg", counts.learner_devices)
+        else:
+            yield from model.dtensor_cfg.size_errors(f"{key}.dtensor_cfg", counts.learner_devices, uses_ray=counts.uses_ray)
     for key, teacher in config.all_teachers.items() if isinstance(config, DistillationRunConfig) else ():
-        if not teacher.hosts:  # one in a single process may be offloaded
+        if teacher.megatron_cfg.enabled:
+            yield from size_errors(teacher.megatron_cfg, f"{key}.megatron_cfg", counts.learner_devices)
+        elif not teacher.hosts:  # one in a single process may be offloaded
             sizes = replace(teacher.dtensor_cfg, cpu_offload=False)
             yield from sizes.size_errors(f"{key}.dtensor_cfg", counts.learner_devices, uses_ray=counts.uses_ray)
 
@@ -161,7 +168,7 @@ ERROR_CHECKS = (*MACHINE_CHECKS, check_teacher_processes, check_resources)
 
 def find_machine_errors(config: TrainingRunConfig) -> list[Problem]:
     """Return the errors that concern the machines alone."""
-    sections = [pair for pair in iter_sections(config) if isinstance(pair[1], ClusterConfig | DtensorConfig)]
+    sections = [pair for pair in iter_sections(config) if isinstance(pair[1], ClusterConfig | DtensorConfig | MegatronConfig)]
     return [
         *(problem for key, section in sections for problem in section.errors(key)),
         *(problem for check in MACHINE_CHECKS for problem in check(config)),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
 from strop.base_config import BaseConfig, iter_sections
-from strop.config.checks import cluster_checks, unused_keys
+from strop.config.checks import cluster_checks, megatron_checks, unused_keys
 from strop.config.checks.device_counts import count_devices, plan_gpus
 from strop.config.schema.run_config import (
     DistillationRunConfig,
@@ -256,6 +256,7 @@ ERROR_CHECKS: tuple[Check, ...] = (
     check_past_opponents,
     check_eval_sampling,
     *cluster_checks.ERROR_CHECKS,
+    *megatron_checks.ERROR_CHECKS,
 )
 WARNING_CHECKS: tuple[Check, ...] = (
     warn_no_validation_data,
@@ -264,6 +265,7 @@ WARNING_CHECKS: tuple[Check, ...] = (
     warn_unused_offload,
     warn_unused_kl_in_reward,
     cluster_checks.warn_unused_roles,
+    megatron_checks.warn_torch_keys,
     cluster_checks.warn_idle_devices,
     unused_keys.warn_sections_off,
     unused_keys.warn_unused_batch_sizes,

@@ -29,7 +29,7 @@ class PolicyConfig(ModelConfig):
 
     backend: Literal["auto", "torch", "megatron"] = Field(
         "auto",
-        description="Learner of all models of the run: torch, also for recipes that ask for Megatron Core, which is not in this version; "
+        description="Learner of all models of the run: torch, also for recipes that ask for Megatron Core; megatron; "
         "auto is what dtensor_cfg.enabled and megatron_cfg.enabled say.",
     )
     generation_batch_size: int | None = Field(
@@ -52,6 +52,11 @@ class PolicyConfig(ModelConfig):
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
     generation: GenerationConfig = subsection(GenerationConfig)
 
+    @property
+    def uses_megatron(self) -> bool:
+        """Whether Megatron Core trains the models of the run."""
+        return self.megatron_cfg.enabled
+
     def errors(self, key: str) -> Iterator[Problem]:
         yield from super().errors(key)
         yield from self._check_backend(key)
@@ -60,11 +65,12 @@ class PolicyConfig(ModelConfig):
         yield from self._check_router_replay(key)
 
     def _check_backend(self, key: str) -> Iterator[Problem]:
-        if self.backend == "megatron":
+        enabled = self.megatron_cfg.enabled
+        if self.backend != "auto" and enabled != (self.backend == "megatron"):
             yield Problem(
-                f"{key}.backend",
-                "found megatron, but the Megatron Core learner backend is not in this version",
-                f"Set {key}.backend=torch.",
+                f"{key}.megatron_cfg.enabled",
+                f"found {str(enabled).lower()}, but {key}.backend is {self.backend}",
+                f"Set it to {str(not enabled).lower()}, or {key}.backend=auto.",
             )
 
     def _check_adapter_dropout(self, key: str) -> Iterator[Problem]:

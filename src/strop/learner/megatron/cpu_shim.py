@@ -24,7 +24,8 @@ def prepare_megatron(device: str) -> None:
 
     Does nothing on a GPU. Raises ModuleNotFoundError without Megatron Core.
     """
-    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
+    for message in (".*(Apex|Transformer Engine).*", "`torch.distributed.*is deprecated", "full scope is deprecated"):
+        warnings.filterwarnings("ignore", message=message)  # of Megatron Core's own calls and defaults
     if torch.device(device).type != "cpu":
         return
     if torch.cuda.is_available():

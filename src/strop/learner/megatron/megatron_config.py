@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig, Precision, follows, subsection
+from strop.base_config import BaseConfig, subsection
 from strop.learner.megatron.megatron_optimizer_config import MegatronDdpConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from strop.learner.megatron.megatron_peft_config import MegatronPeftConfig
 from strop.problems import Problem
@@ -25,17 +25,6 @@ class Fp8Config(BaseConfig):
         "blockwise", description="What shares a scale; mxfp8 needs a Blackwell GPU."
     )
     fp8_param: bool = Field(False, description="Keep the weights in FP8 too.")
-
-
-class MegatronCheckpointConfig(BaseConfig):
-    """How the Megatron Core learner saves."""
-
-    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
-
-    async_save: bool = Field(True, description="Write a checkpoint beside training, from a copy in CPU memory.")
-    ckpt_assume_constant_structure: bool = Field(
-        True, description="Plan the files of a checkpoint once, not again at every saving."
-    )
 
 
 class MegatronConfig(BaseConfig):
@@ -60,9 +49,6 @@ class MegatronConfig(BaseConfig):
     context_parallel_size: int = Field(1, ge=1, description="Ranks that share the tokens of a micro-batch (GPUs).")
     expert_model_parallel_size: int = Field(1, ge=1, description="Ranks that share the experts of a layer (GPUs).")
     expert_tensor_parallel_size: int = Field(1, ge=1, description="Ranks that share each expert (GPUs).")
-    pipeline_dtype: Precision = follows(
-        "..precision", standalone="bfloat16", description="Data type of what stages send to each other."
-    )
 
     activation_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, more time."
@@ -89,7 +75,7 @@ class MegatronConfig(BaseConfig):
         None, description="Choose experts with a bias that follows their load; null is as the model has it."
     )
     moe_router_bias_update_rate: float = Field(0.0, ge=0, description="Change of the expert bias in an optimizer step.")
-    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = Field(
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] = Field(
         "alltoall", description="How tokens travel to their experts; flex (DeepEP) needs its kernels."
     )
     moe_enable_deepep: bool = Field(
@@ -100,33 +86,15 @@ class MegatronConfig(BaseConfig):
     moe_grouped_gemm: bool | None = Field(
         None, description="Compute the experts of a rank by one grouped kernel; null does so where Transformer Engine is."
     )
-    moe_per_layer_logging: bool = Field(False, description="Log the auxiliary losses of each layer.")
 
-    apply_rope_fusion: bool = Field(True, description=f"Rotate queries and keys by {Kernels}.")
-    bias_activation_fusion: bool = Field(True, description=f"Add biases and apply activations by {Kernels}.")
     gradient_accumulation_fusion: bool = Field(
         False, description="Add weight gradients in the kernel that computes them; needs APEX."
     )
     use_fused_weighted_squared_relu: bool = Field(False, description=f"Squared ReLU of experts by {Kernels}.")
-    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = Field(
-        "auto",
-        description="Attention: auto is Strop's, over the tree of shared prompts; flash and fused are Transformer Engine's.",
-    )
+    use_gloo_process_groups: bool = Field(False, description="Make process groups over gloo too, for an optimizer in CPU memory.")
     transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
         "auto", description="Layers: local is PyTorch, transformer_engine needs it; auto takes it where FP8 asks for it."
     )
-    use_gloo_process_groups: bool = Field(
-        False, description="Make process groups over gloo too, for the CPU memory of an optimizer."
-    )
-    empty_unused_memory_level: int = Field(
-        1, ge=0, le=2, description="Give cached GPU memory back: 0 never, 1 before each update, 2 after it too."
-    )
-
-    mtp_num_layers: int = Field(0, ge=0, description="Heads of multi-token prediction; they are not trained in this version.")
-    mtp_loss_scaling_factor: float = Field(
-        0.0, ge=0, description="Weight of their loss; above 0 is refused unless mtp_detach_heads."
-    )
-    mtp_detach_heads: bool = Field(False, description="Their loss does not reach the rest of the model.")
 
     first_last_layers_bf16: bool = Field(False, description="Compute the first and last layers in bfloat16 where FP8 is enabled.")
     num_layers_at_start_in_bf16: int = Field(1, ge=0, description="First layers in bfloat16, with first_last_layers_bf16.")
@@ -135,16 +103,12 @@ class MegatronConfig(BaseConfig):
     model_overrides: dict[str, Any] = Field(
         default_factory=dict, description="Values set on Megatron Core's TransformerConfig, after all others."
     )
-    env_vars: dict[str, str] | None = Field(
-        None, description="Environment variables of the ranks, beside cluster.roles.learner.env_vars."
-    )
 
     fp8_cfg: Fp8Config = subsection(Fp8Config)
     peft: MegatronPeftConfig = subsection(MegatronPeftConfig)
     optimizer: MegatronOptimizerConfig = subsection(MegatronOptimizerConfig)
     scheduler: MegatronSchedulerConfig = subsection(MegatronSchedulerConfig)
     distributed_data_parallel_config: MegatronDdpConfig = subsection(MegatronDdpConfig)
-    checkpoint: MegatronCheckpointConfig = subsection(MegatronCheckpointConfig)
 
     @property
     def ranks_of_one_copy(self) -> int:
@@ -170,13 +134,6 @@ class MegatronConfig(BaseConfig):
                 f"found {', '.join(self.recompute_modules)}, but only a selective recomputation has modules",
                 f"Set {key}.activation_checkpointing=true and {key}.recompute_granularity=selective, or this to null.",
             )
-        if self.mtp_num_layers and self.mtp_loss_scaling_factor and not self.mtp_detach_heads:
-            yield Problem(
-                f"{key}.mtp_num_layers",
-                f"found {self.mtp_num_layers}, but a loss of multi-token prediction, which would train the model too, is not in this "
-                "version",
-                f"Set {key}.mtp_num_layers=0, or {key}.mtp_detach_heads=true.",
-            )
         if self.scheduler.lr_warmup_iters and self.scheduler.lr_warmup_init > self.optimizer.lr:
             yield Problem(
                 f"{key}.scheduler.lr_warmup_init",
@@ -191,5 +148,3 @@ class MegatronConfig(BaseConfig):
                 "it has no effect: tensor_model_parallel_size is 1, so there are no ranks to shard the sequence over",
                 "Set it to false, or raise tensor_model_parallel_size.",
             )
-        if self.enabled and self.mtp_num_layers:
-            yield Problem(f"{key}.mtp_num_layers", "the heads of multi-token prediction are not loaded and not trained")

@@ -55,7 +55,7 @@ class MegatronDims:
         stages = f"{self.pipeline} stages" if self.pipeline > 1 else "1 stage"
         parts = f" of {self.virtual} parts" if self.virtual > 1 else ""
         experts = f", experts {self.expert} x {self.expert_tensor} ways" if self.expert * self.expert_tensor > 1 else ""
-        return f"{self.data} data x {stages}{parts} x {self.context} context x {self.tensor} tensor{experts}"
+        return f"Megatron Core, {self.data} data x {stages}{parts} x {self.context} context x {self.tensor} tensor{experts}"
 
 
 def size_errors(config: MegatronConfig, key: str, devices: int) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,15 +31,15 @@ class MegatronNetwork:
 
     packed = True  # it reads rows with shared prompts
 
-    def __init__(self, stages: Sequence[GptStage], hf_config: Any, layout: MegatronLayout, *, chunk: int = 1024) -> None:
-        """``chunk``: at most so many rows of float32 logits exist at a time."""
+    def __init__(self, stages: Sequence[GptStage], hf_config: Any, layout: MegatronLayout, *, chunk: int | None = 1024) -> None:
+        """``chunk``: at most so many rows of float32 logits exist at a time; None is all."""
         self.stages = list(stages)
         self.chunks: list[Any] = list(
             stages
         )  # the stages as they are run: inside of DistributedDataParallel while they are trained
         self.hf_config = hf_config
         self.layout = layout
-        self.chunk = chunk
+        self.chunk = chunk or 1 << 40
         self.sharding = RowSharding(layout)
         self.device = layout.device
         self.routed: RoutedLayers | None = None  # with router replay: those of this rank
@@ -154,6 +154,3 @@ class MegatronNetwork:
                 config = getattr(chunk, "ddp_config", None)
                 if config is not None and config.use_distributed_optimizer and config.overlap_param_gather:
                     chunk.start_param_sync(force_sync=True)
-
-
-Compute = Callable[[Tensor, Batch], Any]  # (hidden states of the last stage, micro-batch) -> a dataclass of tensors

@@ -25,13 +25,6 @@ class MegatronOptimizerConfig(BaseConfig):
     decoupled_weight_decay: bool = Field(
         True, description="Decay weights beside the gradient (AdamW); false adds it to the gradient."
     )
-    bf16: bool = Field(True, description="Train bfloat16 weights with float32 masters, where policy.precision=bfloat16.")
-    fp16: bool = Field(
-        False, description="Train float16 weights with a loss scale; needs policy.precision=float16, not in this version."
-    )
-    params_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Data type of the weights outside of mixed precision, as in NeMo-RL; policy.precision decides."
-    )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Decay of Adam's first moment.")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="Decay of Adam's second moment.")
     adam_eps: float = Field(1e-8, ge=0, le=1, description="Added to the root of Adam's second moment.")
@@ -127,6 +120,3 @@ class MegatronDdpConfig(BaseConfig):
         True, description="Gather the weights of the distributed optimizer while the forward pass goes on."
     )
     use_custom_fsdp: bool = Field(False, description="Shard weights and gradients too (Megatron-FSDP); needs a GPU.")
-    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = Field(
-        "optim_grads_params", description="What Megatron-FSDP shards, with use_custom_fsdp=true."
-    )

@@ -119,7 +119,7 @@ def take_snapshot(
     if optimizer:
         entries, unsharded = _optimizer_state(parallelism, state, trainable, to_snapshot)
         optimizer_shards |= entries
-    group = _gloo_group(dist.group.WORLD) if dist.is_initialized() else None
+    group = gloo_group(dist.group.WORLD) if dist.is_initialized() else None
     return LearnerSnapshot(weights, averaged, optimizer_shards if optimizer else {}, unsharded, adapters, model, group)
 
 
@@ -430,6 +430,6 @@ def _copy_to_cpu(tensor: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def _gloo_group(world: Any) -> Any:
+def gloo_group(world: Any) -> Any:
     """Return a CPU process group for checkpoints, separate from training, so that both can communicate at the same time."""
     return dist.new_group(backend="gloo", timeout=BARRIER_TIMEOUT)

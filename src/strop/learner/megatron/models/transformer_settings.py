@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -97,6 +98,11 @@ def _kernel_fields(config: MegatronConfig) -> dict[str, Any]:
         raise RuntimeError(
             f"policy.{key} needs Transformer Engine, which is not installed here or has no GPU; install it, or set "
             "policy.megatron_cfg.fp8_cfg.enabled=false and policy.megatron_cfg.transformer_impl=local"
+        )
+    if config.gradient_accumulation_fusion and find_spec("fused_weight_gradient_mlp_cuda") is None:
+        raise RuntimeError(
+            "policy.megatron_cfg.gradient_accumulation_fusion=true needs APEX's CUDA extension fused_weight_gradient_mlp_cuda, which is "
+            "not installed; install it, or set the key to false"
         )
     fields: dict[str, Any] = {
         "gradient_accumulation_fusion": config.gradient_accumulation_fusion,

@@ -1,4 +1,4 @@
-"""Recipes that ask for Megatron Core: refused once, or with ``policy.backend=torch`` trained by the torch learner as they say."""
+"""Recipes that ask for Megatron Core: carried over, or with ``policy.backend=torch`` trained by the torch learner as they say."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from strop import packages
 from strop.config import ConfigError, LoadedConfig, dump_config, load_config
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.nemo_rl.megatron.megatron_schedule import make_schedule_section
@@ -74,41 +75,45 @@ def refusals(path: Path, *overrides: str) -> dict[str, str]:
     return {problem.key: str(problem) for problem in caught.value.problems}
 
 
-def test_megatron_core_is_refused_once_with_the_one_key_to_set(recipe: Path) -> None:
-    refused = refusals(recipe)
-    assert (
-        list(refused) == ["policy.megatron_cfg.enabled"] and "Set policy.backend=torch" in refused["policy.megatron_cfg.enabled"]
-    )
-    assert f"{recipe.name}, line 14" in refused["policy.megatron_cfg.enabled"]
+def test_the_section_is_carried_over_for_megatron_core(recipe: Path) -> None:
+    loaded = load(recipe)
+    policy, options = loaded.config.policy, loaded.config.policy.megatron_cfg
+    assert options.enabled and not policy.dtensor_cfg.enabled
+    assert (options.tensor_model_parallel_size, options.context_parallel_size, options.sequence_parallel) == (2, 2, True)
+    assert (options.optimizer.lr, options.optimizer.adam_beta2, options.optimizer.clip_grad) == (3e-7, 0.95, 0.5)
+    assert (options.scheduler.start_weight_decay, options.scheduler.lr_warmup_init) == (0.01, 3e-8)
+    assert loaded.config.cluster.roles.learner.env_vars == {"NCCL_NVLS_ENABLE": "0"}
+    assert not [difference for difference in loaded.differences if difference.effect is Effect.CHANGED]
 
 
-def test_policy_value_and_teacher_are_refused_together() -> None:
+def test_what_is_saved_of_a_run_with_megatron_core_loads_back_without_differences(recipe: Path, tmp_path: Path) -> None:
+    config = load(recipe).config
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(dump_config(config))
+    again = load(saved)
+    assert again.config == config and not [difference for difference in again.differences if "_cfg" in difference.key]
+
+
+def test_policy_value_and_teacher_have_one_learner() -> None:
     base = ["policy.model_name=m", "data.train.env_name=math", "env.math={}"]
-    off = [
-        f"{model}.{key}" for model in ("policy", "value") for key in ("megatron_cfg.enabled=true", "dtensor_cfg.enabled=false")
-    ]
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, [*base, *off], root=TRAINING_RUNS["ppo"])
-    assert [problem.key for problem in caught.value.problems] == ["policy.megatron_cfg.enabled"]
+    on = [f"{model}.{key}" for model in ("policy", "value") for key in ("megatron_cfg.enabled=true", "dtensor_cfg.enabled=false")]
+    config = load_config(None, [*base, *on], root=TRAINING_RUNS["ppo"]).config
+    assert config.policy.megatron_cfg.enabled and config.value.megatron_cfg.enabled
+    with pytest.raises(ConfigError, match="both are on the same ranks"):
+        load_config(None, [*base, "policy.megatron_cfg.enabled=true"], root=TRAINING_RUNS["ppo"])
     critic = load_config(
-        None, [*base, *off, TORCH, "value.megatron_cfg.optimizer.lr=1e-5"], root=TRAINING_RUNS["ppo"]
+        None, [*base, *on, TORCH, "value.megatron_cfg.optimizer.lr=1e-5"], root=TRAINING_RUNS["ppo"]
     ).config.value
     assert critic.dtensor_cfg.enabled and critic.optimizer.kwargs["lr"] == 1e-5
 
 
 def test_a_teacher_for_megatron_core_goes_the_way_of_its_student() -> None:
     on = "megatron_cfg={enabled: true, tensor_model_parallel_size: 1, apply_rope_fusion: true, optimizer: {lr: 1e-5}}"
-    recipe = [
-        "policy.model_name=m",
-        "teacher.model_name=t",
-        "data.train.env_name=math",
-        "env.math={}",
-        f"policy.{on}",
-        f"teacher.{on}",
-    ]
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, recipe, root=TRAINING_RUNS["distillation"])
-    assert [problem.key for problem in caught.value.problems] == ["policy.megatron_cfg.enabled"]
+    base = ["policy.model_name=m", "teacher.model_name=t", "data.train.env_name=math", "env.math={}", f"teacher.{on}"]
+    recipe = [*base, f"policy.{on}"]
+    assert load_config(None, recipe, root=TRAINING_RUNS["distillation"]).config.teacher.megatron_cfg.enabled
+    with pytest.raises(ConfigError, match=r"found true, but policy\.megatron_cfg\.enabled is false"):
+        load_config(None, base, root=TRAINING_RUNS["distillation"])
     loaded = load_config(None, [*recipe, TORCH], root=TRAINING_RUNS["distillation"])
     assert loaded.config.policy.optimizer.kwargs["lr"] == 1e-5
     assert loaded.config.teacher.dtensor_cfg.tensor_parallel_size == 1
@@ -123,11 +128,91 @@ def test_a_teacher_for_megatron_core_is_divided_as_megatron_cfg_says_and_not_as_
         f"policy:\n  model_name: m\n  dtensor_cfg: {{enabled: false}}\n  {on % 1}"
         f"teacher:\n  model_name: t\n  dtensor_cfg: {{enabled: false, tensor_parallel_size: 4, context_parallel_size: 2}}\n  {on % 2}"
     )
-    with pytest.raises(ConfigError) as caught:
-        load_config(file, root=TRAINING_RUNS["distillation"])
-    assert [problem.key for problem in caught.value.problems] == ["policy.megatron_cfg.enabled"]
+    teacher = load_config(file, root=TRAINING_RUNS["distillation"]).config.teacher
+    assert teacher.megatron_cfg.tensor_model_parallel_size == 2 and teacher.dtensor_cfg.tensor_parallel_size == 1
     sizes = load_config(file, [TORCH], root=TRAINING_RUNS["distillation"]).config.teacher.dtensor_cfg
     assert (sizes.tensor_parallel_size, sizes.context_parallel_size) == (2, 1)
+
+
+def test_a_model_that_both_learners_are_to_train_is_refused_as_by_nemo_rl(recipe: Path) -> None:
+    refused = refusals(recipe, "policy.dtensor_cfg.enabled=true")
+    assert (
+        list(refused) == ["policy.megatron_cfg.enabled"] and "a model has one learner" in refused["policy.megatron_cfg.enabled"]
+    )
+    both = load(recipe, "policy.dtensor_cfg.enabled=true", "policy.backend=megatron").config.policy
+    assert both.megatron_cfg.enabled and not both.dtensor_cfg.enabled
+
+
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        ("policy.optimizer.kwargs.lr=1e-4", "Set policy.megatron_cfg.optimizer"),
+        ("policy.scheduler={name: cosine}", "Set policy.megatron_cfg.scheduler"),
+        ("policy.dtensor_cfg.tensor_parallel_size=4", "Set policy.megatron_cfg.tensor_model_parallel_size"),
+        ("policy.dtensor_cfg.lora_cfg.dim=9", "Set policy.megatron_cfg.peft"),
+    ],
+)
+def test_what_the_torch_learner_would_read_is_refused_on_the_command_line(recipe: Path, key: str, instead: str) -> None:
+    refused = refusals(recipe, key)
+    assert all(instead in problem for problem in refused.values()) and len(refused) == 1
+
+
+def test_the_backend_alone_asks_for_megatron_core() -> None:
+    base = ["policy.model_name=m", "data.train.env_name=math", "env.math={}", "policy.backend=megatron"]
+    policy = load_config(None, [*base, "cluster.gpus_per_node=2"], root=TRAINING_RUNS["grpo"]).config.policy
+    assert policy.megatron_cfg.enabled and not policy.dtensor_cfg.enabled
+
+
+def test_megatron_core_that_is_not_installed_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "is_installed", lambda package: package != "megatron.core")
+    assert "pip install 'strop[megatron]'" in refusals(recipe)["policy.megatron_cfg.enabled"]
+
+
+CARRIED = [
+    ({"moe_token_dispatcher_type": "allgather"}, "moe_token_dispatcher_type", "alltoall"),
+    ({"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}, "moe_token_dispatcher_type", "alltoall"),
+    ({"attention_backend": "flash"}, "attention_backend", "speed"),
+    ({"checkpoint": "{async_save: true}"}, "checkpoint", "checkpointing.async_save"),
+    ({"mtp_num_layers": 2, "mtp_detach_heads": "true", "mtp_loss_scaling_factor": 0.3}, "mtp_num_layers", "not trained"),
+    (
+        {"moe_router_load_balancing_type": "aux_loss", "expert_model_parallel_size": 2},
+        "moe_router_load_balancing_type",
+        "no loss that balances",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "key", "text"), CARRIED)
+def test_what_only_nemo_rl_s_workers_have_is_said(recipe: Path, options: Mapping[str, Any], key: str, text: str) -> None:
+    loaded = load(recipe, *(f"policy.megatron_cfg.{name}={value}" for name, value in options.items()))
+    assert text in {d.key: d.text for d in loaded.differences}[f"policy.megatron_cfg.{key}"]
+
+
+@pytest.mark.parametrize(
+    ("option", "key", "text"),
+    [
+        ("tensor_model_parallel_size=3", "tensor_model_parallel_size", "do not divide the 16 devices"),
+        ("expert_model_parallel_size=32", "expert_model_parallel_size", "32 ranks do not divide the 16 devices"),
+        ("virtual_pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size", "no stages to interleave"),
+        ("recompute_modules=[moe]", "recompute_modules", "only a selective recomputation"),
+        ("optimizer.min_lr=1e-3", "optimizer.min_lr", "above lr"),
+        ("scheduler.lr_warmup_init=1e-3", "scheduler.lr_warmup_init", "above optimizer.lr"),
+        ("scheduler.lr_decay_style=WSD", "scheduler.lr_wsd_decay_iters", "found null"),
+        ("scheduler.lr_decay_iters=5", "scheduler.lr_warmup_iters", "leaves nothing"),
+        ("scheduler.end_weight_decay=0.1", "scheduler.weight_decay_incr_style", "found constant"),
+        ("optimizer={lr: 3e-7, min_lr: 0, optimizer_cpu_offload: true}", "optimizer.optimizer_offload_fraction", "moves nothing"),
+        ("peft.enabled=true", "peft.enabled", "adapters of Megatron Core's layers"),
+        ("optimizer.fp16=true", "optimizer.fp16", "float16 is not in this version"),
+        ("mtp_num_layers=2 policy.megatron_cfg.mtp_loss_scaling_factor=0.3", "mtp_num_layers", "multi-token prediction"),
+        ("some_new_option=3", "some_new_option", "is not known"),
+        ("optimizer.exp_avg_dtype=bf16", "optimizer.exp_avg_dtype", "is not known"),
+    ],
+)
+def test_what_megatron_core_cannot_do_is_refused_at_its_key(recipe: Path, option: str, key: str, text: str) -> None:
+    refused = refusals(
+        recipe, *f"policy.megatron_cfg.{option}".split(" policy")[:1], *(f"policy{rest}" for rest in option.split(" policy")[1:])
+    )
+    assert list(refused) == [f"policy.megatron_cfg.{key}"] and text in refused[f"policy.megatron_cfg.{key}"]
 
 
 def test_the_torch_learner_trains_with_megatron_s_rate_warm_up_and_sizes(recipe: Path) -> None:

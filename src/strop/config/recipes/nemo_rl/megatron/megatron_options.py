@@ -65,7 +65,7 @@ def translate_options(recipe: Recipe, section: str) -> None:
     """Note what becomes of every option of ``megatron_cfg`` that has no counterpart, and refuse those that are not known."""
     for name in TRANSLATED:
         recipe.drop(f"{section}.{name}")
-    for translate in (_translate_experts, _translate_multi_token_prediction, _refuse_low_precision, _move_environment):
+    for translate in (_translate_experts, translate_multi_token_prediction, _refuse_low_precision, _move_environment):
         translate(recipe, section)
     for why, names in UNUSED_OPTIONS.items():
         for name in names:
@@ -123,7 +123,9 @@ def _translate_experts(recipe: Recipe, section: str) -> None:
     mixture = recipe.value(f"{section}.expert_model_parallel_size", 1) > 1
     changed, no_experts = Effect.CHANGED, "it is about mixtures of experts"
     balancing = not is_switched_off(recipe.value(f"{section}.moe_router_load_balancing_type", "none"))
-    balancing = balancing and recipe.value(f"{section}.moe_aux_loss_coeff", 1.0) != 0
+    balancing = balancing and not (
+        recipe.is_set(f"{section}.moe_aux_loss_coeff") and not recipe.value(f"{section}.moe_aux_loss_coeff")
+    )
     notes: dict[str, tuple[bool, str]] = {
         "moe_router_load_balancing_type": (balancing, "no loss that balances the load of experts is added"),
         "moe_router_bias_update_rate": (mixture, "the router's expert bias stays as the model has it"),
@@ -140,7 +142,7 @@ def _translate_experts(recipe: Recipe, section: str) -> None:
             recipe.unused(f"{section}.{name}", f"{no_experts}; the model's own configuration determines it")
 
 
-def _translate_multi_token_prediction(recipe: Recipe, section: str) -> None:
+def translate_multi_token_prediction(recipe: Recipe, section: str) -> None:
     """Heads that predict several tokens: not trained; refused where their loss would reach the rest of the model."""
     layers = recipe.value(f"{section}.mtp_num_layers", 0)
     shapes_model = recipe.value(f"{section}.mtp_loss_scaling_factor", 0.0) and not recipe.value(

@@ -1,4 +1,4 @@
-"""Section ``megatron_cfg``: with ``policy.backend=torch`` the torch learner trains with what it says."""
+"""Section ``megatron_cfg``: who trains; with ``policy.backend=torch`` the torch learner does with what it says."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from strop.config.recipes.nemo_rl.megatron.megatron_options import (
     translate_options,
 )
 from strop.config.recipes.nemo_rl.megatron.megatron_schedule import make_schedule_section
+from strop.config.recipes.nemo_rl.megatron.megatron_section import carry_section, is_default, written_leaves
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule
 from strop.config.source.yaml_source import get_at
@@ -28,26 +29,26 @@ FUSED_LAYERS = {  # Megatron's linear layers -> those of Hugging Face models
 
 
 def choose_learner(recipe: Recipe) -> None:
-    """Translate the sections of the models that Megatron Core would train, or refuse them all with one refusal."""
+    """Carry over the sections of the models that Megatron Core trains; with ``policy.backend=torch`` translate them."""
     present = [model for model in MODELS if isinstance(recipe.value(f"{model}.megatron_cfg"), Mapping)]
     present = [model for model in present if recipe.is_set(f"{model}.megatron_cfg") and not refuse_wrong_switch(recipe, model)]
     asked = [model for model in present if recipe.value(f"{model}.megatron_cfg.enabled")]
     if recipe.value("policy.backend") == "torch":
         for model in asked:
             _translate_model(recipe, model)
+            recipe.drop(f"{model}.megatron_cfg")
         for model in ("policy", "value"):
             if model not in asked and recipe.value(f"{model}.dtensor_cfg.enabled") is False:
                 recipe.set(f"{model}.dtensor_cfg.enabled", True, because="policy.backend")
-    elif asked:
-        recipe.refuse(
-            f"{asked[0]}.megatron_cfg.enabled",
-            "found true, but the Megatron Core learner backend is not in this version",
-            "Set policy.backend=torch to train it with the torch learner, which takes over what megatron_cfg says.",
-        )
+    else:
+        if recipe.value("policy.backend") == "megatron":
+            asked = [model for model in MODELS if recipe.is_own_key(f"{model}.megatron_cfg") and recipe.is_set(model)]
+        for model in asked:
+            carry_section(recipe, model)
     for model in present:
         if model not in asked:
             _leave_out(recipe, model)
-        recipe.drop(f"{model}.megatron_cfg")
+            recipe.drop(f"{model}.megatron_cfg")
 
 
 def _is_null(recipe: Recipe, key: str) -> bool:
@@ -64,7 +65,7 @@ def _leave_out(recipe: Recipe, model: str) -> None:
             f"found null, and the learning rate {_show(rate)} is in {section}.optimizer, which is switched off",
             f"Set {section}.enabled=true and policy.backend=torch, which take over what {section} says, or set {optimizer}.",
         )
-    for key in list(recipe.find(f"{section}.*")):
+    for key in [] if is_default(recipe, section) else list(recipe.find(f"{section}.*")):
         if key != f"{section}.enabled":
             recipe.note(key, Effect.UNUSED, f"{section} is switched off")
 
@@ -96,20 +97,12 @@ def _replace(recipe: Recipe, key: str, value: Any, section: str) -> None:
     Keys in it stay that are set where ``policy.backend`` is or later, and not where the recipe asks for Megatron Core.
     """
     start, asked = recipe.layer_of("policy.backend"), recipe.layer_of(f"{section}.enabled")
-    kept = {leaf: recipe.value(leaf) for leaf in _leaves(recipe, key) if recipe.layer_of(leaf) >= start > asked}
+    kept = {leaf: recipe.value(leaf) for leaf in written_leaves(recipe, key) if recipe.layer_of(leaf) >= start > asked}
     if not kept and recipe.value(key) not in (None, value) and recipe.is_set(key):
         recipe.note(key, Effect.UNUSED, f"{section} says it where Megatron Core trains")
     recipe.set(key, value, because=f"{section}.enabled")
     for leaf, own in kept.items():
         recipe.set(leaf, own, because=leaf)
-
-
-def _leaves(recipe: Recipe, key: str) -> list[str]:
-    """Return the keys that the recipe writes at or under a key."""
-    value = recipe.value(key)
-    if isinstance(value, Mapping) and value:
-        return [leaf for name in value for leaf in _leaves(recipe, f"{key}.{name}")]
-    return [key] if recipe.is_set(key) else []
 
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,68 @@
+"""Rules about the Megatron Core learner that need more than its section."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from strop import packages
+from strop.base_config import changed_keys
+from strop.config.schema.run_config import DistillationRunConfig, TrainingRunConfig, list_trained_models
+from strop.problems import Problem
+
+Problems = Iterator[Problem]
+
+
+def check_megatron_installed(config: TrainingRunConfig) -> Problems:
+    if config.policy.megatron_cfg.enabled and not packages.is_installed("megatron.core"):
+        yield Problem(
+            "policy.megatron_cfg.enabled",
+            "found true, but the package megatron-core is not installed",
+            "Run pip install 'strop[megatron]'. Set policy.backend=torch to train it with the torch learner, which takes over what "
+            "megatron_cfg says.",
+        )
+
+
+def check_one_learner(config: TrainingRunConfig) -> Problems:
+    """Policy and critic have one learner; a teacher beside it may be a torch one."""
+    enabled = config.policy.megatron_cfg.enabled
+    models = {key: model.megatron_cfg.enabled for key, model in list_trained_models(config)}
+    if isinstance(config, DistillationRunConfig) and not enabled:
+        models |= {key: teacher.megatron_cfg.enabled for key, teacher in config.all_teachers.items()}
+    for key, own in models.items():
+        if own != enabled:
+            yield Problem(
+                f"{key}.megatron_cfg.enabled",
+                f"found {str(own).lower()}, but policy.megatron_cfg.enabled is {str(enabled).lower()}, and both are on the same ranks",
+                f"Set it to {str(enabled).lower()}. Set policy.backend=torch to train all models with the torch learner, or megatron.",
+            )
+
+
+def check_megatron_models(config: TrainingRunConfig) -> Problems:
+    for key, model in list_trained_models(config):
+        if model.megatron_cfg.enabled and model.megatron_cfg.peft.enabled:
+            yield Problem(
+                f"{key}.megatron_cfg.peft.enabled",
+                "found true, but adapters of Megatron Core's layers are not in this version",
+                "Set policy.backend=torch, which trains adapters of the same layers.",
+            )
+        if model.megatron_cfg.enabled and model.ema.enabled:
+            yield Problem(
+                f"{key}.ema.enabled",
+                "found true, but the Megatron Core learner keeps no moving average in this version",
+                "Set it to false, or policy.backend=torch.",
+            )
+
+
+def warn_torch_keys(config: TrainingRunConfig) -> Problems:
+    """What the torch learner would read, set in Python."""
+    for key, model in list_trained_models(config):
+        if not model.megatron_cfg.enabled:
+            continue
+        unused = changed_keys(f"{key}.optimizer", model.optimizer)
+        unused += changed_keys(f"{key}.dtensor_cfg", model.dtensor_cfg, ignore=("enabled",))
+        unused += [f"{key}.scheduler"] if model.scheduler is not None else []
+        for name in unused:
+            yield Problem(name, f"it has no effect: {key}.megatron_cfg says it where Megatron Core trains")
+
+
+ERROR_CHECKS = (check_megatron_installed, check_one_learner, check_megatron_models)

@@ -1,0 +1,135 @@
+"""Training with Megatron Core on ranks gives the numbers of the torch learner in one process.
+
+Three optimizer steps each, then a measure and a score. In float64 what is left is Megatron Core's own float32: the norm that gradients are
+clipped by (3e-8 relative; 5e-8 of a metric). In float32 rounding is amplified by three steps: a step alone agrees to 1e-6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from tests.support.ranks import run_on_ranks
+
+from strop.sampling import Sampling
+from support.megatron_parity import MegatronCase, case, train_cases_on_rank
+from support.needs import needs_megatron
+from support.parity import FEW, Differences, compare, make_batch, train
+from support.sweep import sweep
+
+needs_megatron()
+pytestmark = pytest.mark.slow
+
+FLOAT64 = Differences(loss=1e-6, norm=1e-6, outputs=1e-6, weights=1e-7, metrics=1e-6)
+FLOAT32 = Differences(loss=2e-6, norm=2e-6, outputs=1e-6, weights=1e-6, metrics=5e-6)  # after one step
+BFLOAT16 = Differences(loss=3e-2, norm=3e-2, outputs=3e-2, weights=1e-2, metrics=1.0)  # as between two cuts in one process
+
+SINGLE: dict[str, Any] = {"dtype": torch.float32, "steps": 1}
+BIASED: dict[str, Any] = {
+    "family": "qwen2",
+    "no_decay": ("norm", "bias"),
+}  # tied embeddings, and biases that Megatron does not decay
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "data 2": (2, {}),
+    "tensor 2": (2, {"tp": 2}),
+    "tensor 2, sequence": (2, {"tp": 2, "sp": True}),
+    "stages 2": (2, {"pp": 2}),
+    "stages 2 x 2": (2, {"pp": 2, "vp": 2}),
+    "context 2": (2, {"cp": 2}),
+    "tensor 2, stages 2": (4, {"tp": 2, "sp": True, "pp": 2}),
+    "tensor 2, stages 2 x 2": (4, {"tp": 2, "pp": 2, "vp": 2}),
+    "context 2, tensor 2": (4, {"cp": 2, "tp": 2, "sp": True}),
+    "context 2, stages 2": (4, {"cp": 2, "pp": 2}),
+    "stages 2, data 2": (4, {"pp": 2}),
+    "stages 4": (4, {"pp": 4}),
+}
+EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "experts 2": (2, {"ep": 2}),
+    "experts 2, tensor 2": (2, {"ep": 2, "tp": 2, "sp": True}),
+    "experts' tensor 2": (2, {"tp": 2, "sp": True, "etp": 2}),
+    "experts 2, stages 2": (4, {"ep": 2, "pp": 2}),
+    "experts 2, context 2": (2, {"ep": 2, "cp": 2}),
+    "experts 2, data 4": (4, {"ep": 2}),
+}
+KEPT_CASES: dict[str, tuple[MegatronCase, Differences]] = {
+    "one rank": (MegatronCase(case=case(**BIASED), world=1), FLOAT64),
+    "data 2, few groups": (MegatronCase(case=case(shapes=FEW), world=2), FLOAT64),
+    "data 2, overlapped": (MegatronCase(case=case(**SINGLE), world=2, distributed=True, overlap=True), FLOAT32),
+    "data 2, bfloat16": (
+        MegatronCase(case=case(dtype=torch.bfloat16, steps=1, rate=1e-3), world=2, distributed=True),
+        BFLOAT16,
+    ),
+    "tensor 2, dpo": (MegatronCase(case=case(algorithm="dpo"), world=2, sizes={"tp": 2}), FLOAT64),
+    "tensor 2, sequence, tied": (MegatronCase(case=case(**BIASED), world=2, sizes={"tp": 2, "sp": True}), FLOAT64),
+    "tensor 2, filters": (
+        MegatronCase(case=case(sampling=Sampling(temperature=1.3, top_k=200, top_p=0.99)), world=2, sizes={"tp": 2}),
+        FLOAT64,
+    ),
+    "tensor 2, sequence, critic": (MegatronCase(case=case(value=True), world=2, sizes={"tp": 2, "sp": True}), FLOAT64),
+    "stages 2, tied, gspo": (MegatronCase(case=case(algorithm="gspo", **BIASED), world=2, sizes={"pp": 2}), FLOAT64),
+    "stages 2 x 2, recomputed": (
+        MegatronCase(
+            case=case(family="llama_deep"), world=2, sizes={"pp": 2, "vp": 2}, options={"activation_checkpointing": True}
+        ),
+        FLOAT64,
+    ),
+    "context 2, window, branches": (
+        MegatronCase(case=case(family="mistral", branches=True), world=2, sizes={"cp": 2}),
+        FLOAT64,
+    ),
+    "experts 2, tensor 2, frozen routers": (
+        MegatronCase(case=case(family="qwen3_moe", frozen_routers=True), world=2, sizes={"ep": 2, "tp": 2, "sp": True}),
+        FLOAT64,
+    ),
+    "tensor 2, stages 2, sft": (
+        MegatronCase(case=case(algorithm="sft"), world=4, sizes={"tp": 2, "sp": True, "pp": 2}),
+        FLOAT64,
+    ),
+    "context 2, tensor 2, distributed": (
+        MegatronCase(case=case(**SINGLE), world=4, sizes={"cp": 2, "tp": 2, "sp": True}, distributed=True),
+        FLOAT32,
+    ),
+}
+
+
+def _product() -> dict[str, tuple[MegatronCase, Differences]]:
+    found: dict[str, tuple[MegatronCase, Differences]] = {}
+    for (name, (world, sizes)), algorithm, distributed in product(
+        {**LAYOUTS, **EXPERTS}.items(), ("grpo", "gspo", "sft", "dpo"), (False, True)
+    ):
+        family = "qwen3_moe" if name in EXPERTS else "llama_deep" if "vp" in sizes or sizes.get("pp") == 4 else "qwen3"
+        trained = case(family=family, algorithm=algorithm, **(SINGLE if distributed else {}))
+        made = MegatronCase(case=trained, world=world, sizes=sizes, distributed=distributed)
+        found[f"{name}, {algorithm}{', distributed' if distributed else ''}"] = (made, FLOAT32 if distributed else FLOAT64)
+    return found
+
+
+CASES = {**KEPT_CASES, **_product()}
+
+
+@cache
+def on_all(world: int, kept: bool) -> Callable[[str], Differences]:
+    """All cases of so many ranks that are kept for `make test`, or all others, in one start of them."""
+    names = [name for name, (made, _) in CASES.items() if made.world == world and (name in KEPT_CASES) == kept]
+    cases = {name: (CASES[name][0], make_batch(CASES[name][0].case)) for name in names}
+    ranks = run_on_ranks(world, train_cases_on_rank, cases)
+
+    def differences(name: str) -> Differences:
+        made, batch = cases[name]
+        single = replace(train(made.case, batch), tied=[], adapters={})
+        return compare([rank[name] for rank in ranks], single, len(batch.target))
+
+    return differences
+
+
+@pytest.mark.parametrize("name", sweep(CASES, *KEPT_CASES))
+def test_megatron_core_gives_the_numbers_of_the_torch_learner(name: str) -> None:
+    made, bound = CASES[name]
+    found = on_all(made.world, name in KEPT_CASES)(name)
+    for part in ("loss", "norm", "outputs", "weights", "metrics"):
+        assert getattr(found, part) <= getattr(bound, part), (part, found)
