@@ -171,13 +171,14 @@ def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, lay
 class ExactNorm(nn.Module):
     """Llama's RMSNorm without its cast to float32, which would round a float64 model to seven digits."""
 
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = weight
         self.eps = eps
+        self.offset = offset  # Gemma's weight is an offset from one
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
+        return (self.offset + self.weight) * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
 
 
 def to_float64(model: Any) -> Any:
@@ -187,6 +188,8 @@ def to_float64(model: Any) -> Any:
         for name, child in list(parent.named_children()):
             if type(child).__name__ in ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "MistralRMSNorm"):
                 setattr(parent, name, ExactNorm(child.weight, child.variance_epsilon))
+            elif type(child).__name__ == "GemmaRMSNorm":
+                setattr(parent, name, ExactNorm(child.weight, child.eps, 1.0))
     return model
 
 

@@ -16,10 +16,10 @@ from strop.problems import raise_problems
 class ParallelDims:
     """The number of ranks of each parallel dimension, outermost first: adjacent ranks communicate the most.
 
-    The layers are split over ``pipeline`` ranks, and everything else is a division of each part: a part has ``replicate`` copies, each sharded over ``shard`` x ``context`` ranks (FSDP2; with several copies HSDP). ``context`` x
-    ``tensor`` ranks read the same micro-batch, each some of its tokens. The experts of each layer are sharded over ``expert`` ranks,
-    counted from the innermost; with tensor parallelism over at least ``tensor`` ranks. Raises ValueError for sizes that do not fit
-    together.
+    The layers are split over ``pipeline`` ranks, and the other dimensions divide each part of them. It has ``replicate`` copies, each
+    sharded over ``shard`` x ``context`` ranks (FSDP2; with several copies HSDP). ``context`` x ``tensor`` ranks read the same
+    micro-batch, each some of its tokens. The experts of each layer are sharded over ``expert`` ranks, counted from the innermost; with
+    tensor parallelism over at least ``tensor`` ranks. Raises ValueError for sizes that do not fit together.
     """
 
     pipeline: int = 1

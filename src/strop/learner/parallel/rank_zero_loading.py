@@ -116,7 +116,8 @@ def broadcast_weights(
 ) -> None:
     """Fill a sharded meta model with the first rank's full ``weights``, and with the buffers of its model.
 
-    Each rank keeps its shards on the device ``shard_device``, and nothing of the weights ``elsewhere``. Raises ValueError for a weight that the first rank does not have.
+    Each rank keeps its shards on the device ``shard_device``, and nothing of the weights ``elsewhere``. Raises ValueError for a weight
+    that the first rank does not have.
     """
     parameters: list[tuple[str, Any]] = list(model.named_parameters())
     missing = broadcast_from_rank_zero(lambda: sorted({name for name, _ in parameters} - weights.keys()))

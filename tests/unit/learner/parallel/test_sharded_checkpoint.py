@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from strop.checkpointing.convert import ConversionError, convert_shards
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
+from strop.learner.parallel.pipeline.pipelined import parallelize_stages
 from strop.learner.parallel.shard_files import ForeignMetadata, ShardedReader, TensorShard, local_shard, write_shards
 from strop.learner.parallel.sharded import parallelize_network
 from strop.learner.parallel.sharded_checkpoint import take_snapshot
@@ -41,6 +42,7 @@ class Form:
     """A model, and how it is trained."""
 
     family: str = "llama"
+    layers: int | None = None
     weights_dtype: torch.dtype | None = None
     lora: bool = False
 
@@ -57,7 +59,7 @@ FORMS = {
 def learner_of(form: Form, sizes: ParallelDims, *, seed: int = 0) -> TorchLearner:
     """A new one, on all ranks of ``sizes``; on this device alone, where there is one rank. Other seeds have other weights."""
     torch.manual_seed(seed)
-    model = build(form.family)
+    model = build(form.family, layers=form.layers)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.01 * seed)
@@ -66,7 +68,8 @@ def learner_of(form: Form, sizes: ParallelDims, *, seed: int = 0) -> TorchLearne
     network = Network(model, precision=form.weights_dtype or torch.float32, chunk=5)
     placement = None
     if sizes.world_size > 1:
-        placement = parallelize_network(network, DeviceMeshes(sizes, "cpu"), weights_dtype=form.weights_dtype)
+        parallelize = parallelize_stages if sizes.pipeline > 1 else parallelize_network
+        placement = parallelize(network, DeviceMeshes(sizes, "cpu"), weights_dtype=form.weights_dtype)
     elif form.weights_dtype is not None:
         cast_weights(model, form.weights_dtype)
     return make_torch_learner(
@@ -162,6 +165,31 @@ def load_and_say(rank: int, reads: list[Read], folder: Path) -> list[dict[str, A
     return states if rank == 0 else []
 
 
+STAGED = {
+    "tied": Form(family="qwen2", layers=4),
+    "bfloat16": Form(layers=4, weights_dtype=torch.bfloat16),
+    "lora": Form(family="qwen2", layers=4, lora=True),
+    "experts": Form(family="qwen3_moe", layers=4),
+}
+RELAY = {  # each loads what the one before it saved
+    "stages and tensor": ParallelDims(pipeline=2, tensor=2),
+    "four stages": ParallelDims(pipeline=4),
+    "shards": ParallelDims(shard=4),
+    "interleaved and shards": ParallelDims(pipeline=2, shard=2, interleaved=True),
+}
+
+
+def relay(rank: int, names: Sequence[str], folder: Path) -> None:
+    """Load and save a checkpoint in one layout after another, each time over other weights and another state."""
+    for name in names:
+        before = folder / name / "one"
+        for layout, sizes in RELAY.items():
+            learner = learner_of(STAGED[name], sizes, seed=1)
+            learner.load(before)
+            before = folder / name / layout
+            learner.save(before)
+
+
 def save_beside_training(rank: int, folder: Path) -> tuple[list[str], bool]:
     """What the files of a snapshot differ in from the learner at that moment, though it was trained on meanwhile."""
     learner = learner_of(FORMS["tied"], ParallelDims(shard=2))
@@ -211,6 +239,22 @@ def test_a_checkpoint_moves_between_numbers_of_ranks_and_layouts_without_changin
             learner.load(tmp_path / where / name)
             assert differences(whole_state(learner), states[name]) == [], (name, where)
         train(learner, 1)  # and it goes on
+
+
+@pytest.mark.parametrize("names", sweep([("tied", "lora"), ("bfloat16", "experts")], ("tied", "lora")), ids=", ".join)
+def test_a_checkpoint_moves_through_pipeline_stages_without_changing_a_bit(names: tuple[str, ...], tmp_path: Path) -> None:
+    wanted = {}
+    for name in names:
+        learner = learner_of(STAGED[name], ONE)
+        train(learner)
+        learner.save(tmp_path / name / "one")
+        wanted[name] = whole_state(learner)
+    run_on_ranks(4, relay, names, tmp_path)
+    for name in names:
+        for layout in RELAY:
+            learner = learner_of(STAGED[name], ONE, seed=1)
+            learner.load(tmp_path / name / layout)
+            assert differences(whole_state(learner), wanted[name]) == [], (name, layout)
 
 
 def test_pieces_have_no_gaps_and_are_written_once(tmp_path: Path) -> None:
