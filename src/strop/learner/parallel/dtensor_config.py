@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig, subsection
+from strop.base_config import BaseConfig, changed_keys, subsection
 from strop.models.lora_config import LoraConfig
 from strop.problems import Problem
 
@@ -73,7 +73,7 @@ class DtensorConfig(BaseConfig):
             yield Problem(f"{key}.custom_parallel_plan", "it has no effect: tensor_parallel_size is 1")
         if self.pipeline_parallel_size == 1:
             for name in ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"):
-                if name in self.model_fields_set:
+                if f"{key}.{name}" in changed_keys(key, self):
                     yield Problem(f"{key}.{name}", "it has no effect: pipeline_parallel_size is 1")
 
     def errors(self, key: str) -> Iterator[Problem]:

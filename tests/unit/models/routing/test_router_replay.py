@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from strop.models.network import Network
 from strop.metrics import Metrics
+from strop.models.network import Network
 from strop.models.routing.router_metrics import measure_disagreement, measure_missing_routes, take_router_counts
 from strop.sampling import Sampling
 from strop.types import NO_ROUTE, Batch
