@@ -19,7 +19,7 @@ from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, TokenOutputs
 from strop.models.adapters import disable_adapters
 from strop.models.attention import IMPLEMENTATION, AttentionPlan, TreePlan
 from strop.models.heads import LMHead, get_lm_head, token_logprobs
-from strop.models.routing.router_replay import install_router_replay
+from strop.models.routing.router_replay import install_router_replay, replayable_layers
 from strop.models.routing.routes import RecordedRoutes, ReplayedRoutes, RoutedLayers
 from strop.sampling import KEPT_TOKENS, Sampling, at_least_float32
 from strop.types import NO_ROUTE, Batch
@@ -89,9 +89,9 @@ class Network:
         self.chunk = chunk
         self.device = next(model.parameters()).device
         self.token_sharding: TokenSharding = NoTokenSharding()
-        self.received: Tensor | None = None  # [t, H], from an earlier pipeline stage: this one does not embed the tokens
         self.routed: RoutedLayers | None = None  # with router replay
-        self.router_counts: Tensor | None = None  # of the last pass that replayed: (token, layer) pairs that differ, compared
+        self.router_counts: Tensor | None = None  # since they were taken: (token, layer) pairs that differ, compared
+        self.received: Tensor | None = None  # [t, H], from an earlier pipeline stage: this one does not embed the tokens
         self.fallback: str | None = None  # why the model cannot read packed rows
         self.packed = self._probe() if packed is None else packed
         self.use_learner_attention()
@@ -134,7 +134,6 @@ class Network:
 
         ``source`` [N]: of padded rows, the places in all rows that the predicted tokens are predicted from.
         """
-        self.router_counts = None
         if self.routed is None or batch.routes is None:
             return {}
         routes = batch.routes
@@ -147,8 +146,9 @@ class Network:
 
     def _count_differences(self, replayed: Mapping[str, ReplayedRoutes]) -> None:
         for routes in replayed.values():
-            routes.check()
-            self.router_counts = self.token_sharding.add_counts(routes.counts)
+            routes.check(replayable_layers(self.decoder))
+            counts = self.token_sharding.add_counts(routes.counts)
+            self.router_counts = counts if self.router_counts is None else self.router_counts + counts
 
     def autocast(self) -> torch.autocast:
         """Return bfloat16 autocast if that is the precision, else a context without effect."""

@@ -56,6 +56,8 @@ def build_megatron_rank_models(
     layout = loader.make_layout(config.policy.megatron_cfg, policy.files, "policy.megatron_cfg")
     score = ScoreInit(config.training.seed) if isinstance(config, RmRunConfig) else None
     network = _load(loader, policy.files, config.policy, layout, score)
+    if isinstance(config, RolloutRunConfig) and config.policy.router_replay.enabled:
+        network.enable_router_replay()
     networks = {"policy": network}
     tokens = config.policy.batching.logprob_mb_tokens
     scorers: dict[str, RankScorer] = {"untrained": MegatronScorer(network, sampling, tokens)}

@@ -107,7 +107,7 @@ class MegatronNetwork:
             return None
         counts = torch.zeros(2, dtype=torch.float64, device=self.device)
         for routes in self._replayed:
-            routes.check()
+            routes.check(self.routed.top_k)
             counts += routes.counts
         self._replayed.clear()
         return self.sharding.add_counts(counts)

@@ -58,7 +58,7 @@ class SampleSharding:
 
     def shard_layers(self, column: Tensor, padding: int) -> Tensor:
         """[T, ...] -> [t, ...]: the rows of this context rank, and with sequence parallelism those of this tensor rank among them."""
-        missing = -len(column) % self.dims.sample
+        missing = self.padded_length(len(column)) - len(column)
         column = torch.cat([column, column.new_full((missing, *column.shape[1:]), padding)])
         column = column.chunk(self.dims.context)[dist.get_rank(self.context)]
         return column.chunk(self.dims.tensor)[dist.get_rank(self.tensor)] if self.dims.sequence else column

@@ -24,7 +24,7 @@ from strop.data.balance import partition_batch
 from strop.data.splitting import select_rollouts
 from strop.learner.parallel import sharded_checkpoint
 from strop.learner.parallel.context_parallel import SampleSharding, check_heads
-from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, run_in_turn, tensor_fields
+from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, make_dummy, run_in_turn, tensor_fields
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.parallelism import NamedParameters
 from strop.learner.parallel.rank_zero_loading import any_rank, broadcast_weights, is_meta_model, to_meta
@@ -304,7 +304,9 @@ class Sharded:
         partition = partition_batch(batch, self.meshes.dims.data, token_budget, padded=padded, whole_groups=whole_groups)
         plan = partition.ranks[self.meshes.data_rank]
         micro_batches = [
-            MicroBatch(select_rollouts(batch, part or (partition.dummy_sequence,)), zero_gradient, dummy=not part)
+            MicroBatch(select_rollouts(batch, part), zero_gradient)
+            if part
+            else make_dummy(batch, partition.dummy_sequence, zero_gradient=zero_gradient)
             for parts, zero_gradient in ((plan.trained, False), (plan.forward_only, True))
             for part in parts
         ]

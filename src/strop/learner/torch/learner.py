@@ -34,7 +34,7 @@ from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.malloc import trim_freed_memory
-from strop.models.routing.router_metrics import router_metrics
+from strop.models.routing.router_metrics import measure_disagreement, measure_missing_routes, take_router_counts
 from strop.sampling import Sampling
 from strop.types import Batch
 
@@ -151,10 +151,14 @@ class TorchLearner:
             if micro_batch.dummy:
                 return dummy_loss(outputs)
             value, measured = loss(outputs, to_device(micro_batch.sub_batch.batch, self.network.device))
-            logged.append({**measured, **router_metrics(self.network, micro_batch.sub_batch.batch)})
+            missing = measure_missing_routes(getattr(self.network, "routed", None), micro_batch.sub_batch.batch)
+            logged.append({**measured, **missing})
             return value
 
+        take_router_counts(self.network)  # those of earlier scores
         results = self.parallelism.run_passes(micro_batches, self._compute_outputs, compute_loss, backward=backward)
+        if (counts := take_router_counts(self.network)) is not None:
+            logged.append(measure_disagreement(torch.stack(list(self.parallelism.gather_stages(counts))).sum(0)))
         return MicroBatchOutputs(results, metrics.merge(*logged)) if self.parallelism.is_leader else MicroBatchOutputs()
 
     def _compute_outputs(self, batch: Batch) -> Outputs:

@@ -15,10 +15,13 @@ from strop.models.routing.routes import RoutedLayers
 from strop.types import Batch
 
 
-def router_metrics(network: Any, batch: Batch) -> Metrics:
-    """Return the metrics of a micro-batch that a network of the torch learner has just read; none without router replay."""
-    routed: RoutedLayers | None = getattr(network, "routed", None)
-    return {} if routed is None else {**measure_missing_routes(routed, batch), **measure_disagreement(network.router_counts)}
+def take_router_counts(network: Any) -> Tensor | None:
+    """Return what a network of the torch learner counted since the last call, [2]; None if it replayed nothing."""
+    counts: Tensor | None = getattr(network, "router_counts", None)
+    if counts is None:
+        return None
+    network.router_counts = None
+    return counts.cpu()
 
 
 def measure_missing_routes(routed: RoutedLayers | None, batch: Batch) -> Metrics:

@@ -52,6 +52,11 @@ def install_router_replay(model: Any) -> RoutedLayers:
     return RoutedLayers(len(layers), top_k, max(top_k.values()), max(int(members[0].num_experts) for members in found.values()))
 
 
+def replayable_layers(decoder: Any) -> list[int]:
+    """Return the layers of a decoder that replay: without those that another pipeline stage has, which are replaced while it runs."""
+    return [index for index, layer in enumerate(decoder.layers) if "replayable" in vars(layer)]
+
+
 def _find_routers(layer: nn.Module) -> Iterator[Any]:
     """Yield the innermost modules of a layer that know how many of their experts to take."""
     for module in layer.modules():

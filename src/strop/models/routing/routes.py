@@ -6,7 +6,7 @@ whose experts nobody recorded: such a token routes itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,7 +65,7 @@ class RecordedRoutes:
 
     def stack(self) -> Tensor:  # [n, layers, k]
         """Return what was recorded. Raises RuntimeError if a layer was not heard of."""
-        check_all_layers(self.routed, self._chosen)
+        check_all_layers(self.routed.top_k, self._chosen)
         example = next(iter(self._chosen.values()))
         none = example.new_full((len(example), self.routed.width), NO_ROUTE)
         columns = [
@@ -110,14 +110,14 @@ class ReplayedRoutes:
         self._read.add(layer)
         return chosen
 
-    def check(self) -> None:
-        """Raises RuntimeError if a layer has not read its experts."""
-        check_all_layers(self.routed, self._read)
+    def check(self, layers: Iterable[int]) -> None:
+        """Raises RuntimeError if one of the layers that ran has not read its experts."""
+        check_all_layers(layers, self._read)
 
 
-def check_all_layers(routed: RoutedLayers, seen: Mapping[int, Tensor] | set[int]) -> None:
-    """Raises RuntimeError unless every layer with experts was seen."""
-    if missing := [layer for layer in routed.top_k if layer not in seen]:
+def check_all_layers(layers: Iterable[int], seen: Container[int]) -> None:
+    """Raises RuntimeError unless every layer was seen."""
+    if missing := [layer for layer in layers if layer not in seen]:
         raise RuntimeError(
             f"the router of layer {missing[0]} was not reached: the model does not hand its keyword arguments down to its layers, so its "
             "experts cannot be recorded or replayed; set policy.router_replay.enabled=false"

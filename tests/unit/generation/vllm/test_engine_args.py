@@ -14,12 +14,18 @@ from strop.generation.vllm.vllm_config import SpeculationConfig, VllmConfig
 
 
 def arguments(
-    *, max_lora_rank: int | None = None, on_cpu: bool = True, sampling: dict[str, Any] | None = None, **keys: Any
+    *,
+    max_lora_rank: int | None = None,
+    on_cpu: bool = True,
+    return_routes: bool = False,
+    sampling: dict[str, Any] | None = None,
+    **keys: Any,
 ) -> Any:
     from strop.generation.vllm.engine_args import VllmLaunch, make_engine_args
 
     config = GenerationConfig(vllm_cfg=VllmConfig(precision="float32", max_model_len=64, **keys), **(sampling or {}))
-    return make_engine_args(VllmLaunch(config=config, model="folder", on_cpu=on_cpu, max_lora_rank=max_lora_rank))
+    launch = VllmLaunch(config=config, model="folder", on_cpu=on_cpu, max_lora_rank=max_lora_rank, return_routes=return_routes)
+    return make_engine_args(launch)
 
 
 @pytest.mark.parametrize(("rank", "kernel"), [(1, 1), (2, 8), (12, 16), (16, 16), (200, 256), (512, 512)])
@@ -89,3 +95,27 @@ def test_what_is_strops_to_set_and_what_vllm_does_not_have_is_refused() -> None:
         arguments(sampling={"vllm_kwargs": {"speculative_config": {}}})
     with pytest.raises(ValueError, match="did you mean max_num_seqs"):
         arguments(sampling={"vllm_kwargs": {"max_num_seq": 3}})
+
+
+def test_experts_of_tokens_are_asked_for_with_the_prefix_cache_and_refused_on_a_cpu() -> None:
+    given = arguments(return_routes=True, on_cpu=False, enable_prefix_caching=False)
+    assert given.enable_return_routed_experts and given.enable_prefix_caching
+    assert not arguments().enable_return_routed_experts
+    with pytest.raises(
+        ValueError, match=r"policy.router_replay.enabled is true, but vLLM .* set policy.generation.backend=torch"
+    ):
+        arguments(return_routes=True)
+
+
+def test_experts_that_vllm_says_are_those_of_the_tokens_it_read() -> None:
+    import numpy as np
+
+    from strop.generation.vllm.requests import _routes
+
+    said = np.arange(24, dtype=np.uint8).reshape(6, 2, 2)
+    whole, short = _routes(said, 6), _routes(said[:4], 6)
+    assert whole is not None and whole.tolist() == said.tolist() and _routes(said, 5).tolist() == said[:5].tolist()  # type: ignore[union-attr]
+    assert short is not None and short[:4].tolist() == said[:4].tolist() and bool((short[4:] == -1).all()), (
+        "the rest is not known"
+    )
+    assert _routes(None, 6) is None and _routes(said + 200, 6).max() == 223  # type: ignore[union-attr]

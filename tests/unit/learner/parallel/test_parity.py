@@ -37,6 +37,8 @@ CASES: dict[str, Case] = {
         sizes=ParallelDims(shard=2), family="qwen3_moe", replayed=True, checkpointing=True
     ),
     "fsdp 2, experts, replayed, padded rows": Case(sizes=ParallelDims(shard=2), family="qwen3_moe", replayed=True, packed=False),
+    "stages 2, experts, replayed": Case(sizes=ParallelDims(pipeline=2), family="qwen3_moe", replayed=True, checkpointing=True),
+    "stages 2, tensor 2, experts, replayed": Case(sizes=ParallelDims(pipeline=2, tensor=2), family="qwen3_moe", replayed=True),
     "fsdp 2, padded rows": Case(sizes=ParallelDims(shard=2), packed=False),
     "fsdp 2, branches": Case(sizes=ParallelDims(shard=2), branches=True),
     "fsdp 2, branches, padded rows": Case(sizes=ParallelDims(shard=2), branches=True, packed=False),
@@ -99,6 +101,7 @@ KEPT = (  # each way of dividing, each kind of model and of loss at least once
     "fsdp 2, experts, frozen routers",
     "fsdp 2, frozen routers, bfloat16 weights",
     "fsdp 2, experts, replayed, padded rows",
+    "stages 2, experts, replayed",
     "fsdp 2, padded rows",
     "fsdp 2, sft",
     "fsdp 2, dpo",

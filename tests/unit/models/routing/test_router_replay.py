@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from strop.metrics import Metrics
 from strop.models.network import Network
-from strop.models.routing.router_metrics import router_metrics
+from strop.models.routing.router_metrics import measure_disagreement, measure_missing_routes, take_router_counts
 from strop.sampling import Sampling
 from strop.types import NO_ROUTE, Batch
 from support.each import each
@@ -105,6 +106,12 @@ def score(network: Network, batch: Batch) -> Tensor:
         return network.outputs(batch, SAMPLING).logprobs
 
 
+def measure(network: Network, batch: Batch) -> Metrics:
+    take_router_counts(network)
+    score(network, batch)
+    return {**measure_missing_routes(network.routed, batch), **measure_disagreement(take_router_counts(network))}
+
+
 def routers(network: Network) -> list[Any]:
     return [module for module in network.model.modules() if type(module).__name__.startswith("Replayable")]
 
@@ -125,7 +132,7 @@ def test_replaying_what_a_network_chooses_changes_nothing(family: str) -> None:
     assert bool((batch.routes[:, 0] == NO_ROUTE).all()) == family.startswith("deepseek")  # its first layer has no experts
     logprobs = score(network, replace(batch, routes=None))
     assert torch.equal(score(network, batch), logprobs)
-    logged = router_metrics(network, batch)
+    logged = measure(network, batch)
     assert logged["router_disagreement"].value == 0.0 and logged["tokens_without_routes"].value == 0.0
     assert network.routed is not None
     assert logged["router_disagreement"].weight == len(batch.target) * len(network.routed.top_k)
@@ -186,7 +193,7 @@ def test_a_changed_router_computes_with_the_recorded_experts() -> None:
         for router in routers(learner):
             router.weight.add_(0.5 * torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(1)))
     replayed = score(learner, batch)
-    share = router_metrics(learner, batch)["router_disagreement"].value
+    share = measure(learner, batch)["router_disagreement"].value
     own = record(learner, batch).routes
     assert own is not None and batch.routes is not None
     differs = (own[batch.source, 0].sort(-1).values != batch.routes[batch.source, 0].sort(-1).values).any(-1)
@@ -206,7 +213,7 @@ def test_tokens_without_routes_choose_for_themselves() -> None:
     mixed = replace(other, routes=torch.cat([other.routes[:first], torch.full_like(other.routes[first:], NO_ROUTE)]))
     expected = torch.where(mixed.source < first, score(network, other), score(network, replace(other, routes=None)))
     assert torch.equal(score(network, mixed), expected)
-    logged = router_metrics(network, mixed)
+    logged = measure(network, mixed)
     assert logged["tokens_without_routes"].value == pytest.approx(float((mixed.source >= first).double().mean()))
 
 
@@ -229,9 +236,10 @@ def test_the_gradient_reaches_the_router_also_where_layers_are_computed_again() 
         if again:
             network.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         network.model.zero_grad()
+        take_router_counts(network)
         network.outputs(batch, SAMPLING).logprobs.sum().backward()
         gradients.append([router.weight.grad.clone() for router in routers(network)])
-        assert router_metrics(network, batch)["router_disagreement"].weight == 2 * len(batch.target)
+        assert measure_disagreement(take_router_counts(network))["router_disagreement"].weight == 2 * len(batch.target)
     assert all(float(gradient.abs().max()) > 1e-4 for gradient in gradients[0])
     assert all(torch.allclose(left, right, atol=1e-7) for left, right in zip(*gradients, strict=True))
 

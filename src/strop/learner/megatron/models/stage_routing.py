@@ -65,8 +65,8 @@ def install_stage_replay(stages: Sequence[Any]) -> tuple[RoutedLayers, list[Laye
         )
     if getattr(config, "moe_router_fusion", False):
         raise ValueError(
-            "policy.router_replay.enabled is true, but with megatron_cfg.moe_router_fusion the choice of experts is inside of a kernel; set "
-            "one of them to false"
+            "policy.router_replay.enabled is true, but with megatron_cfg.moe_router_fusion the choice of experts is inside of a kernel; "
+            "set one of them to false"
         )
     modules = config.recompute_modules or ()
     recomputed = config.recompute_granularity == "selective" and "moe" in modules

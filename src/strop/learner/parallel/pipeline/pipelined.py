@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
-from strop.data.splitting import select_rollouts
 from strop.learner.parallel.context_parallel import SampleSharding
-from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, detach_to_cpu
+from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, detach_to_cpu, make_dummy
 from strop.learner.parallel.parallel_dims import DeviceMeshes
 from strop.learner.parallel.pipeline.pipeline_stages import PipelineStages
 from strop.learner.parallel.shard_files import is_elsewhere
@@ -105,8 +104,7 @@ class Pipelined(Sharded):
         if not count or missing <= 0:
             return []
         lengths = [int(batch.segment_length[leaf]) for leaf in batch.leaf.tolist()]
-        shortest = select_rollouts(batch, (lengths.index(min(lengths)),))
-        return [MicroBatch(shortest, micro_batches[0].zero_gradient, dummy=True)] * missing
+        return [make_dummy(batch, lengths.index(min(lengths)), zero_gradient=micro_batches[0].zero_gradient)] * missing
 
     def run_passes(
         self,
