@@ -93,7 +93,7 @@ class Run:
         from strop.checkpointing.saved_model import find_saved_model
 
         saved = find_saved_model(self.checkpoint)
-        return self._convert_shards(saved) if saved.layout == "shards" else Path(saved.weights)
+        return self._convert_shards(saved) if saved.needs_conversion else Path(saved.weights)
 
     def _convert_shards(self, saved: SavedModel) -> Path:
         """Convert shards, or return what was converted before if the checkpoint has not been written again since."""

@@ -40,6 +40,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "torch.load": {
         "checkpointing/state_file.py": "state.pt, with a list of classes",
         "learner/parallel/single_device.py": "weights_only",
+        "learner/megatron/checkpoint/torch_dist.py": "weights only",
         "learner/parallel/sharded_checkpoint.py": "weights_only",
     },
     "socket.socket": {

@@ -23,6 +23,7 @@ from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
 from strop.learner.torch.learner import TorchLearner
+from strop.learner.torch.reference_store import model_fingerprint
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, offload, without_adapters
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.chat_template import ChatTemplate
@@ -54,6 +55,25 @@ class LoadedPolicy(TokenizerBundle):
     """A model in this process, with its tokenizer."""
 
     network: Network
+
+    @property
+    def packed(self) -> bool:
+        """Whether the model reads packed rows."""
+        return self.network.packed
+
+    @property
+    def fallback(self) -> str | None:
+        """Why the model reads padded rows."""
+        return self.network.fallback
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the output layer; 0 for a network without one."""
+        return 0 if isinstance(self.network, ValueNetwork) else int(self.network.head.weight.shape[0])
+
+    def fingerprint(self) -> str:
+        """Return a hash of the current weights."""
+        return model_fingerprint(self.network.model)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -121,7 +141,7 @@ def load_policy(config: ModelConfig, seed: int = 0, loader: ModelLoader = LOCAL_
     model = loader.load_model(load, device)
     for name in disable_dropout(model):
         log.warning("dropout of %s is disabled: with it, generator and learner would compute different log-probabilities", name)
-    tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template, key=_tokenizer_key(config))
+    tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template, key=tokenizer_key(config))
     network = _make_network(partial(Network, chunk=config.logprob_chunk_size or 1 << 40), model, config, loader)
     template = ChatTemplate(tokenizer, options=config.tokenizer.chat_template_kwargs)
     policy = LoadedPolicy(tokenizer, template, find_stop_token_ids(model, tokenizer), network)
@@ -129,14 +149,14 @@ def load_policy(config: ModelConfig, seed: int = 0, loader: ModelLoader = LOCAL_
     return policy
 
 
-def _tokenizer_key(config: ModelConfig) -> str:
+def tokenizer_key(config: ModelConfig) -> str:
     """Return the key that names the tokenizer: the model's, unless another model's tokenizer is asked for."""
     return "policy.model_name" if config.tokenizer.name == config.model_name else "policy.tokenizer.name"
 
 
 def load_reward_policy(config: ModelConfig, seed: int, loader: ModelLoader = LOCAL_LOADER) -> LoadedPolicy:
     """Load a reward model to train: a sequence classifier with one label, from a causal LM or from an earlier reward model."""
-    tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template, key=_tokenizer_key(config))
+    tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template, key=tokenizer_key(config))
     network = _load_value_network(config, seed, loader)
     stop_ids = find_stop_token_ids(network.model, tokenizer)
     set_pad_token(network.model, tokenizer, stop_ids)
@@ -156,7 +176,7 @@ def make_critic(config: PpoRunConfig, policy: LoadedPolicy, loader: ModelLoader 
     if config.value.head_only:
         return ValueHead(policy.network)
     if config.value.tokenizer.name != config.policy.tokenizer.name:
-        _check_same_vocabulary(policy.tokenizer, config.value.tokenizer.name)
+        check_same_vocabulary(policy.tokenizer, config.value.tokenizer.name)
     try:
         network = _load_value_network(config.value, config.ppo.seed, loader, init_std=0.0)
     except ModelNotFound as error:
@@ -227,7 +247,7 @@ def _apply_lora(network: Network, config: ModelConfig, seed: int) -> None:
         log.info("%s", count_parameters(network.model))
 
 
-def _check_same_vocabulary(tokenizer: Any, name: str) -> None:
+def check_same_vocabulary(tokenizer: Any, name: str) -> None:
     """Raise ValueError unless the tokenizer ``name`` gives every token of the policy the same id."""
     try:
         policy_vocab, critic_vocab = tokenizer.get_vocab(), load_tokenizer(name).get_vocab()

@@ -21,6 +21,7 @@ from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, ScoringContext, copy_frozen, offload, without_adapters
 from strop.learner.torch.teacher import (
+    LocalScorer,
     MixedTeachers,
     RoutedTeachers,
     SelfTeacher,
@@ -142,8 +143,8 @@ def make_teacher_sources(
 ) -> dict[str, TeacherLogprobs | TeacherTopK]:
     """Make the sources of a loaded teacher by column. ``parallelism``: how it is sharded; None is on a single device."""
     tokens = config.all_teachers[key].logprob_mb_tokens
-    scorer = NetworkScorer(loaded.network, _unfiltered_sampling(sampling, columns), tokens, parallelism, context)
-    return {column: _make_source(column, scorer, config, loaded.vocab_size) for column in columns}
+    scorer = NetworkScorer(loaded.network, unfiltered_sampling(sampling, columns), tokens, parallelism, context)
+    return {column: make_source(column, scorer, config, loaded.vocab_size) for column in columns}
 
 
 def find_scorer(source: Any) -> NetworkScorer:
@@ -162,13 +163,13 @@ def _make_self_teacher(
     learner: TorchLearner,
 ) -> dict[str, ColumnSource]:
     """Make the policy its own teacher: it scores rollouts with a demonstration in the prompt."""
-    scorer = _make_self_scorer(teacher, policy.network, _unfiltered_sampling(sampling, columns), learner)
+    scorer = _make_self_scorer(teacher, policy.network, unfiltered_sampling(sampling, columns), learner)
     assert teacher.demonstration is not None  # a rule of the configuration
     prompt = _make_demonstration_prompt(teacher.demonstration, policy)
-    return {column: SelfTeacher(_make_source(column, scorer, config, None), prompt) for column in columns}
+    return {column: SelfTeacher(make_source(column, scorer, config, None), prompt) for column in columns}
 
 
-def _unfiltered_sampling(sampling: Sampling, columns: Collection[str]) -> Sampling:
+def unfiltered_sampling(sampling: Sampling, columns: Collection[str]) -> Sampling:
     """Return the student's sampling without its filters. Raises ValueError if top-k distillation needs the tokens that they remove."""
     if sampling.filtered and TEACHER_CANDIDATES in columns:
         raise ValueError(
@@ -178,9 +179,10 @@ def _unfiltered_sampling(sampling: Sampling, columns: Collection[str]) -> Sampli
     return Sampling(temperature=sampling.temperature)
 
 
-def _make_source(
-    column: str, scorer: NetworkScorer, config: DistillationRunConfig, vocab_size: int | None
+def make_source(
+    column: str, scorer: LocalScorer, config: DistillationRunConfig, vocab_size: int | None
 ) -> TeacherLogprobs | TeacherTopK:
+    """Make the source of a column from a teacher's scorer. ``vocab_size``: the token ids, from 0, that it shares with the student."""
     if column == TEACHER_LOGPROBS:
         return TeacherLogprobs(scorer)
     return TeacherTopK(scorer, config.distillation.topk_logits_k, vocab_size)

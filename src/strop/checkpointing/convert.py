@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from strop.checkpointing.saved_model import SavedModel
+from strop.learner.megatron.checkpoint.torch_dist import LATEST, find_iteration, model_folder
 from strop.learner.parallel.shard_files import METADATA, SafetensorsReader, ShardedReader, TensorReader, TensorShard, is_sharded
 from strop.models.adapters import adapter_folder
 from strop.models.export import (
@@ -23,6 +24,7 @@ from strop.models.export import (
     ExportFormat,
     check_target,
     copy_adapters,
+    download_model,
     export_weights,
     load_merged_model,
     load_model_config,
@@ -30,9 +32,9 @@ from strop.models.export import (
     new_folder,
     save_model,
 )
-from strop.models.loading import ModelNotFound, load_tokenizer
+from strop.models.loading import ModelNotFound, load_tokenizer, locate_model
 
-SHARD_FILE_SUFFIXES = (METADATA, ".distcp")  # endings of shard files, which are not copied
+SHARD_FILE_SUFFIXES = (METADATA, ".distcp", LATEST)  # endings of shard files, which are not copied
 MODEL_FILES = re.compile(r"(adapter_)?(config|model.*|base_config)\.(json|safetensors(\.index\.json)?)|pytorch_model.*|.*\.gguf")
 SPACE_MARGIN = 1.05  # tokenizer and configuration beside the weights
 
@@ -61,7 +63,7 @@ def convert_model(
     with new_folder(target) as draft:
         with _conversion_errors(source):
             _write_weights(source, draft, form, merge=merge, model_name=model_name)
-        _add_tokenizer(Path(source.weights), draft, model_name)
+        _add_tokenizer(_model_folder(source), draft, model_name)
         finish(draft)
 
 
@@ -87,11 +89,59 @@ def convert_shards(source: Path, target: Path, *, model_name: str | None = None)
     convert_model(SavedModel(str(source)), target, model_name=model_name)
 
 
+def convert_megatron(source: Path, target: Path, *, model_name: str | None = None) -> None:
+    """Convert what Megatron Core saved, such as weights/iter_0000000, as ``convert_shards`` does. Raises ConversionError."""
+    if find_iteration(source) is None:
+        if is_sharded(source):
+            raise ConversionError(
+                f"{source} has no metadata.json: it was not saved by Megatron Core. Shards of the torch learner are converted by "
+                f"examples/converters/convert_dcp_to_hf.py, or strop export {source} {target}"
+            )
+        folders = ", ".join(sorted(path.name for path in source.iterdir() if path.is_dir())) if source.is_dir() else ""
+        found = f"; folders there: {folders}" if folders else ""
+        raise ConversionError(
+            f"{source} has no checkpoint of Megatron Core, which is <checkpoint_dir>/step_<N>/policy/weights/iter_0000000{found}"
+        )
+    convert_model(SavedModel(str(source)), target, model_name=model_name)
+
+
+def convert_to_megatron(model_name: str, target: Path) -> None:
+    """Write a Hugging Face model and its tokenizer as a folder with iter_0000000, in one process. Raises ConversionError."""
+    from safetensors.torch import load_file
+
+    from strop.learner.megatron.checkpoint.hugging_face import write_megatron_weights
+
+    check_target(target)
+    source = SavedModel(download_model(locate_model(model_name)[0]))
+    folder = Path(source.weights)
+    files = sorted(folder.glob("*.safetensors"))
+    if source.layout != "whole" or not files:
+        raise ConversionError(f"{source.description} has no safetensors of a whole model: `strop export` writes such a folder")
+    with new_folder(target) as draft, _conversion_errors(source):
+        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}  # mapped, not read
+        write_megatron_weights(weights, load_model_config(source.weights), draft)
+        for path in folder.iterdir():
+            if path.is_file() and (path.name == "config.json" or not MODEL_FILES.fullmatch(path.name)):
+                shutil.copyfile(path, draft / path.name)
+
+
+def _model_folder(source: SavedModel) -> Path:
+    """Return the folder with configuration and tokenizer."""
+    iteration = find_iteration(Path(source.weights))
+    return Path(source.weights) if iteration is None else model_folder(iteration)
+
+
 def _write_weights(source: SavedModel, draft: Path, form: ExportFormat, *, merge: bool, model_name: str | None) -> None:
     folder = Path(source.weights)
     match source.layout:
         case "shards":
             export_weights(_load_config(folder, model_name), _read_weights(folder), draft, form)
+        case "megatron":
+            from strop.learner.megatron.checkpoint.hugging_face import read_hugging_face_weights
+
+            config, iteration = _load_config(_model_folder(source), model_name), find_iteration(folder)
+            assert iteration is not None
+            export_weights(config, read_hugging_face_weights(iteration, config), draft, form)
         case "adapters" if merge:
             save_model(load_merged_model(folder), draft, form)
         case "adapters":
@@ -117,7 +167,7 @@ def _check_shards(source: Path, target: Path) -> None:
             f"{source} holds LoRA adapters in PEFT's format, not a whole model; merge them into their base: "
             f"python -m strop.models.lora merge {source} {target}"
         )
-    if not is_sharded(source):
+    if not is_sharded(source) and find_iteration(source) is None:
         inner = next((path for path in (source / "weights", source / "policy" / "weights") if is_sharded(path)), None)
         if inner is not None:
             raise ConversionError(f"{source} itself holds no weights; name {inner}")
@@ -146,7 +196,8 @@ def _estimate_bytes(source: SavedModel, form: ExportFormat, *, merge: bool) -> f
     folder = Path(source.weights)
     if source.layout == "hub" or (source.layout == "adapters" and merge):
         return 0.0
-    reader: TensorReader = ShardedReader(folder) if source.layout == "shards" else SafetensorsReader(folder)
+    shards = folder if source.layout == "shards" else find_iteration(folder)
+    reader: TensorReader = SafetensorsReader(folder) if shards is None else ShardedReader(shards)
     return sum(
         torch.Size(shape).numel() * (form.torch_dtype or reader.dtypes[name]).itemsize for name, shape in reader.shapes.items()
     )

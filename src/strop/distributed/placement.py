@@ -128,13 +128,16 @@ class DeviceCounts:
         return self.engine_devices if self.engine_devices is not None else max(1, self.per_node // 2)
 
 
-def count_section_devices(cluster: ClusterConfig, generation: GenerationConfig | None) -> DeviceCounts:
-    """Count the devices of a run with these sections. ``generation``: None if it does not sample."""
+def count_section_devices(
+    cluster: ClusterConfig, generation: GenerationConfig | None, *, needs_ranks: bool = False
+) -> DeviceCounts:
+    """Count the devices of a run with these sections. ``generation``: None if it does not sample. ``needs_ranks``: its learner runs on
+    ranks, also on a single device."""
     nodes, per_node = cluster.num_nodes, cluster.gpus_per_node
     size, engines = (1, 0) if generation is None else (engine_size(generation), count_engines(generation))
     engine_devices, engine_nodes = (None, None) if generation is None else _generation_only_devices(generation, nodes, per_node)
     learner = (nodes - (engine_nodes or 0)) * (per_node - (engine_devices or 0))
-    uses_ray = cluster.backend == "ray" or (cluster.backend == "auto" and (nodes > 1 or learner > 1))
+    uses_ray = cluster.backend == "ray" or (cluster.backend == "auto" and (needs_ranks or nodes > 1 or learner > 1))
     return DeviceCounts(
         nodes=nodes,
         per_node=per_node,

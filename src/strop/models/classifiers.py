@@ -114,6 +114,17 @@ def _check_supported(name: str, config: Any) -> None:
         )
 
 
+def to_classifier_config(name: str, config: Any) -> Any:
+    """Change a model's configuration, in place, to that of its classifier with one label. Raises ValueError if it has none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KNOWN
+
+    _check_single_label(name, config)
+    _check_supported(name, config)
+    config.num_labels = 1
+    config.architectures = [KNOWN[type(config)].__name__]
+    return config
+
+
 def set_pad_token(model: Any, tokenizer: Any, stop_ids: Collection[int]) -> str:
     """Set a padding token of a classifier and its tokenizer that does not end rollouts, and return it.
 
@@ -122,7 +133,13 @@ def set_pad_token(model: Any, tokenizer: Any, stop_ids: Collection[int]) -> str:
     token, then other special tokens, first those named for padding, then unused and unknown ones. The vocabulary does not grow. Raises
     ValueError if every special token ends rollouts.
     """
-    size = int(model.get_input_embeddings().weight.shape[0])
+    token_id = choose_pad_token(tokenizer, stop_ids, int(model.get_input_embeddings().weight.shape[0]))
+    model.config.get_text_config().pad_token_id = model.config.pad_token_id = token_id
+    return str(tokenizer.pad_token)
+
+
+def choose_pad_token(tokenizer: Any, stop_ids: Collection[int], size: int) -> int:
+    """Set the padding token of a tokenizer as ``set_pad_token`` does, for a vocabulary of ``size`` tokens, and return its id."""
     stops = {*stop_ids, tokenizer.eos_token_id}
     for token in _pad_token_candidates(tokenizer):
         token_id = tokenizer.convert_tokens_to_ids(token)
@@ -130,8 +147,7 @@ def set_pad_token(model: Any, tokenizer: Any, stop_ids: Collection[int]) -> str:
             if token != tokenizer.pad_token:
                 log.warning("%r becomes the padding token: %r is a stop token or is not set", token, tokenizer.pad_token)
             tokenizer.pad_token = token
-            model.config.get_text_config().pad_token_id = model.config.pad_token_id = token_id
-            return token
+            return int(token_id)
     raise ValueError(
         "every special token of the tokenizer ends rollouts; with one of them as padding, a classifier's score in a padded batch is read "
         "at the wrong position; set policy.tokenizer.name to a tokenizer with its own padding token"

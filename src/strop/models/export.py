@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -82,7 +83,7 @@ def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path, for
 
     ``config`` names the model class in ``architectures``. Raises ValueError for weights that do not fit it.
     """
-    kind = _find_model_class(config)
+    kind = find_model_class(config)
     with torch.device("meta"), quiet_transformers():
         model = kind(config)
     names = set(model.state_dict())
@@ -101,7 +102,7 @@ def load_saved_model(folder: str) -> Any:
     """Load a Hugging Face folder as the class that it names, in the data type of its weights."""
     if not (Path(folder) / "config.json").exists() or not any(Path(folder).glob("*.safetensors")):
         return load_model(folder)
-    kind = _find_model_class(load_model_config(folder))
+    kind = find_model_class(load_model_config(folder))
     with quiet_transformers():
         return from_pretrained(kind, folder, dtype="auto")
 
@@ -121,6 +122,30 @@ def save_model(model: Any, folder: Path, form: ExportFormat = AS_THEY_ARE) -> No
         model.save_pretrained(folder, **options)
 
 
+def save_model_config(config: Any, dtype: torch.dtype, folder: Path, *, scores: bool = False) -> None:
+    """Write the configuration of a language model, or with ``scores`` of its sequence classifier, with the name of its class."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    config = copy.deepcopy(config)
+    auto: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    if scores:
+        config.num_labels = 1
+    config.architectures = [auto._model_mapping[type(config)].__name__]
+    config.dtype = dtype
+    with quiet_transformers():
+        config.save_pretrained(folder)
+
+
+def download_model(name: str) -> str:
+    """Return the folder of a model: itself, or that of the hub's in the cache."""
+    from huggingface_hub import snapshot_download
+
+    if Path(name).is_dir():
+        return name
+    folder: str = snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja"])
+    return folder
+
+
 def copy_adapters(source: Path, folder: Path, form: ExportFormat = AS_THEY_ARE) -> None:
     """Write the adapters of a folder in PEFT's format to another."""
     from safetensors.torch import load_file, save_file
@@ -132,7 +157,8 @@ def copy_adapters(source: Path, folder: Path, form: ExportFormat = AS_THEY_ARE) 
     (folder / CONFIG_FILE).write_text((source / CONFIG_FILE).read_text())
 
 
-def _find_model_class(config: Any) -> Any:
+def find_model_class(config: Any) -> Any:
+    """Return the class that a configuration names. Raises ValueError if this version of Transformers does not have it."""
     import transformers
 
     kind = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
@@ -142,3 +168,15 @@ def _find_model_class(config: Any) -> Any:
             "does not have"
         )
     return kind
+
+
+def describe_model(config: Any, *, classifier: bool = False) -> Any:
+    """Return a causal LM, or a classifier with one label, on the meta device: it has names and shapes, and no memory."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if classifier:
+        config = copy.deepcopy(config)
+        config.num_labels = 1
+    kind: Any = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    with torch.device("meta"), quiet_transformers():
+        return kind.from_config(config)

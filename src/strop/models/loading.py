@@ -128,6 +128,13 @@ def find_stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
+def load_generation_config(folder: Path) -> Any | None:
+    """Load a model's generation configuration, if its folder has one."""
+    from transformers import GenerationConfig
+
+    return GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").exists() else None
+
+
 def locate_model(name: str) -> tuple[str, str | None]:
     """Find a model in a folder, on the hub or in its cache, or in a package. Return (the argument of from_pretrained, a GGUF file or None).
 
@@ -139,6 +146,11 @@ def locate_model(name: str) -> tuple[str, str | None]:
             raise ModelNotFound(
                 f"policy.model_name: {name} has the shards of a distributed checkpoint; convert them first: strop export {name} FOLDER, or "
                 f"python examples/converters/convert_dcp_to_hf.py --dcp-ckpt-path {name} --hf-ckpt-path FOLDER"
+            )
+        if any(path.glob("iter_*/.metadata")) and not any(path.glob("*.safetensors")):
+            raise ModelNotFound(
+                f"policy.model_name: {name} has a checkpoint of Megatron Core; convert it first: strop export {name} FOLDER, or "
+                f"python examples/converters/convert_megatron_to_hf.py --megatron-ckpt-path {name} --hf-ckpt-path FOLDER"
             )
         files = [file.name for file in path.glob("*.gguf")]
         if not files and not (path / "config.json").exists() and adapter_folder(name) is None:
@@ -160,6 +172,28 @@ def locate_model(name: str) -> tuple[str, str | None]:
         f"policy.model_name: {name} is neither a local folder nor in the local hub cache, and the hub returned {reason}; "
         f"{hint}set policy.model_name to a folder with the model"
     )
+
+
+def find_model_folder(name: str) -> Path:
+    """Return the folder with a model's configuration and its weights as safetensors; a model of the hub is downloaded to the cache.
+
+    Raises ModelNotFound, also for adapters and for GGUF files.
+    """
+    if adapter_folder(name) is not None:
+        raise ModelNotFound(f"policy.model_name: {name} has adapters, which are merged first: strop export {name} FOLDER")
+    location, gguf = locate_model(name)
+    folder = Path(location)
+    if gguf is None and not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+    if gguf is not None or not any(folder.glob("*.safetensors")):
+        found = "a GGUF file" if gguf is not None else "no safetensors file"
+        raise ModelNotFound(
+            f"policy.model_name: {name} has {found}, and ranks of Megatron Core read their shards of safetensors: convert it first "
+            f"(strop export {name} FOLDER), or set policy.backend=torch"
+        )
+    return folder
 
 
 def _check_hub(name: str) -> str | None:

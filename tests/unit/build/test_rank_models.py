@@ -18,7 +18,7 @@ from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
 from strop.build import teachers
 from strop.build.algorithm.run_algorithm import make_run_algorithm
-from strop.build.cluster.worker_builders import build_rank_models, load_rank_policy
+from strop.build.cluster.torch_rank_builders import build_rank_models, load_rank_policy
 from strop.build.models import load_policy
 from strop.build.teachers import get_student_info, load_teacher
 from strop.config import TrainingRunConfig, load_config

@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from strop.algorithms.base import Algorithm
-from strop.build.cluster.worker_builders import (
-    build_rank_models,
-    build_torch_engine,
-    load_rank_policy,
-    make_rank_exporter,
-)
+from strop.build.cluster.engine_builders import build_torch_engine
+from strop.build.cluster.rank_builders import choose_rank_builders, make_rank_exporter
 from strop.build.engines import GeneratorSpec, offloads_learner, pool_engines
-from strop.build.models import TokenizerBundle, write_model_folder
+from strop.build.models import TokenizerBundle
 from strop.build.tasks import describe_environments
 from strop.build.teachers import StudentInfo, load_teacher
 from strop.config import RolloutRunConfig, TrainingRunConfig
@@ -70,7 +66,7 @@ class RayBackend:
 
     async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
         self._sampling = sampling
-        build = partial(build_rank_models, self.config, algorithm, sampling, total_steps)
+        build = partial(choose_rank_builders(self.config).build_models, algorithm, sampling, total_steps)
         names = (await self.group.call_all("build_models", build))[0]
         return {name: RemoteLearner(self._caller(name)) for name in names}
 
@@ -117,7 +113,9 @@ class RayBackend:
         uses_vllm = options.uses_vllm
         adapters = uses_vllm and options.weight_sync.adapters_alone and self.config.policy.dtensor_cfg.lora_cfg.enabled
         folder = (spec.output_folder / "model").resolve()
-        await self.group.call_one(0, "call_with_policy", partial(write_model_folder, folder=folder))
+        await self.group.call_one(
+            0, "call_with_policy", partial(choose_rank_builders(self.config).write_model_folder, folder=folder)
+        )
         make_exporter = partial(
             make_rank_exporter,
             self.config.policy,
@@ -205,7 +203,7 @@ async def make_ray_backend(config: TrainingRunConfig, cluster: Cluster, tracker:
     address = actors[0].address
     port = await group.call_one(0, "open_store", address)
     await group.call_all("init_process_group", address, port, COLLECTIVE_TIMEOUT)
-    policy_info = (await group.call_all("load_policy", partial(load_rank_policy, config)))[0]
+    policy_info = (await group.call_all("load_policy", choose_rank_builders(config).load_policy))[0]
     tracker.note(f"learner: ranks 0 to {world - 1} are the processes {_format_pids(actors)}")
     if policy_info.fallback is not None:
         tracker.note(f"warning: the policy reads padded rows: {policy_info.fallback}")

@@ -128,7 +128,7 @@ def choose_folder(model: SavedModel) -> Path | None:
 def loadable_folder(model: SavedModel, note: Callable[[str], object], *, merge: bool = False) -> Iterator[str]:
     """Yield a folder that models are loaded from: the model's own, or a temporary one for shards of several ranks, and for adapters that
     are to be merged."""
-    if model.layout != "shards" and not (merge and model.layout == "adapters"):
+    if not model.needs_conversion and not (merge and model.layout == "adapters"):
         yield model.weights
         return
     folder = Path(tempfile.mkdtemp(prefix="strop-model-"))

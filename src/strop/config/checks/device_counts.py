@@ -7,7 +7,8 @@ from strop.distributed.placement import DeviceCounts, DevicePlan, PlacementError
 
 
 def count_devices(config: TrainingRunConfig) -> DeviceCounts:
-    return count_section_devices(config.cluster, config.policy.generation if isinstance(config, RolloutRunConfig) else None)
+    generation = config.policy.generation if isinstance(config, RolloutRunConfig) else None
+    return count_section_devices(config.cluster, generation, needs_ranks=config.policy.uses_megatron)
 
 
 def plan_gpus(config: TrainingRunConfig) -> DevicePlan | None:

@@ -50,6 +50,11 @@ class PolicyConfig(ModelConfig):
     reference: ReferenceConfig = subsection(ReferenceConfig)
     generation: GenerationConfig = subsection(GenerationConfig)
 
+    @property
+    def uses_megatron(self) -> bool:
+        """Whether Megatron Core trains the models of the run."""
+        return self.megatron_cfg.enabled
+
     def errors(self, key: str) -> Iterator[Problem]:
         yield from super().errors(key)
         yield from self._check_backend(key)

@@ -21,35 +21,79 @@ from strop.algorithms.base import LossFn
 from strop.distributed.rendezvous import serve_store
 from strop.distributed.workers.column_shards import ColumnShard
 from strop.learner.parallel.micro_batch import MicroBatchOutputs
-from strop.learner.parallel.sharded import Sharded
-from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
-from strop.learner.torch.learner import TorchLearner
-from strop.learner.torch.reference_store import model_fingerprint
 from strop.learner.torch.tensor_offload import ModelOffload
 from strop.metrics import Metrics
-from strop.models.network import Network
-from strop.models.value_network import ValueNetwork
 from strop.types import Batch
 from strop.weight_sync.base import ChannelAddress, TransportError
-from strop.weight_sync.exporter import BlockingExporter, Fingerprints, SentAdapters, TransferContent, TransferPlan
+from strop.weight_sync.exporter import AdapterSource, BlockingExporter, Fingerprints, SentAdapters, TransferContent, TransferPlan
+from strop.weight_sync.weight_source import Weight
 
 dist: Any = torch.distributed
 
 
 class RankPolicy(Protocol):
-    """The policy on a rank, before it is sharded."""
+    """What a rank has loaded of the policy before its models are built."""
 
     @property
-    def network(self) -> Network: ...
+    def packed(self) -> bool: ...
+
+    @property
+    def fallback(self) -> str | None: ...
 
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def fingerprint(self) -> str:
+        """Return a hash of the weights before training."""
+        ...
 
 
 class RankScorer(Protocol):
     """A network that scores this rank's part of a batch."""
 
     def score_local(self, batch: Batch) -> MicroBatchOutputs: ...
+
+
+class StagedState(Protocol):
+    """This rank's part of a learner's state at one moment, which training no longer changes."""
+
+    def save(self, folder: Path, *, optimizer: bool = True) -> None: ...
+
+
+class RankLearner(RankScorer, Protocol):
+    """A learner's part on this rank. All ranks make the same calls in the same order."""
+
+    def forward_backward_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs: ...
+
+    def evaluate_loss_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs: ...
+
+    def step(self) -> Metrics: ...
+
+    def save(self, folder: Path, optimizer: bool = True) -> None: ...
+
+    def stage(self, *, optimizer: bool = True) -> StagedState:
+        """Copy the state to CPU memory."""
+        ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+class RankWeights(Protocol):
+    """The policy's weights as they are published: known on every rank, and gathered by all ranks one after another."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def iter_weights(self) -> Iterator[Weight]:
+        """Yield the weights under Hugging Face names, in the order of an ordinary model."""
+        ...
+
+    def adapter_source(self) -> AdapterSource:
+        """Return the adapters of a LoRA run, for engines that load them beside the base weights."""
+        ...
 
 
 class RankColumns(Protocol):
@@ -62,8 +106,8 @@ class RankColumns(Protocol):
 class RankModels:
     """The sharded models of a rank."""
 
-    parallelism: Sharded  # of the policy
-    learners: Mapping[str, TorchLearner]
+    weights: RankWeights  # of the policy
+    learners: Mapping[str, RankLearner]
     scorers: Mapping[str, RankScorer]  # besides the learners
     columns: Mapping[tuple[str, str], RankColumns] = field(default_factory=dict)  # by (teacher, column)
     offload: ModelOffload = field(default_factory=lambda: ModelOffload(()))  # all of them
@@ -94,7 +138,7 @@ class LearnerWorker:
         self.busy_seconds = 0.0
         self._store: Any = None
         self._export: BlockingExporter | None = None
-        self._staged: dict[str, LearnerSnapshot] = {}
+        self._staged: dict[str, StagedState] = {}
 
     # --- process group ----------------------------------------------------------------------------------------------------
 
@@ -116,15 +160,14 @@ class LearnerWorker:
 
     def load_policy(self, load: Callable[[], RankPolicy]) -> PolicyInfo:
         """Load the policy, not yet sharded. Raises what ``load`` raises."""
-        self.policy = load()
-        network = self.policy.network
+        self.policy = policy = load()
         return PolicyInfo(
-            packed=network.packed,
-            fallback=network.fallback,
+            packed=policy.packed,
+            fallback=policy.fallback,
             on_cpu=self.device == "cpu",
-            stop_ids=self.policy.stop_ids,
-            fingerprint=model_fingerprint(network.model) if self.rank == 0 else "",
-            vocab_size=0 if isinstance(network, ValueNetwork) else int(network.head.weight.shape[0]),
+            stop_ids=policy.stop_ids,
+            fingerprint=policy.fingerprint() if self.rank == 0 else "",
+            vocab_size=policy.vocab_size,
         )
 
     def build_models(self, build: Callable[[RankPolicy, str, int], RankModels]) -> list[str]:
@@ -181,9 +224,9 @@ class LearnerWorker:
 
     # --- weights ----------------------------------------------------------------------------------------------------------
 
-    def open_export(self, make: Callable[[RankPolicy, Sharded, int], BlockingExporter]) -> None:
-        """Make the exporter of the policy's weights: ``make(policy, parallelism, rank)``."""
-        self._export = make(self.policy, self.models.parallelism, self.rank)
+    def open_export(self, make: Callable[[RankWeights, int], BlockingExporter]) -> None:
+        """Make the exporter of the policy's weights: ``make(weights, rank)``."""
+        self._export = make(self.models.weights, self.rank)
 
     def _require_export(self) -> BlockingExporter:
         assert self._export is not None
@@ -216,8 +259,7 @@ class LearnerWorker:
 
     def stage(self, name: str, optimizer: bool) -> None:
         """Copy the state of a learner to CPU memory, for ``write_staged``."""
-        learner = self.models.learners[name]
-        self._staged[name] = take_snapshot(learner.parallelism, learner.state, optimizer=optimizer)
+        self._staged[name] = self.models.learners[name].stage(optimizer=optimizer)
 
     def write_staged(self, name: str, folder: Path, optimizer: bool) -> None:
         """Write the staged state to ``folder``. May run concurrently with training."""

@@ -217,7 +217,8 @@ def _reduce_scatter_rows(
         return scatter(rows, group, input_split_sizes, use_global_buffer)
     total = rows.contiguous().clone()
     torch.distributed.all_reduce(total, group=group)
-    return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
+    mine: Tensor = total.split([int(size) for size in input_split_sizes])[group.rank()]
+    return mine.clone()
 
 
 def _read_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
+from strop.learner.megatron.checkpoint.learner_checkpoint import load_learner, snapshot_learner
+from strop.learner.megatron.checkpoint.megatron_snapshot import MegatronSnapshot
 from strop.learner.megatron.megatron_network import MegatronNetwork
 from strop.learner.megatron.megatron_scorer import MegatronScorer
 from strop.learner.megatron.memory import find_tensors, memory_of
@@ -164,6 +167,21 @@ class MegatronLearner:
             "lr": metrics.mean(rate, 1),
             "steps_skipped_for_nonfinite_gradient": metrics.total(float(not finite)),
         }
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, optimizer: bool = True) -> None:
+        """Write the weights, and with ``optimizer`` the state of training. All ranks must call it."""
+        snapshot_learner(self, optimizer=optimizer, copies=False).save(folder, optimizer=optimizer)
+
+    def stage(self, *, optimizer: bool = True) -> MegatronSnapshot:
+        """Return a copy of the state in CPU memory, which may be written while training continues."""
+        return snapshot_learner(self, optimizer=optimizer)
+
+    def load(self, folder: Path) -> None:
+        """Restore what ``save`` wrote in any layout, in place."""
+        load_learner(self, folder)
+        self._steps = 0
 
     # --- memory -----------------------------------------------------------------------------------------------------------
 

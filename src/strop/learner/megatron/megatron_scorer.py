@@ -12,6 +12,7 @@ from torch import Tensor
 
 from strop.learner.megatron.megatron_network import MegatronNetwork
 from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, OutputsT, detach_to_cpu
+from strop.learner.torch.top_tokens import TopTokens, find_top_tokens
 from strop.sampling import Sampling
 from strop.types import Batch
 
@@ -28,6 +29,23 @@ class MegatronScorer:
     def score_local(self, batch: Batch) -> MicroBatchOutputs:
         """Score this rank's micro-batches."""
         return MicroBatchOutputs(self.read_local(batch, lambda hidden, part: self.network.outputs(hidden, part, self.sampling)))
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the output layer."""
+        return self.network.vocab_size
+
+    def top_tokens_local(self, batch: Batch, count: int, vocabulary: int) -> tuple[tuple[Tensor, TopTokens], ...]:
+        """Return the ``count`` most likely of the first ``vocabulary`` token ids at this rank's places [n] in the batch's N."""
+
+        def compute(hidden: Tensor, part: Batch) -> TopTokens:
+            rows, head = self.network.predicting_rows(hidden, part), self.network.head()
+            chunks = rows.split(self.network.chunk)  # one chunk of float32 logits at a time
+            found = [find_top_tokens(head.compute_logits(each), self.sampling, count, vocabulary) for each in chunks]
+            top = TopTokens(torch.cat([each.ids for each in found]), torch.cat([each.logprobs for each in found]))
+            return self.network.sharding.gather_outputs(top, len(part.target))
+
+        return self.read_local(batch, compute)
 
     def read_local(self, batch: Batch, compute: Callable[[Tensor, Batch], OutputsT]) -> tuple[tuple[Tensor, OutputsT], ...]:
         """Return what ``compute(hidden states of the last stage, micro-batch)`` returns for each of this rank's micro-batches, with its

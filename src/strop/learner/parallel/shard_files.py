@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed.checkpoint
@@ -58,6 +58,9 @@ class TensorShard:
         return tuple(slice(begin, begin + size) for begin, size in zip(self.offset, self.tensor.shape, strict=True))
 
 
+NamedShard: TypeAlias = tuple[str, TensorShard]  # a block, with the name of its full tensor
+
+
 def local_shard(tensor: Tensor) -> TensorShard:
     """Return this rank's shard of a tensor, sharing its memory. Raises ValueError for placements that are not blocks."""
     if not isinstance(tensor, DTensor):
@@ -95,9 +98,14 @@ def write_shards(folder: Path, shards: Mapping[str, TensorShard], group: Any | N
 
     Replicated shards are written once. Files are flushed to disk, ``.metadata`` last. Raises if the shards do not cover the tensors.
     """
+    write_blocks(folder, list(shards.items()), group)
+
+
+def write_blocks(folder: Path, blocks: Sequence[NamedShard], group: Any | None) -> None:
+    """Do what ``write_shards`` does, where a rank may have several blocks of one tensor."""
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with _ignore_single_process_warnings():
-        dcp.save({}, storage_writer=writer, planner=_SavePlanner(shards), process_group=group, no_dist=group is None)
+        dcp.save({}, storage_writer=writer, planner=_SavePlanner(blocks), process_group=group, no_dist=group is None)
 
 
 class ForeignMetadata(ValueError):
@@ -108,6 +116,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Reads DCP's ``.metadata``, a pickle, without running what someone else may have put into it."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module, name = _OF_EARLIER_MEGATRON.get((module, name), (module, name))
         if (module, name) not in _METADATA_CLASSES:
             raise ForeignMetadata(
                 f"{METADATA} names {module}.{name}, which no checkpoint of tensors contains and which could run code; the folder was not "
@@ -122,12 +131,20 @@ _METADATA_CLASSES = {
     *((f"{_CHECKPOINT}.metadata", name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
     (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    # Megatron Core keeps the plans of all ranks.
+    *((f"{_CHECKPOINT}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # of Python 3.13
     ("collections", "OrderedDict"),
     *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
+}
+
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_OF_EARLIER_MEGATRON = {
+    (_MEGATRON, "MCoreMetadata"): (f"{_CHECKPOINT}.metadata", "Metadata"),
+    (_MEGATRON, "MCoreSavePlan"): (f"{_CHECKPOINT}.planner", "SavePlan"),
 }
 
 
@@ -174,8 +191,12 @@ class ShardedReader:
         self.dtypes: Mapping[str, torch.dtype] = {name: data.properties.dtype for name, data in tensors.items()}
 
     def read(self, into: Mapping[str, TensorShard]) -> None:
+        self.read_blocks(list(into.items()))
+
+    def read_blocks(self, blocks: Sequence[NamedShard]) -> None:
+        """Do what ``read`` does, where several blocks may be of one tensor."""
         with _ignore_single_process_warnings():
-            dcp.load({}, storage_reader=_SafeReader(self.folder), planner=_LoadPlanner(into), no_dist=True)
+            dcp.load({}, storage_reader=_SafeReader(self.folder), planner=_LoadPlanner(blocks), no_dist=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,19 +264,25 @@ def _chunk_metadata(shard: TensorShard) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(shard.offset), sizes=shard.tensor.shape)
 
 
+def _by_index(blocks: Sequence[NamedShard]) -> dict[MetadataIndex, Tensor]:
+    """Return the tensors of blocks by name and offset, which is how DCP asks for them."""
+    return {MetadataIndex(name, torch.Size(shard.offset)): shard.tensor for name, shard in blocks if shard.tensor.numel()}
+
+
 class _SavePlanner(DefaultSavePlanner):
     """Plans the writing of shards."""
 
-    def __init__(self, shards: Mapping[str, TensorShard]) -> None:
+    def __init__(self, blocks: Sequence[NamedShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.shards = shards
+        self.blocks = blocks
+        self.tensors = _by_index(blocks)
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_make_write_item(name, shard) for name, shard in self.shards.items() if shard.tensor.numel()])
+        self.plan = SavePlan([_make_write_item(name, shard) for name, shard in self.blocks if shard.tensor.numel()])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.shards[index.fqn].tensor
+        return self.tensors[index]
 
 
 def _make_write_item(name: str, shard: TensorShard) -> WriteItem:
@@ -264,24 +291,25 @@ def _make_write_item(name: str, shard: TensorShard) -> WriteItem:
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, shards: Mapping[str, TensorShard]) -> None:
+    def __init__(self, blocks: Sequence[NamedShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.shards = shards
+        self.blocks = blocks
+        self.tensors = _by_index(blocks)
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         stored: Mapping[str, Any] = self.metadata.state_dict_metadata
-        shards = ((name, shard) for name, shard in self.shards.items() if shard.tensor.numel())
         return LoadPlan(
             [
                 item
-                for name, shard in shards
+                for name, shard in self.blocks
+                if shard.tensor.numel()
                 for item in create_read_items_for_chunk_list(name, stored[name], [_chunk_metadata(shard)])
             ]
         )
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.shards[index.fqn].tensor
+        return self.tensors[index]
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def take_snapshot(
     if optimizer:
         entries, unsharded = _optimizer_state(parallelism, state, trainable, to_snapshot)
         optimizer_shards |= entries
-    group = _gloo_group(dist.group.WORLD) if dist.is_initialized() else None
+    group = gloo_group(dist.group.WORLD) if dist.is_initialized() else None
     return LearnerSnapshot(weights, averaged, optimizer_shards if optimizer else {}, unsharded, adapters, model, group)
 
 
@@ -305,6 +305,11 @@ def _read_average(
 def _open_optimizer(folder: Path) -> tuple[TensorReader, Mapping[str, Any]]:
     """Return a reader of the optimizer state of several ranks or a single process, in the sharded format, and the unsharded state."""
     shards, path = folder / "optimizer", folder / "optimizer.pt"
+    if is_sharded(shards) and not (shards / STATE_FILE).exists() and any((folder / "weights").glob("iter_*")):
+        raise ValueError(
+            f"{folder} was saved by Megatron Core, whose optimizer keeps its state under other names than torch's: continue with "
+            "policy.megatron_cfg.enabled=true, or begin a run from its weights (`strop export`, then policy.model_name)"
+        )
     if is_sharded(shards):
         return ShardedReader(shards), torch.load(shards / STATE_FILE, map_location="cpu", weights_only=True)
     if not path.exists():
@@ -394,6 +399,6 @@ def _copy_to_cpu(tensor: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def _gloo_group(world: Any) -> Any:
+def gloo_group(world: Any) -> Any:
     """Return a CPU process group for checkpoints, separate from training, so that both can communicate at the same time."""
     return dist.new_group(backend="gloo", timeout=BARRIER_TIMEOUT)

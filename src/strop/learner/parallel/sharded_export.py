@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -43,6 +44,23 @@ def _make_merge(parallelism: Sharded, layer: LoraLayer) -> Callable[[], Tensor]:
 def _storage_key(tensor: Tensor) -> tuple[int, ...]:
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return (local.untyped_storage().data_ptr(), local.storage_offset(), *tensor.shape)
+
+
+@dataclass(frozen=True)
+class ShardedWeights:
+    """The weights of a sharded network, for an exporter on each rank."""
+
+    parallelism: Sharded
+
+    @property
+    def device(self) -> torch.device:
+        return self.parallelism.network.device
+
+    def iter_weights(self) -> Iterator[Weight]:
+        return iter_sharded_weights(self.parallelism)
+
+    def adapter_source(self) -> ShardedAdapterSource:
+        return ShardedAdapterSource(self.parallelism)
 
 
 class ShardedAdapterSource:

@@ -21,6 +21,7 @@ from strop.learner.parallel.micro_batch import (
     to_device,
 )
 from strop.learner.parallel.parallelism import Parallelism
+from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
 from strop.learner.parallel.single_device import SingleDevice
 from strop.learner.torch.hyperparameters import Hyperparameters
 from strop.learner.torch.master_weights import MasterWeights
@@ -192,6 +193,10 @@ class TorchLearner:
         With several ranks, all of them must call it.
         """
         self.parallelism.save(folder, self.state, optimizer=optimizer)
+
+    def stage(self, *, optimizer: bool = True) -> LearnerSnapshot:
+        """Copy this rank's part of the state to CPU memory. Its ``save`` may run during training."""
+        return take_snapshot(self.parallelism, self.state, optimizer=optimizer)
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote on any number of ranks, in place: everything that shares the module sees the restored weights."""

@@ -15,6 +15,7 @@ from strop.algorithms.base import Outputs
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatchOutputs, OutputsT, assemble_outputs
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
+from strop.learner.torch.top_tokens import TopTokens, compute_top_tokens
 from strop.models.adapters import lora_layers
 from strop.models.network import Network
 from strop.sampling import Sampling
@@ -54,6 +55,18 @@ class NetworkScorer:
     def score_local(self, batch: Batch) -> MicroBatchOutputs:
         """Score this rank's micro-batches: with several ranks, a part of the result of ``score``."""
         return MicroBatchOutputs(self.read_local(batch, lambda part: self.network.outputs(part, self.sampling)))
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the output layer."""
+        assert isinstance(self.network, Network)
+        return int(self.network.head.weight.shape[0])
+
+    def top_tokens_local(self, batch: Batch, count: int, vocabulary: int) -> LocalOutputs[TopTokens]:
+        """Return the ``count`` most likely of the first ``vocabulary`` token ids at this rank's places [n] in the batch's N."""
+        network, sampling = self.network, self.sampling
+        assert isinstance(network, Network)
+        return self.read_local(batch, lambda part: compute_top_tokens(network, part, sampling, count, vocabulary))
 
     def read_local(self, batch: Batch, compute: Callable[[Batch], OutputsT]) -> LocalOutputs[OutputsT]:
         """Return what ``compute`` returns for each of this rank's micro-batches, with its places [n] in the batch's N."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -28,28 +28,38 @@ from strop.data.packing import pack
 from strop.data.splitting import select_rollouts
 from strop.learner.base import ColumnSource, Scorer, require_token_outputs
 from strop.learner.client import AsyncColumnSource
-from strop.learner.torch.scorer import NetworkScorer
-from strop.learner.torch.top_tokens import compute_top_tokens
-from strop.models.network import Network
+from strop.learner.parallel.micro_batch import MicroBatchOutputs
+from strop.learner.torch.top_tokens import TopTokens
 from strop.types import Batch, Group
 
 LocalColumns = tuple[Tensor, Mapping[str, Tensor]]
 """Columns for some places [n] of a batch's N, which is what one rank computes."""
 
 
+class LocalScorer(Protocol):
+    """A teacher's network, of which each rank reads its part of a batch."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def score_local(self, batch: Batch) -> MicroBatchOutputs: ...
+
+    def top_tokens_local(self, batch: Batch, count: int, vocabulary: int) -> Sequence[tuple[Tensor, TopTokens]]: ...
+
+
 @dataclass(frozen=True)
 class TeacherLogprobs:
-    """The log-probabilities of the sampled tokens under a teacher: ``teacher_logprobs`` [N]. The teacher may be any scorer."""
+    """The log-probabilities of the sampled tokens under a teacher: ``teacher_logprobs`` [N]. The teacher may be any scorer; on ranks, one
+    that has ``score_local``."""
 
-    teacher: Scorer
+    teacher: Scorer | LocalScorer
 
     def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-        return {TEACHER_LOGPROBS: require_token_outputs(self.teacher.score(batch)).logprobs}
+        return {TEACHER_LOGPROBS: require_token_outputs(cast(Scorer, self.teacher).score(batch)).logprobs}
 
     def columns_local(self, batch: Batch) -> list[LocalColumns]:
         """Return the column for this rank's micro-batches."""
-        assert isinstance(self.teacher, NetworkScorer)
-        results = self.teacher.score_local(batch).outputs
+        results = cast(LocalScorer, self.teacher).score_local(batch).outputs
         return [(index, {TEACHER_LOGPROBS: require_token_outputs(outputs).logprobs}) for index, outputs in results]
 
 
@@ -58,7 +68,7 @@ class TeacherTopK:
     """A teacher's ``count`` most likely tokens at each position, as ``candidates``, and their log-probabilities, as
     ``teacher_candidates``: [N, K] each, on the CPU, int64 and float32."""
 
-    teacher: NetworkScorer
+    teacher: LocalScorer
     count: int
     vocabulary: int | None = None  # number of token ids that the student shares: see shared_vocabulary_size
 
@@ -75,14 +85,10 @@ class TeacherTopK:
 
     def columns_local(self, batch: Batch) -> list[LocalColumns]:
         """Return the columns for this rank's micro-batches. Raises ValueError if ``count`` exceeds the vocabulary."""
-        network = self.teacher.network
-        assert isinstance(network, Network)
-        size = network.head.weight.shape[0] if self.vocabulary is None else self.vocabulary
+        size = self.teacher.vocab_size if self.vocabulary is None else self.vocabulary
         if not 1 <= self.count <= size:
             raise ValueError(f"the {self.count} most likely of {size} tokens were requested; set topk_logits_k to at most {size}")
-        parts = self.teacher.read_local(
-            batch, lambda part: compute_top_tokens(network, part, self.teacher.sampling, self.count, size)
-        )
+        parts = self.teacher.top_tokens_local(batch, self.count, size)
         return [(index, {CANDIDATES: top.ids, TEACHER_CANDIDATES: top.logprobs}) for index, top in parts]
 
 

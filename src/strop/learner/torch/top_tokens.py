@@ -23,11 +23,16 @@ class TopTokens:
 @torch.no_grad()
 def compute_top_tokens(network: Network, batch: Batch, sampling: Sampling, count: int, vocabulary: int) -> TopTokens:
     """Return the ``count`` most likely of the first ``vocabulary`` token ids; equal on all devices that share the batch's tokens."""
-    chunks = []
+    head = network.head
     with network.autocast():
-        for rows in network.hidden(batch).split(network.chunk):  # one chunk of float32 logits at a time
-            logits = filtered_logits(network.head.compute_logits(rows), sampling)
-            best, ids = logits[:, :vocabulary].topk(count, dim=-1)
-            chunks.append((ids, (best - logits.logsumexp(-1, keepdim=True)).float()))
-    ids, logprobs = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-    return network.token_sharding.gather_outputs(TopTokens(ids, logprobs), len(batch.target))
+        chunks = network.hidden(batch).split(network.chunk)  # one chunk of float32 logits at a time
+        found = [find_top_tokens(head.compute_logits(rows), sampling, count, vocabulary) for rows in chunks]
+    top = TopTokens(torch.cat([each.ids for each in found]), torch.cat([each.logprobs for each in found]))
+    return network.token_sharding.gather_outputs(top, len(batch.target))
+
+
+def find_top_tokens(logits: Tensor, sampling: Sampling, count: int, vocabulary: int) -> TopTokens:
+    """Return the ``count`` most likely of the first ``vocabulary`` token ids by their logits [n, V]."""
+    filtered = filtered_logits(logits, sampling)
+    best, ids = filtered[:, :vocabulary].topk(count, dim=-1)
+    return TopTokens(ids, (best - filtered.logsumexp(-1, keepdim=True)).float())

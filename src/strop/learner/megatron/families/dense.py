@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from strop.learner.megatron.models.architecture import Architecture, LayerDesign
-from strop.learner.megatron.models.rotary_tables import rotary_of
-from strop.learner.megatron.weights.weight_rules import SameOrder, WeightRule, glu_rules, qkv_rules
+from strop.learner.megatron.families.architecture import Architecture, LayerDesign
+from strop.learner.megatron.families.rotary_frequencies import rotary_of
+from strop.learner.megatron.families.weight_rules import SameOrder, WeightRule, glu_rules, qkv_rules
 
 
 def squared_relu(hidden: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def windowed_layers(hf_config: Any) -> tuple[LayerDesign, ...]:
     types = getattr(hf_config, "layer_types", None)
     window = getattr(hf_config, "sliding_window", None)
     if types is None:
-        return (LayerDesign(window),) * hf_config.num_hidden_layers
+        return (LayerDesign(window),) * int(hf_config.num_hidden_layers)
     return tuple(LayerDesign(window if kind == "sliding_attention" else None) for kind in types)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from strop.learner.megatron.models.rotary_tables import rotate
 
-
 multi_latent_attention.HAVE_TE = HAVE_TE  # 0.16.1 asks for its classes without it: isinstance of None
 
 LATENT_EPSILON = 1e-6  # of the norms of compressed inputs, whatever the configuration says of the others
@@ -70,7 +69,8 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
         return compressed, self.linear_q_up_proj(compressed)[0]
 
     def _gather_columns(self, part: Tensor) -> Tensor:
-        return gather_from_tensor_model_parallel_region(part, group=self.tp_group)
+        whole: Tensor = gather_from_tensor_model_parallel_region(part, group=self.tp_group)
+        return whole
 
     def _scatter_tokens(self, whole: Tensor) -> Tensor:
         return scatter_to_sequence_parallel_region(whole, group=self.tp_group) if self.config.sequence_parallel else whole

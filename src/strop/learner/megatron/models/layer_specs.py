@@ -15,7 +15,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from strop.learner.megatron.models.architecture import Architecture, LayerDesign
+from strop.learner.megatron.families.architecture import Architecture, LayerDesign
 from strop.learner.megatron.models.latent_attention import RowLatentAttention
 from strop.learner.megatron.models.post_norm import with_post_norm
 from strop.learner.megatron.models.row_attention import RowAttention
@@ -26,7 +26,7 @@ from strop.learner.megatron.models.tree_attention import TreeAttention
 def layer_spec(architecture: Architecture, design: LayerDesign, config: Any) -> ModuleSpec:
     """Return the spec of a layer."""
     backend = choose_backend(config)
-    norm = NORMS[architecture.norm]
+    norm: Any = NORMS[architecture.norm]
     row_linear = backend.row_parallel_linear()
     if architecture.post_norms:
         row_linear = with_post_norm(row_linear, norm)

@@ -7,12 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from strop.learner.megatron.models.stage_norms import StageNorm
-
 
 @cache
-def with_post_norm(linear: type, norm: type[StageNorm]) -> type:
-    """Return ``linear``, a row-parallel layer of Megatron Core, with a norm of its whole output: ``post_layernorm``."""
+def with_post_norm(linear: Any, norm: Any) -> type:
+    """Return ``linear``, a row-parallel layer of Megatron Core, with a ``StageNorm`` of its whole output: ``post_layernorm``."""
 
     class PostNormLinear(linear):  # type: ignore[misc]
         def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:

@@ -10,8 +10,8 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
+from strop.learner.megatron.families.architecture import Architecture
 from strop.learner.megatron.megatron_config import MegatronConfig
-from strop.learner.megatron.models.architecture import Architecture
 
 
 def transformer_config(architecture: Architecture, config: MegatronConfig, dtype: torch.dtype) -> Any:
@@ -75,7 +75,7 @@ def _parallel_fields(config: MegatronConfig) -> dict[str, Any]:
         "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,
     }
     if virtual > 1:
-        # With two stages, two messages pass between the same two ranks at once, and batched ones are matched by their order: silently wrong.
+        # With two stages, two messages pass between the same two ranks at once, and batched ones are matched by order: silently wrong.
         fields |= {"virtual_pipeline_model_parallel_size": virtual, "overlap_p2p_comm": True, "batch_p2p_comm": False}
     return fields
 

@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from strop.learner.megatron.models.gpt_stage import GptStage
-from strop.learner.megatron.weights.weight_map import HfWeight, PlacedWeight, StagePlace, WeightMap
+from strop.learner.megatron.weights.weight_map import HfWeight, PlacedWeight, WeightMap
 from strop.learner.megatron.weights.weight_reader import WeightReader
 from strop.models.classifiers import draw_score_weight
 
 
+@dataclass(frozen=True)
+class ScoreInit:
+    """The initial score layer of a model with values, where its files have none: a normal distribution with mean 0."""
+
+    seed: int
+    deviation: float | None = None  # None: the model's initializer_range
+
+
 @torch.no_grad()
 def load_weights(
-    stages: Sequence[GptStage], hf_config: Any, reader: WeightReader, *, score_seed: int = 0, score_std: float | None = None
+    stages: Sequence[GptStage], hf_config: Any, reader: WeightReader, *, score_init: ScoreInit = ScoreInit(seed=0)
 ) -> None:
     """Copy the weights of a Hugging Face model into this rank's stages. Raises KeyError for one that the files lack.
 
-    A score layer that a language model's files lack is drawn as for the torch learner, from ``score_seed`` alone.
+    A score layer that a language model's files lack is drawn as for the torch learner.
     """
     weights = WeightMap(stages, hf_config)
-    for placed in weights.weights:
-        for place in weights.local_places(placed):
-            source = _find_source(placed, weights, reader)
-            if source is not None:
-                _load(placed, place, source, weights, reader)
-            else:
-                score = weights.parameter(placed, place)
-                score.copy_(draw_score_weight(hf_config, score.shape, score_seed, score_std))
+    for placed in filter(weights.is_local, weights.weights):
+        source = _find_source(placed, weights, reader)
+        if source is not None:
+            _load(placed, source, weights, reader)
+        else:
+            score = weights.parameter(placed)
+            score.copy_(draw_score_weight(hf_config, score.shape, score_init.seed, score_init.deviation))
 
 
 def _find_source(placed: PlacedWeight, weights: WeightMap, reader: WeightReader) -> str | None:
@@ -47,11 +55,11 @@ def _find_source(placed: PlacedWeight, weights: WeightMap, reader: WeightReader)
     raise KeyError(f"{placed.weight.name} is not in the model's files")
 
 
-def _load(placed: PlacedWeight, place: StagePlace, source: str, weights: WeightMap, reader: WeightReader) -> None:
+def _load(placed: PlacedWeight, source: str, weights: WeightMap, reader: WeightReader) -> None:
     rank, ranks = weights.ranks_of(placed)
     experts = enumerate(weights.local_experts(placed)) if placed.rule.of_experts else [(None, None)]
     for local, expert in experts:
-        parameter = weights.parameter(placed, place, local)
+        parameter = weights.parameter(placed, local)
         if placed.rule.dim is None:
             parameter.copy_(_read(placed, source, expert, 0, slice(None), reader))
             continue

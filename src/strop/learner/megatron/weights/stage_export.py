@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strop.learner.megatron.models.gpt_stage import GptStage
-from strop.learner.megatron.weights.weight_map import PlacedWeight, StagePlace, WeightMap
+from strop.learner.megatron.weights.weight_map import PlacedWeight, WeightMap
 from strop.weight_sync.weight_source import Weight
 
 Take = Callable[[Tensor], Tensor]
@@ -31,24 +31,23 @@ def iter_weights(stages: Sequence[GptStage], hf_config: Any, take: Take = torch.
 @torch.no_grad()
 def _gather(placed: PlacedWeight, weights: WeightMap, take: Take) -> Tensor:
     """Gather a weight over the ranks of its stage, and send it to the other stages."""
-    owner = placed.places[0]
     group = weights.groups.pp
-    if owner.pipeline_rank == group.rank():
-        whole = _gather_in_stage(placed, owner, weights, take)
+    if weights.is_local(placed):
+        whole = _gather_in_stage(placed, weights, take)
     else:
         whole = torch.empty(placed.weight.shape, dtype=weights.dtype(placed), device=torch.cuda.current_device())
     if group.size() > 1:
-        dist.broadcast(whole, dist.get_global_rank(group, owner.pipeline_rank), group=group)
+        dist.broadcast(whole, dist.get_global_rank(group, placed.place.pipeline_rank), group=group)
     return whole
 
 
-def _gather_in_stage(placed: PlacedWeight, place: StagePlace, weights: WeightMap, take: Take) -> Tensor:
+def _gather_in_stage(placed: PlacedWeight, weights: WeightMap, take: Take) -> Tensor:
     if placed.rule.of_experts:
         count = len(weights.local_experts(placed))
-        local = torch.stack([take(weights.parameter(placed, place, expert)) for expert in range(count)])
+        local = torch.stack([take(weights.parameter(placed, expert)) for expert in range(count)])
         group, dim = weights.groups.tp_ep, None if placed.rule.dim is None else placed.rule.dim + 1
     else:
-        local = take(weights.parameter(placed, place))
+        local = take(weights.parameter(placed))
         group, dim = weights.groups.tp, placed.rule.dim
     if dim is None and not placed.rule.of_experts:
         return local

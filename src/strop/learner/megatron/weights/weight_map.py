@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,9 +15,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from strop.learner.megatron.families.find_family import find_family
+from strop.learner.megatron.families.weight_rules import Piece, WeightRule
 from strop.learner.megatron.models.gpt_stage import GptStage, Head
-from strop.learner.megatron.weights.weight_rules import Piece, WeightRule
-from strop.models.loading import quiet_transformers
+from strop.models.export import describe_model
 
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
@@ -41,20 +42,20 @@ class StagePlace:
 
 @dataclass(frozen=True)
 class PlacedWeight:
-    """A weight of the Hugging Face model, its rule, and the stages that have it. Tied embeddings are in two."""
+    """A weight of the Hugging Face model, its rule, and the stage that has it."""
 
     weight: HfWeight
     rule: WeightRule
     layer: int | None
-    places: tuple[StagePlace, ...]
+    place: StagePlace
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
         """The shape without the dimension of experts."""
         return self.weight.shape[1:] if self.rule.of_experts else self.weight.shape
 
-    def parameter_name(self, place: StagePlace, expert: int | None = None) -> str:
-        name = re.sub(r"^layers\.", f"decoder.layers.{place.layer}.", self.rule.parameter)
+    def parameter_name(self, expert: int | None = None) -> str:
+        name = re.sub(r"^layers\.", f"decoder.layers.{self.place.layer}.", self.rule.parameter)
         return name.format(expert=expert)
 
     def file_name(self, name: str, expert: int | None = None) -> str:
@@ -89,19 +90,18 @@ class WeightMap:
             dict(stage.named_parameters()) | dict(stage.named_buffers()) for stage in stages
         ]
 
-    def local_places(self, placed: PlacedWeight) -> Iterator[StagePlace]:
-        """Yield the places of a weight in this rank's stages."""
-        rank = self.groups.pp.rank()
-        return (place for place in placed.places if place.pipeline_rank == rank)
+    def is_local(self, placed: PlacedWeight) -> bool:
+        """Return whether this rank has the stage of a weight."""
+        return bool(placed.place.pipeline_rank == self.groups.pp.rank())
 
-    def parameter(self, placed: PlacedWeight, place: StagePlace, expert: int | None = None) -> Tensor:
+    def parameter(self, placed: PlacedWeight, expert: int | None = None) -> Tensor:
         """Return this rank's part of the parameter that has a weight; ``expert`` counts the experts of this rank."""
-        name = placed.parameter_name(place, expert)
-        parameters = self._parameters[place.stage]
+        name = placed.parameter_name(expert)
+        parameters = self._parameters[placed.place.stage]
         if name not in parameters and expert is not None:  # Transformer Engine's grouped experts
             name = re.sub(r"local_experts\.\d+\.(\w+\.weight)", rf"\g<1>{expert}", name)
         if name not in parameters and name == "output_layer.weight":
-            return self.stages[place.stage].output_weight
+            return self.stages[placed.place.stage].output_weight
         return parameters[name]
 
     def ranks_of(self, placed: PlacedWeight) -> tuple[int, int]:
@@ -125,11 +125,9 @@ def place_weight(weight: HfWeight, rules: Mapping[str, WeightRule], layers: Sequ
     if short not in rules:
         raise ValueError(f"{weight.name} has no place in Megatron Core's model: set policy.backend=torch")
     first, last = StagePlace(0, 0), StagePlace(layers[-1].pipeline_rank, layers[-1].stage)
-    if match is not None:
-        places = (layers[int(match[1])],)
-    else:
-        places = (first,) if rules[short].parameter.startswith("embedding.") else (last,)
-    return PlacedWeight(weight, rules[short], int(match[1]) if match else None, places)
+    layer = None if match is None else int(match[1])
+    outer = first if rules[short].parameter.startswith("embedding.") else last
+    return PlacedWeight(weight, rules[short], layer, outer if layer is None else layers[layer])
 
 
 def layer_places(config: Any) -> list[StagePlace]:
@@ -147,21 +145,13 @@ def layer_places(config: Any) -> list[StagePlace]:
 
 def hf_weights(hf_config: Any, head: Head) -> tuple[HfWeight, ...]:
     """Return the weights of the ordinary model in its order, without making it."""
-    return _hf_weights(type(hf_config), hf_config.to_json_string(use_diff=False), head)
+    kind: Any = type(hf_config)
+    return _hf_weights(kind, hf_config.to_json_string(use_diff=False), head)
 
 
 @cache
-def _hf_weights(kind: type, json_text: str, head: Head) -> tuple[HfWeight, ...]:
-    import json
-
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    hf_config: Any = kind.from_dict(json.loads(json_text))  # type: ignore[attr-defined]
-    auto: Any = AutoModelForCausalLM
-    if head == "scalar":
-        hf_config.num_labels, auto = 1, AutoModelForSequenceClassification
-    with torch.device("meta"), quiet_transformers():
-        model = auto.from_config(hf_config)
+def _hf_weights(kind: Any, json_text: str, head: Head) -> tuple[HfWeight, ...]:
+    model = describe_model(kind.from_dict(json.loads(json_text)), classifier=head == "scalar")
     storages: dict[int, int] = {}
     return tuple(
         HfWeight(name, tuple(tensor.shape), storages.setdefault(id(tensor), len(storages)))

@@ -1,10 +1,8 @@
-"""Functions that build models in worker processes. The driver binds their configuration with ``functools.partial`` and sends them."""
+"""Functions that build the PyTorch models of a rank. The driver binds their configuration with ``functools.partial`` and sends them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,39 +10,37 @@ from strop.algorithms.base import Algorithm
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.build.lifecycle import seed_everything
 from strop.build.models import (
-    PRECISIONS,
     LoadedPolicy,
     load_training_policy,
     make_learners,
     make_offload,
     make_trained_networks,
-    prepare_device,
 )
-from strop.build.teachers import find_scorer, find_teacher_columns, get_student_info, load_teacher_network, make_teacher_sources
+from strop.build.teachers import (
+    StudentInfo,
+    find_scorer,
+    find_teacher_columns,
+    get_student_info,
+    load_teacher_network,
+    make_teacher_sources,
+)
 from strop.config import TrainingRunConfig
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, PpoRunConfig
 from strop.distributed.workers.learner_worker import RankColumns, RankModels
-from strop.generation.torch.standalone import StandaloneTorchEngine
-from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.rank_zero_loading import RankZeroLoader
 from strop.learner.parallel.sharded import Sharded, parallelize_head, parallelize_network
-from strop.learner.parallel.sharded_export import ShardedAdapterSource, iter_sharded_weights
+from strop.learner.parallel.sharded_export import ShardedWeights
 from strop.learner.parallel.tensor_plan import load_tensor_plan
 from strop.learner.torch.scorer import NetworkScorer, copy_frozen, without_adapters
 from strop.models.adapters import lora_layers
-from strop.models.loading import cast_weights, model_from_config
-from strop.models.network import Network, disable_dropout
+from strop.models.network import Network
 from strop.models.value_head import ValueHead
 from strop.sampling import Sampling
-from strop.weight_sync.exporter import BlockingExporter
-from strop.weight_sync.transports.choose import EngineLocations, make_sender_factory
-
-# --- ranks ---------------------------------------------------------------------------------------------------------------
 
 
 def load_rank_policy(config: TrainingRunConfig) -> LoadedPolicy:
@@ -65,7 +61,7 @@ def build_rank_models(
     """Load the other models of a run and shard all of them over ``world`` ranks. Raises ValueError for settings that do not go together."""
     network = policy.network
     networks = make_trained_networks(config, policy, RankZeroLoader())
-    reference = copy_frozen(network) if _keeps_reference(config, algorithm) and not lora_layers(network.model) else None
+    reference = copy_frozen(network) if keeps_reference(config, algorithm) and not lora_layers(network.model) else None
     trunk = _parallelize(network, config.policy, device, world)
     parallelism = {"policy": trunk}
     if isinstance(critic := networks.get("value"), ValueHead):
@@ -77,17 +73,17 @@ def build_rank_models(
     scorers = _make_rank_scorers(config.policy, network, reference, sampling, trunk, device, world)
     columns: dict[tuple[str, str], RankColumns] = {}
     if isinstance(config, DistillationRunConfig):
-        columns = _load_rank_teachers(config, policy, algorithm, sampling, device, world)
+        columns = load_rank_teachers(config, config.all_teachers, get_student_info(policy), algorithm, sampling, device, world)
     scoring = [scorer for scorer in (*scorers.values(), *map(find_scorer, columns.values()))]
     offload = make_offload(
         learners,
         [scorer.network for scorer in scoring],
         {id(scorer.network): scorer.parallelism for scorer in scoring if scorer.parallelism is not None},
     )
-    return RankModels(parallelism=trunk, learners=learners, scorers=scorers, columns=columns, offload=offload)
+    return RankModels(weights=ShardedWeights(trunk), learners=learners, scorers=scorers, columns=columns, offload=offload)
 
 
-def _keeps_reference(config: TrainingRunConfig, algorithm: Algorithm) -> bool:
+def keeps_reference(config: TrainingRunConfig, algorithm: Algorithm) -> bool:
     """Return whether the reference scores during training: not if its log-probabilities are computed once before."""
     precomputed = isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
     return REFERENCE_LOGPROBS in algorithm.requires and not precomputed
@@ -137,18 +133,24 @@ def _make_rank_scorers(
     return scorers
 
 
-def _load_rank_teachers(
-    config: DistillationRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, device: str, world: int
+def load_rank_teachers(
+    config: DistillationRunConfig,
+    teachers: Mapping[str, TeacherConfig],
+    student: StudentInfo,
+    algorithm: Algorithm,
+    sampling: Sampling,
+    device: str,
+    world: int,
 ) -> dict[tuple[str, str], RankColumns]:
-    """Load the teachers without separate processes, each sharded over all ranks as its ``dtensor_cfg`` says.
+    """Load the ``teachers`` without separate processes, each sharded over all ranks as its ``dtensor_cfg`` says.
 
     Raises ValueError for a teacher that cannot be sharded that way.
     """
     sources: dict[tuple[str, str], RankColumns] = {}
-    for key, teacher in config.all_teachers.items():
+    for key, teacher in teachers.items():
         if teacher.hosts:
             continue
-        loaded = load_teacher_network(key, config, get_student_info(policy), RankZeroLoader())
+        loaded = load_teacher_network(key, config, student, RankZeroLoader())
         try:
             parallelism = _parallelize_as(
                 loaded.network, teacher.dtensor_cfg, _sharded_dtype(teacher), device, world, cpu_offload=teacher.offload
@@ -159,50 +161,3 @@ def _load_rank_teachers(
         for column, source in make_teacher_sources(key, config, loaded, columns, sampling, parallelism=parallelism).items():
             sources[key, column] = source
     return sources
-
-
-def make_rank_exporter(
-    config: PolicyConfig,
-    policy: LoadedPolicy,
-    parallelism: Sharded,
-    rank: int,
-    *,
-    keep_snapshot: bool,
-    adapters: bool,
-    engines: EngineLocations,
-    folder: Path,
-) -> BlockingExporter:
-    """Make this rank's part of the exporter. Raises ValueError for a transport that cannot work.
-
-    ``engines``: as seen from rank 0. ``folder``: for transports that use files.
-    """
-    generation = config.generation
-    precision = generation.vllm_cfg.precision if generation.uses_vllm else config.weights_dtype
-    return BlockingExporter(
-        lambda: iter_sharded_weights(parallelism),
-        make_sender_factory(generation.weight_sync, policy.network.device, engines, folder),
-        dtype=PRECISIONS[precision],
-        keep_snapshot=keep_snapshot,
-        adapters=ShardedAdapterSource(parallelism) if adapters else None,
-        is_sender=rank == 0,
-    )
-
-
-# --- engines -------------------------------------------------------------------------------------------------------------
-
-
-def build_torch_engine(
-    name: str, config: PolicyConfig, folder: Path, tokenizer: Any, stop_ids: tuple[int, ...], packed: bool
-) -> StandaloneTorchEngine:
-    """Build a torch engine on an empty model, whose weights the learner will send."""
-
-    def make() -> TorchEngine:
-        device = prepare_device(config.device, None)
-        model = model_from_config(folder).to(device)
-        disable_dropout(model)
-        network = Network(model, precision=PRECISIONS[config.precision], packed=packed)
-        cast_weights(model, PRECISIONS[config.weights_dtype])
-        length = config.max_total_sequence_length
-        return make_torch_engine(network, tokenizer, config.generation.torch_cfg, length=length, stop_ids=stop_ids)
-
-    return StandaloneTorchEngine(name, make, PRECISIONS[config.weights_dtype])

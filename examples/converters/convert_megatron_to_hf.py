@@ -1,0 +1,54 @@
+"""Convert a checkpoint of Megatron Core to a Hugging Face folder, with NeMo-RL's arguments. `strop export CHECKPOINT OUT` does it too.
+
+python examples/converters/convert_megatron_to_hf.py --config results/grpo/step_170/config.yaml \\
+    --megatron-ckpt-path results/grpo/step_170/policy/weights/iter_0000000 --hf-ckpt-path results/grpo/hf
+
+It also reads what Megatron-LM and NeMo-RL save (torch_dist): one process, one copy of the weights in memory, no GPU, no Megatron.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from strop.checkpointing.convert import convert_megatron
+from strop.models.export import ConversionError
+
+
+def main(arguments: Sequence[str] | None = None) -> str | None:
+    """Run the conversion. Returns an error message, or None on success."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--config", type=Path, help="the run's config.yaml, which names the model if the checkpoint does not")
+    parser.add_argument("--hf-model-name", help="the model whose configuration and tokenizer it has; overrides --config")
+    parser.add_argument("--megatron-ckpt-path", type=Path, required=True, help="such as step_170/policy/weights/iter_0000000")
+    parser.add_argument("--hf-ckpt-path", type=Path, required=True, help="the folder to write")
+    parser.add_argument(
+        "--no-strict", action="store_true", help="accepted: every family that can be converted is converted whole"
+    )
+    given = parser.parse_args(arguments)
+    try:
+        name = given.hf_model_name or (model_name(given.config) if given.config else None)
+        convert_megatron(given.megatron_ckpt_path, given.hf_ckpt_path, model_name=name)
+    except (ValueError, OSError) as error:
+        return f"error: {error}"
+    print(f"saved the model and its tokenizer to {given.hf_ckpt_path}")
+    return None
+
+
+def model_name(path: Path) -> str | None:
+    if not path.is_file():
+        raise ConversionError(
+            f"there is no file {path}; each checkpoint contains the run's configuration as step_<N>/config.yaml"
+        )
+    try:
+        found = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConversionError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from error
+    name = found.get("policy", {}).get("model_name") if isinstance(found, dict) else None
+    return str(name) if name else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

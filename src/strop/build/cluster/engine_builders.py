@@ -1,0 +1,30 @@
+"""Functions that build engines in worker processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from strop.build.models import PRECISIONS, prepare_device
+from strop.config.schema.policy_config import PolicyConfig
+from strop.generation.torch.standalone import StandaloneTorchEngine
+from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
+from strop.models.loading import cast_weights, model_from_config
+from strop.models.network import Network, disable_dropout
+
+
+def build_torch_engine(
+    name: str, config: PolicyConfig, folder: Path, tokenizer: Any, stop_ids: tuple[int, ...], packed: bool
+) -> StandaloneTorchEngine:
+    """Build a torch engine on an empty model, whose weights the learner will send."""
+
+    def make() -> TorchEngine:
+        device = prepare_device(config.device, None)
+        model = model_from_config(folder).to(device)
+        disable_dropout(model)
+        network = Network(model, precision=PRECISIONS[config.precision], packed=packed)
+        cast_weights(model, PRECISIONS[config.weights_dtype])
+        length = config.max_total_sequence_length
+        return make_torch_engine(network, tokenizer, config.generation.torch_cfg, length=length, stop_ids=stop_ids)
+
+    return StandaloneTorchEngine(name, make, PRECISIONS[config.weights_dtype])

@@ -1,0 +1,51 @@
+"""Checkpoints of a whole Megatron Core learner: its network, its optimizer and where its schedule is."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from strop.learner.megatron.checkpoint.megatron_snapshot import (
+    MegatronSnapshot,
+    load_megatron_checkpoint,
+    take_megatron_snapshot,
+)
+from strop.learner.megatron.megatron_network import MegatronNetwork
+from strop.learner.megatron.optimizer.megatron_optimizer import set_schedule_step
+from strop.learner.torch.schedule_unit import ScheduleUnit
+from strop.models.export import save_model_config
+
+
+class SavedLearner(Protocol):
+    """What is saved of a learner."""
+
+    network: MegatronNetwork
+    optimizer: Any
+    scheduler: Any
+    schedule_unit: ScheduleUnit
+
+
+def snapshot_learner(learner: SavedLearner, *, optimizer: bool = True, copies: bool = True) -> MegatronSnapshot:
+    """Take a snapshot; all ranks must call it. With ``copies``, which are in CPU memory, training may continue immediately."""
+    network = learner.network
+    network.gather_weights()
+    stage = network.stages[0]
+    save_config = partial(save_model_config, network.hf_config, next(stage.parameters()).dtype, scores=stage.head == "scalar")
+    schedule = {"steps": int(learner.scheduler.num_steps), "unit": learner.schedule_unit.state_dict()}
+    with network.layout.activate():
+        return take_megatron_snapshot(
+            network.stages, learner.optimizer if optimizer else None, {"schedule": schedule}, save_config, copies=copies
+        )
+
+
+def load_learner(learner: SavedLearner, folder: Path) -> None:
+    """Restore what a learner with any layout saved, in place. The schedule is the configured one, at the step of the saved one.
+
+    Raises FileNotFoundError without an optimizer state, and ValueError if the checkpoint does not fit.
+    """
+    network = learner.network
+    network.gather_weights()
+    with network.layout.activate():
+        schedule = load_megatron_checkpoint(network.stages, learner.optimizer, folder)["schedule"]
+        set_schedule_step(learner.scheduler, learner.schedule_unit.convert(schedule["steps"], schedule["unit"]))

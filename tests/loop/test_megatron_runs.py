@@ -1,0 +1,203 @@
+"""Whole runs that Megatron Core trains, on ranks over Ray: the curves of the torch learner in one process, also after kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loop.kinds import GRADED, recorded_config, sampling_config, write_data
+from loop.runs import Outcome, Running, metrics_of, overrides, start, tiny_config
+from loop.test_cluster_faults import assert_nobody_left, kill, steps_logged, wait_for
+from loop.test_cluster_runs import curves_agree
+from loop.tiny import build_tiny
+from loop.victims import Marked
+from support.needs import needs_vllm
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+pytest.importorskip("megatron.core", reason="Megatron Core is not installed: pip install 'strop[megatron]'")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 4
+RATE = 0.001
+NOISE = 2e-4  # relative, as for ranks of the torch learner: they add float32 numbers in another order
+SHORT = {**GRADED, "grpo.max_num_steps": STEPS, "grpo.val_period": 2, "logger.console": "plain"}
+TORCH = {"policy.optimizer.kwargs.lr": RATE, "policy.optimizer.kwargs.weight_decay": 0.0}
+TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+TEACHER = "teacher"
+
+
+def megatron(model: str = "policy", **sizes: Any) -> dict[str, Any]:
+    """Return the settings of a model that Megatron Core trains on two ranks."""
+    section = f"{model}.megatron_cfg"
+    settings: dict[str, Any] = {
+        "cluster.gpus_per_node": 2,
+        f"{section}.enabled": True,
+        f"{model}.dtensor_cfg.enabled": False,
+        **{f"{section}.{name}": value for name, value in sizes.items()},
+    }
+    if model == TEACHER:
+        return settings
+    settings |= {f"{model}.optimizer.kwargs.lr": ..., f"{model}.optimizer.kwargs.weight_decay": ...}
+    constant = {"optimizer.lr": RATE, "optimizer.min_lr": 0.0, "optimizer.weight_decay": 0.0, "scheduler.lr_warmup_iters": 0}
+    return settings | {f"{section}.{name}": value for name, value in constant.items()}
+
+
+def begin(section: str, settings: Mapping[str, Any], folder: Path) -> Running:
+    return start([section, *overrides(dict(settings))], folder, before=Marked(str(folder)))
+
+
+def run(section: str, settings: Mapping[str, Any], folder: Path) -> Outcome:
+    outcome = begin(section, settings, folder).finish(400)
+    assert outcome.code == 0, outcome.err + outcome.out[-4000:]
+    return outcome
+
+
+def grpo_settings(model: Path, **changes: Any) -> dict[str, Any]:
+    return {**tiny_config(model), **SHORT, **changes}
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of the torch learner, in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    run("grpo", grpo_settings(tiny, **TORCH), folder)
+    return folder
+
+
+def test_tensor_parallel_ranks_of_megatron_give_the_curve_of_the_torch_learner(tiny: Path, alone: Path, tmp_path: Path) -> None:
+    outcome = run("grpo", grpo_settings(tiny, **megatron(**TP2)), tmp_path)
+    curves_agree(alone, tmp_path, steps=STEPS, noise=NOISE)
+    assert metrics_of(tmp_path / "logs")[STEPS]["train/token_mult_prob_error"] < 1.0005
+    assert (tmp_path / "results" / f"step_{STEPS}" / "policy" / "weights" / "iter_0000000").is_dir(), outcome.out
+    assert_nobody_left(tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_a_run_of_two_stages_whose_rank_and_driver_are_killed_gives_the_curve_of_the_torch_learner(
+    tiny: Path, alone: Path, tmp_path: Path
+) -> None:
+    settings = grpo_settings(
+        tiny,
+        **megatron(**PP2),
+        **{"checkpointing.save_period": 1, "checkpointing.metric_name": None, "checkpointing.keep_top_k": ...},
+    )
+    running = begin("grpo", settings, tmp_path)
+    wait_for(running, lambda: steps_logged(running) >= 1)
+    kill(running, "learner-1")
+    wait_for(running, lambda: steps_logged(running) >= 2)
+    os.kill(running.process.pid, signal.SIGKILL)
+    running.process.join()
+    assert_nobody_left(tmp_path)
+    outcome = run("grpo", settings, tmp_path)
+    assert "continuing after step" in outcome.out
+    curves_agree(alone, tmp_path, steps=STEPS, noise=NOISE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sizes", [TP2, PP2], ids=["tp2", "pp2"])
+def test_real_vllm_samples_what_megatron_trains(sizes: dict[str, Any], tmp_path: Path) -> None:
+    needs_vllm()
+    model = build_tiny(tmp_path / "model", head_dim=32)
+    vllm = {
+        "policy.generation.backend": "vllm",
+        "policy.generation.vllm_cfg.kv_cache_memory_gb": 0.125,
+        "policy.generation.vllm_cfg.num_threads": 1,
+        "policy.generation.torch_cfg.kv_cache_memory_gb": ...,
+        "policy.generation.weight_sync.proof": "always",
+    }
+    apart = {
+        "cluster.gpus_per_node": 3,
+        "policy.generation.colocated.enabled": False,
+        "policy.generation.colocated.resources.gpus_per_node": 1,
+        "checkpointing.save_period": 1,
+        "checkpointing.metric_name": None,
+        "checkpointing.keep_top_k": ...,
+    }
+    run("grpo", grpo_settings(model, **TORCH, **vllm), tmp_path / "torch")
+    folder = tmp_path / "megatron"
+    settings = grpo_settings(model, **vllm, **(megatron(**sizes) | apart))
+    running = begin("grpo", settings, folder)
+    wait_for(running, lambda: steps_logged(running) >= 2, 300)
+    os.kill(running.process.pid, signal.SIGKILL)
+    running.process.join()
+    assert_nobody_left(folder)
+    assert "continuing after step" in run("grpo", settings, folder).out
+    assert metrics_of(folder / "logs")[STEPS]["train/token_mult_prob_error"] < 1.0005
+    curves_agree(tmp_path / "torch", folder, steps=STEPS, noise=NOISE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("more", [{}, {"dpo.precompute_reference": True}], ids=["reference", "precomputed"])
+def test_dpo(more: dict[str, Any], tiny: Path, tmp_path: Path) -> None:
+    compare_recorded("dpo", tiny, tmp_path, **more)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("section", ["sft", "rm"])
+def test_recorded_data_trains_megatron_as_the_torch_learner(section: str, tiny: Path, tmp_path: Path) -> None:
+    compare_recorded(section, tiny, tmp_path)
+
+
+def compare_recorded(section: str, model: Path, folder: Path, **more: Any) -> None:
+    settings = {**recorded_config(section, model), f"{section}.max_num_steps": 3, "checkpointing.save_period": 3, **more}
+    for name, learner in (("torch", TORCH), ("tp2", megatron(**TP2)), ("pp2", megatron(**PP2))):
+        (folder / name).mkdir()
+        write_data(folder / name)
+        run(section, {**settings, **learner}, folder / name)
+    for name in ("tp2", "pp2"):
+        curves_agree(folder / "torch", folder / name, steps=3, noise=NOISE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("algorithm", ["distillation", "topk_distillation"])
+def test_a_teacher_of_other_sizes_teaches_a_student_of_two_stages(algorithm: str, tiny: Path, tmp_path: Path) -> None:
+    teacher = build_tiny(tmp_path / "teacher_model", seed=5)
+    settings = {
+        **sampling_config("distillation", tiny),
+        "algorithm.name": algorithm,
+        "distillation.topk_logits_k": 6,
+        "distillation.max_num_steps": 3,
+        "distillation.val_period": 0,
+        "teacher.model_name": str(teacher),
+        "checkpointing.enabled": False,
+    }
+    run("distillation", {**settings, **TORCH}, tmp_path / "torch")
+    run("distillation", {**settings, **megatron(**PP2), **megatron(TEACHER, **TP2)}, tmp_path / "megatron")
+    curves_agree(tmp_path / "torch", tmp_path / "megatron", steps=3, noise=NOISE)
+
+
+@pytest.mark.exhaustive
+def test_ppo_with_a_critic_of_its_own_sizes(tiny: Path, tmp_path: Path) -> None:
+    settings = {**sampling_config("ppo", tiny), "ppo.max_num_steps": 3, "ppo.val_period": 0, "checkpointing.enabled": False}
+    critic = {"value.optimizer.kwargs.lr": RATE, "value.optimizer.kwargs.weight_decay": 0.0}
+    run("ppo", {**settings, **TORCH, **critic}, tmp_path / "torch")
+    run("ppo", {**settings, **megatron(**TP2), **megatron("value", **PP2)}, tmp_path / "megatron")
+    curves_agree(tmp_path / "torch", tmp_path / "megatron", steps=3, noise=NOISE)
+
+
+@pytest.mark.exhaustive
+def test_a_frozen_reference_and_a_learner_that_leaves_its_device_while_engines_sample(tiny: Path, tmp_path: Path) -> None:
+    asked = {"loss_fn.reference_policy_kl_penalty": 0.1, "policy.offload": True}
+    run("grpo", grpo_settings(tiny, **TORCH, **asked), tmp_path / "torch")
+    run("grpo", grpo_settings(tiny, **megatron(**TP2), **asked), tmp_path / "megatron")
+    curves_agree(tmp_path / "torch", tmp_path / "megatron", steps=STEPS, noise=NOISE)
+
+
+@pytest.mark.exhaustive
+def test_ranks_of_megatron_train_while_engines_sample_and_save_beside_training(tiny: Path, tmp_path: Path) -> None:
+    asked = {
+        "grpo.async_grpo.enabled": True,
+        "grpo.async_grpo.max_trajectory_age_steps": 1,
+        "loss_fn.use_importance_sampling_correction": True,
+        "checkpointing.async_save": True,
+    }
+    run("grpo", grpo_settings(tiny, **megatron(**PP2), **asked), tmp_path)
+    metrics = metrics_of(tmp_path / "logs")
+    assert max(metrics) == STEPS and max(line["train/staleness_max"] for line in metrics.values()) <= 1
+    assert (tmp_path / "results" / f"step_{STEPS}" / "policy" / "weights" / "iter_0000000").is_dir()
