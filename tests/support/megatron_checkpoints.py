@@ -32,11 +32,11 @@ class TrainedStages:
         from megatron.core import parallel_state
 
         from strop.learner.megatron.weights.shard_import import load_weights
-        from strop.learner.megatron.weights.weight_reader import TensorReader
+        from strop.learner.megatron.weights.weight_reader import MemoryWeights
 
         parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
         weights = [parameter.detach().clone() for parameter in parameters]
-        load_weights(self.stages, self.hf_config, TensorReader(dict(random_weights(self.hf_config, seed, self.stages[0].head))))
+        load_weights(self.stages, self.hf_config, MemoryWeights(dict(random_weights(self.hf_config, seed, self.stages[0].head))))
         for parameter, weight in zip(parameters, weights, strict=True):
             dense = getattr(parameter, "allreduce", True)
             copies = (
@@ -74,13 +74,13 @@ def train_stages(
     from strop.learner.megatron.models.build_stages import build_stages
     from strop.learner.megatron.optimizer.gradient_buffers import wrap_stages
     from strop.learner.megatron.weights.shard_import import load_weights
-    from strop.learner.megatron.weights.weight_reader import TensorReader
+    from strop.learner.megatron.weights.weight_reader import MemoryWeights
 
     config = make_layout(**sizes)
     layout = start_layout(config)
     hf_config = make_config(case)
     stages = build_stages(hf_config, config, layout, dtype=dtype, head=head)
-    load_weights(stages, hf_config, TensorReader(dict(random_weights(hf_config, 0, head))))
+    load_weights(stages, hf_config, MemoryWeights(dict(random_weights(hf_config, 0, head))))
     plain = MegatronDdpConfig(overlap_grad_reduce=False, overlap_param_gather=False)
     chunks = wrap_stages(stages, plain, distributed_optimizer=distributed)
     options = OptimizerConfig(

@@ -50,6 +50,7 @@ GEMMA = {"head_dim": 8, "sliding_window": 7, "layer_types": PATTERN, "tie_word_e
 # Name of a case -> (class of the configuration, fields beside SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "llama-3.1": ("LlamaConfig", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen2-yarn": (

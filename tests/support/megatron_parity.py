@@ -104,12 +104,12 @@ def make_network(made: MegatronCase, layout: MegatronLayout) -> Any:
     from strop.learner.megatron.megatron_network import MegatronNetwork
     from strop.learner.megatron.models.build_stages import build_stages
     from strop.learner.megatron.weights.shard_import import load_weights
-    from strop.learner.megatron.weights.weight_reader import TensorReader
+    from strop.learner.megatron.weights.weight_reader import MemoryWeights
 
     plain = build_network(made.case).model
     head: Any = "scalar" if made.case.value else "lm"
     stages = build_stages(plain.config, made.config(), layout, dtype=made.case.dtype, head=head)
-    load_weights(stages, plain.config, TensorReader(plain.state_dict()))
+    load_weights(stages, plain.config, MemoryWeights(plain.state_dict()))
     return MegatronNetwork(stages, plain.config, layout, chunk=5)
 
 

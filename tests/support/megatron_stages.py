@@ -14,11 +14,17 @@ from strop.models.attention import TreePlan
 SEGMENTS = ((6, -1), (5, 0), (7, 0), (4, 0), (9, -1), (3, 4), (10, 4))  # length and parent: two prompts and their completions
 
 
+_entered: list[Any] = []  # a context that nothing holds is left
+
+
 def start_layout(config: MegatronConfig) -> Any:
-    """Return a layout of all ranks of the test."""
+    """Return a layout of all ranks of the test, active until another is."""
     from strop.learner.megatron.layout import MegatronLayout
 
-    return MegatronLayout(MegatronDims.from_config(config, torch.distributed.get_world_size()), "cpu")
+    layout = MegatronLayout(MegatronDims.from_config(config, torch.distributed.get_world_size()), "cpu", gloo_groups=True)
+    _entered.append(layout.activate())
+    _entered[-1].__enter__()
+    return layout
 
 
 def make_layout(**sizes: Any) -> MegatronConfig:

@@ -168,3 +168,15 @@ def find_model_class(config: Any) -> Any:
             "does not have"
         )
     return kind
+
+
+def describe_model(config: Any, *, classifier: bool = False) -> Any:
+    """Return a causal LM, or a classifier with one label, on the meta device: it has names and shapes, and no memory."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if classifier:
+        config = copy.deepcopy(config)
+        config.num_labels = 1
+    kind: Any = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    with torch.device("meta"), quiet_transformers():
+        return kind.from_config(config)

@@ -24,8 +24,9 @@ from strop.learner.megatron.megatron_learner import MegatronLearner
 from strop.learner.megatron.megatron_network import MegatronNetwork
 from strop.learner.megatron.megatron_scorer import MegatronScorer
 from strop.learner.megatron.model_files import ModelFiles, find_model_files
-from strop.learner.megatron.network_loader import NetworkLoader, ScoreInit
+from strop.learner.megatron.network_loader import NetworkLoader
 from strop.learner.megatron.stage_weights import StageWeights
+from strop.learner.megatron.weights.shard_import import ScoreInit
 from strop.learner.model_config import ModelConfig
 from strop.learner.torch.teacher import shared_vocabulary_size
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload

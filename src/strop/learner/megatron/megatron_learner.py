@@ -153,7 +153,7 @@ class MegatronLearner:
 
     def step(self) -> Metrics:
         """Add the gradients over the ranks, clip them, take one optimizer step, advance the schedule and zero the gradients."""
-        rate = float(self.optimizer.param_groups[0]["lr"])
+        rate = float(self.scheduler.get_lr({}))
         with self.layout.activate():
             self.gradients.add_over_ranks()
             norm, finite = step_optimizer(self.optimizer)

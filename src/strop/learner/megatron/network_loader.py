@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,21 +12,10 @@ from strop.learner.megatron.megatron_dims import MegatronDims, MegatronModelShap
 from strop.learner.megatron.megatron_network import MegatronNetwork
 from strop.learner.megatron.model_files import ModelFiles
 from strop.learner.megatron.models.build_stages import build_stages
-from strop.learner.megatron.models.gpt_stage import GptStage
 from strop.learner.megatron.passes.schedule import prepare_schedule
-from strop.learner.megatron.weights.shard_import import load_weights
-from strop.learner.megatron.weights.weight_reader import SafetensorsReader
+from strop.learner.megatron.weights.shard_import import ScoreInit, load_weights
+from strop.learner.megatron.weights.weight_reader import FileWeights
 from strop.problems import raise_problems
-
-SCORE = "score.weight"
-
-
-@dataclass(frozen=True)
-class ScoreInit:
-    """The initial score layer of a model with values, where its files have none: a normal distribution with mean 0."""
-
-    seed: int
-    deviation: float | None = None  # None: the model's initializer_range
 
 
 @dataclass(frozen=True)
@@ -58,19 +46,7 @@ class NetworkLoader:
         """Build this rank's stages and read their weights. ``score``: of a model with values, None: a language model."""
         stages = build_stages(files.config, config, layout, dtype=dtype, head="lm" if score is None else "scalar")
         prepare_schedule(stages[0].config)
-        reader = SafetensorsReader(files.folder)
+        reader = FileWeights(files.folder)
         with layout.activate():
-            load_weights(stages, files.config, reader)
-        if score is not None and SCORE not in reader:
-            _init_score(stages, files, score)
+            load_weights(stages, files.config, reader, score_init=score or ScoreInit(seed=0))
         return MegatronNetwork(stages, files.config, layout, chunk=chunk or 1 << 40)
-
-
-@torch.no_grad()
-def _init_score(stages: Sequence[GptStage], files: ModelFiles, score: ScoreInit) -> None:
-    """Draw the weights that a classifier of Transformers begins with; they depend on the seed only."""
-    deviation = float(getattr(files.config, "initializer_range", 0.02)) if score.deviation is None else score.deviation
-    for stage in stages:
-        if stage.post_process:
-            generator = torch.Generator().manual_seed(score.seed)
-            stage.score.weight.copy_(deviation * torch.randn(stage.score.weight.shape, generator=generator))

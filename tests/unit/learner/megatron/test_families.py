@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from strop.learner.megatron.families.find_family import find_family
-from strop.learner.megatron.models.rotary_tables import rotary_of
-from strop.learner.megatron.weights.weight_rules import GatedOrder, QkvOrder
+from strop.learner.megatron.families.rotary_frequencies import rotary_of
+from strop.learner.megatron.families.weight_rules import GatedOrder, QkvOrder
 from support.megatron_families import FAMILIES, make_config, make_model
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from support.megatron_families import FAMILIES, make_model
 from support.megatron_stages import make_layout, read_tree, run_stages, start_layout, tree_row
+from support.needs import needs_megatron
 from support.ranks import run_on_ranks
 
+needs_megatron()
 dist: Any = torch.distributed
 Sizes = dict[str, Any]
 Case = tuple[str, Sizes]
@@ -34,13 +36,13 @@ def check_layout(model: Any, sizes: Sizes) -> tuple[float, float]:
     from strop.learner.megatron.models.build_stages import build_stages
     from strop.learner.megatron.models.stage_row import StageRow
     from strop.learner.megatron.weights.shard_import import load_weights
-    from strop.learner.megatron.weights.weight_reader import TensorReader
+    from strop.learner.megatron.weights.weight_reader import MemoryWeights
 
     config = make_layout(moe_router_dtype="fp64", **sizes)
     layout = start_layout(config)
     with layout.activate():
         stages = build_stages(model.config, config, layout, dtype=torch.float64)
-        load_weights(stages, model.config, TensorReader({name: tensor.detach() for name, tensor in model.state_dict().items()}))
+        load_weights(stages, model.config, MemoryWeights({name: tensor.detach() for name, tensor in model.state_dict().items()}))
         check_export(model, stages)
         tokens, positions, plan = tree_row(model.config.vocab_size)
         expected = read_tree(model, tokens, positions, plan)

@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 from strop.models.classifiers import draw_score_weight
 from support.megatron_families import make_config, make_model
 from support.megatron_stages import make_layout, start_layout
+from support.needs import needs_megatron
 from support.ranks import run_on_ranks
 
+needs_megatron()
 CASES = ("mixtral", "qwen2", "deepseek_v3")
 LAYOUT = {"tp": 2, "sp": True, "etp": 2}
 
@@ -56,6 +58,8 @@ def convert(rank: int, folder: Path) -> list[Any]:
     assert list(exported)[-1] == "score.weight" and "lm_head.weight" not in exported
     score = exported["score.weight"]
     assert torch.equal(score, draw_score_weight(make_config("qwen2"), score.shape, 0, None).bfloat16())
+    with pytest.raises(RuntimeError, match=r"fp8_cfg\.enabled needs Transformer Engine"):
+        _read(folder / "qwen2", make_config("qwen2"), {"fp8_cfg": {"enabled": True}}, "lm")
     return described + specs
 
 
@@ -63,13 +67,13 @@ def _read(folder: Path, hf_config: Any, sizes: dict[str, Any], head: Any) -> tup
     from strop.learner.megatron.models.build_stages import build_stages
     from strop.learner.megatron.weights.shard_import import load_weights
     from strop.learner.megatron.weights.stage_export import iter_weights
-    from strop.learner.megatron.weights.weight_reader import SafetensorsReader
+    from strop.learner.megatron.weights.weight_reader import FileWeights
 
     config = make_layout(**sizes)
     layout = start_layout(config)
     with layout.activate():
         stages = build_stages(hf_config, config, layout, dtype=torch.bfloat16, head=head)
-        load_weights(stages, hf_config, SafetensorsReader(folder))
+        load_weights(stages, hf_config, FileWeights(folder))
         weights = list(iter_weights(stages, hf_config))
         exported = {weight.name: weight.gather() for weight in weights}
     return exported, [(weight.name, tuple(weight.spec.shape), str(weight.spec.dtype), weight.storage_key) for weight in weights]
@@ -84,7 +88,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
-    from strop.learner.megatron.weights.weight_reader import SafetensorsReader
+    from strop.learner.megatron.weights.weight_reader import FileWeights
 
     with pytest.raises(FileNotFoundError, match="read from safetensors"):
-        SafetensorsReader(tmp_path)
+        FileWeights(tmp_path)

@@ -18,7 +18,7 @@ from torch import Tensor
 from strop.learner.megatron.checkpoint.parameter_keys import possible_keys, saved_key
 from strop.learner.megatron.checkpoint.torch_dist import ITERATION, LATEST, write_common
 from strop.learner.megatron.families.find_family import find_family
-from strop.learner.megatron.weights.weight_rules import Piece, WeightRule
+from strop.learner.megatron.families.weight_rules import Piece, WeightRule
 from strop.learner.parallel.shard_files import NamedShard, ShardedReader, TensorShard, write_blocks
 from strop.models.export import find_model_class
 from strop.models.loading import quiet_transformers

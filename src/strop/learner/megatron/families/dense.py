@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from strop.learner.megatron.models.architecture import Architecture, LayerDesign
-from strop.learner.megatron.models.rotary_tables import rotary_of
-from strop.learner.megatron.weights.weight_rules import SameOrder, WeightRule, glu_rules, qkv_rules
+from strop.learner.megatron.families.architecture import Architecture, LayerDesign
+from strop.learner.megatron.families.rotary_frequencies import rotary_of
+from strop.learner.megatron.families.weight_rules import SameOrder, WeightRule, glu_rules, qkv_rules
 
 
 def squared_relu(hidden: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
-from strop.learner.megatron.models.architecture import Architecture
-from strop.learner.megatron.weights.weight_rules import WeightRule
+from strop.learner.megatron.families.architecture import Architecture
+from strop.learner.megatron.families.weight_rules import WeightRule
 
 
 class Family(Protocol):

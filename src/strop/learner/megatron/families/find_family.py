@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from strop.learner.megatron.families.deepseek import DeepSeek
+from strop.learner.megatron.families.deepseek_family import DeepSeek
 from strop.learner.megatron.families.family import Family
 from strop.learner.megatron.families.gemma import Gemma, Gemma2
 from strop.learner.megatron.families.llama import Llama

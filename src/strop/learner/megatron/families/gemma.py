@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from strop.learner.megatron.families.architecture import Architecture, LayerDesign
 from strop.learner.megatron.families.dense import (
     attention_rules,
     dense_architecture,
@@ -14,9 +15,8 @@ from strop.learner.megatron.families.dense import (
     outer_rules,
     windowed_layers,
 )
-from strop.learner.megatron.models.architecture import Architecture, LayerDesign
-from strop.learner.megatron.models.rotary_tables import rotary_of
-from strop.learner.megatron.weights.weight_rules import WeightRule, glu_rules
+from strop.learner.megatron.families.rotary_frequencies import rotary_of
+from strop.learner.megatron.families.weight_rules import WeightRule, glu_rules
 
 
 class Gemma:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from strop.learner.megatron.families.architecture import Architecture
 from strop.learner.megatron.families.dense import dense_architecture, dense_rules
-from strop.learner.megatron.models.architecture import Architecture
-from strop.learner.megatron.weights.weight_rules import WeightRule
+from strop.learner.megatron.families.weight_rules import WeightRule
 
 
 class Llama:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from strop.learner.megatron.families.architecture import Architecture
 from strop.learner.megatron.families.dense import (
     activation,
     attention_rules,
@@ -13,8 +14,7 @@ from strop.learner.megatron.families.dense import (
     norm_rules,
     outer_rules,
 )
-from strop.learner.megatron.models.architecture import Architecture
-from strop.learner.megatron.weights.weight_rules import WeightRule
+from strop.learner.megatron.families.weight_rules import WeightRule
 
 
 class Nemotron:

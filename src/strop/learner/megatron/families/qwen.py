@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from strop.learner.megatron.families.architecture import Architecture, LayerDesign
 from strop.learner.megatron.families.dense import (
     attention_rules,
     dense_architecture,
@@ -14,8 +15,7 @@ from strop.learner.megatron.families.dense import (
     outer_rules,
     windowed_layers,
 )
-from strop.learner.megatron.models.architecture import Architecture, LayerDesign
-from strop.learner.megatron.weights.weight_rules import WeightRule, expert_rules, glu_rules
+from strop.learner.megatron.families.weight_rules import WeightRule, expert_rules, glu_rules
 
 
 class Qwen:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -11,6 +10,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from strop.learner.megatron.families.find_family import find_family
+from strop.learner.megatron.layout import MegatronLayout
 from strop.learner.megatron.megatron_config import MegatronConfig
 from strop.learner.megatron.models.gpt_stage import GptStage, Head
 from strop.learner.megatron.models.layer_specs import layer_spec
@@ -18,16 +18,8 @@ from strop.learner.megatron.models.stage_norms import NORMS
 from strop.learner.megatron.models.transformer_settings import transformer_config
 
 
-class Layout(Protocol):
-    """Process groups of one model on the ranks."""
-
-    def activate(self) -> AbstractContextManager[Any]:
-        """Make these the groups that Megatron Core uses."""
-        ...
-
-
 def build_stages(
-    hf_config: Any, config: MegatronConfig, layout: Layout, *, dtype: torch.dtype, head: Head = "lm"
+    hf_config: Any, config: MegatronConfig, layout: MegatronLayout, *, dtype: torch.dtype, head: Head = "lm"
 ) -> list[GptStage]:
     """Build the stages of this rank, one for each virtual stage, without weights. ``head``: for logits, or for values (``scalar``)."""
     architecture = find_family(hf_config).architecture(hf_config)

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
-from strop.learner.megatron.models.architecture import Architecture
+from strop.learner.megatron.families.architecture import Architecture
 from strop.learner.megatron.models.rotary_tables import rotation_tables
 from strop.learner.megatron.models.stage_row import StageRow
 

@@ -15,7 +15,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from strop.learner.megatron.models.architecture import Architecture, LayerDesign
+from strop.learner.megatron.families.architecture import Architecture, LayerDesign
 from strop.learner.megatron.models.latent_attention import RowLatentAttention
 from strop.learner.megatron.models.post_norm import with_post_norm
 from strop.learner.megatron.models.row_attention import RowAttention

@@ -1,36 +1,13 @@
-"""Rotary embeddings of the positions that a row says, with the scaling of the model's configuration."""
+"""Rotary embeddings of the positions that a row says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from strop.learner.megatron.models.architecture import Rotary
-
-
-def rotary_of(hf_config: Any, head_dim: int, layer_type: str | None = None) -> Rotary:
-    """Return the rotary embedding of a Hugging Face configuration, for one type of its layers where they differ."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    parameters: Mapping[str, Any] = hf_config.rope_parameters
-    if layer_type is not None:
-        parameters = parameters[layer_type]
-    kind = parameters.get("rope_type", "default")
-    if kind == "default":
-        size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-        return Rotary(1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float) / size))
-    if kind not in ("linear", "llama3", "yarn"):
-        raise ValueError(
-            f"{hf_config.model_type}: rotary embeddings of type {kind} depend on the length of a sequence, which rows of many "
-            "sequences do not have one of; Megatron Core's models have the types default, linear, llama3 and yarn: "
-            "set policy.backend=torch"
-        )
-    options = {} if layer_type is None else {"layer_type": layer_type}
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"), **options)
-    return Rotary(frequencies, float(scale))
+from strop.learner.megatron.families.architecture import Rotary
 
 
 def rotation_tables(rotaries: Sequence[Rotary], positions: Tensor, dtype: torch.dtype) -> Tensor:

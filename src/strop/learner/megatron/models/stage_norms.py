@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.learner.megatron.models.architecture import NormKind
+from strop.learner.megatron.families.architecture import NormKind
 from strop.sampling import at_least_float32
 
 

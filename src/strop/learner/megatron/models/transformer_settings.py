@@ -10,8 +10,8 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
+from strop.learner.megatron.families.architecture import Architecture
 from strop.learner.megatron.megatron_config import MegatronConfig
-from strop.learner.megatron.models.architecture import Architecture
 
 
 def transformer_config(architecture: Architecture, config: MegatronConfig, dtype: torch.dtype) -> Any:

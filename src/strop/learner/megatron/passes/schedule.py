@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,22 +43,19 @@ def run_schedule(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     rows: dict[int, StageRow] = {}
-    reads = [0] * len(micro_batches)
     results: dict[int, Any] = {}
 
     def forward(numbers: Any, stage: Any) -> tuple[Tensor, Any]:
         number = next(numbers)
-        row = rows.pop(number, None) or sharding.make_row(micro_batches[number].sub_batch.batch)
-        reads[number] += 1
-        if reads[number] < len(chunks):  # the masks of a long row are large: it is kept for the other virtual stages only
-            rows[number] = row
-        return stage(row), partial(finish_pass, number)
+        if number not in rows:
+            rows[number] = sharding.make_row(micro_batches[number].sub_batch.batch)
+        return stage(rows[number]), partial(finish_pass, number)
 
     def finish_pass(number: int, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         loss, results[number] = finish(micro_batches[number], hidden)
         return loss, torch.tensor(1, dtype=torch.int), {}
 
-    numbers = [iter(range(len(micro_batches))) for _ in chunks]
+    numbers = [_number(len(micro_batches), rows if chunk is chunks[-1] else {}) for chunk in chunks]
     several = len(chunks) > 1
     get_forward_backward_func()(
         forward_step_func=forward,
@@ -70,3 +67,10 @@ def run_schedule(
         forward_only=not backward,
     )
     return [results[number] for number in sorted(results)]
+
+
+def _number(count: int, rows: dict[int, StageRow]) -> Iterator[int]:
+    """Number micro-batches, and drop the row of each when the next one is read: the masks of a long row are large."""
+    for number in range(count):
+        yield number
+        rows.pop(number, None)

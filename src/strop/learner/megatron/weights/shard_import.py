@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +15,21 @@ from strop.learner.megatron.weights.weight_reader import WeightReader
 from strop.models.classifiers import draw_score_weight
 
 
+@dataclass(frozen=True)
+class ScoreInit:
+    """The initial score layer of a model with values, where its files have none: a normal distribution with mean 0."""
+
+    seed: int
+    deviation: float | None = None  # None: the model's initializer_range
+
+
 @torch.no_grad()
 def load_weights(
-    stages: Sequence[GptStage], hf_config: Any, reader: WeightReader, *, score_seed: int = 0, score_std: float | None = None
+    stages: Sequence[GptStage], hf_config: Any, reader: WeightReader, *, score_init: ScoreInit = ScoreInit(seed=0)
 ) -> None:
     """Copy the weights of a Hugging Face model into this rank's stages. Raises KeyError for one that the files lack.
 
-    A score layer that a language model's files lack is drawn as for the torch learner, from ``score_seed`` alone.
+    A score layer that a language model's files lack is drawn as for the torch learner.
     """
     weights = WeightMap(stages, hf_config)
     for placed in filter(weights.is_local, weights.weights):
@@ -29,7 +38,7 @@ def load_weights(
             _load(placed, source, weights, reader)
         else:
             score = weights.parameter(placed)
-            score.copy_(draw_score_weight(hf_config, score.shape, score_seed, score_std))
+            score.copy_(draw_score_weight(hf_config, score.shape, score_init.seed, score_init.deviation))
 
 
 def _find_source(placed: PlacedWeight, weights: WeightMap, reader: WeightReader) -> str | None:

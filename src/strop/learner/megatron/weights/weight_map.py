@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from strop.learner.megatron.families.find_family import find_family
+from strop.learner.megatron.families.weight_rules import Piece, WeightRule
 from strop.learner.megatron.models.gpt_stage import GptStage, Head
-from strop.learner.megatron.weights.weight_rules import Piece, WeightRule
-from strop.models.loading import quiet_transformers
+from strop.models.export import describe_model
 
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
@@ -150,16 +151,7 @@ def hf_weights(hf_config: Any, head: Head) -> tuple[HfWeight, ...]:
 
 @cache
 def _hf_weights(kind: Any, json_text: str, head: Head) -> tuple[HfWeight, ...]:
-    import json
-
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    hf_config: Any = kind.from_dict(json.loads(json_text))
-    auto: Any = AutoModelForCausalLM
-    if head == "scalar":
-        hf_config.num_labels, auto = 1, AutoModelForSequenceClassification
-    with torch.device("meta"), quiet_transformers():
-        model = auto.from_config(hf_config)
+    model = describe_model(kind.from_dict(json.loads(json_text)), classifier=head == "scalar")
     storages: dict[int, int] = {}
     return tuple(
         HfWeight(name, tuple(tensor.shape), storages.setdefault(id(tensor), len(storages)))

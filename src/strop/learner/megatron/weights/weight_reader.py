@@ -22,7 +22,7 @@ class WeightReader(Protocol):
         ...
 
 
-class TensorReader:
+class MemoryWeights:
     """Reads tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -35,7 +35,7 @@ class TensorReader:
         return self.tensors[name][index]
 
 
-class SafetensorsReader:
+class FileWeights:
     """Reads the safetensors files of a model's folder, one or several with an index."""
 
     def __init__(self, folder: Path | str) -> None:

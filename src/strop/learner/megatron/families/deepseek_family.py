@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from strop.learner.megatron.families.architecture import Architecture, LayerDesign
 from strop.learner.megatron.families.dense import dense_architecture, dense_fields, norm_rules, outer_rules
-from strop.learner.megatron.models.architecture import Architecture, LayerDesign
-from strop.learner.megatron.models.rotary_tables import rotary_of
-from strop.learner.megatron.weights.weight_rules import WeightRule, expert_rules, glu_rules
+from strop.learner.megatron.families.rotary_frequencies import rotary_of
+from strop.learner.megatron.families.weight_rules import WeightRule, expert_rules, glu_rules
 
 
 class DeepSeek:
