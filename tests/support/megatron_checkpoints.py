@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from support.megatron_families import make_config
 from support.megatron_stages import make_layout, start_layout
 
 COUNTERS = {"schedule": 3}
+active = ExitStack()  # the layout of the stages that were built last
 
 
 @dataclass
@@ -78,6 +80,8 @@ def train_stages(
 
     config = make_layout(**sizes)
     layout = start_layout(config)
+    active.close()
+    active.enter_context(layout.activate())
     hf_config = make_config(case)
     stages = build_stages(hf_config, config, layout, dtype=dtype, head=head)
     load_weights(stages, hf_config, MemoryWeights(dict(random_weights(hf_config, 0, head))))
@@ -92,7 +96,7 @@ def train_stages(
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
     )
-    trained = TrainedStages(hf_config, stages, chunks, get_megatron_optimizer(options, chunks))
+    trained = TrainedStages(hf_config, stages, chunks, get_megatron_optimizer(options, chunks, use_gloo_process_groups=False))
     for step in range(steps):
         trained.step(step + 1)
     return trained

@@ -24,7 +24,6 @@ from strop.models.export import (
     ExportFormat,
     check_target,
     copy_adapters,
-    download_model,
     export_weights,
     load_merged_model,
     load_model_config,
@@ -32,7 +31,7 @@ from strop.models.export import (
     new_folder,
     save_model,
 )
-from strop.models.loading import ModelNotFound, load_tokenizer, locate_model
+from strop.models.loading import ModelNotFound, find_model_folder, load_tokenizer
 
 SHARD_FILE_SUFFIXES = (METADATA, ".distcp", LATEST)  # endings of shard files, which are not copied
 MODEL_FILES = re.compile(r"(adapter_)?(config|model.*|base_config)\.(json|safetensors(\.index\.json)?)|pytorch_model.*|.*\.gguf")
@@ -106,19 +105,20 @@ def convert_megatron(source: Path, target: Path, *, model_name: str | None = Non
 
 
 def convert_to_megatron(model_name: str, target: Path) -> None:
-    """Write a Hugging Face model and its tokenizer as a folder with iter_0000000, in one process. Raises ConversionError."""
+    """Write a Hugging Face model and its tokenizer as a folder with iter_0000000, in one process.
+
+    Raises ModelNotFound, ConversionError.
+    """
     from safetensors.torch import load_file
 
     from strop.learner.megatron.checkpoint.hugging_face import write_megatron_weights
 
     check_target(target)
-    source = SavedModel(download_model(locate_model(model_name)[0]))
-    folder = Path(source.weights)
-    files = sorted(folder.glob("*.safetensors"))
-    if source.layout != "whole" or not files:
-        raise ConversionError(f"{source.description} has no safetensors of a whole model: `strop export` writes such a folder")
+    folder = find_model_folder(model_name)
+    source = SavedModel(str(folder))
     with new_folder(target) as draft, _conversion_errors(source):
-        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}  # mapped, not read
+        files = sorted(folder.glob("*.safetensors"))  # mapped, not read
+        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
         write_megatron_weights(weights, load_model_config(source.weights), draft)
         for path in folder.iterdir():
             if path.is_file() and (path.name == "config.json" or not MODEL_FILES.fullmatch(path.name)):

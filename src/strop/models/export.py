@@ -15,7 +15,14 @@ from torch import Tensor
 
 from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, is_classifier_adapter
 from strop.models.classifiers import load_classifier
-from strop.models.loading import cast_weights, from_pretrained, load_model, locate_model, quiet_transformers
+from strop.models.loading import (
+    cast_weights,
+    from_pretrained,
+    load_generation_config,
+    load_model,
+    locate_model,
+    quiet_transformers,
+)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -134,16 +141,9 @@ def save_model_config(config: Any, dtype: torch.dtype, folder: Path, *, scores: 
     config.dtype = dtype
     with quiet_transformers():
         config.save_pretrained(folder)
-
-
-def download_model(name: str) -> str:
-    """Return the folder of a model: itself, or that of the hub's in the cache."""
-    from huggingface_hub import snapshot_download
-
-    if Path(name).is_dir():
-        return name
-    folder: str = snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja"])
-    return folder
+        generation = load_generation_config(Path(config.name_or_path))
+        if generation is not None and not scores:
+            generation.save_pretrained(folder)
 
 
 def copy_adapters(source: Path, folder: Path, form: ExportFormat = AS_THEY_ARE) -> None:

@@ -190,14 +190,16 @@ def _read_pieces(reader: ShardedReader, matrix: StoredMatrix, target: Tensor) ->
 
 
 def _find_matrix(weights: Mapping[str, Tensor], matrix: StoredMatrix) -> Tensor:
-    """Return the values of a matrix, from one tensor of all experts or from those that an expert has in a file."""
-    if matrix.name in weights:
-        return weights[matrix.name] if matrix.expert is None else weights[matrix.name][matrix.expert]
+    """Return the values of a matrix: those of its weight under one of its names, or of what an expert has in a file."""
     match = LAYER.match(matrix.name)
-    names = [
-        re.sub(r"^layers\.", f"model.layers.{match[1]}." if match else "", name).format(expert=matrix.expert)
-        for name in matrix.rule.expert_files
-    ]
+
+    def in_files(name: str) -> str:
+        return re.sub(r"^layers\.", f"model.layers.{match[1]}." if match else "", name).format(expert=matrix.expert)
+
+    for name in (matrix.name, *map(in_files, matrix.rule.aliases)):
+        if name in weights:
+            return weights[name] if matrix.expert is None else weights[name][matrix.expert]
+    names = [in_files(name) for name in matrix.rule.expert_files]
     if not names or any(name not in weights for name in names):
         raise ValueError(f"the weights lack {', '.join(names) or matrix.name}")
     parts = [weights[name] for name in names]

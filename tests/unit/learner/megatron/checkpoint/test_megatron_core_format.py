@@ -7,26 +7,27 @@ from typing import Any
 
 import pytest
 
+from support.megatron_families import FAMILIES
 from support.ranks import run_on_ranks
 
 pytest.importorskip("megatron.core")
 
-LAYOUTS: list[tuple[str, dict[str, Any]]] = [
-    ("qwen3", {"tp": 2}),
-    ("llama-tied", {"pp": 2, "vp": 2}),
-    ("qwen3_moe", {"ep": 2, "distributed": True}),
+Layouts = list[tuple[str, dict[str, Any]]]
+LAYOUTS: Layouts = [("qwen2", {"tp": 2}), ("qwen3_moe", {"ep": 2, "pp": 1, "distributed": True})]
+OF_FAMILIES: Layouts = [
+    (name, sizes) for name in FAMILIES for sizes in ({"tp": 2, "etp": 2} if "moe" in name else {"tp": 2}, {"pp": 2, "vp": 2})
 ]
 
 
-def exchange(rank: int, root: str) -> None:
+def exchange(rank: int, root: str, layouts: Layouts) -> None:
     from strop.learner.megatron.cpu_shim import prepare_megatron
 
     prepare_megatron("cpu")
     from strop.learner.megatron.checkpoint.hugging_face import read_hugging_face_weights
     from support.megatron_checkpoints import train_stages
 
-    for family, sizes in LAYOUTS:
-        folder = Path(root) / family
+    for number, (family, sizes) in enumerate(layouts):
+        folder = Path(root) / str(number)
         run = train_stages(family, steps=1, **sizes)
         run.snapshot().save(folder)
         wanted = run.weights()
@@ -83,4 +84,9 @@ def standard_names(stage: Any) -> dict[str, Any]:
 
 
 def test_folders_are_megatron_core_s_own(tmp_path: Path) -> None:
-    run_on_ranks(2, exchange, str(tmp_path))
+    run_on_ranks(2, exchange, str(tmp_path), LAYOUTS)
+
+
+@pytest.mark.exhaustive
+def test_folders_of_every_family_are_megatron_core_s_own(tmp_path: Path) -> None:
+    run_on_ranks(2, exchange, str(tmp_path), OF_FAMILIES)

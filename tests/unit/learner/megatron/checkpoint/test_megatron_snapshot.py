@@ -16,9 +16,9 @@ Case = tuple[str, dict[str, Any], dict[str, Any]]
 DENSE: list[Case] = [
     ("qwen3", {"tp": 2}, {"pp": 2}),
     ("qwen3", {"distributed": True}, {"pp": 2, "vp": 2, "distributed": True}),
-    ("llama-tied", {"pp": 2, "vp": 2}, {"context_parallel_size": 2, "distributed": True}),
-    ("qwen2", {"distributed": True, "dtype": torch.bfloat16}, {"tp": 2, "dtype": torch.bfloat16}),
-    ("llama-tied", {"pp": 2, "dtype": torch.bfloat16}, {"distributed": True}),
+    ("qwen2", {"pp": 2, "vp": 2}, {"context_parallel_size": 2, "distributed": True}),
+    ("gemma2", {"distributed": True, "dtype": torch.bfloat16}, {"tp": 2, "dtype": torch.bfloat16}),
+    ("qwen2", {"pp": 2, "dtype": torch.bfloat16}, {"distributed": True}),
     ("llama", {"head": "scalar", "pp": 2}, {"head": "scalar", "tp": 2, "sp": True, "distributed": True}),
 ]
 MIXTURE: list[Case] = [
@@ -31,6 +31,7 @@ LARGE: list[Case] = [
     ("qwen3", {"tp": 2, "pp": 2}, {"tp": 4, "sp": True, "distributed": True}),
     ("qwen2", {"tp": 2, "sp": True, "distributed": True}, {"pp": 4}),
     ("qwen3_moe", {"ep": 2, "pp": 2, "distributed": True}, {"ep": 4}),
+    ("deepseek_v3", {"ep": 2, "pp": 2}, {"ep": 2, "tp": 2, "etp": 1, "distributed": True}),
     ("qwen3_moe", {"ep": 2, "tp": 2, "etp": 2}, {"distributed": True, "context_parallel_size": 2}),
 ]
 
