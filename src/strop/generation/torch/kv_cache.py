@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from strop.models.attention import AttentionSpec, causal_mask, masked_attention
-from strop.models.routing.routes import RoutedLayers
+from strop.models.routing.routes import RecordedRoutes, RoutedLayers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +128,7 @@ class PrefillPlan:
 
     def __init__(self, shape: CacheShape, lengths: list[int], prefixes: list[Prefix | None]) -> None:
         self.shape = shape
+        self.routes: RecordedRoutes | None = None  # of the new tokens, with router replay
         self.lengths = lengths
         self.prefixes = prefixes
         self.keys: list[Tensor] = []  # per layer [T, heads, D]
@@ -175,6 +176,7 @@ class DecodePlan:
     def __init__(self, cache: SlotCache, positions: Tensor, span: int) -> None:
         """``positions`` [B] are those of the new tokens, all below ``span``."""
         self.cache = cache
+        self.routes: RecordedRoutes | None = None  # of the new tokens, with router replay
         self.rows = torch.arange(len(positions), device=positions.device)
         self.positions = positions
         self.span = span

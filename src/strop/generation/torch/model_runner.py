@@ -16,7 +16,6 @@ from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
 from strop.models.attention import AttentionSpec
 from strop.models.network import Network
-from strop.models.routing.routes import RecordedRoutes
 
 SPAN_STEP = 32  # the attended span of the cache is rounded up to a multiple of this many positions
 
@@ -136,9 +135,9 @@ class CachedRunner:
         tokens = torch.tensor([token for prompt, skip in zip(prompts, skipped, strict=True) for token in prompt[skip:]])
         positions = torch.cat([torch.arange(skip, skip + length) for skip, length in zip(skipped, lengths, strict=True)])
         last = torch.tensor(lengths).cumsum(0) - 1
-        recorded = self.network.record_routes()
-        logits = self._forward(tokens, positions, plan, last, recorded)
-        routes = None if recorded is None else recorded.stack()
+        plan.routes = self.network.record_routes()
+        logits = self._forward(tokens, positions, plan, last)
+        routes = None if plan.routes is None else plan.routes.stack()
         return {prompt: plan.build_prefix(index, prompt, logits[index], routes) for index, prompt in enumerate(prompts)}
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
@@ -149,23 +148,17 @@ class CachedRunner:
 
     def _decode_static(self, tokens: Tensor, positions: Tensor, span: int | None = None) -> Tensor:
         positions = positions.to(self.network.device)
-        plan, recorded = DecodePlan(self.cache, positions, span or self.length), self.network.record_routes()
-        logits = self._forward(tokens, positions, plan, None, recorded)
-        if recorded is not None and self.cache.routes is not None:
-            self.cache.routes[plan.rows, positions] = recorded.stack()
+        plan = DecodePlan(self.cache, positions, span or self.length)
+        plan.routes = self.network.record_routes()
+        logits = self._forward(tokens, positions, plan, None)
+        if plan.routes is not None and self.cache.routes is not None:
+            self.cache.routes[plan.rows, positions] = plan.routes.stack()
         return logits
 
     @torch.no_grad()
-    def _forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        plan: PrefillPlan | DecodePlan,
-        rows: Tensor | None,
-        routes: RecordedRoutes | None,
-    ) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, plan: PrefillPlan | DecodePlan, rows: Tensor | None) -> Tensor:
         device = self.network.device
-        options = {} if routes is None else {"routes": routes}
+        options = {} if plan.routes is None else {"routes": plan.routes}
         with self.network.autocast():
             output = self.network.decoder(
                 input_ids=tokens[None].to(device), position_ids=positions[None].to(device), plan=plan, use_cache=False, **options
