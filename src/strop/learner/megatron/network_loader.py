@@ -59,7 +59,5 @@ class NetworkLoader:
             load_weights(stages, files.config, reader, score_init=score or ScoreInit(seed=0))
             adapters = None
             if config.peft.enabled and adapter_seed is not None:
-                adapters = StageAdapters(
-                    stages, files.config, config.peft, base=files.name, seed=adapter_seed, key=f"{key}.peft"
-                )
+                adapters = StageAdapters(stages, files.config, config.peft, base=files.name, seed=adapter_seed, key=f"{key}.peft")
         return MegatronNetwork(stages, files.config, layout, chunk=chunk or 1 << 40, adapters=adapters)

@@ -15,7 +15,6 @@ from strop.learner.megatron.megatron_peft_config import MegatronPeftConfig
 from support.megatron_parity import MegatronCase, case, train_cases_on_rank
 from support.needs import needs_megatron
 from support.parity import Case, Differences, compare, make_batch, train
-from support.sweep import sweep
 
 needs_megatron()
 pytestmark = pytest.mark.slow

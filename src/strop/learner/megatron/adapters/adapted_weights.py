@@ -58,7 +58,9 @@ class AdaptedWeight:
         )
 
 
-def find_adapted_weights(weights: WeightMap, config: MegatronPeftConfig, *, key: str = "megatron_cfg.peft") -> list[AdaptedWeight]:
+def find_adapted_weights(
+    weights: WeightMap, config: MegatronPeftConfig, *, key: str = "megatron_cfg.peft"
+) -> list[AdaptedWeight]:
     """Return the weights that get adapters, in the order of the Hugging Face model.
 
     Raises ValueError for a pattern that matches no linear layer, or only those of experts. Warns of experts, which are not trained.

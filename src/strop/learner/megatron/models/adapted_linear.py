@@ -21,12 +21,14 @@ Divided = Literal["rows", "columns"]
 class ParallelAdapter(nn.Module):
     """B A of a divided linear layer, in at least float32. The half that its ranks do not divide is on each of them.
 
-    What the ranks exchange has the rank of the adapter for width. Beside a layer whose rows are divided, B has the same rows, and every rank
-    has A; with sequence parallelism it reads that rank's tokens, so that its gradient is a part of the whole one. Beside divided columns A
-    has the same columns, and every rank has B.
+    Beside a layer whose rows are divided, B has the same rows, and every rank has A; with sequence parallelism it reads the rank's tokens,
+    so that its gradient is a part of the whole one. Beside divided columns A has the same columns, and every rank has B. The ranks exchange
+    A x, which is narrow.
     """
 
-    def __init__(self, weight: Tensor, divided: Divided, config: MegatronPeftConfig, *, sequence_parallel: bool, gated: bool) -> None:
+    def __init__(
+        self, weight: Tensor, divided: Divided, config: MegatronPeftConfig, *, sequence_parallel: bool, gated: bool
+    ) -> None:
         """``weight``: that of the layer on this rank. ``gated``: its rows are those of a gate, and of what it multiplies."""
         super().__init__()
         rows, columns = weight.shape
@@ -119,7 +121,8 @@ def with_adapter(linear: Any, divided: Divided) -> type:
             if adapter.gated:  # as Megatron Core does with the layer's weight
                 name = f"{prefix}adapter.linear_out.weight"
                 parts[name] = apply_swiglu_sharded_factory(parts[name], sharded_offsets)
-            return shards | parts
+            shards.update(parts)
+            return shards
 
     return AdaptedLinear
 
