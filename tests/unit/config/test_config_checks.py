@@ -94,7 +94,10 @@ def test_a_batch_that_cuts_groups_or_leaves_a_rest_is_refused_with_the_sizes_tha
         ("data.train.dataset_name=no/such/tasks.jsonl", "there is no file no/such/tasks.jsonl"),
         ("~data.train", "nothing to train on"),
         ("policy.megatron_cfg={enabled: true, tensor_model_parallel_size: 8}", "8 ranks do not divide the 1 devices"),
-        ("policy.megatron_cfg={enabled: true, peft: {enabled: true}}", "adapters of Megatron Core's layers"),
+        (
+            "policy.megatron_cfg={enabled: true, peft: {enabled: true, dropout: 0.1}}",
+            "rollouts are sampled without dropout",
+        ),
         ("policy.dtensor_cfg.enabled=false", "which leaves no learner"),
         ("policy.dtensor_cfg.tensor_parallel_size=8", "8 ranks do not divide the one device"),
         ("policy.dtensor_cfg.context_parallel_size=2", "2 ranks do not divide the one device"),

@@ -121,6 +121,7 @@ class MegatronConfig(BaseConfig):
             return
         yield from self.optimizer.own_errors(f"{key}.optimizer")
         yield from self.scheduler.own_errors(f"{key}.scheduler")
+        yield from self._check_adapters(key)
         virtual, stages = self.virtual_pipeline_model_parallel_size or 1, self.pipeline_model_parallel_size
         if virtual > 1 and stages == 1:
             yield Problem(
@@ -139,6 +140,20 @@ class MegatronConfig(BaseConfig):
                 f"{key}.scheduler.lr_warmup_init",
                 f"found {self.scheduler.lr_warmup_init:g}, which is above optimizer.lr = {self.optimizer.lr:g}",
                 f"Set it to {self.optimizer.lr:g} or less.",
+            )
+
+    def _check_adapters(self, key: str) -> Iterator[Problem]:
+        if self.peft.enabled and self.moe_router_bias_update_rate:
+            yield Problem(
+                f"{key}.moe_router_bias_update_rate",
+                f"found {self.moe_router_bias_update_rate:g}, which changes the base, and {key}.peft.enabled=true trains adapters alone",
+                "Set it to 0.",
+            )
+        if self.peft.enabled and self.moe_shared_expert_overlap:
+            yield Problem(
+                f"{key}.moe_shared_expert_overlap",
+                f"found true, but then shared experts exchange their tokens where their adapters ({key}.peft) do not see it",
+                "Set it to false.",
             )
 
     def warnings(self, key: str) -> Iterator[Problem]:

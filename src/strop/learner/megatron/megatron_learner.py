@@ -68,7 +68,8 @@ class MegatronLearner:
             prepare_schedule(self.transformer)
             for stage in network.stages:
                 stage.train()
-            dtype = next(network.stages[0].parameters()).dtype
+            trained = [parameter.dtype for _, parameter in network.named_parameters() if parameter.requires_grad]
+            dtype = min(trained, key=lambda dtype: dtype.itemsize)  # adapters are float32 beside a bfloat16 base
             network.chunks = wrap_stages(
                 network.stages,
                 megatron.distributed_data_parallel_config,

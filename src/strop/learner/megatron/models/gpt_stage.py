@@ -106,6 +106,8 @@ class GptStage(LanguageModule):  # type: ignore[misc]
             if self.architecture.embedding_scale != 1.0:
                 scale = torch.tensor(self.architecture.embedding_scale)  # through float32, as Transformers does
                 hidden = hidden * scale.to(hidden.device, hidden.dtype)
+        if hidden is not None and torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()  # of a frozen embedding: a layer that is recomputed has gradients only if its input has
         tables = rotation_tables(self.architecture.rotaries, row.positions, self.config.params_dtype)
         output: Tensor = self.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=row)
         return output

@@ -16,6 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from strop.learner.megatron.families.architecture import Architecture, LayerDesign
+from strop.learner.megatron.models.adapted_linear import AdaptedBackend
 from strop.learner.megatron.models.latent_attention import RowLatentAttention
 from strop.learner.megatron.models.post_norm import with_post_norm
 from strop.learner.megatron.models.row_attention import RowAttention
@@ -23,9 +24,9 @@ from strop.learner.megatron.models.stage_norms import NORMS
 from strop.learner.megatron.models.tree_attention import TreeAttention
 
 
-def layer_spec(architecture: Architecture, design: LayerDesign, config: Any) -> ModuleSpec:
-    """Return the spec of a layer."""
-    backend = choose_backend(config)
+def layer_spec(architecture: Architecture, design: LayerDesign, config: Any, *, adapters: bool = False) -> ModuleSpec:
+    """Return the spec of a layer. ``adapters``: its linear layers have room for them."""
+    backend = AdaptedBackend(choose_backend(config)) if adapters else choose_backend(config)
     norm: Any = NORMS[architecture.norm]
     row_linear = backend.row_parallel_linear()
     if architecture.post_norms:

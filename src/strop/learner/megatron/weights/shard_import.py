@@ -35,7 +35,7 @@ def load_weights(
     for placed in filter(weights.is_local, weights.weights):
         source = _find_source(placed, weights, reader)
         if source is not None:
-            _load(placed, source, weights, reader)
+            load_weight(placed, source, weights, reader)
         else:
             score = weights.parameter(placed)
             score.copy_(draw_score_weight(hf_config, score.shape, score_init.seed, score_init.deviation))
@@ -55,7 +55,8 @@ def _find_source(placed: PlacedWeight, weights: WeightMap, reader: WeightReader)
     raise KeyError(f"{placed.weight.name} is not in the model's files")
 
 
-def _load(placed: PlacedWeight, source: str, weights: WeightMap, reader: WeightReader) -> None:
+def load_weight(placed: PlacedWeight, source: str, weights: WeightMap, reader: WeightReader) -> None:
+    """Copy this rank's part of a weight from the files' ``source`` into its parameter. Call it without gradients."""
     rank, ranks = weights.ranks_of(placed)
     experts = enumerate(weights.local_experts(placed)) if placed.rule.of_experts else [(None, None)]
     for local, expert in experts:

@@ -201,7 +201,12 @@ def test_what_only_nemo_rl_s_workers_have_is_said(recipe: Path, options: Mapping
         ("scheduler.lr_decay_iters=5", "scheduler.lr_warmup_iters", "leaves nothing"),
         ("scheduler.end_weight_decay=0.1", "scheduler.weight_decay_incr_style", "found constant"),
         ("optimizer={lr: 3e-7, min_lr: 0, optimizer_cpu_offload: true}", "optimizer.optimizer_offload_fraction", "moves nothing"),
-        ("peft.enabled=true", "peft.enabled", "adapters of Megatron Core's layers"),
+        ("peft={enabled: true, dropout: 0.1}", "peft.dropout", "sampled without dropout"),
+        (
+            "peft.enabled=true policy.megatron_cfg.moe_router_bias_update_rate=0.1",
+            "moe_router_bias_update_rate",
+            "adapters alone",
+        ),
         ("optimizer.fp16=true", "optimizer.fp16", "float16 is not in this version"),
         ("mtp_num_layers=2 policy.megatron_cfg.mtp_loss_scaling_factor=0.3", "mtp_num_layers", "multi-token prediction"),
         ("some_new_option=3", "some_new_option", "is not known"),
@@ -213,6 +218,14 @@ def test_what_megatron_core_cannot_do_is_refused_at_its_key(recipe: Path, option
         recipe, *f"policy.megatron_cfg.{option}".split(" policy")[:1], *(f"policy{rest}" for rest in option.split(" policy")[1:])
     )
     assert list(refused) == [f"policy.megatron_cfg.{key}"] and text in refused[f"policy.megatron_cfg.{key}"]
+
+
+def test_adapters_keep_nemo_rl_s_keys(recipe: Path) -> None:
+    adapters = "{enabled: true, target_modules: [], exclude_modules: ['*out_proj*'], dim: 128, alpha: 512, dropout: 0.0, lora_dtype: None}"
+    loaded = load(recipe, f"policy.megatron_cfg.peft={adapters}")
+    section = loaded.config.policy.megatron_cfg.peft
+    assert (section.enabled, section.dim, section.alpha, section.exclude_modules) == (True, 128, 512, ("*out_proj*",))
+    assert loaded.config.policy.adapter_rank == 128
 
 
 def test_the_torch_learner_trains_with_megatron_s_rate_warm_up_and_sizes(recipe: Path) -> None:

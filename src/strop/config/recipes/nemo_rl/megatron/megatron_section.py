@@ -136,10 +136,6 @@ def _translate_values(recipe: Recipe, section: str) -> None:
         text = f"no loss that balances the load of experts is added unless {weight} is set"
         recipe.note(balancing, Effect.CHANGED, text, f"Set {weight}, such as the model's router_aux_loss_coef.")
     _refuse_data_types(recipe, section)
-    if recipe.value(f"{section}.peft.enabled"):
-        text = "found true, but adapters of Megatron Core's layers are not in this version"
-        recipe.refuse(f"{section}.peft.enabled", text, "Set policy.backend=torch, which trains adapters of the same layers.")
-        recipe.explained.append(f"{section}.peft")
     if recipe.value(f"{section}.freeze_config.freeze_language_model", False):
         key = f"{section}.freeze_config.freeze_language_model"
         recipe.refuse(key, "found true, but then nothing that models of text have is trained", "Set it to false.")
