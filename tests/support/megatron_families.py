@@ -97,12 +97,17 @@ def make_model(name: str, dtype: torch.dtype, **changes: Any) -> Any:
 
     model = AutoModelForCausalLM.from_config(make_config(name, **changes)).to(dtype).eval()
     randomize(model)
-    model.set_experts_implementation("eager")  # the grouped kernel has no float64
     if dtype == torch.float64:
-        for module in list(model.modules()):
-            if type(module).__name__.endswith("RMSNorm"):
-                module.forward = partial(_exact_norm, module)
+        make_exact(model)
     return model
+
+
+def make_exact(model: Any) -> None:
+    """Let a float64 model compute in float64."""
+    model.set_experts_implementation("eager")  # the grouped kernel has no float64
+    for module in list(model.modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_exact_norm, module)
 
 
 def _exact_norm(norm: Any, hidden: Tensor) -> Tensor:

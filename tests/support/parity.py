@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from strop.types import NO_ROUTE, Batch, Group
 from support.algorithms import grpo
 from support.learners import make_torch_learner
 from support.lora import share_fused, with_random_adapters
-from support.models import CONFIGS, ExactNorm, build, to_float64
+from support.megatron_families import FAMILIES, make_config, make_exact
+from support.models import CONFIGS, VOCABULARY, ExactNorm, build, to_float64
 from support.recorded import build_classifier, random_groups
 from support.rollouts import make_agent_groups, pack_for, simple_groups, with_columns
 
@@ -42,6 +44,9 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 MANY = ((5, (3, 6, 1)), (2, (6, 2)), (9, (4, 4, 4)), (3, (2, 8)), (1, (7,)), (4, (3, 3)))  # groups: prompt, completions
 FEW = ((6, (5, 3, 4, 9)),)
+MEGATRON = "megatron/"  # before the name of a case of support.megatron_families
+for _name in FAMILIES:
+    CONFIGS.setdefault(MEGATRON + _name, partial(make_config, _name, vocab_size=VOCABULARY))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +100,9 @@ def build_network(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda 
         for name, child in list(parent.named_children()):
             if type(child).__name__ in ("Qwen3MoeRMSNorm", "MixtralRMSNorm"):
                 setattr(parent, name, ExactNorm(child.weight, child.variance_epsilon))
-    if case.dtype == torch.float64 and case.family.removesuffix("_deep") in ("qwen3_moe", "mixtral", "deepseek_v3"):
+    if case.dtype == torch.float64 and case.family.startswith(MEGATRON):
+        make_exact(model)
+    elif case.dtype == torch.float64 and case.family.removesuffix("_deep") in ("qwen3_moe", "mixtral", "deepseek_v3"):
         model.set_experts_implementation("eager")  # grouped matrix products do not support float64
     if case.weights_dtype is not None and case.lora:
         cast_weights(model, case.weights_dtype)

@@ -94,6 +94,33 @@ def skip_and_accumulate(batch: Batch) -> dict[str, Any]:
     return {"skipped": skipped, "unchanged": unchanged, "silent": silent, "norms": norms}
 
 
+ONE_BROKEN: dict[str, MegatronCase] = {
+    "data 2": MegatronCase(case=case(), world=2),
+    "stages 2 x 2": MegatronCase(case=case(family="llama_deep"), world=2, sizes={"pp": 2, "vp": 2}),
+    "distributed": SINGLE,
+    "distributed, overlapped": replace(SINGLE, overlap=True),
+    "experts 2": MegatronCase(case=case(family="qwen3_moe", dtype=torch.float32), world=2, sizes={"ep": 2}, distributed=True),
+}
+
+
+def skip_for_one_micro_batch(batch: Batch) -> dict[str, Any]:
+    """A gradient that is not finite in one micro-batch of one rank, and a step after it."""
+    found = {}
+    for name, made in ONE_BROKEN.items():
+        loss, broken = get_loss(made.case), [True]
+        learner, fresh = make_megatron_learner(made), make_megatron_learner(made)
+
+        def break_once(outputs: Any, part: Batch, loss: Any = loss, broken: list[bool] = broken, learner: Any = learner) -> Any:
+            value, logged = loss(outputs, part)
+            return value * (float("inf") if learner.layout.data_rank == 0 and broken and broken.pop() else 1.0), logged
+
+        skipped = _train(learner, batch, break_once)[0]["steps_skipped_for_nonfinite_gradient"]
+        taken, alone = _train(learner, batch, loss)[0], _train(fresh, batch, loss)[0]
+        same = all(torch.equal(left, right) for left, right in zip(_weights(learner), _weights(fresh), strict=True))
+        found[name] = (skipped, taken == alone, same)
+    return found
+
+
 def follow_schedule(batch: Batch) -> dict[str, Any]:
     """The learning rates of a schedule that advances once for two optimizer steps."""
     schedule = MegatronSchedulerConfig(
@@ -158,7 +185,7 @@ def refuse(batch: Batch) -> dict[str, Any]:
     }
 
 
-TASKS = (score_in_other_layout, train_with_offload, skip_and_accumulate, follow_schedule, balance_experts, refuse)
+TASKS = (score_in_other_layout, train_with_offload, skip_and_accumulate, skip_for_one_micro_batch, follow_schedule, balance_experts, refuse)
 
 
 def work_on_rank(rank: int, batch: Batch) -> dict[str, dict[str, Any]]:
@@ -191,6 +218,11 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped() -> None:
     for found in (each["skip_and_accumulate"] for each in results()):
         assert found["skipped"]["steps_skipped_for_nonfinite_gradient"] == 1
         assert found["unchanged"]
+
+
+def test_all_ranks_skip_a_step_for_one_micro_batch_and_go_on_as_if_it_had_not_been() -> None:
+    for found in (each["skip_for_one_micro_batch"] for each in results()):
+        assert found == dict.fromkeys(ONE_BROKEN, (1.0, True, True))
 
 
 def test_gradients_accumulate_until_the_step_and_a_batch_without_signal_has_none() -> None:

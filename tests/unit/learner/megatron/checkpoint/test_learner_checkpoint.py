@@ -19,6 +19,7 @@ TOLERANCE = 1e-6  # of a weight, where the sums of another layout are in another
 
 def go_on(rank: int, root: str, value: bool) -> dict[str, Any]:
     from strop.learner.megatron.checkpoint.hugging_face import read_hugging_face_weights
+    from strop.learner.megatron.megatron_optimizer_config import MegatronSchedulerConfig
     from strop.learner.megatron.weights.stage_export import iter_weights
     from support.megatron_parity import MegatronCase, case, make_megatron_learner
     from support.parity import get_loss, make_batch
@@ -36,10 +37,18 @@ def go_on(rank: int, root: str, value: bool) -> dict[str, Any]:
         return {weight.name: weight.gather().clone() for weight in found}
 
     plain = case(family="qwen3", dtype=torch.float32, value=value)
-    made = MegatronCase(case=plain, world=2, distributed=True, overlap=True)
+    falling = MegatronSchedulerConfig(
+        lr_decay_style="cosine",
+        lr_decay_iters=8,
+        lr_warmup_iters=1,
+        start_weight_decay=0.1,
+        end_weight_decay=0.2,
+        weight_decay_incr_style="linear",
+    )
+    made = MegatronCase(case=plain, world=2, distributed=True, overlap=True, schedule=falling)
     other: dict[str, Any] = {"sizes": {"tp": 2}, "distributed": False, "overlap": False}
     if value:
-        made, other = MegatronCase(case=plain, world=2, sizes={"pp": 2}), {"sizes": {}, "distributed": True}
+        made, other = replace(made, sizes={"pp": 2}, distributed=False, overlap=False), {"sizes": {}, "distributed": True}
     batch, folder = make_batch(made.case), Path(root)
     learner = make_megatron_learner(made)
     train(learner, 2)
