@@ -73,6 +73,7 @@ KEPT_CASES: dict[str, tuple[MegatronCase, Differences]] = {
         FLOAT64,
     ),
     "tensor 2, sequence, critic": (MegatronCase(case=case(value=True), world=2, sizes={"tp": 2, "sp": True}), FLOAT64),
+    "stages 2, critic": (MegatronCase(case=case(value=True), world=2, sizes={"pp": 2}), FLOAT64),
     "stages 2, tied, gspo": (MegatronCase(case=case(algorithm="gspo", **BIASED), world=2, sizes={"pp": 2}), FLOAT64),
     "stages 2 x 2, recomputed": (
         MegatronCase(
