@@ -46,6 +46,23 @@ for _family in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"):
     _deepen(_family)
 
 
+def _widen(family: str) -> None:
+    """Give a family a variant whose sizes FP8 kernels take: multiples of 128."""
+
+    def make() -> Any:
+        config = CONFIGS[family]()
+        config.hidden_size, config.intermediate_size, config.head_dim = 128, 256, 32
+        if hasattr(config, "moe_intermediate_size"):
+            config.moe_intermediate_size = 128
+        return config
+
+    CONFIGS.setdefault(f"{family}_wide", make)
+
+
+for _family in ("llama", "qwen3_moe"):
+    _widen(_family)
+
+
 CONSTANT_RATE = MegatronSchedulerConfig(lr_warmup_iters=0, start_weight_decay=0.1, end_weight_decay=0.1)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.fp8_utils import get_fp8_align_size
 from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, Outputs, ValueOutputs
@@ -50,7 +51,8 @@ class MegatronNetwork:
         self.layout = layout
         self.adapters = adapters
         self.chunk = chunk or 1 << 40
-        self.sharding = RowSharding(layout)
+        fp8: Any = stages[0].config.fp8
+        self.sharding = RowSharding(layout, 1 if not fp8 else get_fp8_align_size(stages[0].config.fp8_recipe))
         self.device = layout.device
         self.routed: RoutedLayers | None = None  # with router replay: those of this rank
         self._replays: list[LayerReplay] = []

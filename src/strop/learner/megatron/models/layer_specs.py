@@ -38,15 +38,15 @@ def layer_spec(architecture: Architecture, design: LayerDesign, config: Any, *, 
             self_attention=_attention(architecture, design, config, backend, row_linear),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=_experts(config, backend) if design.experts else _mlp(backend, row_linear),
+            mlp=_experts(config) if design.experts else _mlp(backend, row_linear),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def choose_backend(config: Any) -> Any:
-    """Return who makes linear layers: PyTorch, or Transformer Engine where FP8 or the configuration asks for it."""
-    if config.transformer_impl != "transformer_engine":
+def choose_backend(config: Any, *, grouped: bool = False) -> Any:
+    """Return who makes linear layers: PyTorch, or Transformer Engine where FP8, the configuration or ``grouped`` experts ask for it."""
+    if config.transformer_impl != "transformer_engine" and not grouped:
         return LocalSpecProvider()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
@@ -86,7 +86,8 @@ def _mlp(backend: Any, row_linear: Any) -> ModuleSpec:
     return ModuleSpec(module=MLP, submodules=submodules)
 
 
-def _experts(config: Any, backend: Any) -> ModuleSpec:
+def _experts(config: Any) -> ModuleSpec:
+    grouped = config.moe_grouped_gemm  # Megatron Core's own grouped experts without Transformer Engine have other weights
     return get_moe_module_spec_for_backend(
-        backend=backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+        backend=choose_backend(config, grouped=grouped), num_experts=config.num_moe_experts, moe_grouped_gemm=grouped
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from strop.learner.megatron.models.gpt_stage import GptStage
@@ -61,15 +62,18 @@ def load_weight(placed: PlacedWeight, source: str, weights: WeightMap, reader: W
     experts = enumerate(weights.local_experts(placed)) if placed.rule.of_experts else [(None, None)]
     for local, expert in experts:
         parameter = weights.parameter(placed, local)
+        # A part of a weight in FP8 is a copy of it, so that such a weight is read whole, and rounded once.
+        target = torch.zeros(parameter.shape, dtype=parameter.dtype) if is_float8tensor(parameter) else parameter
         if placed.rule.dim is None:
-            parameter.copy_(_read(placed, source, expert, 0, slice(None), reader))
-            continue
+            target.copy_(_read(placed, source, expert, 0, slice(None), reader))
         for whole, start, length in placed.pieces_of_rank(rank, ranks):
             part = _read(placed, source, expert, placed.rule.dim, slice(start, start + length), reader)
-            parameter.narrow(placed.rule.dim, whole, length).copy_(part)
+            target.narrow(placed.rule.dim, whole, length).copy_(part)
+        if target is not parameter:
+            parameter.copy_(target)
 
 
-def _read(placed: PlacedWeight, source: str, expert: int | None, dim: int, rows: slice, reader: WeightReader) -> Tensor:
+def _read(placed: PlacedWeight, source: str, expert: int | None, dim: int | None, rows: slice, reader: WeightReader) -> Tensor:
     """Read ``rows`` of a weight, or columns if ``dim`` is 1, of one expert."""
     index = tuple(rows if axis == dim else slice(None) for axis in range(len(placed.matrix_shape)))
     if expert is None:

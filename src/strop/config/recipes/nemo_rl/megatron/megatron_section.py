@@ -37,7 +37,7 @@ UNUSED: Mapping[str, tuple[str, ...]] = {  # why -> options
     "every loss is divided by counts of the whole optimizer step, however it is cut": (
         "calculate_per_token_loss", "cp_normalize", "do_not_average_loss", "scale_loss_by_dp_cp_size",
     ),
-    "metrics of experts are not logged": ("moe_per_layer_logging", "track_moe_metrics"),
+    "metrics of experts are not logged": ("track_moe_metrics",),
     "the model's own configuration determines it": ("moe_router_num_groups", "moe_router_group_topk"),
     "a resumed run follows the configuration": ("scheduler.*_opt_param_scheduler",),
     "adapters are float32, and each rank has those of its layers": ("peft.lora_dtype", "peft.a2a_experimental"),
