@@ -108,8 +108,7 @@ def _match(
             )
         if not matched:
             kinds = {name.rpartition(".")[2] for name in linear}
-            known = suggest_names(pattern, kinds) or f"; linear layers are {', '.join(sorted(kinds))}"
-            raise ValueError(f"{key}: {pattern!r} matches nothing{known}")
+            raise ValueError(f"{key}: {pattern!r} matches nothing{suggest_names(pattern, kinds)}")
         found |= matched
     return found
 
