@@ -67,6 +67,7 @@ def load_weight(placed: PlacedWeight, source: str, weights: WeightMap, reader: W
         if placed.rule.dim is None:
             target.copy_(_read(placed, source, expert, 0, slice(None), reader))
         for whole, start, length in placed.pieces_of_rank(rank, ranks):
+            assert placed.rule.dim is not None
             part = _read(placed, source, expert, placed.rule.dim, slice(start, start + length), reader)
             target.narrow(placed.rule.dim, whole, length).copy_(part)
         if target is not parameter:

@@ -42,7 +42,7 @@ def iter_weights(
 
 
 @torch.no_grad()
-def gather_weight(placed: PlacedWeight, weights: WeightMap, take: Take = torch.Tensor.detach) -> Tensor:
+def gather_weight(placed: PlacedWeight, weights: WeightMap, take: Take = detach_weight) -> Tensor:
     """Gather a weight over the ranks of its stage, and send it to the other stages."""
     group = weights.groups.pp
     if weights.is_local(placed):
