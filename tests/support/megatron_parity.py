@@ -42,6 +42,15 @@ def _deepen(family: str) -> None:
     CONFIGS.setdefault(f"{family}_deep", make)
 
 
+def _read_padding() -> Any:
+    """Tied embeddings, and a padding token that occurs in rows: Transformers does not train its embedding where it is read."""
+    config = CONFIGS["qwen2"]()
+    config.pad_token_id = 146
+    return config
+
+
+CONFIGS.setdefault("qwen2_padding", _read_padding)
+
 for _family in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"):
     _deepen(_family)
 

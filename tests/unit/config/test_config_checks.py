@@ -120,6 +120,27 @@ def test_what_cannot_work_is_refused(override: str, reason: str) -> None:
     assert len(error.problems) == 1
 
 
+MEGATRON = ["policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false"]
+
+
+def test_megatron_core_needs_ranks() -> None:
+    (problem,) = refusal(*MEGATRON, "cluster.backend=local").problems
+    assert problem.key == "cluster.backend" and "Megatron Core runs on ranks, which are processes of Ray" in str(problem)
+    assert "Set it to auto or ray, or policy.backend=torch." in str(problem)
+    for backend in ("auto", "ray"):
+        accepted(*MEGATRON, f"cluster.backend={backend}")
+
+
+def test_a_critic_of_megatron_core_is_a_network_of_its_own() -> None:
+    critic = [*RUN[:3], *MEGATRON, "value.megatron_cfg.enabled=true", "value.dtensor_cfg.enabled=false"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*critic, "value.head_only=true"], root=PpoRunConfig)
+    (problem,) = caught.value.problems
+    assert problem.key == "value.head_only" and "the policy's last stage has no value head" in str(problem)
+    assert "Set it to false, or policy.backend=torch." in str(problem)
+    load_config(None, critic, root=PpoRunConfig)
+
+
 def test_an_on_policy_ratio_needs_one_step_per_batch() -> None:
     """The ratio is to the learner before the update, so the age of rollouts does not matter."""
     assert accepted("loss_fn.force_on_policy_ratio=true") == []

@@ -34,7 +34,7 @@ BFLOAT16 = Differences(loss=3e-2, norm=3e-2, outputs=3e-2, weights=1e-2, metrics
 
 SINGLE: dict[str, Any] = {"dtype": torch.float32, "steps": 1}
 BIASED: dict[str, Any] = {
-    "family": "qwen2",
+    "family": "qwen2_padding",
     "no_decay": ("norm", "bias"),
 }  # tied embeddings, and biases that Megatron does not decay
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
