@@ -51,10 +51,8 @@ def with_engine(trained: Any, bound: Differences, options: Mapping[str, Any], **
     return on_gpus(trained, bound, needs=TRANSFORMER_ENGINE, options=options, **rest)
 
 
-def in_fp8(recipe: Any, trained: Any = WIDE, *, weights: bool = False, **rest: Any) -> GpuCase:
-    fp8 = Fp8Config(
-        enabled=True, fp8_recipe=recipe, fp8="hybrid" if recipe in ("tensorwise", "delayed") else "e4m3", fp8_param=weights
-    )
+def in_fp8(recipe: Any, trained: Any = WIDE, **rest: Any) -> GpuCase:
+    fp8 = Fp8Config(enabled=True, fp8_recipe=recipe, fp8="hybrid" if recipe in ("tensorwise", "delayed") else "e4m3")
     return replace(with_engine(trained, FP8, {"fp8_cfg": fp8}, **rest), capability=LEAST_CAPABILITY[recipe])
 
 
@@ -100,8 +98,6 @@ CASES: dict[str, GpuCase] = {
     **{f"fp8, {recipe}": in_fp8(recipe) for recipe in LEAST_CAPABILITY},
     "fp8, blockwise, tensor 2": in_fp8("blockwise", world=2, sizes={"tp": 2, "sp": True}),
     "fp8, blockwise, experts": in_fp8("blockwise", WIDE_EXPERTS),
-    "fp8, weights in it too": in_fp8("tensorwise", weights=True, distributed=True),
-    "fp8, weights in blocks too": in_fp8("mxfp8", weights=True, distributed=True),
 }
 
 

@@ -25,7 +25,7 @@ class Fp8Config(BaseConfig):
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = Field(
         "blockwise", description="What shares a scale; mxfp8 needs a Blackwell GPU."
     )
-    fp8_param: bool = Field(False, description="Keep the weights in FP8 too.")
+    fp8_param: bool = Field(False, description="Keep the weights in FP8 too; not in this version.")
 
 
 class MegatronConfig(BaseConfig):
@@ -142,6 +142,12 @@ class MegatronConfig(BaseConfig):
                 f"{key}.recompute_modules",
                 f"found {', '.join(unknown)}, which Megatron Core does not recompute",
                 f"Name some of {', '.join(RECOMPUTED)}.",
+            )
+        if self.fp8_cfg.enabled and self.fp8_cfg.fp8_param:
+            yield Problem(
+                f"{key}.fp8_cfg.fp8_param",
+                "found true, but checkpoints and publishes of weights in FP8 are not in this version",
+                "Set it to false: layers are computed in FP8 from bfloat16 weights, which takes more memory and trains the same.",
             )
         if self.moe_router_load_balancing_type == "sinkhorn":
             yield Problem(

@@ -38,7 +38,8 @@ def measure(name: str, world: int) -> list[tuple[Sizes, Differences]]:
     batch = make_batch(trained)
     single = train(trained, batch)
     weights = {  # Megatron Core's bias of experts is float32
-        weight: tensor.float() if weight.endswith("e_score_correction_bias") else tensor for weight, tensor in single.weights.items()
+        weight: tensor.float() if weight.endswith("e_score_correction_bias") else tensor
+        for weight, tensor in single.weights.items()
     }
     single = replace(single, weights=weights, tied=[])
     layouts = (MIXTURE if name in MIXTURES else DENSE)[world]

@@ -161,10 +161,11 @@ def test_what_is_not_installed_or_not_in_a_model_is_refused_with_its_key() -> No
         assert message in found[name]
 
 
-def test_options_that_no_engine_follows_are_errors() -> None:
+def test_options_that_cannot_work_anywhere_are_errors() -> None:
     for options, key in (
         ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type"),
         (recompute("core_attn", "attention"), "recompute_modules"),
+        ({"fp8_cfg": Fp8Config(enabled=True, fp8_param=True)}, "fp8_cfg.fp8_param"),
     ):
         problems = list(MegatronConfig(enabled=True, **options).errors("policy.megatron_cfg"))
         assert [problem.key for problem in problems] == [f"policy.megatron_cfg.{key}"]

@@ -115,7 +115,7 @@ def _kernel_fields(config: MegatronConfig) -> dict[str, Any]:
         fields["transformer_impl"] = "transformer_engine"
     if fp8.enabled:
         check_fp8(fp8, torch.cuda.get_device_capability())
-        fields |= {"fp8": fp8.fp8, "fp8_recipe": fp8.fp8_recipe, "fp8_param": fp8.fp8_param}
+        fields |= {"fp8": fp8.fp8, "fp8_recipe": fp8.fp8_recipe}
         fields |= {
             "first_last_layers_bf16": config.first_last_layers_bf16,
             "num_layers_at_start_in_bf16": config.num_layers_at_start_in_bf16,

@@ -28,8 +28,6 @@ def wrap_stages(
         overlap_param_gather=config.overlap_param_gather and config.overlap_grad_reduce and distributed_optimizer,
         use_distributed_optimizer=distributed_optimizer,
         average_in_collective=False,  # ranks add gradients (law 1)
-        fp8_param_gather=stages[0].config.fp8_param,
-        reuse_grad_buf_for_mxfp8_param_ag=keeps_mxfp8(stages[0].config),
     )
     chunks = []
     for stage in stages:
@@ -37,11 +35,6 @@ def wrap_stages(
         chunk.vp_stage = stage.vp_stage  # the interleaved schedule compares it with its own count
         chunks.append(chunk)
     return chunks
-
-
-def keeps_mxfp8(config: Any) -> bool:
-    """Return whether a TransformerConfig keeps weights in MXFP8: they have two copies, and are gathered in the buffer of gradients."""
-    return bool(config.fp8_param and config.fp8_recipe == "mxfp8")
 
 
 class GradientBuffers:

@@ -60,8 +60,6 @@ def make_megatron_optimizer(
         ),
         clip_grad=config.clip_grad or 0.0,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
-        fp8_recipe=chunks[0].config.fp8_recipe if chunks[0].config.fp8_param else None,
-        reuse_grad_buf_for_mxfp8_param_ag=chunks[0].ddp_config.reuse_grad_buf_for_mxfp8_param_ag,
         optimizer_cpu_offload=config.optimizer_cpu_offload,
         optimizer_offload_fraction=config.optimizer_offload_fraction,
         overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from strop.learner.megatron.models.gpt_stage import GptStage
@@ -62,16 +61,12 @@ def load_weight(placed: PlacedWeight, source: str, weights: WeightMap, reader: W
     experts = enumerate(weights.local_experts(placed)) if placed.rule.of_experts else [(None, None)]
     for local, expert in experts:
         parameter = weights.parameter(placed, local)
-        # A part of a weight in FP8 is a copy of it, so that such a weight is read whole, and rounded once.
-        target = torch.zeros(parameter.shape, dtype=parameter.dtype) if is_float8tensor(parameter) else parameter
         if placed.rule.dim is None:
-            target.copy_(_read(placed, source, expert, 0, slice(None), reader))
+            parameter.copy_(_read(placed, source, expert, 0, slice(None), reader))
         for whole, start, length in placed.pieces_of_rank(rank, ranks):
             assert placed.rule.dim is not None
             part = _read(placed, source, expert, placed.rule.dim, slice(start, start + length), reader)
-            target.narrow(placed.rule.dim, whole, length).copy_(part)
-        if target is not parameter:
-            parameter.copy_(target)
+            parameter.narrow(placed.rule.dim, whole, length).copy_(part)
 
 
 def _read(placed: PlacedWeight, source: str, expert: int | None, dim: int | None, rows: slice, reader: WeightReader) -> Tensor:

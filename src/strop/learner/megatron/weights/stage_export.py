@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from torch import Tensor
 
 from strop.learner.megatron.models.gpt_stage import GptStage
@@ -18,16 +17,10 @@ from strop.weight_sync.weight_source import Weight
 Take = Callable[[Tensor], Tensor]
 
 
-def detach_weight(parameter: Tensor) -> Tensor:
-    """Return a parameter without its gradient, and without FP8 (``fp8_param``)."""
-    plain: Tensor = dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter
-    return plain.detach()
-
-
 def iter_weights(
     stages: Sequence[GptStage],
     hf_config: Any,
-    take: Take = detach_weight,
+    take: Take = torch.Tensor.detach,
     place: Callable[[PlacedWeight], PlacedWeight] = lambda placed: placed,
 ) -> Iterator[Weight]:
     """Yield the weights in the order and under the names of the ordinary model. ``gather`` is a collective of all ranks.
@@ -42,7 +35,7 @@ def iter_weights(
 
 
 @torch.no_grad()
-def gather_weight(placed: PlacedWeight, weights: WeightMap, take: Take = detach_weight) -> Tensor:
+def gather_weight(placed: PlacedWeight, weights: WeightMap, take: Take = torch.Tensor.detach) -> Tensor:
     """Gather a weight over the ranks of its stage, and send it to the other stages."""
     group = weights.groups.pp
     if weights.is_local(placed):
