@@ -86,6 +86,25 @@ def test_the_section_is_carried_over_for_megatron_core(recipe: Path) -> None:
     assert not [difference for difference in loaded.differences if difference.effect is Effect.CHANGED]
 
 
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("tensor_model_paralel_size=2", "tensor_model_parallel_size"),
+        ("pipeline_parallel_size=2", "pipeline_model_parallel_size"),
+        ("optimizer.weight_decy=2", "optimizer.weight_decay"),
+    ],
+)
+def test_the_option_that_a_misspelled_one_may_be_is_named(recipe: Path, option: str, meant: str) -> None:
+    for backend in ((), (TORCH,)):
+        (message,) = refusals(recipe, *backend, f"policy.megatron_cfg.{option}").values()
+        assert f"Did you mean policy.megatron_cfg.{meant}?" in message
+
+
+def test_a_learning_rate_of_the_torch_learner_is_refused_with_megatron_s_key(recipe: Path) -> None:
+    (message,) = refusals(recipe, "policy.optimizer.kwargs.lr=1e-3").values()
+    assert "Set policy.megatron_cfg.optimizer.lr, or policy.backend=torch." in message
+
+
 def test_what_is_saved_of_a_run_with_megatron_core_loads_back_without_differences(recipe: Path, tmp_path: Path) -> None:
     config = load(recipe).config
     saved = tmp_path / "saved.yaml"
@@ -273,7 +292,7 @@ def test_a_recipe_without_an_optimizer_of_megatron_s_keeps_the_policy_s(recipe: 
 
 
 CHANGES = [
-    ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size", "no pipeline stages"),
+    ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size", "instead of cut into stages"),
     ({"expert_model_parallel_size": 4, "moe_router_bias_update_rate": 0.001}, "moe_router_bias_update_rate", "bias stays"),
     ({"expert_model_parallel_size": 4, "moe_router_dtype": "fp64"}, "moe_router_dtype", "the model's own code"),
     ({"moe_router_load_balancing_type": "aux_loss"}, "moe_router_load_balancing_type", "no loss that balances"),

@@ -8,9 +8,11 @@ from strop.base_config import followed_keys
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.nemo_rl.megatron.megatron_options import (
     MEMORY,
+    OF_TORCH,
     SPEED,
     TOWERS,
     move_environment,
+    refuse_unknown,
     translate_multi_token_prediction,
 )
 from strop.config.recipes.recipe import Recipe
@@ -45,14 +47,11 @@ UNUSED: Mapping[str, tuple[str, ...]] = {  # why -> options
 }  # fmt: skip
 TRAINING = ("optimizer", "scheduler", "peft", "distributed_data_parallel_config")
 INSTEAD = {  # of the torch learner -> of Megatron Core
+    "optimizer.kwargs.lr": "optimizer.lr",
     "optimizer": "optimizer",
     "scheduler": "scheduler",
     "freeze_moe_router": "freeze_moe_router",
-    "dtensor_cfg.tensor_parallel_size": "tensor_model_parallel_size",
-    "dtensor_cfg.context_parallel_size": "context_parallel_size",
-    "dtensor_cfg.expert_parallel_size": "expert_model_parallel_size",
-    "dtensor_cfg.pipeline_parallel_size": "pipeline_model_parallel_size",
-    "dtensor_cfg.lora_cfg": "peft",
+    **{f"dtensor_cfg.{own}": to for own, to in OF_TORCH.items()},
     "dtensor_cfg": "*",
 }
 
@@ -79,8 +78,8 @@ def carry_section(recipe: Recipe, model: str) -> None:
                 recipe.unused(key, why)
     for key in written_leaves(recipe, section):
         if not recipe.is_own_key(key) and not key.startswith(f"{section}.model_overrides."):
-            what = f"found {describe(recipe.value(key))}, but what this option of Megatron Core would be here is not known"
-            recipe.refuse(key, what, f"Remove the key; {section}.model_overrides sets attributes of Megatron Core's model.")
+            fix = f"Remove the key; {section}.model_overrides sets attributes of Megatron Core's model."
+            refuse_unknown(recipe, section, key, fix)
 
 
 def _refuse_two_learners(recipe: Recipe, model: str) -> bool:
