@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from strop.learner.megatron.adapters.adapter_folder import AdapterFolder, gather_adapters
+from strop.learner.megatron.adapters.adapter_checkpoint import gather_adapters
+from strop.learner.megatron.adapters.adapter_folder import AdapterFolder
 from strop.learner.megatron.megatron_network import MegatronNetwork
 from strop.learner.megatron.weights.stage_export import iter_weights
 from strop.weight_sync.base import AdapterFiles

@@ -10,11 +10,10 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from strop.learner.megatron.adapters.adapter_folder import PREFIX
 from strop.learner.megatron.megatron_peft_config import MegatronPeftConfig
 from strop.learner.megatron.weights.weight_map import HfWeight, PlacedWeight, WeightMap
 from strop.user_code import suggest_names
-
-PREFIX = "base_model.model."  # of each name in PEFT's files
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,19 @@
-"""Adapters of a Megatron Core model in PEFT's format: a folder that PEFT and vLLM load, and that a run of any layout continues from."""
+"""Adapters in PEFT's format, which PEFT, vLLM and `strop export` load. Imports nothing of Megatron Core."""
 
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from strop.learner.megatron.adapters.stage_adapters import StageAdapters
-from strop.learner.megatron.weights.weight_reader import MemoryWeights
-from strop.models.adapters import BASE_CONFIG_FILE, CLASSIFIER_TASK, CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
+from strop.models.adapters import BASE_CONFIG_FILE, CLASSIFIER_TASK, CONFIG_FILE, WEIGHTS_FILE
 from strop.weight_sync.base import AdapterFiles
+
+PREFIX = "base_model.model."  # of each name in PEFT's files
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,79 +43,33 @@ class AdapterFolder:
         return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in self.tensors.items()}
 
 
-def gather_adapters(adapters: StageAdapters, *, copies: bool = False) -> AdapterFolder:
-    """Gather the adapters of all stages. All ranks must call it, in their layout. ``copies``: they may be written during training."""
-    tensors = adapters.gather()
-    if copies:
-        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-    config = {
+def make_peft_config(
+    layers: Sequence[str],
+    others: Collection[str],
+    *,
+    base: str,
+    dim: int,
+    alpha: float,
+    dropout: float = 0.0,
+    scores: bool = False,
+) -> dict[str, Any]:
+    """Return PEFT's configuration of adapters on ``layers`` of a Hugging Face model, which also has ``others``.
+
+    ``base``: the name that the model is loaded by. ``scores``: it has a score layer, which is trained whole.
+    """
+    ends = {name.rpartition(".")[2] for name in layers}
+    apart = all(name.rpartition(".")[2] not in ends for name in others)
+    return {
         "peft_type": "LORA",
-        "task_type": CLASSIFIER_TASK if adapters.scores else "CAUSAL_LM",
-        "base_model_name_or_path": adapters.base,
-        "r": adapters.config.dim,
-        "lora_alpha": adapters.config.alpha,
-        "lora_dropout": adapters.config.dropout,
-        "target_modules": _target_modules(adapters),
-        "modules_to_save": ["score"] if adapters.scores else None,
+        "task_type": CLASSIFIER_TASK if scores else "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": dim,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "target_modules": sorted(ends) if apart else list(layers),
+        "modules_to_save": ["score"] if scores else None,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
         "inference_mode": True,
     }
-    return AdapterFolder(tensors, config, adapters.hf_config.to_json_string())
-
-
-def _target_modules(adapters: StageAdapters) -> Sequence[str]:
-    """Return the layers' names, or the last parts of them if all layers with these have adapters."""
-    names = [each.name for each in adapters.adapted]
-    ends = {name.rpartition(".")[2] for name in names}
-    others = {placed.weight.name.removesuffix(".weight") for placed in adapters.weights.weights} - set(names)
-    return names if any(name.rpartition(".")[2] in ends for name in others) else sorted(ends)
-
-
-def load_adapter_folder(adapters: StageAdapters, folder: Path, *, key: str = "megatron_cfg.peft") -> None:
-    """Load adapters that a run with any layout saved, in place. Raises ValueError if they do not fit; warns of another base."""
-    from safetensors.torch import load_file
-
-    if not (folder / CONFIG_FILE).exists():
-        raise ValueError(
-            f"{folder} holds no adapters (no {CONFIG_FILE}), and this run trains adapters; set {key}.enabled=false to continue it, or "
-            "start with another checkpointing.checkpoint_dir"
-        )
-    saved, own = read_adapter_config(folder), adapters.config
-    for name, option, current in (("r", "dim", own.dim), ("lora_alpha", "alpha", own.alpha)):
-        if saved.get(name) != current:
-            raise ValueError(
-                f"the adapters in {folder} have {name} = {saved.get(name)}, and this run's have {current}; set {key}.{option} as it was "
-                "when they were saved"
-            )
-    stored = load_file(folder / WEIGHTS_FILE)
-    names = {half.weight.name: half.weight.shape for _, half in adapters.iter_halves()}
-    wrong = sorted(name for name in names if name not in stored or tuple(stored[name].shape) != names[name])
-    extra = sorted(name for name in stored if ".lora_" in name and name not in names)
-    if wrong or extra:
-        raise ValueError(
-            f"the adapters in {folder} do not fit those of this run; they differ in {', '.join([*wrong, *extra][:3])}; set {key} as it "
-            "was when they were saved, or start with another checkpointing.checkpoint_dir"
-        )
-    _check_shared(adapters, stored, folder)
-    if (base := saved.get("base_model_name_or_path")) != adapters.base:
-        warnings.warn(
-            f"the adapters in {folder} were trained on {base}, and this run adds them to {adapters.base}: they are valid only if both "
-            "have the same weights",
-            stacklevel=2,
-        )
-    adapters.load(MemoryWeights(stored))
-
-
-def _check_shared(adapters: StageAdapters, stored: Mapping[str, Tensor], folder: Path) -> None:
-    """Raise ValueError if layers that are one of Megatron Core's have different A: the torch learner trained them."""
-    first: dict[str, str] = {}
-    for each in adapters.adapted:
-        name = each.down.weight.name
-        other = first.setdefault(each.layer, name)
-        if other != name and not stored[other].equal(stored[name]):
-            raise ValueError(
-                f"the adapters in {folder} have another A in {name} than in {other}, which share one in Megatron Core's "
-                f"{each.layer.rpartition('.')[2]}: continue with policy.backend=torch"
-            )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.learner.megatron.adapters.adapted_weights import AdaptedWeight, find_adapted_weights
+from strop.learner.megatron.adapters.adapter_folder import PREFIX
 from strop.learner.megatron.megatron_peft_config import MegatronPeftConfig
 from strop.learner.megatron.models.adapted_linear import ParallelAdapter
 from strop.learner.megatron.models.gpt_stage import GptStage
@@ -134,7 +135,7 @@ class StageAdapters:
     def _score_layer(self) -> list[PlacedWeight]:
         """Where the score layer is, which is trained whole and saved beside the adapters."""
         return [
-            replace(placed, weight=replace(placed.weight, name=f"base_model.model.{placed.weight.name}"))
+            replace(placed, weight=replace(placed.weight, name=f"{PREFIX}{placed.weight.name}"))
             for placed in self.weights.weights
             if self.scores and placed.rule.parameter == "score.weight"
         ]

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from strop.learner.megatron.adapters.adapter_folder import gather_adapters, load_adapter_folder
+from strop.learner.megatron.adapters.adapter_checkpoint import gather_adapters, load_adapter_folder
 from strop.learner.megatron.checkpoint.megatron_snapshot import (
     MegatronSnapshot,
     load_megatron_checkpoint,
