@@ -185,7 +185,15 @@ def refuse(batch: Batch) -> dict[str, Any]:
     }
 
 
-TASKS = (score_in_other_layout, train_with_offload, skip_and_accumulate, skip_for_one_micro_batch, follow_schedule, balance_experts, refuse)
+TASKS = (
+    score_in_other_layout,
+    train_with_offload,
+    skip_and_accumulate,
+    skip_for_one_micro_batch,
+    follow_schedule,
+    balance_experts,
+    refuse,
+)
 
 
 def work_on_rank(rank: int, batch: Batch) -> dict[str, dict[str, Any]]:
