@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from strop import metrics
-from strop.algorithms.base import Algorithm, TokenOutputs
+from strop.algorithms.base import CANDIDATES, Algorithm, TokenOutputs
+from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
 from strop.algorithms.preference.dpo import DPO
+from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
 from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, assemble_result
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
@@ -41,6 +43,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "gspo": grpo(sequence_ratio=True, aggregation="sequence_mean"),
     "sft": SFT(),
     "dpo": DPO(),
+    "rm": RewardModel(),  # of a case with ``value``
+    "distillation": TopKDistillation(),
 }
 MANY = ((5, (3, 6, 1)), (2, (6, 2)), (9, (4, 4, 4)), (3, (2, 8)), (1, (7,)), (4, (3, 3)))  # groups: prompt, completions
 FEW = ((6, (5, 3, 4, 9)),)
@@ -141,7 +145,7 @@ def _double(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def make_groups(case: Case) -> list[Group]:
-    if case.algorithm in ("sft", "dpo"):
+    if case.algorithm in ("sft", "dpo", "rm"):
         return random_groups(len(case.shapes), seed=3)
     groups = [*simple_groups(*case.shapes), *([replace(make_agent_groups()[0], index=len(case.shapes))] if case.branches else [])]
     if len(groups) > 2:  # one group without signal: its rollouts have zero gradient
@@ -153,11 +157,20 @@ def make_batch(case: Case) -> Batch:
     """Build the batch with its columns, scored with the initial weights."""
     algorithm = ALGORITHMS[case.algorithm]
     batch = pack_for(make_groups(case), algorithm)
+    if case.algorithm == "rm":
+        return batch
+    if case.algorithm == "distillation":
+        batch = batch.with_column(
+            CANDIDATES, torch.randint(0, 307, (len(batch.target), 5), generator=torch.Generator().manual_seed(9))
+        )
     if case.replayed:
         batch = replace(batch, routes=random_routes(len(batch.tokens), CONFIGS[case.family]().num_hidden_layers))
     plain = build_network(replace(case, value=False, head=False, dtype=torch.float64, weights_dtype=None, precision=None))
     with torch.no_grad():
-        logprobs = plain.outputs(batch, case.sampling).logprobs
+        scored = plain.outputs(batch, case.sampling)
+        logprobs = scored.logprobs
+    if scored.candidates is not None:
+        batch = batch.with_column(TEACHER_CANDIDATES, scored.candidates.float().flip(1) - 0.5)
     noise = torch.Generator().manual_seed(7)
     sampler = logprobs.float() + 0.2 * torch.randn(len(logprobs), generator=noise)
     batch = algorithm.token_credit(with_columns(replace(batch, rollout_logprobs=sampler), logprobs))
@@ -175,7 +188,7 @@ def random_routes(tokens: int, layers: int) -> Tensor:
 
 
 def get_loss(case: Case) -> Any:
-    return _value_loss if case.value or case.head else ALGORITHMS[case.algorithm].losses(0)["policy"]
+    return _value_loss if (case.value and case.algorithm != "rm") or case.head else ALGORITHMS[case.algorithm].losses(0)["policy"]
 
 
 def _value_loss(outputs: Any, batch: Batch) -> Any:

@@ -27,8 +27,8 @@ MIXTURE: dict[int, list[Sizes]] = {
     4: [{"tp": 2, "sp": True, "ep": 2}, {"tp": 2, "sp": True, "ep": 2, "etp": 2}, {"pp": 2, "ep": 2}, {"cp": 2, "ep": 4}],
 }
 MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v3-yarn")
-FLOAT64 = Differences(loss=3e-7, norm=3e-7, outputs=3e-7, weights=3e-7, metrics=3e-7)
-ROUTED = Differences(loss=2e-6, norm=2e-6, outputs=2e-6, weights=2e-6, metrics=2e-6)  # weights of experts are float32
+FLOAT64 = Differences(loss=2e-7, norm=2e-7, outputs=2e-7, weights=3e-8, metrics=3e-7)
+ROUTED = Differences(loss=1e-6, norm=1e-6, outputs=1e-6, weights=3e-7, metrics=1e-6)  # weights of experts are float32
 
 
 def measure(name: str, world: int) -> list[tuple[Sizes, Differences]]:
@@ -53,6 +53,5 @@ def measure(name: str, world: int) -> list[tuple[Sizes, Differences]]:
 def test_a_family_trains_in_every_layout(name: str, world: int) -> None:
     bound = ROUTED if name in MIXTURES else FLOAT64
     for sizes, found in measure(name, world):
-        print(name, sizes, found)
         for part in ("loss", "norm", "outputs", "weights", "metrics"):
             assert getattr(found, part) <= getattr(bound, part), (part, sizes, found)

@@ -1,7 +1,7 @@
 """Training with Megatron Core on ranks gives the numbers of the torch learner in one process.
 
 Three optimizer steps each, then a measure and a score. In float64 what is left is Megatron Core's own float32: the norm that gradients are
-clipped by. In float32 three steps amplify rounding, so that there is one.
+clipped by: cases that are not clipped agree to 1e-15.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tests.support.ranks import run_on_ranks
 from strop.sampling import Sampling
 from support.megatron_parity import MegatronCase, case, train_cases_on_rank
 from support.needs import needs_megatron
-from support.parity import FEW, Differences, compare, make_batch, train
+from support.parity import FEW, MANY, Differences, compare, make_batch, train
 from support.sweep import sweep
 
 needs_megatron()
 pytestmark = pytest.mark.slow
 
 FLOAT64 = Differences(loss=3e-7, norm=3e-7, outputs=3e-7, weights=3e-8, metrics=3e-7)
+NEAR_ZERO = replace(FLOAT64, loss=3e-6, metrics=1e-6)  # sums that cancel out: absolute differences of 2e-9
 FLOAT32 = Differences(loss=2e-6, norm=2e-6, outputs=2e-6, weights=1e-6, metrics=1e-5)
-CANCELLED = replace(
-    FLOAT32, loss=2e-4
-)  # ratios of sequences are near 1: the terms of the loss add up to a thousandth of their size
+THREE = replace(FLOAT32, norm=3e-6, outputs=3e-6, weights=3e-7)  # three steps in float32
+CANCELLED = replace(THREE, loss=2e-4)  # ratios of sequences are near 1: the terms of the loss add up to 0, and 2e-7 is left
 BFLOAT16 = Differences(loss=3e-2, norm=3e-2, outputs=3e-2, weights=1e-2, metrics=1.0)  # as between two cuts in one process
 
 SINGLE: dict[str, Any] = {"dtype": torch.float32, "steps": 1}
@@ -50,6 +50,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "context 2, stages 2": (4, {"cp": 2, "pp": 2}),
     "stages 2, data 2": (4, {"pp": 2}),
     "stages 4": (4, {"pp": 4}),
+    "tensor 2, data 2": (4, {"tp": 2, "sp": True}),
 }
 EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts 2": (2, {"ep": 2}),
@@ -58,6 +59,9 @@ EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts 2, stages 2": (4, {"ep": 2, "pp": 2}),
     "experts 2, context 2": (2, {"ep": 2, "cp": 2}),
     "experts 2, data 4": (4, {"ep": 2}),
+    "experts 2, tensor 2, data 2": (4, {"ep": 2, "tp": 2, "sp": True}),
+    "experts 2 x 2, data 2": (4, {"ep": 2, "tp": 2, "sp": True, "etp": 2}),
+    "experts 2, stages 2 x 2": (4, {"ep": 2, "pp": 2, "vp": 2}),
 }
 KEPT_CASES: dict[str, tuple[MegatronCase, Differences]] = {
     "data 2, few groups, tied": (MegatronCase(case=case(shapes=FEW, **BIASED), world=2), FLOAT64),
@@ -100,17 +104,42 @@ KEPT_CASES: dict[str, tuple[MegatronCase, Differences]] = {
 }
 
 
+def family_of(name: str, sizes: dict[str, Any]) -> str:
+    deep = "vp" in sizes or sizes.get("pp") == 4
+    return ("qwen3_moe_deep" if deep else "qwen3_moe") if name in EXPERTS else "llama_deep" if deep else "qwen3"
+
+
 def _product() -> dict[str, tuple[MegatronCase, Differences]]:
     found: dict[str, tuple[MegatronCase, Differences]] = {}
+    for name, (world, sizes) in {**LAYOUTS, **EXPERTS}.items():
+        family = family_of(name, sizes)
+        others = {
+            "few groups": case(family=family, shapes=FEW),  # some ranks have no micro-batch of their own
+            "critic": case(family=family, value=True),
+            "reward model": case(family=family, value=True, algorithm="rm"),
+            "distillation": case(family=family, algorithm="distillation"),
+        }
+        for other, trained in others.items():
+            if not (trained.value and family.startswith("qwen3_moe")):
+                bound = FLOAT64 if other in ("critic", "distillation") else NEAR_ZERO
+                found[f"{name}, {other}"] = (MegatronCase(case=trained, world=world, sizes=sizes), bound)
+        for other, shapes in {"overlapped": MANY, "few groups, overlapped": FEW}.items():  # what the configuration's defaults are
+            trained = case(family=family, shapes=shapes, dtype=torch.float32, rate=1e-3)
+            made = MegatronCase(case=trained, world=world, sizes=sizes, distributed=True, overlap=True)
+            found[f"{name}, {other}"] = (made, THREE)
     for (name, (world, sizes)), algorithm, distributed in product(
         {**LAYOUTS, **EXPERTS}.items(), ("grpo", "gspo", "sft", "dpo"), (False, True)
     ):
-        family = "qwen3_moe" if name in EXPERTS else "llama_deep" if "vp" in sizes or sizes.get("pp") == 4 else "qwen3"
-        trained = case(family=family, algorithm=algorithm, **(SINGLE if distributed else {}))
+        options: dict[str, Any] = {"dtype": torch.float32} if distributed else {}
+        if distributed or algorithm == "gspo":
+            options["rate"] = (
+                1e-3  # with more, steps amplify rounding, and the third of GSPO clips every ratio: it has no gradient
+            )
+        trained = case(family=family_of(name, sizes), algorithm=algorithm, **options)
         made = MegatronCase(case=trained, world=world, sizes=sizes, distributed=distributed)
         found[f"{name}, {algorithm}{', distributed' if distributed else ''}"] = (
             made,
-            FLOAT64 if not distributed else CANCELLED if algorithm == "gspo" else FLOAT32,
+            FLOAT64 if not distributed else CANCELLED if algorithm == "gspo" else THREE,
         )
     return found
 
