@@ -112,8 +112,8 @@ def test_a_key_of_another_system_that_asks_for_nothing_is_left_out_with_a_warnin
 
 
 def test_a_key_of_another_system_that_asks_for_something_is_an_error(tmp_path: Path) -> None:
-    message = str(failure(tmp_path, "async_rl: {enabled: true}"))
-    assert "async_rl" in message and "not in this version" in message
+    message = str(failure(tmp_path, "on_policy_distillation: {enabled: true}"))
+    assert "on_policy_distillation" in message and "not in this version" in message
 
 
 def test_a_misspelled_section_in_an_override_is_reported_as_of_the_command_line_and_beside_other_mistakes(tmp_path: Path) -> None:
