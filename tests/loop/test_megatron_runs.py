@@ -65,16 +65,23 @@ def grpo_settings(model: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of the torch learner, in one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    run("grpo", grpo_settings(tiny, **TORCH), folder)
-    return folder
+def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    """The run of the torch learner, in one process, which goes on beside the test until it is needed."""
+    return begin("grpo", grpo_settings(tiny, **TORCH), tmp_path_factory.mktemp("alone"))
 
 
-def test_tensor_parallel_ranks_of_megatron_give_the_curve_of_the_torch_learner(tiny: Path, alone: Path, tmp_path: Path) -> None:
+def agrees(alone: Running, folder: Path, noise: float = NOISE) -> None:
+    """Compare a run with the one of the torch learner."""
+    outcome = alone.finish(400)
+    assert outcome.code == 0, outcome.err
+    curves_agree(alone.folder, folder, steps=STEPS, noise=noise)
+
+
+def test_tensor_parallel_ranks_of_megatron_give_the_curve_of_the_torch_learner(
+    tiny: Path, alone: Running, tmp_path: Path
+) -> None:
     outcome = run("grpo", grpo_settings(tiny, **megatron(**TP2)), tmp_path)
-    curves_agree(alone, tmp_path, steps=STEPS, noise=NOISE)
+    agrees(alone, tmp_path, noise=5e-6)  # a gradient that lacks one token's embedding is 1e-5 away
     assert metrics_of(tmp_path / "logs")[STEPS]["train/token_mult_prob_error"] < 1.0005
     assert (tmp_path / "results" / f"step_{STEPS}" / "policy" / "weights" / "iter_0000000").is_dir(), outcome.out
     assert_nobody_left(tmp_path)
@@ -82,7 +89,7 @@ def test_tensor_parallel_ranks_of_megatron_give_the_curve_of_the_torch_learner(t
 
 @pytest.mark.exhaustive
 def test_a_run_of_two_stages_whose_rank_and_driver_are_killed_gives_the_curve_of_the_torch_learner(
-    tiny: Path, alone: Path, tmp_path: Path
+    tiny: Path, alone: Running, tmp_path: Path
 ) -> None:
     settings = grpo_settings(
         tiny,
@@ -98,32 +105,40 @@ def test_a_run_of_two_stages_whose_rank_and_driver_are_killed_gives_the_curve_of
     assert_nobody_left(tmp_path)
     outcome = run("grpo", settings, tmp_path)
     assert "continuing after step" in outcome.out
-    curves_agree(alone, tmp_path, steps=STEPS, noise=NOISE)
+    agrees(alone, tmp_path)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("sizes", [TP2, PP2], ids=["tp2", "pp2"])
-def test_real_vllm_samples_what_megatron_trains(sizes: dict[str, Any], tmp_path: Path) -> None:
-    needs_vllm()
-    model = build_tiny(tmp_path / "model", head_dim=32)
-    vllm = {
-        "policy.generation.backend": "vllm",
-        "policy.generation.vllm_cfg.kv_cache_memory_gb": 0.125,
-        "policy.generation.vllm_cfg.num_threads": 1,
-        "policy.generation.torch_cfg.kv_cache_memory_gb": ...,
-        "policy.generation.weight_sync.proof": "always",
-    }
-    apart = {
-        "cluster.gpus_per_node": 3,
+VLLM: dict[str, Any] = {
+    "policy.generation.backend": "vllm",
+    "policy.generation.vllm_cfg.kv_cache_memory_gb": 0.125,
+    "policy.generation.vllm_cfg.num_threads": 1,
+    "policy.generation.torch_cfg.kv_cache_memory_gb": ...,
+    "policy.generation.weight_sync.proof": "always",
+}
+
+
+def beside_an_engine(ranks: int, **sizes: Any) -> dict[str, Any]:
+    """Return the settings of a policy on so many ranks, whose engine has a device of its own."""
+    return {
+        **VLLM,
+        **megatron(**sizes),
+        "cluster.gpus_per_node": ranks + 1,
         "policy.generation.colocated.enabled": False,
         "policy.generation.colocated.resources.gpus_per_node": 1,
         "checkpointing.save_period": 1,
         "checkpointing.metric_name": None,
         "checkpointing.keep_top_k": ...,
     }
-    run("grpo", grpo_settings(model, **TORCH, **vllm), tmp_path / "torch")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("ranks", "sizes"), [(2, TP2), (2, PP2), (4, TP2 | PP2)], ids=["tp2", "pp2", "tp2 x pp2"])
+def test_real_vllm_samples_what_megatron_trains(ranks: int, sizes: dict[str, Any], tmp_path: Path) -> None:
+    needs_vllm()
+    model = build_tiny(tmp_path / "model", head_dim=32)
+    run("grpo", grpo_settings(model, **TORCH, **VLLM), tmp_path / "torch")
     folder = tmp_path / "megatron"
-    settings = grpo_settings(model, **vllm, **(megatron(**sizes) | apart))
+    settings = grpo_settings(model, **beside_an_engine(ranks, **sizes))
     running = begin("grpo", settings, folder)
     wait_for(running, lambda: steps_logged(running) >= 2, 300)
     os.kill(running.process.pid, signal.SIGKILL)
@@ -132,6 +147,16 @@ def test_real_vllm_samples_what_megatron_trains(sizes: dict[str, Any], tmp_path:
     assert "continuing after step" in run("grpo", settings, folder).out
     assert metrics_of(folder / "logs")[STEPS]["train/token_mult_prob_error"] < 1.0005
     curves_agree(tmp_path / "torch", folder, steps=STEPS, noise=NOISE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sizes", [TP2, PP2], ids=["tp2", "pp2"])
+def test_in_bfloat16_vllm_samples_from_what_megatron_trains(sizes: dict[str, Any], tmp_path: Path) -> None:
+    needs_vllm()
+    model = build_tiny(tmp_path / "model", head_dim=32)
+    run("grpo", grpo_settings(model, **beside_an_engine(2, **sizes), **{"policy.precision": "bfloat16"}), tmp_path)
+    lines = metrics_of(tmp_path / "logs")
+    assert max(lines) == STEPS and all(1 <= line["train/token_mult_prob_error"] < 1.02 for line in lines.values())
 
 
 RECORDED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
