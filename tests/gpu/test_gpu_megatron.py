@@ -67,6 +67,13 @@ CASES: dict[str, GpuCase] = {
     "experts 2, tensor 2, stages 2": on_gpus(
         EXPERTS, FLOAT32, 4, sizes={"ep": 2, "tp": 2, "sp": True, "pp": 2}, options={"moe_grouped_gemm": False}
     ),
+    "recorded experts": on_gpus(
+        replace(EXPERTS, replayed=True),
+        replace(FLOAT32, metrics=0.1),  # of near ties
+        2,
+        sizes={"ep": 2},
+        options={"moe_grouped_gemm": False},
+    ),
     "data 2, overlapped": on_gpus(SINGLE, FLOAT32, 2, distributed=True, overlap=True),
     "shared experts overlapped": on_gpus(
         replace(SINGLE, family="deepseek_v3"),

@@ -60,7 +60,9 @@ def add_router_losses(batch: Batch, names: Sequence[str]) -> dict[str, dict[str,
         layout, kind = ADDED[name]
         options = LOSSES[kind] | {"moe_per_layer_logging": True}
         learner = make_megatron_learner(MegatronCase(case=ROUTED, world=2, sizes=LAYOUTS[layout], options=options))
-        logged = learner.forward_backward_local(batch, get_loss(ROUTED)).metrics or {}
+        silent = torch.arange(batch.num_sequences) < (0 if layout in WHOLE else 2)  # routers learn of their tokens too
+        part = replace(batch, zero_gradient=silent)
+        logged = learner.forward_backward_local(part, get_loss(ROUTED)).metrics or {}
         norm = metrics.to_floats(learner.step())["grad_norm"]
         found[name] = {"norm": norm, **metrics.to_floats(logged)}
     return found
