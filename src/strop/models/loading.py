@@ -142,12 +142,13 @@ def locate_model(name: str) -> tuple[str, str | None]:
     """
     path = Path(os.path.expanduser(name))
     if path.is_dir():
-        if (path / ".metadata").exists():
+        iteration = path.name.startswith("iter_")  # of a checkpoint of Megatron Core
+        if (path / ".metadata").exists() and not iteration:
             raise ModelNotFound(
                 f"policy.model_name: {name} has the shards of a distributed checkpoint; convert them first: strop export {name} FOLDER, or "
                 f"python examples/converters/convert_dcp_to_hf.py --dcp-ckpt-path {name} --hf-ckpt-path FOLDER"
             )
-        if any(path.glob("iter_*/.metadata")) and not any(path.glob("*.safetensors")):
+        if any(path.glob(".metadata" if iteration else "iter_*/.metadata")) and not any(path.glob("*.safetensors")):
             raise ModelNotFound(
                 f"policy.model_name: {name} has a checkpoint of Megatron Core; convert it first: strop export {name} FOLDER, or "
                 f"python examples/converters/convert_megatron_to_hf.py --megatron-ckpt-path {name} --hf-ckpt-path FOLDER"

@@ -271,6 +271,20 @@ def test_layers_and_experts_are_counted_where_megatron_core_trains(folder: Path,
     assert "does not train models of type nemotron_h: its Mamba layers" in dry_run(capsys, "grpo", *words, code=2)
 
 
+@pytest.mark.parametrize(
+    ("name", "command"), [("w", "convert_dcp_to_hf.py --dcp-ckpt-path w "), ("m", ""), ("m/iter_0000000", "")]
+)
+def test_a_folder_of_shards_is_refused_with_what_converts_it(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, command: str
+) -> None:
+    for part in (folder / "w", folder / "m" / "iter_0000000"):
+        part.mkdir(parents=True)
+        (part / ".metadata").touch()
+    (folder / "m" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    said = dry_run(capsys, "grpo", *RUN, f"policy.model_name={name}", code=2)
+    assert (command or f"convert_megatron_to_hf.py --megatron-ckpt-path {name} ") in said
+
+
 def test_router_replay_of_a_model_without_experts_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))

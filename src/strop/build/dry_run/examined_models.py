@@ -25,7 +25,8 @@ def find_model_problems(config: BaseConfig) -> Iterator[Problem]:
     """Yield a problem for each key that names a folder without a model."""
     reported: set[str] = set()
     for key, name in _iter_model_names(config):
-        if name not in reported and (reason := explain_missing_model(name)):
+        reason = explain_missing_model(name) or (None if isinstance(config, EvalRunConfig) else _explain_shards(name))
+        if name not in reported and reason:
             reported.add(name)
             yield Problem(key, reason, "Set it to a folder with a model, or to OWNER/NAME of the hub.")
 
@@ -69,7 +70,7 @@ def explain_missing_model(name: str) -> str | None:
 
 def _explain_folder(path: Path) -> str | None:
     if any(path.glob("*.gguf")) or (path / ADAPTERS_FILE).exists() or (path / ".metadata").exists():
-        return None  # the shards of a distributed checkpoint are explained where they are loaded
+        return None
     file = path / "config.json"
     if not file.exists():
         steps = sorted(path.glob("step_*/policy/weights"))
@@ -81,4 +82,18 @@ def _explain_folder(path: Path) -> str | None:
         return f"{file} cannot be read: {error!s:.300}"
     if not isinstance(values, dict) or not (values.get("model_type") or values.get("architectures")):
         return f"{file} names no model_type, so the folder is not a model's"
+    return None
+
+
+def _explain_shards(name: str) -> str | None:
+    """Return how to make a model of a folder with the shards of a checkpoint, which only an evaluation reads as they are."""
+    path = Path(name).expanduser()
+    if not (path / ".metadata").exists() and not any(path.glob("iter_*/.metadata")):
+        return None
+    from strop.models.loading import ModelNotFound, locate_model  # imports Transformers
+
+    try:
+        locate_model(name)
+    except ModelNotFound as error:
+        return str(error).removeprefix("policy.model_name: ")
     return None
