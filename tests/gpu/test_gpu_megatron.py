@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.megatron_adapters import PEFT
 from support.megatron_parity import MegatronCase, case, train_cases_on_rank
 from support.needs import needs_megatron
 from support.parity import Differences, compare, make_batch, train
@@ -34,6 +35,16 @@ CASES: dict[str, tuple[MegatronCase, Differences]] = {
     "context 2": (MegatronCase(case=SINGLE, world=2, device="cuda", sizes={"cp": 2}), FLOAT32),
     "experts 2": (MegatronCase(case=replace(SINGLE, family="qwen3_moe"), world=2, device="cuda", sizes={"ep": 2}), FLOAT32),
     "data 2, overlapped": (MegatronCase(case=SINGLE, world=2, device="cuda", distributed=True, overlap=True), FLOAT32),
+    "tensor 2, adapters": (
+        MegatronCase(
+            case=replace(SINGLE, lora=True, fused=True),
+            world=2,
+            device="cuda",
+            sizes={"tp": 2, "sp": True},
+            options={"peft": PEFT},
+        ),
+        FLOAT32,
+    ),
     "fp8": (
         MegatronCase(case=MIXED, world=1, device="cuda", options={"fp8_cfg": {"enabled": True, "fp8_recipe": "tensorwise"}}),
         replace(BFLOAT16, loss=0.2, norm=0.5, outputs=0.2),
@@ -48,7 +59,8 @@ def _work(rank: int, world: int, folder: str, name: str, batch: Any) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=world)
     found = train_cases_on_rank(rank, {name: (CASES[name][0], batch)})[name]
     weights = {key: weight.cpu() for key, weight in found.weights.items()}
-    torch.save(replace(found, weights=weights), Path(folder) / f"rank{rank}.pt")
+    adapters = {key: weight.cpu() for key, weight in found.adapters.items()}
+    torch.save(replace(found, weights=weights, adapters=adapters), Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -63,6 +75,6 @@ def test_megatron_core_on_gpus_gives_the_numbers_of_the_torch_learner(name: str)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_work, args=(made.world, folder, name, batch), nprocs=made.world)
         ranks = [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=False) for rank in range(made.world)]
-    found = compare(ranks, replace(train(made.case, batch), tied=[], adapters={}), len(batch.target))
+    found = compare(ranks, replace(train(made.case, batch), tied=[]), len(batch.target))
     for part in ("loss", "norm", "outputs", "weights", "metrics"):
         assert getattr(found, part) <= getattr(bound, part), (part, found)
