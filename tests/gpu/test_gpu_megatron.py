@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from strop.learner.megatron.megatron_config import Fp8Config
+from support.megatron_adapters import PEFT
 from support.megatron_parity import MegatronCase, case, make_megatron_learner, train_cases_on_rank
 from support.needs import needs_megatron
 from support.parity import Differences, compare, get_loss, make_batch, train
@@ -82,6 +83,9 @@ CASES: dict[str, GpuCase] = {
         sizes={"ep": 2},
         options={"moe_shared_expert_overlap": True, "moe_grouped_gemm": False},
     ),
+    "tensor 2, adapters": on_gpus(
+        replace(SINGLE, lora=True, fused=True), FLOAT32, 2, sizes={"tp": 2, "sp": True}, options={"peft": PEFT}
+    ),
     "layers of Transformer Engine": with_engine(MIXED, BFLOAT16, ENGINE),
     "layers of Transformer Engine, tensor 2": with_engine(MIXED, BFLOAT16, ENGINE, world=2, sizes={"tp": 2, "sp": True}),
     "grouped experts, permuted by a kernel": with_engine(
@@ -119,7 +123,8 @@ def _train(rank: int, world: int, folder: str, name: str, batch: Any) -> None:
     _start(rank, world, folder)
     found = train_cases_on_rank(rank, {name: (CASES[name].made, batch)})[name]
     weights = {key: weight.cpu() for key, weight in found.weights.items()}
-    torch.save(replace(found, weights=weights), Path(folder) / f"rank{rank}.pt")
+    adapters = {key: weight.cpu() for key, weight in found.adapters.items()}
+    torch.save(replace(found, weights=weights, adapters=adapters), Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -159,7 +164,7 @@ def test_megatron_core_on_gpus_gives_the_numbers_of_the_torch_learner(name: str)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_train, args=(made.world, folder, name, batch), nprocs=made.world)
         ranks = [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=False) for rank in range(made.world)]
-    found = compare(ranks, replace(train(made.case, batch), tied=[], adapters={}), len(batch.target))
+    found = compare(ranks, replace(train(made.case, batch), tied=[]), len(batch.target))
     for part in ("loss", "norm", "outputs", "weights", "metrics"):
         assert getattr(found, part) <= getattr(bound, part), (part, found)
 

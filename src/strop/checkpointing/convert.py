@@ -153,7 +153,7 @@ def convert_megatron_adapters(
 
 
 def _read_megatron_adapters(source: Path, model_name: str, folder: Path) -> Path:
-    from strop.learner.megatron.adapters.adapter_shards import read_adapter_shards
+    from strop.learner.megatron.checkpoint.adapter_shards import read_adapter_shards
 
     iteration = find_iteration(source)
     if iteration is None or not (iteration / "run_config.yaml").is_file():

@@ -20,6 +20,7 @@ from support.megatron_parity import MegatronCase, case, train_cases_on_rank
 from support.models import build
 from support.needs import needs_megatron
 from support.parity import Case, Differences, compare, make_batch, train
+from support.sweep import sweep
 
 needs_megatron()
 pytestmark = pytest.mark.slow
@@ -39,20 +40,32 @@ def make(world: int, sizes: dict[str, Any], made: Case, **options: Any) -> Megat
     return MegatronCase(case=made, world=world, sizes=sizes, options=section, **options)
 
 
-CASES: dict[str, tuple[MegatronCase, Differences]] = {
+KEPT_CASES: dict[str, tuple[MegatronCase, Differences]] = {
     "tensor 2": (make(2, {"tp": 2}, adapted(family="qwen2")), FLOAT64),
     "tensor 2, sequence": (make(2, {"tp": 2, "sp": True}, adapted()), FLOAT64),
     "stages 2 x 2, recomputed": (
         make(2, {"pp": 2, "vp": 2}, adapted(family="qwen2_deep"), options={"activation_checkpointing": True}),
         FLOAT64,
     ),
-    "context 2": (make(2, {"cp": 2}, adapted(algorithm="dpo")), FLOAT64),
     "experts 2, tensor 2": (make(2, {"ep": 2, "tp": 2, "sp": True}, adapted(family="qwen3_moe")), FLOAT64),
     "tensor 2, sequence, distributed": (
         make(2, {"tp": 2, "sp": True}, adapted(**SINGLE), distributed=True, overlap=True),
         FLOAT32,
     ),
+}
+CASES = {
+    **KEPT_CASES,
     "tensor 2, post norms": (make(2, {"tp": 2}, adapted(family="gemma2")), GEMMA),
+    "context 2, dpo": (make(2, {"cp": 2}, adapted(algorithm="dpo")), FLOAT64),
+    "stages 2, tied, gspo": (make(2, {"pp": 2}, adapted(family="qwen2", algorithm="gspo")), FLOAT64),
+    "stages 2, critic": (make(2, {"pp": 2}, adapted(value=True)), FLOAT64),
+    "experts 2, latent attention": (
+        make(2, {"ep": 2, "tp": 2, "sp": True}, adapted(family="deepseek_v3", frozen_routers=True)),
+        FLOAT64,
+    ),
+    "tensor 2, stages 2": (make(4, {"tp": 2, "pp": 2, "sp": True}, adapted(family="qwen3")), FLOAT64),
+    "tensor 4, more than groups of heads": (make(4, {"tp": 4}, adapted(family="qwen3", algorithm="sft")), FLOAT64),
+    "experts 2, data 4": (make(4, {"ep": 2}, adapted(family="qwen3_moe")), FLOAT64),
 }
 
 
@@ -69,9 +82,15 @@ def train_together(names: tuple[str, ...]) -> Callable[[str], Differences]:
     return differences
 
 
-@pytest.mark.parametrize("name", CASES)
+def companions(name: str) -> tuple[str, ...]:
+    """The cases that share a start with a case: those kept for `make test`, or others of as many ranks."""
+    world, kept = CASES[name][0].world, name in KEPT_CASES
+    return tuple(other for other, (made, _) in CASES.items() if made.world == world and (other in KEPT_CASES) == kept)
+
+
+@pytest.mark.parametrize("name", sweep(CASES, *KEPT_CASES))
 def test_adapters_train_as_those_of_the_torch_learner(name: str) -> None:
-    found, bound = train_together(tuple(CASES))(name), CASES[name][1]
+    found, bound = train_together(companions(name))(name), CASES[name][1]
     for kind, limit in vars(bound).items():
         assert getattr(found, kind) <= limit, f"{name}: {kind} differ by {getattr(found, kind):.1e}"
 

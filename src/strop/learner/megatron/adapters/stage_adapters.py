@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from strop.learner.megatron.adapters.adapted_weights import AdaptedWeight, find_adapted_weights
 from strop.learner.megatron.adapters.adapter_folder import PREFIX
 from strop.learner.megatron.megatron_peft_config import MegatronPeftConfig
-from strop.learner.megatron.models.adapted_linear import ParallelAdapter
+from strop.learner.megatron.models.adapted_linear import ParallelAdapter, make_room
 from strop.learner.megatron.models.gpt_stage import GptStage
 from strop.learner.megatron.weights.shard_import import load_weight
 from strop.learner.megatron.weights.stage_export import gather_weight, iter_weights
@@ -58,6 +58,8 @@ class StageAdapters:
         for each in filter(lambda each: weights.is_local(each.placed), self.adapted):
             linear: Any = self.stages[each.placed.place.stage].get_submodule(each.local_layer)
             if id(linear.weight) not in self._by_weight:
+                if not hasattr(linear, "add_adapter"):
+                    make_room(linear)
                 gated = each.layer.endswith("linear_fc1") and stages[0].config.gated_linear_unit
                 self._by_weight[id(linear.weight)] = linear.add_adapter(config, gated=gated)
         self._check_ranks(key)

@@ -127,6 +127,12 @@ def with_adapter(linear: Any, divided: Divided) -> type:
     return AdaptedLinear
 
 
+def make_room(linear: Any) -> None:
+    """Give a built layer with divided rows room for an adapter."""
+    linear.__class__ = with_adapter(type(linear), "rows")
+    linear.adapter = None
+
+
 class AdaptedBackend:
     """Makes the linear layers of another backend with room for adapters; experts' stay as they are."""
 

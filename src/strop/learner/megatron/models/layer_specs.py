@@ -59,11 +59,12 @@ def _attention(architecture: Architecture, design: LayerDesign, config: Any, bac
     norm = NORMS[architecture.norm]
     column_linear = backend.column_parallel_linear()
     if architecture.latent_attention:
+        down_linear = choose_backend(config).column_parallel_linear()  # Megatron Core takes only its own classes for them
         latent = MLASelfAttentionSubmodules(
             linear_q_proj=column_linear,
-            linear_q_down_proj=column_linear,
+            linear_q_down_proj=down_linear,
             linear_q_up_proj=column_linear,
-            linear_kv_down_proj=column_linear,
+            linear_kv_down_proj=down_linear,
             linear_kv_up_proj=column_linear,
             core_attention=core,
             linear_proj=row_linear,
