@@ -226,6 +226,63 @@ def measure_learner(settings: Settings) -> list[Measurement]:
     ]
 
 
+def measure_megatron(settings: Settings) -> list[Measurement]:
+    """The same parts with Megatron Core on this GPU; with FP8 too where Transformer Engine is installed."""
+    from importlib.util import find_spec
+
+    if find_spec("megatron") is None:
+        return []
+    import torch.distributed as dist
+
+    from strop.learner.megatron.megatron_config import Fp8Config
+
+    with tempfile.TemporaryDirectory(prefix="strop-first-gpu-") as folder:
+        backend = "gloo" if settings.device == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        found = _measure_megatron(settings, "bfloat16", Fp8Config())
+        if find_spec("transformer_engine") is not None:
+            found += _measure_megatron(settings, "FP8", Fp8Config(enabled=True, fp8="hybrid", fp8_recipe="tensorwise"))
+        dist.destroy_process_group()
+    return found
+
+
+def _measure_megatron(settings: Settings, name: str, fp8: Any) -> list[Measurement]:
+    from dataclasses import replace
+
+    from strop.learner.megatron.cpu_shim import prepare_megatron
+    from strop.learner.megatron.megatron_config import MegatronConfig
+    from strop.learner.megatron.megatron_optimizer_config import MegatronDdpConfig
+    from strop.learner.megatron.model_files import find_model_files
+    from strop.sampling import Sampling
+    from support.algorithms import grpo
+    from support.learners import make_model_config
+    from support.rollouts import pack_for
+
+    algorithm = grpo()
+    batch = pack_for(groups_of(settings.size), algorithm)
+    ddp = MegatronDdpConfig(overlap_grad_reduce=False, overlap_param_gather=False)
+    section = MegatronConfig(enabled=True, fp8_cfg=fp8, distributed_data_parallel_config=ddp)
+    files = find_model_files(settings.model, {})
+    prepare_megatron(settings.device)
+    from strop.learner.megatron.megatron_learner import MegatronLearner
+    from strop.learner.megatron.network_loader import NetworkLoader
+
+    loader = NetworkLoader(settings.device, 1)
+    layout = loader.make_layout(section, files, "policy.megatron_cfg")
+    network = loader.load(files, section, layout, dtype=torch.bfloat16, chunk=1024)
+    learner = MegatronLearner(network, replace(make_model_config(), megatron_cfg=section), Sampling())
+    tokens = f"{len(batch.tokens)} tokens read, {len(batch.target)} predicted"
+
+    def train() -> None:
+        learner.forward_backward_local(batch, algorithm.loss)
+        learner.step()
+
+    return [
+        measure(f"Megatron Core, {name}: log-probabilities", settings, lambda: learner.score_local(batch), tokens),
+        measure(f"Megatron Core, {name}: forward, backward and Adam", settings, train, tokens),
+    ]
+
+
 def groups_of(size: Size) -> Any:
     """Return made-up groups: completions of one half to the whole of the longest."""
     from support.rollouts import simple_groups
@@ -283,6 +340,7 @@ def measure_all(settings: Settings) -> Iterator[Measurement]:
     parts: list[tuple[Callable[..., list[Measurement]], tuple[Any, ...]]] = [
         *((measure_grpo, (offload, dtype)) for dtype in ("float32", "bfloat16") for offload in (False, True)),
         (measure_learner, ()),
+        (measure_megatron, ()),
         (measure_attention, ()),
     ]
     for function, arguments in parts:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.models.adapters import lora_layers
+from strop.models.adapters import ADAPTER, lora_layers
 from strop.models.lora import add_adapters
 from strop.models.lora_config import LoraConfig
 from support.models import build
@@ -21,6 +21,16 @@ def with_random_adapters(model: Any, *, spread: float = 0.3, base: str = "base",
         for layer in lora_layers(model):
             layer.up.copy_(spread * torch.randn(layer.up.shape, generator=generator))
     return model
+
+
+def share_fused(model: Any) -> None:
+    """Give the layers that Megatron Core fuses one A: those of queries, keys and values, and those of gate and up."""
+    shared: dict[str, Any] = {}
+    for layer in lora_layers(model):
+        parent, _, name = layer.name.rpartition(".")
+        kind = "qkv" if name in ("q_proj", "k_proj", "v_proj") else "fc1" if name in ("gate_proj", "up_proj") else name
+        down: Any = layer.module
+        down.lora_A[ADAPTER].weight = shared.setdefault(f"{parent}.{kind}", layer.down)
 
 
 def build_with_adapters(family: str, **options: Any) -> Any:

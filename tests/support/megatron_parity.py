@@ -12,6 +12,7 @@ from strop.learner.megatron.megatron_config import MegatronConfig
 from strop.learner.megatron.megatron_dims import MegatronDims
 from strop.learner.megatron.megatron_optimizer_config import MegatronDdpConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from strop.learner.parallel.parallel_dims import ParallelDims
+from strop.models.adapters import adapter_weights, base_weights
 from strop.types import Batch
 from support.learners import make_model_config
 from support.models import CONFIGS
@@ -41,8 +42,34 @@ def _deepen(family: str) -> None:
     CONFIGS.setdefault(f"{family}_deep", make)
 
 
+def _read_padding() -> Any:
+    """Tied embeddings, and a padding token that occurs in rows: Transformers does not train its embedding where it is read."""
+    config = CONFIGS["qwen2"]()
+    config.pad_token_id = 146
+    return config
+
+
+CONFIGS.setdefault("qwen2_padding", _read_padding)
+
 for _family in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"):
     _deepen(_family)
+
+
+def _widen(family: str) -> None:
+    """Give a family a variant whose sizes FP8 kernels take: multiples of 128."""
+
+    def make() -> Any:
+        config = CONFIGS[family]()
+        config.hidden_size, config.intermediate_size, config.head_dim = 128, 256, 32
+        if hasattr(config, "moe_intermediate_size"):
+            config.moe_intermediate_size = 128
+        return config
+
+    CONFIGS.setdefault(f"{family}_wide", make)
+
+
+for _family in ("llama", "qwen3_moe"):
+    _widen(_family)
 
 
 CONSTANT_RATE = MegatronSchedulerConfig(lr_warmup_iters=0, start_weight_decay=0.1, end_weight_decay=0.1)
@@ -109,8 +136,15 @@ def make_network(made: MegatronCase, layout: MegatronLayout) -> Any:
     plain = build_network(made.case).model
     head: Any = "scalar" if made.case.value else "lm"
     stages = build_stages(plain.config, made.config(), layout, dtype=made.case.dtype, head=head)
-    load_weights(stages, plain.config, MemoryWeights(plain.state_dict()))
-    network = MegatronNetwork(stages, plain.config, layout, chunk=5)
+    load_weights(stages, plain.config, MemoryWeights(dict(base_weights(plain))))
+    adapters = None
+    if made.case.lora:
+        from strop.learner.megatron.adapters.stage_adapters import StageAdapters
+
+        with layout.activate():
+            adapters = StageAdapters(stages, plain.config, made.config().peft, base="base")
+            adapters.load(MemoryWeights(adapter_weights(plain)))
+    network = MegatronNetwork(stages, plain.config, layout, chunk=5, adapters=adapters)
     if made.case.replayed:
         network.enable_router_replay()
     return network
@@ -127,8 +161,12 @@ def train_with_megatron(made: MegatronCase, batch: Batch) -> TrainingResult:
         stepped.append(metrics.to_floats(learner.step()))
     measured, scored = learner.evaluate_loss_local(batch, get_loss(made.case)), learner.score_local(batch)
     learner.network.gather_weights()
-    weights = {weight.name: weight.gather() for weight in iter_weights(learner.network.stages, learner.network.hf_config)}
-    return TrainingResult(steps, stepped, measured, scored, weights, [], {})
+    network, trained = learner.network, {}
+    source = iter_weights(network.stages, network.hf_config)
+    if network.adapters is not None:
+        source, trained = network.adapters.iter_merged(), network.adapters.gather()
+    weights = {weight.name: weight.gather() for weight in source}
+    return TrainingResult(steps, stepped, measured, scored, weights, [], trained)
 
 
 def train_cases_on_rank(rank: int, cases: dict[str, tuple[MegatronCase, Batch]]) -> dict[str, TrainingResult]:
@@ -139,5 +177,5 @@ def train_cases_on_rank(rank: int, cases: dict[str, tuple[MegatronCase, Batch]])
             trained = train_with_megatron(made, batch)
         except Exception as error:
             raise RuntimeError(f"case {name!r} failed") from error
-        found[name] = trained if rank == 0 else replace(trained, weights={})
+        found[name] = trained if rank == 0 else replace(trained, weights={}, adapters={})
     return found

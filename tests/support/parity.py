@@ -31,7 +31,7 @@ from strop.sampling import Sampling
 from strop.types import NO_ROUTE, Batch, Group
 from support.algorithms import grpo
 from support.learners import make_torch_learner
-from support.lora import with_random_adapters
+from support.lora import share_fused, with_random_adapters
 from support.megatron_families import FAMILIES, make_config, make_exact
 from support.models import CONFIGS, VOCABULARY, ExactNorm, build, to_float64
 from support.recorded import build_classifier, random_groups
@@ -69,6 +69,7 @@ class Case:
     packed: bool = True
     checkpointing: bool = False
     lora: bool = False
+    fused: bool = False  # adapters share A where Megatron Core has one layer: of queries, keys and values, and of gate and up
     frozen_routers: bool = False
     replayed: bool = False  # with recorded experts for most tokens
     value: bool = False  # train a separate critic
@@ -110,7 +111,9 @@ def build_network(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda 
     if case.weights_dtype is not None and case.lora:
         cast_weights(model, case.weights_dtype)
     if case.lora:
-        model = with_random_adapters(model, dim=4)
+        model = with_random_adapters(model, dim=4, alpha=4 if case.fused else 32)
+        if case.fused:
+            share_fused(model)
         _double(model, case.dtype)
     if case.frozen_routers:
         assert freeze_routers(model)

@@ -71,7 +71,7 @@ def _estimate_checkpoint(config: TrainingRunConfig) -> int | None:
     """
     policy = config.policy
     folder = Path(policy.model_name)
-    if not folder.is_dir() or policy.dtensor_cfg.lora_cfg.enabled:
+    if not folder.is_dir() or policy.adapter_rank is not None:
         return None
     try:
         count = sum(_count_parameters(path) for path in folder.glob("*.safetensors"))

@@ -202,8 +202,7 @@ def _format_engines(generation: GenerationConfig, devices: RunDevices, *, on_gpu
 
 def _format_model(model: ModelConfig, devices: RunDevices) -> str:
     """Format a trained model with its device and precision."""
-    lora = model.dtensor_cfg.lora_cfg
-    adapters = f", adapters of rank {lora.dim}" if lora.enabled else ""
+    adapters = "" if model.adapter_rank is None else f", adapters of rank {model.adapter_rank}"
     precision = "bfloat16, float32 masters" if model.weights_dtype == "bfloat16" else _format_precision(model.precision)
     return f"{model.model_name} on {devices.format_device(model)}, {precision}{adapters}"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import Any
 
 import torch
 
-from strop.checkpointing.saved_model import SavedModel
+from strop.checkpointing.saved_model import SavedModel, read_yaml
 from strop.learner.megatron.checkpoint.torch_dist import LATEST, find_iteration, model_folder
 from strop.learner.parallel.shard_files import METADATA, SafetensorsReader, ShardedReader, TensorReader, TensorShard, is_sharded
-from strop.models.adapters import adapter_folder
+from strop.models.adapters import adapter_folder, is_classifier_adapter, merge_adapters
+from strop.models.classifiers import load_classifier
 from strop.models.export import (
     AS_THEY_ARE,
     ConversionError,
@@ -31,7 +33,7 @@ from strop.models.export import (
     new_folder,
     save_model,
 )
-from strop.models.loading import ModelNotFound, find_model_folder, load_tokenizer
+from strop.models.loading import ModelNotFound, find_model_folder, load_model, load_tokenizer
 
 SHARD_FILE_SUFFIXES = (METADATA, ".distcp", LATEST)  # endings of shard files, which are not copied
 MODEL_FILES = re.compile(r"(adapter_)?(config|model.*|base_config)\.(json|safetensors(\.index\.json)?)|pytorch_model.*|.*\.gguf")
@@ -123,6 +125,59 @@ def convert_to_megatron(model_name: str, target: Path) -> None:
         for path in folder.iterdir():
             if path.is_file() and (path.name == "config.json" or not MODEL_FILES.fullmatch(path.name)):
                 shutil.copyfile(path, draft / path.name)
+
+
+def convert_megatron_adapters(
+    adapters: Path, target: Path, *, model_name: str, base: Path | None = None, merge: bool = True
+) -> None:
+    """Write adapters of Megatron Core's layers in PEFT's format, or with ``merge`` the whole model that they make, in float32.
+
+    Args:
+        adapters: What a run saved as policy/weights, or an iter_XXXXXXX folder of NeMo-RL.
+        model_name: The Hugging Face model that they are for.
+        base: An iter_XXXXXXX folder with that model's weights; None reads those of ``model_name``.
+
+    Raises ModelNotFound, ConversionError.
+    """
+    check_target(target)
+    with new_folder(target) as draft, _conversion_errors(SavedModel(str(adapters))), tempfile.TemporaryDirectory() as temporary:
+        folder = adapter_folder(str(adapters)) or _read_megatron_adapters(adapters, model_name, Path(temporary))
+        if merge:
+            model = load_classifier(model_name) if is_classifier_adapter(folder) else load_model(model_name)
+            if base is not None:
+                _load_base(model, base)
+            save_model(merge_adapters(model, folder), draft)
+        else:
+            copy_adapters(folder, draft)
+        _add_tokenizer(folder, draft, model_name)
+
+
+def _read_megatron_adapters(source: Path, model_name: str, folder: Path) -> Path:
+    from strop.learner.megatron.adapters.adapter_shards import read_adapter_shards
+
+    iteration = find_iteration(source)
+    if iteration is None or not (iteration / "run_config.yaml").is_file():
+        raise ConversionError(
+            f"{source} has neither adapter_config.json, as policy/weights of a run that trains adapters, nor an iter_XXXXXXX folder with "
+            "run_config.yaml, as NeMo-RL saves them"
+        )
+    peft = read_yaml(iteration / "run_config.yaml").get("peft")
+    if not peft:
+        raise ConversionError(f"{iteration / 'run_config.yaml'} has no section peft: its run trained no adapters")
+    read_adapter_shards(iteration, load_model_config(model_name), peft, base=model_name).write(folder)
+    return folder
+
+
+def _load_base(model: Any, base: Path) -> None:
+    """Load the weights of Megatron Core's checkpoint into a model."""
+    from strop.learner.megatron.checkpoint.hugging_face import read_hugging_face_weights
+
+    if (iteration := find_iteration(base)) is None:
+        raise ConversionError(
+            f"{base} has no checkpoint of Megatron Core: name the iter_XXXXXXX folder of the base, or leave it out"
+        )
+    missing = model.load_state_dict(read_hugging_face_weights(iteration, model.config), strict=False)
+    assert not missing.unexpected_keys
 
 
 def _model_folder(source: SavedModel) -> Path:

@@ -93,6 +93,12 @@ class ModelConfig(BaseConfig):
         """The section whose token budgets apply: of packed micro-batches, or of padded ones."""
         return self.sequence_packing if self.sequence_packing.enabled else self.dynamic_batching
 
+    @property
+    def adapter_rank(self) -> int | None:
+        """The rank of the adapters that are trained, whoever trains; None where all weights are."""
+        adapters = self.megatron_cfg.peft if self.megatron_cfg.enabled else self.dtensor_cfg.lora_cfg
+        return adapters.dim if adapters.enabled else None
+
     @field_validator("weights_dtype")
     @classmethod
     def _check_weights_dtype(cls, weights_dtype: str, values: ValidationInfo) -> str:

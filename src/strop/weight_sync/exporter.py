@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, LoraLayer, base_weights, lora_layers, save_adapters
+from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, lora_layers, save_adapters
 from strop.weight_sync.base import AdapterFiles, ChannelAddress, Manifest, NamedTensors, Sender, TransportError
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 from strop.weight_sync.transports.manifest import build_manifest, move_large_to_middle
@@ -90,6 +90,16 @@ class AdapterSource(Protocol):
     def fingerprints(self, dtype: torch.dtype) -> Mapping[str, int]:
         """Return fingerprints of the adapters as an engine of this data type stores them."""
         ...
+
+
+class NamedAdapter(Protocol):
+    """The adapter of a layer."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def scale(self) -> float: ...
 
 
 class BlockingExporter:
@@ -244,7 +254,7 @@ def read_adapter_files(folder: Path) -> AdapterFiles:
     return AdapterFiles((folder / WEIGHTS_FILE).read_bytes(), (folder / CONFIG_FILE).read_text())
 
 
-def fingerprint_adapters(layers: Iterable[tuple[LoraLayer, Tensor, Tensor]], dtype: torch.dtype) -> Mapping[str, int]:
+def fingerprint_adapters(layers: Iterable[tuple[NamedAdapter, Tensor, Tensor]], dtype: torch.dtype) -> Mapping[str, int]:
     """Return fingerprints of adapters, given as (layer, full A, full B), by ``<layer>.A`` and ``<layer>.B``.
 
     B is multiplied by the scale, as engines store it.

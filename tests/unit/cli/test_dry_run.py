@@ -271,6 +271,13 @@ def test_layers_and_experts_are_counted_where_megatron_core_trains(folder: Path,
     assert "does not train models of type nemotron_h: its Mamba layers" in dry_run(capsys, "grpo", *words, code=2)
 
 
+def test_router_replay_of_a_model_without_experts_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    words = [*RUN, "policy.model_name=model", "policy.router_replay.enabled=true"]
+    assert "policy.router_replay.enabled: found true, but model has no experts" in dry_run(capsys, "grpo", *words, code=2)
+
+
 def test_a_chat_template_with_the_tags_of_transformers_is_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tags = "{%- for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% if m.stop %}{% break %}{% endif %}{% endfor %}"
     (folder / "chat.jinja").write_text(tags)

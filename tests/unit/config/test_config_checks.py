@@ -94,7 +94,10 @@ def test_a_batch_that_cuts_groups_or_leaves_a_rest_is_refused_with_the_sizes_tha
         ("data.train.dataset_name=no/such/tasks.jsonl", "there is no file no/such/tasks.jsonl"),
         ("~data.train", "nothing to train on"),
         ("policy.megatron_cfg={enabled: true, tensor_model_parallel_size: 8}", "8 ranks do not divide the 1 devices"),
-        ("policy.megatron_cfg={enabled: true, peft: {enabled: true}}", "adapters of Megatron Core's layers"),
+        (
+            "policy.megatron_cfg={enabled: true, peft: {enabled: true, dropout: 0.1}}",
+            "rollouts are sampled without dropout",
+        ),
         ("policy.dtensor_cfg.enabled=false", "which leaves no learner"),
         ("policy.dtensor_cfg.tensor_parallel_size=8", "8 ranks do not divide the one device"),
         ("policy.dtensor_cfg.context_parallel_size=2", "2 ranks do not divide the one device"),
@@ -115,6 +118,27 @@ def test_what_cannot_work_is_refused(override: str, reason: str) -> None:
     error = refusal(override)
     assert reason in str(error) and all(problem.fix for problem in error.problems)
     assert len(error.problems) == 1
+
+
+MEGATRON = ["policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false"]
+
+
+def test_megatron_core_needs_ranks() -> None:
+    (problem,) = refusal(*MEGATRON, "cluster.backend=local").problems
+    assert problem.key == "cluster.backend" and "Megatron Core runs on ranks, which are processes of Ray" in str(problem)
+    assert "Set it to auto or ray, or policy.backend=torch." in str(problem)
+    for backend in ("auto", "ray"):
+        accepted(*MEGATRON, f"cluster.backend={backend}")
+
+
+def test_a_critic_of_megatron_core_is_a_network_of_its_own() -> None:
+    critic = [*RUN[:3], *MEGATRON, "value.megatron_cfg.enabled=true", "value.dtensor_cfg.enabled=false"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*critic, "value.head_only=true"], root=PpoRunConfig)
+    (problem,) = caught.value.problems
+    assert problem.key == "value.head_only" and "the policy's last stage has no value head" in str(problem)
+    assert "Set it to false, or policy.backend=torch." in str(problem)
+    load_config(None, critic, root=PpoRunConfig)
 
 
 def test_an_on_policy_ratio_needs_one_step_per_batch() -> None:

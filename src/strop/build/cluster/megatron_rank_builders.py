@@ -55,14 +55,16 @@ def build_megatron_rank_models(
     loader = NetworkLoader(device, world)
     layout = loader.make_layout(config.policy.megatron_cfg, policy.files, "policy.megatron_cfg")
     score = ScoreInit(config.training.seed) if isinstance(config, RmRunConfig) else None
-    network = _load(loader, policy.files, config.policy, layout, score)
+    network = _load(loader, policy.files, config.policy, layout, score, adapter_seed=config.training.seed)
     if isinstance(config, RolloutRunConfig) and config.policy.router_replay.enabled:
         network.enable_router_replay()
     networks = {"policy": network}
     tokens = config.policy.batching.logprob_mb_tokens
     scorers: dict[str, RankScorer] = {"untrained": MegatronScorer(network, sampling, tokens)}
     frozen: list[TensorOffload] = []
-    if keeps_reference(config, algorithm):
+    if keeps_reference(config, algorithm) and network.adapters is not None:
+        scorers["reference"] = MegatronScorer(network, sampling, tokens, network.adapters.disabled)
+    elif keeps_reference(config, algorithm):
         reference = _freeze(
             _load(loader, policy.files, config.policy, layout, score), sampling, tokens, offload=config.policy.reference.offload
         )
@@ -98,10 +100,25 @@ def build_megatron_rank_models(
 
 
 def _load(
-    loader: NetworkLoader, files: ModelFiles, config: ModelConfig, layout: MegatronLayout, score: ScoreInit | None
+    loader: NetworkLoader,
+    files: ModelFiles,
+    config: ModelConfig,
+    layout: MegatronLayout,
+    score: ScoreInit | None,
+    *,
+    adapter_seed: int | None = None,
+    section: str = "policy",
 ) -> MegatronNetwork:
-    dtype, chunk = PRECISIONS[config.precision], config.logprob_chunk_size
-    return loader.load(files, config.megatron_cfg, layout, dtype=dtype, chunk=chunk, score=score)
+    return loader.load(
+        files,
+        config.megatron_cfg,
+        layout,
+        dtype=PRECISIONS[config.precision],
+        chunk=config.logprob_chunk_size,
+        score=score,
+        adapter_seed=adapter_seed,
+        key=f"{section}.megatron_cfg",
+    )
 
 
 def _freeze(network: MegatronNetwork, sampling: Sampling, tokens: int, *, offload: bool) -> FrozenNetwork:
@@ -129,7 +146,8 @@ def _load_critic(config: PpoRunConfig, policy: MegatronPolicy, loader: NetworkLo
         raise error.with_key("value.model_name") from error
     files.become_classifier()
     layout = loader.make_layout(value.megatron_cfg, files, "value.megatron_cfg")
-    return _load(loader, files, value, layout, ScoreInit(config.ppo.seed, deviation=0.0))
+    score = ScoreInit(config.ppo.seed, deviation=0.0)
+    return _load(loader, files, value, layout, score, adapter_seed=config.ppo.seed, section="value")
 
 
 def _load_teachers(

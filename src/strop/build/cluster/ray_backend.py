@@ -111,8 +111,7 @@ class RayBackend:
         assert isinstance(self.config, RolloutRunConfig)
         options, slots = self.config.policy.generation, self.device_plan.generation
         uses_vllm = options.uses_vllm
-        lora = self.config.policy.dtensor_cfg.lora_cfg.enabled and not self.config.policy.uses_megatron
-        adapters = uses_vllm and options.weight_sync.adapters_alone and lora
+        adapters = uses_vllm and options.weight_sync.adapters_alone and self.config.policy.adapter_rank is not None
         folder = (spec.output_folder / "model").resolve()
         await self.group.call_one(
             0, "call_with_policy", partial(choose_rank_builders(self.config).write_model_folder, folder=folder)
@@ -151,7 +150,7 @@ class RayBackend:
             config=config.generation,
             model=str(folder),
             on_cpu=self.policy_info.on_cpu,
-            max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
+            max_lora_rank=config.adapter_rank if adapters else None,
             return_routes=config.router_replay.enabled,
             environment=self._thread_env(config.generation.vllm_cfg.num_threads, generates=True),
             output_file=outputs / f"engine_{number}.log",

@@ -1,4 +1,5 @@
-"""Do the sizes of parallelism divide models whose config.json is here: heads, layers, and with Megatron Core experts?"""
+"""Do the sizes of parallelism divide models whose config.json is here: heads, layers, and with Megatron Core experts? Has a model that
+replays the choices of its routers any?"""
 
 from __future__ import annotations
 
@@ -32,6 +33,8 @@ def find_head_problems(config: TrainingRunConfig) -> Iterator[Problem]:
         models |= {key: teacher for key, teacher in config.all_teachers.items() if teacher.model_name != "self"}
     for key, model in models.items():
         yield from _check_megatron(key, model) if model.megatron_cfg.enabled else _check_learner(key, model)
+    if isinstance(config, RolloutRunConfig):
+        yield from _check_router_replay(config)
     if isinstance(config, RolloutRunConfig) and config.policy.generation.uses_vllm:
         yield from _check_engine(config)
 
@@ -76,6 +79,13 @@ def _check_megatron(key: str, model: ModelConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.megatron_cfg.enabled", str(error))
     if (shape := MegatronModelShape.from_hf(model.model_name, values)) is not None:
         yield from model_errors(model.megatron_cfg, f"{key}.megatron_cfg", shape)
+
+
+def _check_router_replay(config: RolloutRunConfig) -> Iterator[Problem]:
+    name = config.policy.model_name
+    values = _read_text_config(name) if config.policy.router_replay.enabled else {}
+    if values and "expert" not in json.dumps(values):
+        yield Problem("policy.router_replay.enabled", f"found true, but {name} has no experts", "Set it to false.")
 
 
 def _check_engine(config: RolloutRunConfig) -> Iterator[Problem]:

@@ -39,12 +39,6 @@ def check_one_learner(config: TrainingRunConfig) -> Problems:
 
 def check_megatron_models(config: TrainingRunConfig) -> Problems:
     for key, model in list_trained_models(config):
-        if model.megatron_cfg.enabled and model.megatron_cfg.peft.enabled:
-            yield Problem(
-                f"{key}.megatron_cfg.peft.enabled",
-                "found true, but adapters of Megatron Core's layers are not in this version",
-                "Set policy.backend=torch, which trains adapters of the same layers.",
-            )
         if model.megatron_cfg.enabled and model.ema.enabled:
             yield Problem(
                 f"{key}.ema.enabled",

@@ -9,7 +9,9 @@ from pydantic import Field
 
 from strop.base_config import BaseConfig, subsection
 from strop.generation.generation_config import GenerationConfig, UnusedGenerationConfig
+from strop.learner.megatron.megatron_peft_config import MegatronPeftConfig
 from strop.learner.model_config import ModelConfig
+from strop.models.lora_config import LoraConfig
 from strop.models.routing.router_replay_config import RouterReplayConfig
 from strop.problems import Problem
 
@@ -60,7 +62,9 @@ class PolicyConfig(ModelConfig):
     def errors(self, key: str) -> Iterator[Problem]:
         yield from super().errors(key)
         yield from self._check_backend(key)
-        yield from self._check_adapter_dropout(f"{key}.dtensor_cfg.lora_cfg.dropout")
+        yield from self._check_adapter_dropout(f"{key}.dtensor_cfg.lora_cfg.dropout", self.dtensor_cfg.lora_cfg)
+        if self.megatron_cfg.enabled:
+            yield from self._check_adapter_dropout(f"{key}.megatron_cfg.peft.dropout", self.megatron_cfg.peft)
         yield from self._check_engine_length(f"{key}.generation.vllm_cfg.max_model_len")
         yield from self._check_router_replay(key)
 
@@ -73,8 +77,7 @@ class PolicyConfig(ModelConfig):
                 f"Set it to {str(not enabled).lower()}, or {key}.backend=auto.",
             )
 
-    def _check_adapter_dropout(self, key: str) -> Iterator[Problem]:
-        lora = self.dtensor_cfg.lora_cfg
+    def _check_adapter_dropout(self, key: str, lora: LoraConfig | MegatronPeftConfig) -> Iterator[Problem]:
         if lora.enabled and lora.dropout:
             yield Problem(
                 key,

@@ -13,6 +13,7 @@ from strop.learner.megatron.megatron_peft_config import MegatronPeftConfig
 from strop.problems import Problem
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
+RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 Kernels = "a kernel of Transformer Engine or APEX, used where it is installed"
 
 
@@ -24,7 +25,7 @@ class Fp8Config(BaseConfig):
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = Field(
         "blockwise", description="What shares a scale; mxfp8 needs a Blackwell GPU."
     )
-    fp8_param: bool = Field(False, description="Keep the weights in FP8 too.")
+    fp8_param: bool = Field(False, description="Keep the weights in FP8 too; not in this version.")
 
 
 class MegatronConfig(BaseConfig):
@@ -71,6 +72,7 @@ class MegatronConfig(BaseConfig):
     )
     moe_aux_loss_coeff: float = Field(0.0, ge=0, description="Weight of the auxiliary loss.")
     moe_z_loss_coeff: float | None = Field(None, ge=0, description="Weight of the loss of large router logits; null has none.")
+    moe_per_layer_logging: bool = Field(False, description="Log the losses of routers for each layer too.")
     moe_router_enable_expert_bias: bool | None = Field(
         None, description="Choose experts with a bias that follows their load; null is as the model has it."
     )
@@ -81,7 +83,7 @@ class MegatronConfig(BaseConfig):
     moe_enable_deepep: bool = Field(
         False, description="Dispatch with DeepEP; needs it, a GPU and moe_token_dispatcher_type=flex."
     )
-    moe_shared_expert_overlap: bool = Field(False, description="Compute shared experts while tokens travel; needs a GPU.")
+    moe_shared_expert_overlap: bool = Field(False, description="Compute shared experts while tokens travel.")
     moe_permute_fusion: bool = Field(True, description=f"Sort the tokens of experts by {Kernels}.")
     moe_grouped_gemm: bool | None = Field(
         None, description="Compute the experts of a rank by one grouped kernel; null does so where Transformer Engine is."
@@ -121,6 +123,7 @@ class MegatronConfig(BaseConfig):
             return
         yield from self.optimizer.own_errors(f"{key}.optimizer")
         yield from self.scheduler.own_errors(f"{key}.scheduler")
+        yield from self._check_adapters(key)
         virtual, stages = self.virtual_pipeline_model_parallel_size or 1, self.pipeline_model_parallel_size
         if virtual > 1 and stages == 1:
             yield Problem(
@@ -134,11 +137,43 @@ class MegatronConfig(BaseConfig):
                 f"found {', '.join(self.recompute_modules)}, but only a selective recomputation has modules",
                 f"Set {key}.activation_checkpointing=true and {key}.recompute_granularity=selective, or this to null.",
             )
+        if unknown := [name for name in self.recompute_modules or () if name not in RECOMPUTED]:
+            yield Problem(
+                f"{key}.recompute_modules",
+                f"found {', '.join(unknown)}, which Megatron Core does not recompute",
+                f"Name some of {', '.join(RECOMPUTED)}.",
+            )
+        if self.fp8_cfg.enabled and self.fp8_cfg.fp8_param:
+            yield Problem(
+                f"{key}.fp8_cfg.fp8_param",
+                "found true, but checkpoints and publishes of weights in FP8 are not in this version",
+                "Set it to false: layers are computed in FP8 from bfloat16 weights, which takes more memory and trains the same.",
+            )
+        if self.moe_router_load_balancing_type == "sinkhorn":
+            yield Problem(
+                f"{key}.moe_router_load_balancing_type",
+                "found sinkhorn, which chooses other experts for a token than those of its best scores, which engines sample with",
+                "Set it to aux_loss, seq_aux_loss, global_aux_loss or none.",
+            )
         if self.scheduler.lr_warmup_iters and self.scheduler.lr_warmup_init > self.optimizer.lr:
             yield Problem(
                 f"{key}.scheduler.lr_warmup_init",
                 f"found {self.scheduler.lr_warmup_init:g}, which is above optimizer.lr = {self.optimizer.lr:g}",
                 f"Set it to {self.optimizer.lr:g} or less.",
+            )
+
+    def _check_adapters(self, key: str) -> Iterator[Problem]:
+        if self.peft.enabled and self.moe_router_bias_update_rate:
+            yield Problem(
+                f"{key}.moe_router_bias_update_rate",
+                f"found {self.moe_router_bias_update_rate:g}, which changes the base, and {key}.peft.enabled=true trains adapters alone",
+                "Set it to 0.",
+            )
+        if self.peft.enabled and self.moe_shared_expert_overlap:
+            yield Problem(
+                f"{key}.moe_shared_expert_overlap",
+                f"found true, but then shared experts exchange their tokens where their adapters ({key}.peft) do not see it",
+                "Set it to false.",
             )
 
     def warnings(self, key: str) -> Iterator[Problem]:

@@ -129,8 +129,8 @@ def _check_heads(config: MegatronConfig, key: str, shape: MegatronModelShape) ->
     if shape.heads % tensor:
         message = f"found {tensor}, which does not divide the {shape.heads} attention heads of {shape.name}"
         yield Problem(name, message, divisors(shape.heads))
-    elif groups % tensor:
-        message = f"found {tensor}, which does not divide the {groups} key-value heads of {shape.name}"
+    elif groups % tensor and tensor % groups:  # with fewer key-value heads than ranks, ranks share them
+        message = f"found {tensor}, and ranks cannot share the {groups} key-value heads of {shape.name} evenly"
         yield Problem(name, message, divisors(groups))
     elif (own := shape.heads // tensor) % context:
         message = f"found {context}, which does not divide the {own} attention heads that a rank has of {shape.name}"
@@ -156,12 +156,13 @@ def _check_stages(config: MegatronConfig, key: str, shape: MegatronModelShape) -
             if layers < shape.layers
             else (f"the {layers} layers")
         )
-        yield Problem(
-            name,
-            f"found {stages}: {each} cannot share {left} of {shape.name} evenly",
+        fix = (
             f"Set {key}.num_layers_in_first_pipeline_stage and {key}.num_layers_in_last_pipeline_stage so that the other stages have as "
-            "many layers each, or another number of stages.",
+            "many layers each, or another number of stages."
         )
+        if shape.layers < stages * parts:
+            fix = "Lower the number of stages" + (f", or set {key}.virtual_pipeline_model_parallel_size=1." if parts > 1 else ".")
+        yield Problem(name, f"found {stages}: {each} cannot share {left} of {shape.name} evenly", fix)
     elif not others and layers:
         message = (
             f"found {stages}: the first and last stage have {shape.layers - layers} of the {shape.layers} layers of {shape.name}"
@@ -177,6 +178,13 @@ def _check_experts(config: MegatronConfig, key: str, shape: MegatronModelShape) 
     elif shape.experts % experts:
         message = f"found {experts}, which does not divide the {shape.experts} experts of a layer of {shape.name}"
         yield Problem(name, message, divisors(shape.experts))
+    elif shape.experts and tensor > 1 and not config.sequence_parallel:
+        # Megatron Core warns of it while it builds the model and refuses it while it trains; a forward pass alone ends the process.
+        yield Problem(
+            f"{key}.sequence_parallel",
+            f"found false, with tensor_model_parallel_size = {tensor}: the experts of {shape.name} need it",
+            "Set it to true.",
+        )
     elif shape.experts and tensor > 1 and experts == 1 and config.expert_tensor_parallel_size == 1:
         # Megatron Core 0.16.1 does not add the gradients of such experts over the tensor-parallel ranks: wrong weights, no error.
         yield Problem(

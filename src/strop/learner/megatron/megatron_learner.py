@@ -21,6 +21,7 @@ from strop.learner.megatron.optimizer.megatron_optimizer import (
     make_megatron_scheduler,
     step_optimizer,
 )
+from strop.learner.megatron.passes.router_losses import RouterLosses
 from strop.learner.megatron.passes.schedule import prepare_schedule
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, detach_to_cpu, dummy_loss, to_device
@@ -68,7 +69,8 @@ class MegatronLearner:
             prepare_schedule(self.transformer)
             for stage in network.stages:
                 stage.train()
-            dtype = next(network.stages[0].parameters()).dtype
+            trained = [parameter.dtype for _, parameter in network.named_parameters() if parameter.requires_grad]
+            dtype = min(trained, key=lambda dtype: dtype.itemsize)  # adapters are float32 beside a bfloat16 base
             network.chunks = wrap_stages(
                 network.stages,
                 megatron.distributed_data_parallel_config,
@@ -90,6 +92,9 @@ class MegatronLearner:
                 total_steps=None if total_steps is None else self.schedule_unit.count_steps(total_steps),
                 key=f"{key}.scheduler",
             )
+        self.router_losses = RouterLosses(self.transformer, self.layout, per_layer=megatron.moe_per_layer_logging)
+        biased = self.transformer.moe_router_enable_expert_bias and self.transformer.moe_router_bias_update_rate > 0
+        self.routers_learn = biased or bool(self.router_losses.names)  # also of tokens for which the loss has no gradient
         self._steps = 0
         self.weight_offload = TensorOffload(self._weight_tensors, network.device)
         self.state_offload = TensorOffload(self._state_tensors, network.device)
@@ -111,7 +116,7 @@ class MegatronLearner:
 
     def _run_micro_batches(self, batch: Batch, loss: LossFn, token_budget: int, *, backward: bool) -> MicroBatchOutputs:
         micro_batches, balance = self.network.split_batch(batch, token_budget, whole_groups=self.whole_groups)
-        trained = [each for each in micro_batches if backward and not each.zero_gradient]
+        trained = [each for each in micro_batches if backward and (self.routers_learn or not each.zero_gradient)]
         scale = self._scale_loss(batch) if trained else 1.0
 
         def finish(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, tuple[MicroBatch, Outputs, Metrics]]:
@@ -123,10 +128,13 @@ class MegatronLearner:
             logged = {**logged, **measure_missing_routes(self.network.routed, part)}
             return value * scale if scale != 1.0 else value, (micro_batch, detach_to_cpu(outputs), logged)
 
-        results = self.network.run([each for each in micro_batches if not (backward and not each.zero_gradient)], finish)
+        results = self.network.run([each for each in micro_batches if each not in trained], finish)
+        router_losses: Metrics = {}
         if trained:
             self.gradients.overlap_with_next_pass(self.transformer)
+            self.router_losses.start()
             results += self.network.run(trained, finish, backward=True)
+            router_losses = self.router_losses.take(len(trained))
         disagreement = measure_disagreement(self.network.take_router_counts())
         if not self.layout.is_leader:
             return MicroBatchOutputs()
@@ -134,7 +142,7 @@ class MegatronLearner:
         measured = [{"tokens_per_rank_max_over_mean": metrics.mean(balance, 1)}] if backward else []
         return MicroBatchOutputs(
             tuple((micro_batch.sub_batch.index, outputs) for micro_batch, outputs, _ in real),
-            metrics.merge(disagreement, *measured, *(logged for _, _, logged in real)),
+            metrics.merge(disagreement, router_losses, *measured, *(logged for _, _, logged in real)),
         )
 
     def _scale_loss(self, batch: Batch) -> float:
@@ -142,8 +150,10 @@ class MegatronLearner:
 
         Megatron Core weighs the auxiliary losses of its routers by the tokens of a micro-batch and divides all gradients by the tokens of
         the step at the end. We divide nothing at the end (law 1), so the scale, which multiplies both kinds of losses, divides them here.
+        Where ranks share the tokens of a micro-batch, it weighs by those of a rank, so that the divisor is a rank's share too.
         """
-        tokens = len(batch.tokens) if has_auxiliary_loss(self.transformer) else 1
+        sharing = self.layout.dims.tensor * self.layout.dims.context
+        tokens = len(batch.tokens) / sharing if self.router_losses.names else 1
         scaler = self.optimizer.scale_loss if self.transformer.fp16 else None
 
         def scale(loss: Tensor) -> Tensor:
@@ -212,14 +222,3 @@ def freeze_routers(network: MegatronNetwork) -> None:
     for name, parameter in network.named_parameters():
         if ".router." in name:
             parameter.requires_grad_(False)
-
-
-def has_auxiliary_loss(transformer: Any) -> bool:
-    """Return whether the routers add a loss of their own."""
-    if not transformer.num_moe_experts:
-        return False
-    kinds, weights = transformer.moe_router_load_balancing_type, transformer.moe_aux_loss_coeff
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    weights = weights if isinstance(weights, list) else [weights] * len(kinds)
-    balanced = any(weight > 0 and kind.endswith("aux_loss") for kind, weight in zip(kinds, weights, strict=True))
-    return balanced or bool(transformer.moe_z_loss_coeff)

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.fp8_utils import get_fp8_align_size
 from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, Outputs, ValueOutputs
 from strop.data.balance import partition_batch
 from strop.data.splitting import select_rollouts
+from strop.learner.megatron.adapters.stage_adapters import StageAdapters
 from strop.learner.megatron.layout import MegatronLayout
 from strop.learner.megatron.models.gpt_stage import GptStage
 from strop.learner.megatron.models.stage_routing import LayerReplay, install_stage_replay
@@ -31,16 +33,26 @@ class MegatronNetwork:
 
     packed = True  # it reads rows with shared prompts
 
-    def __init__(self, stages: Sequence[GptStage], hf_config: Any, layout: MegatronLayout, *, chunk: int | None = 1024) -> None:
-        """``chunk``: at most so many rows of float32 logits exist at a time; None is all."""
+    def __init__(
+        self,
+        stages: Sequence[GptStage],
+        hf_config: Any,
+        layout: MegatronLayout,
+        *,
+        chunk: int | None = 1024,
+        adapters: StageAdapters | None = None,
+    ) -> None:
+        """``chunk``: at most so many rows of float32 logits exist at a time; None is all. ``adapters``: what is trained, if not all."""
         self.stages = list(stages)
         self.chunks: list[Any] = list(
             stages
         )  # the stages as they are run: inside of DistributedDataParallel while they are trained
         self.hf_config = hf_config
         self.layout = layout
+        self.adapters = adapters
         self.chunk = chunk or 1 << 40
-        self.sharding = RowSharding(layout)
+        fp8: Any = stages[0].config.fp8
+        self.sharding = RowSharding(layout, 1 if not fp8 else get_fp8_align_size(stages[0].config.fp8_recipe))
         self.device = layout.device
         self.routed: RoutedLayers | None = None  # with router replay: those of this rank
         self._replays: list[LayerReplay] = []
@@ -83,6 +95,8 @@ class MegatronNetwork:
         with self.layout.activate(), torch.set_grad_enabled(backward):
             for replay in self._replays:
                 replay.forget()
+            if self.adapters is not None:
+                self.adapters.set_training_pass(backward)
             return run_schedule(self.layout, self.chunks, self._make_row, micro_batches, finish, backward=backward)
 
     def _make_row(self, micro_batch: MicroBatch) -> StageRow:

@@ -20,14 +20,17 @@ class MegatronPeftConfig(BaseConfig):
     target_modules: Patterns = Field(
         (),
         description="Layers that get adapters, such as [linear_qkv, linear_proj] or ['*.layers.0.*.linear_fc1']; "
-        "empty is linear_qkv, linear_proj, linear_fc1 and linear_fc2.",
+        "empty is every linear layer of the decoder but those of experts. A pattern matches the end of a name after a dot, or "
+        "with * ? or [ the whole name, in which layers are counted through all stages.",
     )
-    exclude_modules: Patterns = Field((), description="Patterns of layers without adapters, with * as a wildcard.")
+    exclude_modules: Patterns = Field((), description="Patterns of layers without adapters, matched in the same way.")
     dim: int = Field(8, ge=1, description="Rank of an adapter.")
     alpha: int = Field(32, ge=1, description="Scale of an adapter: its output is multiplied by alpha / dim.")
     dropout: float = Field(
         0.0, ge=0, lt=1, description="Dropout in training; only for recorded data, where no policy samples (fraction)."
     )
     dropout_position: Literal["pre", "post"] = Field("post", description="Drop an adapter's inputs (pre) or outputs (post).")
-    lora_A_init_method: Literal["xavier", "uniform", "kaiming"] = Field("xavier", description="Initialisation of A.")
+    lora_A_init_method: Literal["xavier", "uniform", "kaiming"] = Field(
+        "xavier", description="Initialisation of A: xavier (normal), or uniform, also called kaiming (as PEFT does)."
+    )
     lora_B_init_method: Literal["zero"] = Field("zero", description="Initialisation of B.")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from strop.learner.megatron.adapters.stage_adapters import StageAdapters
 from strop.learner.megatron.layout import MegatronLayout
 from strop.learner.megatron.megatron_config import MegatronConfig
 from strop.learner.megatron.megatron_dims import MegatronDims, MegatronModelShape, model_errors
@@ -42,11 +43,21 @@ class NetworkLoader:
         dtype: torch.dtype,
         chunk: int | None,
         score: ScoreInit | None = None,
+        adapter_seed: int | None = None,
+        key: str = "megatron_cfg",
     ) -> MegatronNetwork:
-        """Build this rank's stages and read their weights. ``score``: of a model with values, None: a language model."""
+        """Build this rank's stages and read their weights.
+
+        Args:
+            score: The initial score layer of a model with values; None is a language model.
+            adapter_seed: Of the adapters that the section asks for; None leaves them out: the network is not trained.
+        """
         stages = build_stages(files.config, config, layout, dtype=dtype, head="lm" if score is None else "scalar")
         prepare_schedule(stages[0].config)
         reader = FileWeights(files.folder)
         with layout.activate():
             load_weights(stages, files.config, reader, score_init=score or ScoreInit(seed=0))
-        return MegatronNetwork(stages, files.config, layout, chunk=chunk or 1 << 40)
+            adapters = None
+            if config.peft.enabled and adapter_seed is not None:
+                adapters = StageAdapters(stages, files.config, config.peft, base=files.name, seed=adapter_seed, key=f"{key}.peft")
+        return MegatronNetwork(stages, files.config, layout, chunk=chunk or 1 << 40, adapters=adapters)

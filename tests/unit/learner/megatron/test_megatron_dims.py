@@ -60,7 +60,7 @@ def test_sizes_that_do_not_divide_the_devices_are_refused(sizes: dict[str, int],
     ("sizes", "key", "text"),
     [
         ({"tensor": 5}, "tensor_model_parallel_size", "does not divide the 12 attention heads"),
-        ({"tensor": 4}, "tensor_model_parallel_size", "does not divide the 2 key-value heads"),
+        ({"tensor": 3}, "tensor_model_parallel_size", "cannot share the 2 key-value heads"),
         ({"tensor": 2, "context": 4}, "context_parallel_size", "does not divide the 6 attention heads that a rank has"),
         ({"context": 32}, "context_parallel_size", "does not divide the 12 attention heads"),
         ({"pipeline": 3}, "pipeline_model_parallel_size", "3 stages cannot share the 8 layers"),
@@ -89,6 +89,7 @@ def test_sizes_that_do_not_divide_a_model_are_refused(sizes: dict[str, int], key
     "sizes",
     [
         {"tensor": 2, "context": 3, "pipeline": 4, "virtual": 2},
+        {"tensor": 4},  # more ranks than key-value heads
         {"pipeline": 3, "num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 3},
         {"pipeline": 2, "num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 5},
     ],
@@ -97,11 +98,23 @@ def test_sizes_that_divide_a_model_are_accepted(sizes: dict[str, int]) -> None:
     assert not list(model_errors(make(**sizes), "k", SHAPE))
 
 
+def test_fewer_layers_than_stages_need_fewer_stages() -> None:
+    (problem,) = model_errors(make(pipeline=16), "k", SHAPE)
+    assert problem.fix == "Lower the number of stages."
+    (problem,) = model_errors(make(pipeline=4, virtual=4), "k", SHAPE)
+    assert problem.fix == "Lower the number of stages, or set k.virtual_pipeline_model_parallel_size=1."
+
+
+def test_experts_need_sequence_parallelism_with_tensor_parallelism() -> None:
+    (problem,) = model_errors(make(tensor=2, expert=2), "k", EXPERTS)
+    assert problem.key == "k.sequence_parallel" and problem.fix == "Set it to true."
+
+
 def test_experts_whose_gradients_would_not_be_added_are_refused() -> None:
-    (problem,) = model_errors(make(tensor=2), "k", EXPERTS)
+    (problem,) = model_errors(make(tensor=2, sequence_parallel=True), "k", EXPERTS)
     assert problem.key == "k.expert_tensor_parallel_size" and problem.fix == "Set it to 2, or k.expert_model_parallel_size to 2."
-    assert not list(model_errors(make(tensor=2, expert_tensor=2), "k", EXPERTS))
-    assert not list(model_errors(make(tensor=2, expert=2), "k", EXPERTS))
+    assert not list(model_errors(make(tensor=2, sequence_parallel=True, expert_tensor=2), "k", EXPERTS))
+    assert not list(model_errors(make(tensor=2, sequence_parallel=True, expert=2), "k", EXPERTS))
     (problem,) = model_errors(make(expert=4), "k", EXPERTS)
     assert "does not divide the 6 experts of a layer" in problem.message
 

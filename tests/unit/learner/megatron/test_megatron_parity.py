@@ -34,7 +34,7 @@ BFLOAT16 = Differences(loss=3e-2, norm=3e-2, outputs=3e-2, weights=1e-2, metrics
 
 SINGLE: dict[str, Any] = {"dtype": torch.float32, "steps": 1}
 BIASED: dict[str, Any] = {
-    "family": "qwen2",
+    "family": "qwen2_padding",
     "no_decay": ("norm", "bias"),
 }  # tied embeddings, and biases that Megatron does not decay
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -77,6 +77,7 @@ KEPT_CASES: dict[str, tuple[MegatronCase, Differences]] = {
         FLOAT64,
     ),
     "tensor 2, sequence, critic": (MegatronCase(case=case(value=True), world=2, sizes={"tp": 2, "sp": True}), FLOAT64),
+    "stages 2, critic": (MegatronCase(case=case(value=True), world=2, sizes={"pp": 2}), FLOAT64),
     "stages 2, tied, gspo": (MegatronCase(case=case(algorithm="gspo", **BIASED), world=2, sizes={"pp": 2}), FLOAT64),
     "stages 2 x 2, recomputed": (
         MegatronCase(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from strop.learner.megatron.adapters.adapter_checkpoint import gather_adapters, load_adapter_folder
 from strop.learner.megatron.checkpoint.megatron_snapshot import (
     MegatronSnapshot,
     load_megatron_checkpoint,
@@ -30,12 +32,22 @@ def snapshot_learner(learner: SavedLearner, *, optimizer: bool = True, copies: b
     """Take a snapshot; all ranks must call it. With ``copies``, which are in CPU memory, training may continue immediately."""
     network = learner.network
     network.gather_weights()
-    stage = network.stages[0]
-    save_config = partial(save_model_config, network.hf_config, next(stage.parameters()).dtype, scores=stage.head == "scalar")
+    stage, adapters = network.stages[0], network.adapters
+    save_config: Callable[[Path], object]
+    if adapters is None:
+        save_config = partial(save_model_config, network.hf_config, next(stage.parameters()).dtype, scores=stage.head == "scalar")
+    else:
+        with network.layout.activate():
+            save_config = gather_adapters(adapters, copies=copies).write
     schedule = {"steps": int(learner.scheduler.num_steps), "unit": learner.schedule_unit.state_dict()}
     with network.layout.activate():
         return take_megatron_snapshot(
-            network.stages, learner.optimizer if optimizer else None, {"schedule": schedule}, save_config, copies=copies
+            network.stages,
+            learner.optimizer if optimizer else None,
+            {"schedule": schedule},
+            save_config,
+            copies=copies,
+            weights=adapters is None,
         )
 
 
@@ -47,5 +59,6 @@ def load_learner(learner: SavedLearner, folder: Path) -> None:
     network = learner.network
     network.gather_weights()
     with network.layout.activate():
-        schedule = load_megatron_checkpoint(network.stages, learner.optimizer, folder)["schedule"]
+        adapters = None if network.adapters is None else partial(load_adapter_folder, network.adapters)
+        schedule = load_megatron_checkpoint(network.stages, learner.optimizer, folder, adapters)["schedule"]
         set_schedule_step(learner.scheduler, learner.schedule_unit.convert(schedule["steps"], schedule["unit"]))

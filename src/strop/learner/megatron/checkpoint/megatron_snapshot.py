@@ -23,6 +23,7 @@ from strop.learner.megatron.checkpoint.stage_shards import StageBlock, list_stag
 from strop.learner.megatron.checkpoint.torch_dist import ITERATION, LATEST, find_iteration, read_common, write_common
 from strop.learner.parallel.shard_files import ShardedReader, is_sharded, write_blocks
 from strop.learner.parallel.sharded_checkpoint import gloo_group
+from strop.models.adapters import adapter_folder
 
 dist: Any = torch.distributed
 
@@ -31,19 +32,20 @@ dist: Any = torch.distributed
 class MegatronSnapshot:
     """This rank's part of a learner at one moment. If it was taken with copies, ``save`` may run during training."""
 
-    weights: Sequence[StageBlock]
+    weights: Sequence[StageBlock] | None  # None where ``save_config`` writes what is trained: adapters
     optimizer: Sequence[StageBlock] | None  # None where only the weights are saved
     common: Mapping[str, Any]  # what is not sharded
-    save_config: Callable[[Path], object]  # writes the configuration of the Hugging Face model to a folder
+    save_config: Callable[[Path], object]  # writes the configuration of the Hugging Face model to a folder, or adapters
     process_group: Any
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
         """Write the snapshot under ``folder``. All ranks must call it; when it returns, the files of all ranks are flushed."""
         first = dist.get_rank() == 0
-        weights = folder / "weights" / ITERATION
-        self._write(weights, self.weights, {"iteration": 0, "checkpoint_version": 3.0})
+        if self.weights is not None:
+            self._write(folder / "weights" / ITERATION, self.weights, {"iteration": 0, "checkpoint_version": 3.0})
         if first:
-            (folder / "weights" / LATEST).write_text("0")
+            if self.weights is not None:
+                (folder / "weights" / LATEST).write_text("0")
             self.save_config(folder / "weights")
         if optimizer and self.optimizer is not None:
             self._write(folder / "optimizer", self.optimizer, self.common)
@@ -63,6 +65,7 @@ def take_megatron_snapshot(
     save_config: Callable[[Path], object],
     *,
     copies: bool = True,
+    weights: bool = True,
 ) -> MegatronSnapshot:
     """Take a snapshot of a learner whose layout is active; all ranks must call it.
 
@@ -72,11 +75,12 @@ def take_megatron_snapshot(
         counters: Numbers, text and tensors that are the same on all ranks, such as the state of the schedule.
         save_config: Writes the configuration of the Hugging Face model to a folder. Called on the first rank.
         copies: Copy everything to CPU memory, so that training may continue before it is written.
+        weights: Whether shards of the weights are saved; otherwise ``save_config`` writes what is trained.
     """
     tensors = list_stage_tensors(stages)
-    weights = [
+    shards = [
         block
-        for number, tensor in enumerate(tensors)
+        for number, tensor in enumerate(tensors if weights else ())
         if tensor.first_replica and writes_replica(tensor, number)
         for block in tensor.blocks(tensor.tensor)
     ]
@@ -91,8 +95,8 @@ def take_megatron_snapshot(
             "counters": dict(counters),
         }
     if copies:
-        weights, blocks = _copy(weights), None if blocks is None else _copy(blocks)
-    return MegatronSnapshot(weights, blocks, common, save_config, gloo_group(dist.group.WORLD))
+        shards, blocks = _copy(shards), None if blocks is None else _copy(blocks)
+    return MegatronSnapshot(shards if weights else None, blocks, common, save_config, gloo_group(dist.group.WORLD))
 
 
 @torch.no_grad()
@@ -109,13 +113,22 @@ def load_megatron_weights(stages: Sequence[nn.Module], folder: Path) -> None:
 
 
 @torch.no_grad()
-def load_megatron_checkpoint(stages: Sequence[nn.Module], optimizer: Any, folder: Path) -> Mapping[str, Any]:
-    """Load what any layout saved, in place. Returns the counters.
+def load_megatron_checkpoint(
+    stages: Sequence[nn.Module], optimizer: Any, folder: Path, load_adapters: Callable[[Path], object] | None = None
+) -> Mapping[str, Any]:
+    """Load what any layout saved, in place. Returns the counters. ``load_adapters`` reads weights/ where adapters are trained.
 
     Raises FileNotFoundError without an optimizer state, and ValueError if the checkpoint does not fit.
     """
-    _check_origin(folder)
-    load_megatron_weights(stages, folder / "weights")
+    if load_adapters is None:
+        _check_origin(folder)
+        load_megatron_weights(stages, folder / "weights")
+    else:
+        load_adapters(folder / "weights")
+    if not is_sharded(folder / "optimizer"):
+        raise FileNotFoundError(
+            f"{folder / 'optimizer'} is missing: the checkpoint was saved with checkpointing.save_optimizer=false and cannot resume"
+        )
     optimizer.reload_model_params()  # masters that the checkpoint does not have: it was saved in float32
     source = folder / "optimizer"
     reader, common = ShardedReader(source), read_common(source)
@@ -139,15 +152,16 @@ def load_megatron_checkpoint(stages: Sequence[nn.Module], optimizer: Any, folder
 
 
 def _check_origin(folder: Path) -> None:
-    """Raise an error that says what to do with a checkpoint of the torch learner, or without an optimizer."""
+    """Raise an error that says what to do with adapters, or a checkpoint of the torch learner."""
+    if adapter_folder(str(folder / "weights")) is not None:
+        raise ValueError(
+            f"{folder / 'weights'} has adapters, and this run trains the full model; set megatron_cfg.peft as it was when they were "
+            "saved, or start with another checkpointing.checkpoint_dir"
+        )
     if find_iteration(folder / "weights") is None and (folder / "weights").is_dir():
         raise ValueError(
             f"{folder} was saved by the torch learner, whose optimizer keeps its state under other names than Megatron Core's: begin a "
             f"run from its weights (`strop export`, then policy.model_name), or continue with policy.backend=torch"
-        )
-    if not is_sharded(folder / "optimizer"):
-        raise FileNotFoundError(
-            f"{folder / 'optimizer'} is missing: the checkpoint was saved with checkpointing.save_optimizer=false and cannot resume"
         )
 
 

@@ -37,6 +37,7 @@ class Architecture:
     rotaries: tuple[Rotary, ...]
     vocab_size: int
     tied: bool
+    padding_token: int | None = None  # reading it does not train its embedding, as in Transformers
     norm: NormKind = "rms"
     post_norms: bool = False  # norms of what attention and MLP add to the residual stream
     softcap: float | None = None  # of attention scores

@@ -62,11 +62,18 @@ def dense_architecture(hf_config: Any, *, transformer: Mapping[str, Any] | None 
         "layers": (LayerDesign(),) * hf_config.num_hidden_layers,
         "vocab_size": hf_config.vocab_size,
         "tied": bool(hf_config.tie_word_embeddings),
+        "padding_token": padding_token(hf_config),
         **changes,
     }
     if "rotaries" not in values:
         values["rotaries"] = (rotary_of(hf_config, head_size(hf_config)),)
     return Architecture(**values)
+
+
+def padding_token(hf_config: Any) -> int | None:
+    """Return the token id whose embedding Transformers does not train where it is read. A negative one counts from the end."""
+    token = getattr(hf_config, "pad_token_id", None)
+    return None if token is None else int(token) % int(hf_config.vocab_size)
 
 
 def windowed_layers(hf_config: Any) -> tuple[LayerDesign, ...]:

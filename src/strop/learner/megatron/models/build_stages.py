@@ -33,7 +33,7 @@ def build_stages(
             first = get_transformer_layer_offset(settings, vp_stage=vp_stage)
             designs = architecture.layers[first : first + get_num_layers_to_build(settings, vp_stage=vp_stage)]
             block = TransformerBlockSubmodules(
-                layer_specs=[layer_spec(architecture, design, settings) for design in designs],
+                layer_specs=[layer_spec(architecture, design, settings, adapters=config.peft.enabled) for design in designs],
                 layer_norm=NORMS[architecture.norm],
             )
             stages.append(

@@ -99,13 +99,23 @@ class GptStage(LanguageModule):  # type: ignore[misc]
         """Take the hidden states of the stage before. Megatron Core's schedules call this."""
         self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
+    def _freeze_padding(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Stop the gradient of the embeddings [t, 1, H] that are the padding token's. ``tokens``: of the row, [T]."""
+        padding = self.architecture.padding_token
+        if padding is None:
+            return hidden
+        own = tokens.view(-1, len(hidden))[self.tp_group.rank() if self.config.sequence_parallel else 0]
+        return torch.where((own == padding)[:, None, None], hidden.detach(), hidden)
+
     def forward(self, row: StageRow) -> Tensor:
         hidden = None
         if self.pre_process:
-            hidden = self.embedding(input_ids=row.tokens[None], position_ids=None)
+            hidden = self._freeze_padding(self.embedding(input_ids=row.tokens[None], position_ids=None), row.tokens)
             if self.architecture.embedding_scale != 1.0:
                 scale = torch.tensor(self.architecture.embedding_scale)  # through float32, as Transformers does
                 hidden = hidden * scale.to(hidden.device, hidden.dtype)
+        if hidden is not None and torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()  # of a frozen embedding: a layer that is recomputed has gradients only if its input has
         tables = rotation_tables(self.architecture.rotaries, row.positions, self.config.params_dtype)
         output: Tensor = self.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=row)
         return output

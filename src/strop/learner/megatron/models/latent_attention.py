@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
@@ -44,29 +46,39 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *unused: Any, **options: Any) -> tuple[Tensor, ...]:
         """Return queries and keys [T, 1, heads, qk size], values [T, 1, heads, v size], and the two compressed inputs."""
-        config = self.config
-        sizes = [config.qk_head_dim, config.qk_pos_emb_head_dim]
-        compressed_query, query = self._make_query(hidden_states)
-        query = query.unflatten(-1, (self.num_attention_heads_per_partition, sum(sizes)))
-        query, query_turned = query.split(sizes, -1)
-
+        config, table = self.config, self._table
+        compressed_query = self._compress_query(hidden_states)
         compressed = self._gather_columns(self.linear_kv_down_proj(hidden_states)[0])  # [T, 1, rank + turned size]
         compressed, key_turned = compressed.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
         key_turned = copy_to_tensor_model_parallel_region(key_turned, group=self.tp_group)  # every rank's heads have it
         compressed = self.kv_layernorm(self._scatter_tokens(compressed))
-        key_value = self.linear_kv_up_proj(compressed)[0].unflatten(-1, (self.num_attention_heads_per_partition, -1))
-        key, value = key_value.split([config.qk_head_dim, config.v_head_dim], -1)
 
-        query_turned, key_turned = self._rotate(query_turned), self._rotate(key_turned.unsqueeze(2))
-        key_turned = key_turned.expand(-1, -1, key.shape[2], -1)
-        return torch.cat((query, query_turned), -1), torch.cat((key, key_turned), -1), value, compressed_query, compressed
+        assert table is not None
+        expand: Any = partial(self._expand, table)  # other rows may be under way before it is computed again
+        if self.recompute_up_proj:
+            self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=config.fp8)
+            expand = partial(self.qkv_up_checkpoint.checkpoint, expand)
+        query, key, value = expand(compressed_query, compressed, key_turned)
+        return query, key, value, compressed_query, compressed
 
-    def _make_query(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _compress_query(self, hidden: Tensor) -> Tensor:
         if self.config.q_lora_rank is None:
-            return hidden, self.linear_q_proj(hidden)[0]
+            return hidden
         compressed = self._gather_columns(self.linear_q_down_proj(hidden)[0])
-        compressed = self.q_layernorm(self._scatter_tokens(compressed))
-        return compressed, self.linear_q_up_proj(compressed)[0]
+        normed: Tensor = self.q_layernorm(self._scatter_tokens(compressed))
+        return normed
+
+    def _expand(self, table: Tensor, compressed_query: Tensor, compressed: Tensor, key_turned: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values [T, 1, heads, ...] of compressed inputs, rotated."""
+        config, heads = self.config, self.num_attention_heads_per_partition
+        up = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        query = up(compressed_query)[0].unflatten(-1, (heads, config.qk_head_dim + config.qk_pos_emb_head_dim))
+        query, query_turned = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], -1)
+        key_value = self.linear_kv_up_proj(compressed)[0].unflatten(-1, (heads, -1))
+        key, value = key_value.split([config.qk_head_dim, config.v_head_dim], -1)
+        query_turned, key_turned = _rotate(query_turned, table), _rotate(key_turned.unsqueeze(2), table)
+        key_turned = key_turned.expand(-1, -1, heads, -1)
+        return torch.cat((query, query_turned), -1), torch.cat((key, key_turned), -1), value
 
     def _gather_columns(self, part: Tensor) -> Tensor:
         whole: Tensor = gather_from_tensor_model_parallel_region(part, group=self.tp_group)
@@ -75,7 +87,7 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
     def _scatter_tokens(self, whole: Tensor) -> Tensor:
         return scatter_to_sequence_parallel_region(whole, group=self.tp_group) if self.config.sequence_parallel else whole
 
-    def _rotate(self, heads: Tensor) -> Tensor:
-        """Rotate pairs of neighbours, [T, 1, heads, D]: they are put apart, into halves, first."""
-        assert self._table is not None
-        return rotate(torch.cat((heads[..., 0::2], heads[..., 1::2]), -1), self._table)
+
+def _rotate(heads: Tensor, table: Tensor) -> Tensor:
+    """Rotate pairs of neighbours, [T, 1, heads, D]: they are put apart, into halves, first."""
+    return rotate(torch.cat((heads[..., 0::2], heads[..., 1::2]), -1), table)

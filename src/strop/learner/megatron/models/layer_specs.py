@@ -16,6 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from strop.learner.megatron.families.architecture import Architecture, LayerDesign
+from strop.learner.megatron.models.adapted_linear import AdaptedBackend
 from strop.learner.megatron.models.latent_attention import RowLatentAttention
 from strop.learner.megatron.models.post_norm import with_post_norm
 from strop.learner.megatron.models.row_attention import RowAttention
@@ -23,9 +24,9 @@ from strop.learner.megatron.models.stage_norms import NORMS
 from strop.learner.megatron.models.tree_attention import TreeAttention
 
 
-def layer_spec(architecture: Architecture, design: LayerDesign, config: Any) -> ModuleSpec:
-    """Return the spec of a layer."""
-    backend = choose_backend(config)
+def layer_spec(architecture: Architecture, design: LayerDesign, config: Any, *, adapters: bool = False) -> ModuleSpec:
+    """Return the spec of a layer. ``adapters``: its linear layers have room for them."""
+    backend = AdaptedBackend(choose_backend(config)) if adapters else choose_backend(config)
     norm: Any = NORMS[architecture.norm]
     row_linear = backend.row_parallel_linear()
     if architecture.post_norms:
@@ -37,15 +38,15 @@ def layer_spec(architecture: Architecture, design: LayerDesign, config: Any) -> 
             self_attention=_attention(architecture, design, config, backend, row_linear),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=_experts(config, backend) if design.experts else _mlp(backend, row_linear),
+            mlp=_experts(config) if design.experts else _mlp(backend, row_linear),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def choose_backend(config: Any) -> Any:
-    """Return who makes linear layers: PyTorch, or Transformer Engine where FP8 or the configuration asks for it."""
-    if config.transformer_impl != "transformer_engine":
+def choose_backend(config: Any, *, grouped: bool = False) -> Any:
+    """Return who makes linear layers: PyTorch, or Transformer Engine where FP8, the configuration or ``grouped`` experts ask for it."""
+    if config.transformer_impl != "transformer_engine" and not grouped:
         return LocalSpecProvider()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
@@ -85,7 +86,8 @@ def _mlp(backend: Any, row_linear: Any) -> ModuleSpec:
     return ModuleSpec(module=MLP, submodules=submodules)
 
 
-def _experts(config: Any, backend: Any) -> ModuleSpec:
+def _experts(config: Any) -> ModuleSpec:
+    grouped = config.moe_grouped_gemm  # Megatron Core's own grouped experts without Transformer Engine have other weights
     return get_moe_module_spec_for_backend(
-        backend=backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+        backend=choose_backend(config, grouped=grouped), num_experts=config.num_moe_experts, moe_grouped_gemm=grouped
     )

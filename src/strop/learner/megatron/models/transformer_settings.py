@@ -12,10 +12,12 @@ from torch import Tensor
 
 from strop.learner.megatron.families.architecture import Architecture
 from strop.learner.megatron.megatron_config import MegatronConfig
+from strop.learner.megatron.models.kernel_checks import check_experts, check_fp8, check_recomputation, choose_grouped_gemm
 
 
 def transformer_config(architecture: Architecture, config: MegatronConfig, dtype: torch.dtype) -> Any:
     """Return the configuration of the model's layers, whose weights have the data type ``dtype``."""
+    check_recomputation(config, architecture)
     kind = MLATransformerConfig if architecture.latent_attention else TransformerConfig
     fields: dict[str, Any] = {
         **architecture.transformer,
@@ -23,7 +25,7 @@ def transformer_config(architecture: Architecture, config: MegatronConfig, dtype
         **_parallel_fields(config),
         **_recompute_fields(config),
         **_kernel_fields(config),
-        **(_expert_fields(config, architecture) if architecture.transformer.get("num_moe_experts") else {}),
+        **(_expert_fields(config, architecture, dtype) if architecture.transformer.get("num_moe_experts") else {}),
         **config.model_overrides,
     }
     if config.layernorm_epsilon is not None:
@@ -112,7 +114,8 @@ def _kernel_fields(config: MegatronConfig) -> dict[str, Any]:
     if wants_engine:
         fields["transformer_impl"] = "transformer_engine"
     if fp8.enabled:
-        fields |= {"fp8": fp8.fp8, "fp8_recipe": fp8.fp8_recipe, "fp8_param": fp8.fp8_param}
+        check_fp8(fp8, torch.cuda.get_device_capability())
+        fields |= {"fp8": fp8.fp8, "fp8_recipe": fp8.fp8_recipe}
         fields |= {
             "first_last_layers_bf16": config.first_last_layers_bf16,
             "num_layers_at_start_in_bf16": config.num_layers_at_start_in_bf16,
@@ -121,12 +124,9 @@ def _kernel_fields(config: MegatronConfig) -> dict[str, Any]:
     return fields
 
 
-def _expert_fields(config: MegatronConfig, architecture: Architecture) -> dict[str, Any]:
+def _expert_fields(config: MegatronConfig, architecture: Architecture, dtype: torch.dtype) -> dict[str, Any]:
+    check_experts(config, architecture)
     balancing = config.moe_router_load_balancing_type if config.moe_aux_loss_coeff else "none"
-    biased = architecture.transformer.get("moe_router_enable_expert_bias", False)
-    if config.moe_router_enable_expert_bias is not None:
-        biased = config.moe_router_enable_expert_bias
-    grouped = config.moe_grouped_gemm
     pattern = [int(design.experts) for design in architecture.layers]
     return {
         "moe_layer_freq": pattern if 0 in pattern else 1,  # checkpoints name the layers of one pattern together
@@ -134,12 +134,11 @@ def _expert_fields(config: MegatronConfig, architecture: Architecture) -> dict[s
         "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
         "moe_z_loss_coeff": config.moe_z_loss_coeff,
         "moe_router_dtype": config.moe_router_dtype,
-        "moe_router_enable_expert_bias": biased,
         "moe_router_bias_update_rate": config.moe_router_bias_update_rate,
         "moe_token_dispatcher_type": config.moe_token_dispatcher_type,
         "moe_enable_deepep": config.moe_enable_deepep,
         "moe_shared_expert_overlap": config.moe_shared_expert_overlap,
         "moe_permute_fusion": config.moe_permute_fusion and HAVE_TE,
-        "moe_grouped_gemm": HAVE_TE and grouped is not False,
+        "moe_grouped_gemm": choose_grouped_gemm(config, dtype, installed=HAVE_TE),
         "use_fused_weighted_squared_relu": config.use_fused_weighted_squared_relu and HAVE_TE,
     }

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-
 from strop.learner.megatron.megatron_optimizer_config import MegatronDdpConfig
 
 
 def wrap_stages(
-    stages: Sequence[nn.Module], config: MegatronDdpConfig, *, distributed_optimizer: bool, key: str = "megatron_cfg"
+    stages: Sequence[Any], config: MegatronDdpConfig, *, distributed_optimizer: bool, key: str = "megatron_cfg"
 ) -> list[Any]:
     """Wrap stages in Megatron Core's DistributedDataParallel. Call it when their weights are loaded.
 

@@ -27,15 +27,17 @@ class RowSharding:
     Each context rank predicts an equal part of the tokens and gathers all results, so that every rank computes the same loss.
     """
 
-    def __init__(self, layout: MegatronLayout) -> None:
+    def __init__(self, layout: MegatronLayout, multiple: int = 1) -> None:
+        """``multiple``: of tokens that each rank has, as kernels ask for it."""
         self.layout = layout
+        self.multiple = multiple
         self.dims = layout.dims
         self.device = layout.device
 
     def make_row(self, batch: Batch, routed: RoutedLayers | None = None) -> StageRow:
-        """Return this rank's part of the row. T is padded to a multiple of the ranks that share it. ``routed``: with router replay."""
+        """Return this rank's part of the row. T is padded so that ranks have equal parts of it. ``routed``: with router replay."""
         count = len(batch.tokens)
-        padding = -count % (self.dims.tensor * self.dims.context)
+        padding = -count % (self.dims.tensor * self.dims.context * self.multiple)
         tokens, positions = (pad(column, (0, padding)).to(self.device) for column in (batch.tokens, batch.positions))
         plan: AttentionPlan = TreePlan(batch.segment_start, batch.segment_length, batch.segment_parent, self.device)
         if padding or self.dims.context > 1:

@@ -35,7 +35,7 @@ def load_weights(
     for placed in filter(weights.is_local, weights.weights):
         source = _find_source(placed, weights, reader)
         if source is not None:
-            _load(placed, source, weights, reader)
+            load_weight(placed, source, weights, reader)
         else:
             score = weights.parameter(placed)
             score.copy_(draw_score_weight(hf_config, score.shape, score_init.seed, score_init.deviation))
@@ -55,20 +55,21 @@ def _find_source(placed: PlacedWeight, weights: WeightMap, reader: WeightReader)
     raise KeyError(f"{placed.weight.name} is not in the model's files")
 
 
-def _load(placed: PlacedWeight, source: str, weights: WeightMap, reader: WeightReader) -> None:
+def load_weight(placed: PlacedWeight, source: str, weights: WeightMap, reader: WeightReader) -> None:
+    """Copy this rank's part of a weight from the files' ``source`` into its parameter. Call it without gradients."""
     rank, ranks = weights.ranks_of(placed)
     experts = enumerate(weights.local_experts(placed)) if placed.rule.of_experts else [(None, None)]
     for local, expert in experts:
         parameter = weights.parameter(placed, local)
         if placed.rule.dim is None:
             parameter.copy_(_read(placed, source, expert, 0, slice(None), reader))
-            continue
         for whole, start, length in placed.pieces_of_rank(rank, ranks):
+            assert placed.rule.dim is not None
             part = _read(placed, source, expert, placed.rule.dim, slice(start, start + length), reader)
             parameter.narrow(placed.rule.dim, whole, length).copy_(part)
 
 
-def _read(placed: PlacedWeight, source: str, expert: int | None, dim: int, rows: slice, reader: WeightReader) -> Tensor:
+def _read(placed: PlacedWeight, source: str, expert: int | None, dim: int | None, rows: slice, reader: WeightReader) -> Tensor:
     """Read ``rows`` of a weight, or columns if ``dim`` is 1, of one expert."""
     index = tuple(rows if axis == dim else slice(None) for axis in range(len(placed.matrix_shape)))
     if expert is None:

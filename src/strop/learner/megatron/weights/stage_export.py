@@ -17,19 +17,25 @@ from strop.weight_sync.weight_source import Weight
 Take = Callable[[Tensor], Tensor]
 
 
-def iter_weights(stages: Sequence[GptStage], hf_config: Any, take: Take = torch.Tensor.detach) -> Iterator[Weight]:
+def iter_weights(
+    stages: Sequence[GptStage],
+    hf_config: Any,
+    take: Take = torch.Tensor.detach,
+    place: Callable[[PlacedWeight], PlacedWeight] = lambda placed: placed,
+) -> Iterator[Weight]:
     """Yield the weights in the order and under the names of the ordinary model. ``gather`` is a collective of all ranks.
 
-    Every rank knows all shapes and data types. ``take`` returns what is sent of a parameter: with its main copy in float32, that.
+    Every rank knows all shapes and data types. ``take`` returns what is sent of a parameter: with its main copy in float32, or an adapter,
+    that; ``place`` says in which data type.
     """
     weights = WeightMap(stages, hf_config)
-    for placed in weights.weights:
+    for placed in map(place, weights.weights):
         like = torch.empty(placed.weight.shape, dtype=weights.dtype(placed), device="meta")
-        yield Weight(placed.weight.name, like, partial(_gather, placed, weights, take), (placed.weight.storage,))
+        yield Weight(placed.weight.name, like, partial(gather_weight, placed, weights, take), (placed.weight.storage,))
 
 
 @torch.no_grad()
-def _gather(placed: PlacedWeight, weights: WeightMap, take: Take) -> Tensor:
+def gather_weight(placed: PlacedWeight, weights: WeightMap, take: Take = torch.Tensor.detach) -> Tensor:
     """Gather a weight over the ranks of its stage, and send it to the other stages."""
     group = weights.groups.pp
     if weights.is_local(placed):

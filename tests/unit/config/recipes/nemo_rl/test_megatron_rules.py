@@ -86,6 +86,25 @@ def test_the_section_is_carried_over_for_megatron_core(recipe: Path) -> None:
     assert not [difference for difference in loaded.differences if difference.effect is Effect.CHANGED]
 
 
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("tensor_model_paralel_size=2", "tensor_model_parallel_size"),
+        ("pipeline_parallel_size=2", "pipeline_model_parallel_size"),
+        ("optimizer.weight_decy=2", "optimizer.weight_decay"),
+    ],
+)
+def test_the_option_that_a_misspelled_one_may_be_is_named(recipe: Path, option: str, meant: str) -> None:
+    for backend in ((), (TORCH,)):
+        (message,) = refusals(recipe, *backend, f"policy.megatron_cfg.{option}").values()
+        assert f"Did you mean policy.megatron_cfg.{meant}?" in message
+
+
+def test_a_learning_rate_of_the_torch_learner_is_refused_with_megatron_s_key(recipe: Path) -> None:
+    (message,) = refusals(recipe, "policy.optimizer.kwargs.lr=1e-3").values()
+    assert "Set policy.megatron_cfg.optimizer.lr, or policy.backend=torch." in message
+
+
 def test_what_is_saved_of_a_run_with_megatron_core_loads_back_without_differences(recipe: Path, tmp_path: Path) -> None:
     config = load(recipe).config
     saved = tmp_path / "saved.yaml"
@@ -201,7 +220,12 @@ def test_what_only_nemo_rl_s_workers_have_is_said(recipe: Path, options: Mapping
         ("scheduler.lr_decay_iters=5", "scheduler.lr_warmup_iters", "leaves nothing"),
         ("scheduler.end_weight_decay=0.1", "scheduler.weight_decay_incr_style", "found constant"),
         ("optimizer={lr: 3e-7, min_lr: 0, optimizer_cpu_offload: true}", "optimizer.optimizer_offload_fraction", "moves nothing"),
-        ("peft.enabled=true", "peft.enabled", "adapters of Megatron Core's layers"),
+        ("peft={enabled: true, dropout: 0.1}", "peft.dropout", "sampled without dropout"),
+        (
+            "peft.enabled=true policy.megatron_cfg.moe_router_bias_update_rate=0.1",
+            "moe_router_bias_update_rate",
+            "adapters alone",
+        ),
         ("optimizer.fp16=true", "optimizer.fp16", "float16 is not in this version"),
         ("mtp_num_layers=2 policy.megatron_cfg.mtp_loss_scaling_factor=0.3", "mtp_num_layers", "multi-token prediction"),
         ("some_new_option=3", "some_new_option", "is not known"),
@@ -213,6 +237,14 @@ def test_what_megatron_core_cannot_do_is_refused_at_its_key(recipe: Path, option
         recipe, *f"policy.megatron_cfg.{option}".split(" policy")[:1], *(f"policy{rest}" for rest in option.split(" policy")[1:])
     )
     assert list(refused) == [f"policy.megatron_cfg.{key}"] and text in refused[f"policy.megatron_cfg.{key}"]
+
+
+def test_adapters_keep_nemo_rl_s_keys(recipe: Path) -> None:
+    adapters = "{enabled: true, target_modules: [], exclude_modules: ['*out_proj*'], dim: 128, alpha: 512, dropout: 0.0, lora_dtype: None}"
+    loaded = load(recipe, f"policy.megatron_cfg.peft={adapters}")
+    section = loaded.config.policy.megatron_cfg.peft
+    assert (section.enabled, section.dim, section.alpha, section.exclude_modules) == (True, 128, 512, ("*out_proj*",))
+    assert loaded.config.policy.adapter_rank == 128
 
 
 def test_the_torch_learner_trains_with_megatron_s_rate_warm_up_and_sizes(recipe: Path) -> None:
@@ -260,7 +292,7 @@ def test_a_recipe_without_an_optimizer_of_megatron_s_keeps_the_policy_s(recipe: 
 
 
 CHANGES = [
-    ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size", "no pipeline stages"),
+    ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size", "instead of cut into stages"),
     ({"expert_model_parallel_size": 4, "moe_router_bias_update_rate": 0.001}, "moe_router_bias_update_rate", "bias stays"),
     ({"expert_model_parallel_size": 4, "moe_router_dtype": "fp64"}, "moe_router_dtype", "the model's own code"),
     ({"moe_router_load_balancing_type": "aux_loss"}, "moe_router_load_balancing_type", "no loss that balances"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import describe, is_switched_off
+from strop.config.source.nearest_keys import find_nearest_keys
 
 SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
@@ -29,6 +30,13 @@ TRANSLATED = (  # what stands in one key of the torch learner
 SPEED = "it changes the speed of Megatron Core's kernels and communication"
 MEMORY = "it changes memory and speed"
 TOWERS = "it is about images and sound, and models here read only text"
+OF_TORCH = {  # of the torch learner's dtensor_cfg -> of Megatron Core
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "context_parallel_size": "context_parallel_size",
+    "expert_parallel_size": "expert_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "lora_cfg": "peft",
+}
 MULTI_TOKEN = ("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_use_repeated_layer", "mtp_detach_heads")
 UNUSED_OPTIONS: Mapping[str, tuple[str, ...]] = {  # why -> options
     SPEED: (
@@ -42,7 +50,7 @@ UNUSED_OPTIONS: Mapping[str, tuple[str, ...]] = {  # why -> options
         "empty_unused_memory_level", "clear_memory_caches_before_refit", "fine_grained_activation_offloading", "offload_modules",
         "recompute_granularity", "recompute_modules", "use_fused_linear_logprobs", "fused_linear_logprobs_chunk_size",
     ),
-    "there are no pipeline stages": ("num_layers_in_*_pipeline_stage", "virtual_pipeline_*", "pipeline_dtype", "account_for_*"),
+    "layers are not cut into stages": ("num_layers_in_*_pipeline_stage", "virtual_pipeline_*", "pipeline_dtype", "account_for_*"),
     "logits are float32, in chunks of logprob_chunk_size": ("defer_fp32_logits",),
     "weights are read from and saved as Hugging Face folders": ("checkpoint", "force_reconvert_from_hf", "converter_type"),
     "the run has as many steps as its section says": ("train_iters",),
@@ -73,8 +81,17 @@ def translate_options(recipe: Recipe, section: str) -> None:
                 recipe.unused(key, why)
     for key in _remaining(recipe, section):
         if key != f"{section}.enabled":
-            what = f"found {describe(recipe.value(key))}, but what this option of Megatron Core would be here is not known"
-            recipe.refuse(key, what, "Remove the key.")
+            refuse_unknown(recipe, section, key, "Remove the key.")
+
+
+def refuse_unknown(recipe: Recipe, section: str, key: str, fix: str) -> None:
+    """Refuse an option that is not known, and name the one that may be meant."""
+    inside, _, name = key.rpartition(".")
+    nearest = [near for near in find_nearest_keys(key.split("."), recipe.root) if near.startswith(f"{inside}.")]
+    if name in OF_TORCH:
+        nearest = [f"{section}.{OF_TORCH[name]}"]
+    what = f"found {describe(recipe.value(key))}, but what this option of Megatron Core would be here is not known"
+    recipe.refuse(key, what, f"Did you mean {nearest[0]}?" if nearest else fix)
 
 
 def _remaining(recipe: Recipe, section: str) -> list[str]:

@@ -198,8 +198,8 @@ def _translate_sizes(recipe: Recipe, section: str) -> dict[str, Any]:
         recipe.note(
             f"{section}.pipeline_model_parallel_size",
             Effect.CHANGED,
-            f"there are no pipeline stages: the weights of all layers are sharded over these {stages} times as many ranks instead "
-            "(FSDP2); the gradient is the same",
+            f"the weights of all layers are sharded over these {stages} times as many ranks instead of cut into stages (FSDP2); the "
+            "gradient is the same, and dtensor_cfg.pipeline_parallel_size cuts the layers here too",
         )
     sequence = recipe.value(f"{section}.sequence_parallel", False) is True and tensor > 1
     recompute = recipe.value(f"{section}.activation_checkpointing", False) is True

@@ -8,9 +8,11 @@ from strop.base_config import followed_keys
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.nemo_rl.megatron.megatron_options import (
     MEMORY,
+    OF_TORCH,
     SPEED,
     TOWERS,
     move_environment,
+    refuse_unknown,
     translate_multi_token_prediction,
 )
 from strop.config.recipes.recipe import Recipe
@@ -37,7 +39,7 @@ UNUSED: Mapping[str, tuple[str, ...]] = {  # why -> options
     "every loss is divided by counts of the whole optimizer step, however it is cut": (
         "calculate_per_token_loss", "cp_normalize", "do_not_average_loss", "scale_loss_by_dp_cp_size",
     ),
-    "metrics of experts are not logged": ("moe_per_layer_logging", "track_moe_metrics"),
+    "metrics of experts are not logged": ("track_moe_metrics",),
     "the model's own configuration determines it": ("moe_router_num_groups", "moe_router_group_topk"),
     "a resumed run follows the configuration": ("scheduler.*_opt_param_scheduler",),
     "adapters are float32, and each rank has those of its layers": ("peft.lora_dtype", "peft.a2a_experimental"),
@@ -45,14 +47,11 @@ UNUSED: Mapping[str, tuple[str, ...]] = {  # why -> options
 }  # fmt: skip
 TRAINING = ("optimizer", "scheduler", "peft", "distributed_data_parallel_config")
 INSTEAD = {  # of the torch learner -> of Megatron Core
+    "optimizer.kwargs.lr": "optimizer.lr",
     "optimizer": "optimizer",
     "scheduler": "scheduler",
     "freeze_moe_router": "freeze_moe_router",
-    "dtensor_cfg.tensor_parallel_size": "tensor_model_parallel_size",
-    "dtensor_cfg.context_parallel_size": "context_parallel_size",
-    "dtensor_cfg.expert_parallel_size": "expert_model_parallel_size",
-    "dtensor_cfg.pipeline_parallel_size": "pipeline_model_parallel_size",
-    "dtensor_cfg.lora_cfg": "peft",
+    **{f"dtensor_cfg.{own}": to for own, to in OF_TORCH.items()},
     "dtensor_cfg": "*",
 }
 
@@ -79,8 +78,8 @@ def carry_section(recipe: Recipe, model: str) -> None:
                 recipe.unused(key, why)
     for key in written_leaves(recipe, section):
         if not recipe.is_own_key(key) and not key.startswith(f"{section}.model_overrides."):
-            what = f"found {describe(recipe.value(key))}, but what this option of Megatron Core would be here is not known"
-            recipe.refuse(key, what, f"Remove the key; {section}.model_overrides sets attributes of Megatron Core's model.")
+            fix = f"Remove the key; {section}.model_overrides sets attributes of Megatron Core's model."
+            refuse_unknown(recipe, section, key, fix)
 
 
 def _refuse_two_learners(recipe: Recipe, model: str) -> bool:
@@ -136,10 +135,6 @@ def _translate_values(recipe: Recipe, section: str) -> None:
         text = f"no loss that balances the load of experts is added unless {weight} is set"
         recipe.note(balancing, Effect.CHANGED, text, f"Set {weight}, such as the model's router_aux_loss_coef.")
     _refuse_data_types(recipe, section)
-    if recipe.value(f"{section}.peft.enabled"):
-        text = "found true, but adapters of Megatron Core's layers are not in this version"
-        recipe.refuse(f"{section}.peft.enabled", text, "Set policy.backend=torch, which trains adapters of the same layers.")
-        recipe.explained.append(f"{section}.peft")
     if recipe.value(f"{section}.freeze_config.freeze_language_model", False):
         key = f"{section}.freeze_config.freeze_language_model"
         recipe.refuse(key, "found true, but then nothing that models of text have is trained", "Set it to false.")
