@@ -6,13 +6,16 @@ Importing torch and transformers takes longer than most of what is tested in a p
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import pytest
 
 PRELOAD = [
     "strop.cli",
@@ -54,19 +57,23 @@ PARTS = ("ensure_running", "connect_to_new_process", "set_forkserver_preload", "
 
 
 @cache
-def server_with_vllm() -> forkserver.ForkServer:
+def server_with(library: Literal["vllm", "megatron"]) -> forkserver.ForkServer:
     from strop.generation.vllm.launch import PRELOAD as vllm
 
     server = forkserver.ForkServer()
-    server.set_forkserver_preload([*PRELOAD, *algorithms(), *vllm])
+    server.set_forkserver_preload([*PRELOAD, *algorithms(), *(vllm if library == "vllm" else ["support.megatron_preload"])])
     return server
 
 
 @contextmanager
-def with_vllm() -> Iterator[None]:
-    """Meanwhile processes are forks of another server, which has imported vLLM as well."""
-    server, before = server_with_vllm(), {name: getattr(forkserver, name) for name in PARTS}
-    server.ensure_running()
+def forks_with(library: Literal["vllm", "megatron"]) -> Iterator[None]:
+    """Meanwhile processes are forks of another server, which has imported a large library as well."""
+    server, before = server_with(library), {name: getattr(forkserver, name) for name in PARTS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(
+            "PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep
+        )  # the server has no other way to ``support``
+        server.ensure_running()
     for name in PARTS:
         setattr(forkserver, name, getattr(server, name))
     forkserver.set_forkserver_preload = lambda modules: None
@@ -75,3 +82,6 @@ def with_vllm() -> Iterator[None]:
     finally:
         for name, part in before.items():
             setattr(forkserver, name, part)
+
+
+with_vllm = partial(forks_with, "vllm")

@@ -95,9 +95,7 @@ def skip_and_accumulate(batch: Batch) -> dict[str, Any]:
 
 
 ONE_BROKEN: dict[str, MegatronCase] = {
-    "data 2": MegatronCase(case=case(), world=2),
     "stages 2 x 2": MegatronCase(case=case(family="llama_deep"), world=2, sizes={"pp": 2, "vp": 2}),
-    "distributed": SINGLE,
     "distributed, overlapped": replace(SINGLE, overlap=True),
     "experts 2": MegatronCase(case=case(family="qwen3_moe", dtype=torch.float32), world=2, sizes={"ep": 2}, distributed=True),
 }

@@ -1,0 +1,16 @@
+"""Megatron Core, imported by the server whose forks are ranks (``support.forks``): it takes longer than most of their work."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from shutil import which
+
+from strop.learner.megatron.cpu_shim import prepare_megatron
+
+if (
+    find_spec("megatron") is not None and which("nvidia-smi") is None
+):  # a fork cannot begin to use a GPU that its server has asked for
+    prepare_megatron("cpu")
+    import strop.learner.megatron.megatron_learner
+    import strop.learner.megatron.models.build_stages
+    import strop.learner.megatron.weights.stage_export  # noqa: F401

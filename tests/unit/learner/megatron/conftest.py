@@ -1,0 +1,21 @@
+"""Ranks are forks of a server that has imported Megatron Core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from support.forks import forks_with
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    with forks_with("megatron"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    with forks_with("megatron"):
+        return (yield)
