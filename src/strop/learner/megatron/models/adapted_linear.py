@@ -129,7 +129,8 @@ def with_adapter(linear: Any, divided: Divided) -> type:
 
 def make_room(linear: Any) -> None:
     """Give a built layer with divided rows room for an adapter."""
-    linear.__class__ = with_adapter(type(linear), "rows")
+    kind: Any = type(linear)
+    linear.__class__ = with_adapter(kind, "rows")
     linear.adapter = None
 
 
