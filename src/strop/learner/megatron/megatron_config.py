@@ -163,12 +163,6 @@ class MegatronConfig(BaseConfig):
             )
 
     def _check_adapters(self, key: str) -> Iterator[Problem]:
-        if self.peft.enabled and self.moe_router_bias_update_rate:
-            yield Problem(
-                f"{key}.moe_router_bias_update_rate",
-                f"found {self.moe_router_bias_update_rate:g}, which changes the base, and {key}.peft.enabled=true trains adapters alone",
-                "Set it to 0.",
-            )
         if self.peft.enabled and self.moe_shared_expert_overlap:
             yield Problem(
                 f"{key}.moe_shared_expert_overlap",

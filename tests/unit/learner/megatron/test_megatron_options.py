@@ -12,6 +12,7 @@ import torch
 from tests.support.ranks import run_on_ranks
 
 from strop.learner.megatron.megatron_config import RECOMPUTED, Fp8Config, MegatronConfig
+from strop.learner.megatron.megatron_peft_config import MegatronPeftConfig
 from support.megatron_parity import MegatronCase, case, train_with_megatron
 from support.needs import needs_megatron
 from support.parity import Differences, TrainingResult, compare, make_batch, train
@@ -142,6 +143,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "mla_up_proj": ("qwen3_moe", recompute("mla_up_proj")),
     "moe_router_enable_expert_bias: found true": ("qwen3_moe", {"moe_router_enable_expert_bias": True}),
     "moe_router_enable_expert_bias: found false": ("deepseek_v3", {"moe_router_enable_expert_bias": False}),
+    "moe_router_bias_update_rate": (
+        "deepseek_v3",
+        {"moe_router_bias_update_rate": 0.001, "peft": MegatronPeftConfig(enabled=True)},
+    ),
     "DeepEP": ("qwen3_moe", {"moe_token_dispatcher_type": "flex"}),
     "moe_enable_deepep": ("qwen3_moe", {"moe_enable_deepep": True}),
     "fp8_cfg.enabled": ("qwen3", {"fp8_cfg": Fp8Config(enabled=True)}),

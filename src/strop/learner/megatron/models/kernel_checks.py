@@ -63,7 +63,7 @@ def check_recomputation(config: MegatronConfig, architecture: Architecture) -> N
 
 
 def check_experts(config: MegatronConfig, architecture: Architecture) -> None:
-    """Raise ValueError for an expert bias that the model's weights do not say, RuntimeError for a dispatcher that is not installed."""
+    """Raise ValueError for an expert bias that the model lacks or that adapters leave alone, RuntimeError for a missing dispatcher."""
     biased, asked = architecture.transformer.get("moe_router_enable_expert_bias", False), config.moe_router_enable_expert_bias
     if asked is not None and asked != biased:
         why = (
@@ -73,6 +73,11 @@ def check_experts(config: MegatronConfig, architecture: Architecture) -> None:
         )
         raise ValueError(
             f"{SECTION}.moe_router_enable_expert_bias: found {str(asked).lower()}, but {why}; set it to null, which is as the model has it"
+        )
+    if biased and config.moe_router_bias_update_rate and config.peft.enabled:
+        raise ValueError(
+            f"{SECTION}.moe_router_bias_update_rate: found {config.moe_router_bias_update_rate:g}, which changes the expert bias of the "
+            f"base, and {SECTION}.peft.enabled=true trains adapters alone; set it to 0"
         )
     if config.moe_token_dispatcher_type == "flex" and find_spec("deep_ep") is None:
         raise RuntimeError(

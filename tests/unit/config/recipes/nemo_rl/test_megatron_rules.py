@@ -221,11 +221,6 @@ def test_what_only_nemo_rl_s_workers_have_is_said(recipe: Path, options: Mapping
         ("scheduler.end_weight_decay=0.1", "scheduler.weight_decay_incr_style", "found constant"),
         ("optimizer={lr: 3e-7, min_lr: 0, optimizer_cpu_offload: true}", "optimizer.optimizer_offload_fraction", "moves nothing"),
         ("peft={enabled: true, dropout: 0.1}", "peft.dropout", "sampled without dropout"),
-        (
-            "peft.enabled=true policy.megatron_cfg.moe_router_bias_update_rate=0.1",
-            "moe_router_bias_update_rate",
-            "adapters alone",
-        ),
         ("optimizer.fp16=true", "optimizer.fp16", "float16 is not in this version"),
         ("mtp_num_layers=2 policy.megatron_cfg.mtp_loss_scaling_factor=0.3", "mtp_num_layers", "multi-token prediction"),
         ("some_new_option=3", "some_new_option", "is not known"),
