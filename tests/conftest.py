@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tiny models lose more by sharing work than they gain
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts its background jobs that way, and tests press Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent))  # so that tests import their helpers as ``support``
 settings.register_profile("strop", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # workers share the cores
 settings.load_profile("strop")

@@ -84,6 +84,8 @@ class Running:
 def start(arguments: Sequence[str], folder: Path, *, before: Callable[[], None] | None = None) -> Running:
     """Start ``strop ARGUMENTS`` or ``python SCRIPT.py ARGUMENTS`` in ``folder``. The new process calls ``before`` first."""
     folder.mkdir(parents=True, exist_ok=True)
+    for name in (".out", ".err"):  # a run may be killed before it opens them
+        (folder / name).touch()
     process = forks().Process(target=_main, args=(list(arguments), str(folder), before))
     process.start()
     return Running(process, folder)

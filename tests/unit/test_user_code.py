@@ -157,6 +157,15 @@ def test_ctrl_c_passes_under_pythons_own_handler() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+def test_where_ctrl_c_is_ignored_a_keyboard_interrupt_is_of_the_code_itself() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(Exception, match="of the code"), contain_exits():
+            raise KeyboardInterrupt("of the code")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_closing_a_coroutine_that_nobody_awaits_passes() -> None:
     seen: list[str] = []
 

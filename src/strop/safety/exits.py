@@ -46,6 +46,8 @@ def is_interrupt(error: BaseException) -> bool:
     if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return False
     handler: Any = signal.getsignal(signal.SIGINT)
+    if handler == signal.SIG_IGN:  # a shell starts its background jobs that way: no signal becomes an exception
+        return False
     while isinstance(handler, functools.partial):
         handler = handler.func
     code = getattr(handler, "__code__", None)  # of asyncio's handler; Python's own is no function of Python
