@@ -130,6 +130,7 @@ def with_adapter(linear: Any, divided: Divided) -> type:
 def make_room(linear: Any) -> None:
     """Give a built layer with divided rows room for an adapter."""
     kind: Any = type(linear)
+    assert "Row" not in kind.__name__, f"{kind.__name__} has divided columns: its spec must make room"
     linear.__class__ = with_adapter(kind, "rows")
     linear.adapter = None
 

@@ -38,7 +38,7 @@ def layer_spec(architecture: Architecture, design: LayerDesign, config: Any, *, 
             self_attention=_attention(architecture, design, config, backend, row_linear),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=_experts(config) if design.experts else _mlp(backend, row_linear),
+            mlp=_experts(config, adapters=adapters) if design.experts else _mlp(backend, row_linear),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -87,8 +87,9 @@ def _mlp(backend: Any, row_linear: Any) -> ModuleSpec:
     return ModuleSpec(module=MLP, submodules=submodules)
 
 
-def _experts(config: Any) -> ModuleSpec:
+def _experts(config: Any, *, adapters: bool) -> ModuleSpec:
     grouped = config.moe_grouped_gemm  # Megatron Core's own grouped experts without Transformer Engine have other weights
+    backend = choose_backend(config, grouped=grouped)
     return get_moe_module_spec_for_backend(
-        backend=choose_backend(config, grouped=grouped), num_experts=config.num_moe_experts, moe_grouped_gemm=grouped
+        backend=AdaptedBackend(backend) if adapters else backend, num_experts=config.num_moe_experts, moe_grouped_gemm=grouped
     )
