@@ -22,6 +22,7 @@ from strop.checkpointing.base import Restorable
 from strop.config import RolloutRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import GrpoRunConfig
+from strop.data.data_state import DataState
 from strop.distributed.base import Cluster
 from strop.environments.base import Environment
 from strop.environments.mixture import Mixture
@@ -42,7 +43,7 @@ from strop.trainer.evaluation import Evaluator
 from strop.trainer.health.health_rules import HealthFinding
 from strop.trainer.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
 from strop.trainer.mismatch import MismatchGuard
-from strop.trainer.run import PAST_SELVES, DrainBefore, TrainingRun, TrainOptions
+from strop.trainer.run import DATA, PAST_SELVES, DrainBefore, TrainingRun, TrainOptions
 from strop.types import Group
 from strop.weight_sync.snapshots import SnapshottedWeights
 
@@ -82,8 +83,10 @@ async def build_rollout_run(
     selves = make_past_selves(backend, environments)
     checkpoints = make_checkpoints(config, bundle.tokenizer.save_pretrained)
     store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=bundle.tokenizer.decode)
-    restored: dict[str, Restorable] = {**learners, **({} if selves is None else {PAST_SELVES: selves.pool})}
-    state = restore_checkpoint(config, checkpoints, restored, tracker, store)
+    parts: dict[str, Restorable] = {} if selves is None else {PAST_SELVES: selves.pool}
+    if train_source.resumable:
+        parts[DATA] = DataState(train_source)
+    state = restore_checkpoint(config, checkpoints, {**learners, **parts}, tracker, store)
     tracker.progress(describe_engine_start(config))
     synced = await backend.build_generator(
         GeneratorSpec(
@@ -123,7 +126,7 @@ async def build_rollout_run(
             past=selves,
         ),
         learners=learners,
-        snapshots=None if selves is None else selves.pool,
+        parts=parts,
         columns=ColumnSources(algorithm.requires, scorers),
         weights=synced.weights if selves is None else SnapshottedWeights(synced.weights, selves.pool),
         tracker=tracker,

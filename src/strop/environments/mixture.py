@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+from strop.data.data_state import Resumable
 from strop.data.interleaving import Interleaving
 from strop.environments.base import Environment, EnvironmentConfigError
 from strop.types import Task
@@ -65,6 +66,25 @@ class Mixture:
         component_index, task_index = self._interleaving.locate(index)
         component = self.components[component_index]
         return component.name, component.environment, component.tasks[task_index]
+
+    @property
+    def resumable(self) -> bool:
+        """Whether tasks depend on more than their position in the stream, so that a checkpoint must hold a state."""
+        return any(hasattr(component.tasks, "load_state") for component in self.components)
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the states of the components that have one, by their number."""
+        return {str(number): tasks.state() for number, tasks in self._resumable_tasks()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for number, tasks in self._resumable_tasks():
+            if str(number) in state:
+                tasks.load_state(state[str(number)])
+
+    def _resumable_tasks(self) -> Iterator[tuple[int, Resumable]]:
+        for number, component in enumerate(self.components):
+            if hasattr(component.tasks, "load_state"):
+                yield number, cast(Resumable, component.tasks)
 
     @cached_property
     def _interleaving(self) -> Interleaving:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,59 +21,13 @@ from strop.rollouts.episode import EpisodeRules, run_group
 from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
 from strop.sampling import Sampling, mix_seed
+from strop.statistics.task_results import TaskResult, summarize_results
 from strop.storage.deferred_files import DeferredFiles
 from strop.trainer.step_metrics import environment_metrics
 from strop.types import Group, Rollout
 from strop.user_code import MAX_ERROR_TEXT
 
 _VALIDATION_SEED = 0x76616C  # separates the seeds of validation from those of training
-
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the unbiased estimate of the probability that at least one of k samples is correct (arXiv 2107.03374).
-
-    ``correct`` of the ``samples`` samples are correct. Raises ValueError unless 1 <= k <= ``samples``.
-    """
-    if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} cannot be estimated from {samples} samples per task; k must be between 1 and {samples}")
-    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-@dataclass(frozen=True)
-class TaskResult:
-    """The accuracy and the answer of each sample of one task."""
-
-    environment: str
-    accuracies: tuple[float, ...]
-    answers: tuple[str | None, ...]  # None: no answer to vote on
-
-    @property
-    def correct(self) -> int:
-        return sum(accuracy >= 1 for accuracy in self.accuracies)
-
-    def consensus(self, voters: int | None = None) -> float:
-        """Return the accuracy of the most frequent answer among the first ``voters`` samples (None: all). The earlier answer wins a tie.
-
-        0 if no sample has an answer.
-        """
-        votes = Counter(answer for answer in self.answers[:voters] if answer is not None)
-        if not votes:
-            return 0.0
-        return self.accuracies[self.answers.index(votes.most_common(1)[0][0])]
-
-
-def summarize_results(results: Sequence[TaskResult], ks: Sequence[int], voters: Sequence[int] = ()) -> dict[str, float]:
-    """Return means over tasks: accuracy (avg@n), pass@k for each of ``ks``, and cons@k for each of ``voters`` if there are answers."""
-    count, samples = len(results), len(results[0].accuracies)
-    means = {"accuracy": sum(sum(result.accuracies) / samples for result in results) / count}
-    if ks or voters:
-        means[f"avg@{samples}"] = means["accuracy"]
-    for k in ks:
-        means[f"pass@{k}"] = sum(pass_at_k(samples, result.correct, k) for result in results) / count
-    if any(answer is not None for result in results for answer in result.answers):
-        for k in voters:
-            means[f"cons@{k}"] = sum(result.consensus(k) for result in results) / count
-    return means
 
 
 class Validator(Protocol):

@@ -37,7 +37,7 @@ class TooFewTasks(RuntimeError):
 DrainBefore = Literal["training", "publishing", "never"]
 
 
-PAST_SELVES = "past_selves"  # their folder in a checkpoint
+PAST_SELVES, DATA = "past_selves", "data"  # folders in a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class TrainingRun:
     algorithm: Algorithm
     stream: GroupStream
     learners: Mapping[str, LearnerClient]
-    snapshots: Restorable | None = None  # earlier selves of the policy, saved with it
+    parts: Mapping[str, Restorable] = field(default_factory=dict)  # what else has a state that is saved, by name
     columns: ColumnSources
     weights: WeightSync
     tracker: Tracker
@@ -100,7 +100,7 @@ class TrainingRun:
     @property
     def saved_parts(self) -> Mapping[str, Restorable]:
         """What a checkpoint holds beside the state of the run, by name."""
-        return self.learners if self.snapshots is None else {**self.learners, PAST_SELVES: self.snapshots}
+        return {**self.learners, **self.parts}
 
     @property
     def collecting(self) -> str:

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.sources import hub
-from strop.data.sources.builtin import BUILTIN_DATASETS
 from strop.data.sources.files import is_url
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource

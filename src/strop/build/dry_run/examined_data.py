@@ -9,9 +9,9 @@ from typing import Any
 from strop.algorithm_factory import find_algorithm
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import environment_alias
+from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig
 from strop.data.recorded.examples import EXAMPLE_READERS
-from strop.data.sources.builtin import BUILTIN_DATASETS
 from strop.data.sources.peek import Peek, peek_dataset
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource

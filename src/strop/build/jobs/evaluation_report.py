@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strop.trainer.evaluation import TaskResult, pass_at_k
+from strop.statistics.intervals import standard_error
+from strop.statistics.task_results import TaskResult, pass_at_k
 
 SAMPLES_SHOWN, TEXT_SHOWN = 3, 160
 TRUNCATED = ("length", "context")
@@ -80,12 +80,6 @@ def compute_standard_errors(tasks: Sequence[Mapping[str, Any]], names: Sequence[
         if measure is not None and len(chosen) > 1:
             errors[name] = standard_error([measure(task) for task in chosen])
     return errors
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean of independent values, of which there are at least two."""
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
 
 
 def _find_measure(metric: str) -> Callable[[Mapping[str, Any]], float] | None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+from strop.data.builtin.builtin_dataset import BuiltinDataset
 from strop.data.messages import (
     first_reply_index,
     get_text_or_messages,
@@ -20,7 +21,6 @@ from strop.data.messages import (
     trim_after_last_reply,
 )
 from strop.data.prompt_template import PromptTemplate
-from strop.data.sources.builtin import BuiltinDataset
 from strop.data.sources.records import DataError, Record, Records, get_text, get_value, has_key
 from strop.data.sources.source import DataSource
 from strop.types import Message, system

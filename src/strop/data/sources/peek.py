@@ -9,7 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from strop.data.sources.builtin import BUILTIN_DATASETS, BuiltinDataset
+from strop.data.builtin.all_sets import BUILTIN_DATASETS
+from strop.data.builtin.builtin_dataset import BuiltinDataset, Purpose
 from strop.data.sources.files import check_file, iter_csv, open_file, parse_object, refuse_utf16, shorten_path
 from strop.data.sources.in_memory import ListRecords
 from strop.data.sources.records import DataError, Record, Records
@@ -40,14 +41,14 @@ class FirstRecords(ListRecords):
         return self._locations[index]
 
 
-def peek_dataset(name: str, subset: str | None = None, split: str | None = None) -> Peek | None:
+def peek_dataset(name: str, subset: str | None = None, split: str | None = None, purpose: Purpose = "train") -> Peek | None:
     """Return the beginning of a dataset; None for one of the hub that is not in the local cache. Raises DataError."""
     if name not in BUILTIN_DATASETS and is_local(name):
         return peek_file(Path(name))
     if name not in BUILTIN_DATASETS:
         check_hub_name(name)
     builtin = BUILTIN_DATASETS.get(name) or BuiltinDataset(name)
-    file = _find_cached(builtin.hub, subset or builtin.subset, split or builtin.split)
+    file = _find_cached(builtin.hub, subset or builtin.subset, split or builtin.splits.choose(purpose))
     return None if file is None else _peek_arrow_files(name, [file])
 
 

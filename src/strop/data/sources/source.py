@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
+from strop.data.builtin.all_sets import BUILTIN_DATASETS
+from strop.data.builtin.builtin_dataset import BuiltinDataset, Choices, Purpose
 from strop.data.data_config import DataEntryConfig
 from strop.data.messages import get_prompt_text, get_text_or_messages, last_message_text
 from strop.data.prompt_template import PromptTemplate, parse_prompt_template, read_text_file
-from strop.data.sources.builtin import BUILTIN_DATASETS, BuiltinDataset
-from strop.data.sources.choices import Choices
+from strop.data.sources.choices import read_choices
 from strop.data.sources.files import FILE_SUFFIXES, is_url, open_file
 from strop.data.sources.in_memory import open_rows
 from strop.data.sources.records import DataError, Record, Records, get_text, has_key
@@ -73,6 +74,7 @@ class DataSource:
     seed: int = 42  # of generated tasks, and of the held-out rows
     split_validation_size: float = 0.0  # rows to hold out: below 1 a fraction, from 1 on a number
     part: Part | Literal["all"] = "all"  # of the validation split
+    purpose: Purpose = "train"  # chooses the split of a built-in set
 
     def __post_init__(self) -> None:
         if self.dataset_name is not None and self.rows is not None:
@@ -87,17 +89,21 @@ class DataSource:
             raise DataError(f"split_validation_size is {self.split_validation_size}; it must be 0 (off) or positive")
 
     @classmethod
-    def from_entry(cls, entry: DataEntryConfig, *, seed: int, part: Part) -> DataSource:
+    def from_entry(cls, entry: DataEntryConfig, *, seed: int, part: Part, purpose: Purpose | None = None) -> DataSource:
         """Return the source of an entry's rows: of one ``part`` if the entry holds out a validation split, else of all of them.
 
-        Generated tasks, which have no rows to split, always belong to one part. ``seed``: of the run, for an entry without its own.
+        Generated tasks, which have no rows to split, always belong to one part.
+
+        ``seed``: of the run, for an entry without its own. ``purpose``: by default that of the part; both parts of an entry that is
+        split come from what is trained on.
         """
         generated = entry.dataset_name is None and entry.rows is None
-        keys = {field.name for field in fields(cls)} - {"seed", "part"}  # all others are keys of an entry, too
+        keys = {field.name for field in fields(cls)} - {"seed", "part", "purpose"}  # all others are keys of an entry, too
         return cls(
             **{key: getattr(entry, key) for key in keys},
             seed=seed if entry.seed is None else entry.seed,
             part=part if entry.split_validation_size or generated else "all",
+            purpose="train" if entry.split_validation_size else purpose or part,
         )
 
     @property
@@ -171,7 +177,7 @@ class DataSource:
             builtin = BuiltinDataset(name)
         from strop.data.sources.hub import open_hub
 
-        return builtin, open_hub(builtin.hub, self.subset or builtin.subset, self.split or builtin.split)
+        return builtin, open_hub(builtin.hub, self.subset or builtin.subset, self.split or builtin.splits.choose(self.purpose))
 
 
 def is_local(name: str) -> bool:
@@ -252,6 +258,6 @@ class Rows(Sequence[Row]):
         if isinstance(prompt, str) and not prompt.strip():
             raise DataError(f"{where}: {self.input_key!r} is empty; a row needs a question")
         if self.choices is not None and isinstance(prompt, str):
-            prompt, answer = self.choices.read(record, prompt, answer, where)
+            prompt, answer = read_choices(self.choices, record, prompt, answer, where)
         # The id is the position in the unsplit data: the same in every run.
         return Row(id=f"{self.records.name}:{index}", prompt=prompt, answer=answer, metadata=dict(record))

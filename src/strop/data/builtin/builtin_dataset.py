@@ -1,0 +1,58 @@
+"""What a built-in data set is: a short name for one of the hub, with its columns, its splits and how it is graded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Purpose = Literal["train", "validation", "evaluation"]
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The splits of a data set by what they are for. None: it has none for that."""
+
+    train: str | None = "train"
+    validation: str | None = None
+    evaluation: str | None = None  # what is reported
+
+    def choose(self, purpose: Purpose) -> str:
+        """Return the split for a purpose: its own, else another one that the set has."""
+        order = {
+            "train": (self.train, self.evaluation, self.validation),
+            "validation": (self.validation, self.evaluation, self.train),
+            "evaluation": (self.evaluation, self.validation, self.train),
+        }
+        return next(split for split in order[purpose] if split is not None)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The columns of the options of multiple-choice questions: one for each option, or a single one with a list."""
+
+    options: tuple[str, ...]
+    first_is_correct: bool = False  # then they are shuffled, by the question; else a column has the letter
+
+
+@dataclass(frozen=True)
+class Grader:
+    """The environment that grades a set as it is usually reported, and its options."""
+
+    environment: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BuiltinDataset:
+    """One entry of the catalogue. The columns hold unless the configuration names others."""
+
+    hub: str  # OWNER/NAME, or the address of a file
+    splits: Splits = Splits()
+    input_key: str = "problem"
+    output_key: str = "answer"
+    subset: str | None = None  # several, joined, have commas between them
+    revision: str | None = None  # of the hub; None: the newest
+    answer_marker: str | None = None  # the reference answer follows the last occurrence
+    choices: Choices | None = None
+    grader: Grader | None = None  # None: the environment of the run
