@@ -9,10 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
-from strop.checkpointing.convert import convert_shards
-from strop.models.export import ConversionError
+from strop.checkpointing.convert import convert_shards, read_model_name
 
 
 def main(arguments: Sequence[str] | None = None) -> str | None:
@@ -23,25 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> str | None:
     parser.add_argument("--hf-ckpt-path", type=Path, required=True, help="the folder to write")
     given = parser.parse_args(arguments)
     try:
-        name = model_name(given.config) if given.config else None
+        name = read_model_name(given.config) if given.config else None
         convert_shards(given.dcp_ckpt_path, given.hf_ckpt_path, model_name=name)
     except (ValueError, OSError) as error:
         return f"error: {error}"
     print(f"saved the model and its tokenizer to {given.hf_ckpt_path}")
     return None
-
-
-def model_name(path: Path) -> str | None:
-    if not path.is_file():
-        raise ConversionError(
-            f"there is no file {path}; each checkpoint contains the run's configuration as step_<N>/config.yaml"
-        )
-    try:
-        found = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ConversionError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from error
-    name = found.get("policy", {}).get("model_name") if isinstance(found, dict) else None
-    return str(name) if name else None
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from strop.checkpointing.saved_model import SavedModel, read_yaml
+from strop.checkpointing.saved_model import SavedModel, SavedModelNotFound, read_yaml
 from strop.learner.megatron.checkpoint.torch_dist import LATEST, find_iteration, model_folder
 from strop.learner.parallel.shard_files import METADATA, SafetensorsReader, ShardedReader, TensorReader, TensorShard, is_sharded
 from strop.models.adapters import adapter_folder, is_classifier_adapter, merge_adapters
@@ -288,3 +288,17 @@ def _add_tokenizer(source: Path, draft: Path, model_name: str | None) -> None:
 def _is_merged_away(path: Path, draft: Path) -> bool:
     """Whether a file describes adapters that are merged."""
     return path.name in ("base_config.json", "README.md") and (draft / "config.json").exists()
+
+
+def read_model_name(config_file: Path) -> str | None:
+    """Return the model that the configuration of a run names, None if it names none. Raises ConversionError for a file that is none."""
+    if not config_file.is_file():
+        raise ConversionError(
+            f"there is no file {config_file}; each checkpoint contains the run's configuration as step_<N>/config.yaml"
+        )
+    try:
+        found = read_yaml(config_file)
+    except SavedModelNotFound as error:
+        raise ConversionError(str(error)) from error
+    name = (found.get("policy") or {}).get("model_name")
+    return str(name) if name else None
