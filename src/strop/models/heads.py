@@ -6,7 +6,7 @@ vocabulary of 150,000 that saves 1.2 MB of memory per token and pass, for one mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
@@ -84,13 +84,31 @@ def token_logprobs(
     ``squared_probs``: also return the log of the sum over the vocabulary of p^2, without gradient. At most ``chunk`` rows of float32
     logits exist at a time. All other outputs are differentiable; gradients that are not needed cost nothing.
     """
+
+    def compute(rows: Tensor, targets: Tensor, candidates: Tensor | None, kept: Tensor | None) -> tuple[Tensor, ...]:
+        return _chunk_outputs(rows, targets, head, sampling, candidates, kept, squared_probs)
+
+    return map_chunks(compute, hidden, target, chunk, candidates, kept, squared_probs=squared_probs)
+
+
+def map_chunks(
+    compute: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, ...]],
+    hidden: Tensor,
+    target: Tensor,
+    chunk: int,
+    candidates: Tensor | None,
+    kept: Tensor | None,
+    *,
+    squared_probs: bool,
+) -> TokenOutputs:
+    """Return the outputs of all rows from those of ``chunk`` rows at a time: the columns that ``compute`` returns, joined."""
     outputs = [
-        _chunk_outputs(rows, targets, head, sampling, chunk_candidates, chunk_kept, squared_probs)
-        for rows, targets, chunk_candidates, chunk_kept in zip(
+        compute(*rows)
+        for rows in zip(
             hidden.split(chunk),
             target.split(chunk),
-            split_optional(candidates, chunk),
-            split_optional(kept, chunk),
+            _split_optional(candidates, chunk),
+            _split_optional(kept, chunk),
             strict=False,
         )
     ]
@@ -99,7 +117,7 @@ def token_logprobs(
     return replace(TokenOutputs(*columns), log_sum_sq_probs=squares)
 
 
-def split_optional(column: Tensor | None, chunk: int) -> Iterable[Tensor | None]:
+def _split_optional(column: Tensor | None, chunk: int) -> Iterable[Tensor | None]:
     return repeat(None) if column is None else column.split(chunk)
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from strop.algorithms.base import TokenOutputs
 from strop.learner.parallel.collectives import all_reduce, join_rows
-from strop.models.heads import LMHead, split_optional, token_logprobs
+from strop.models.heads import LMHead, map_chunks, token_logprobs
 from strop.sampling import NO_TOKEN, Sampling, at_least_float32
 
 dist: Any = torch.distributed
@@ -92,19 +92,11 @@ def vocab_parallel_logprobs(
     if kept is None and sampling.filtered and not sampling.greedy:
         gathered: Any = head
         return token_logprobs(hidden, target, gathered, sampling, chunk, candidates, kept, squared_probs=squared_probs)
-    outputs = [
-        _chunk_outputs(*rows, head, sampling.temperature or 1.0, squared_probs)
-        for rows in zip(
-            hidden.split(chunk),
-            target.split(chunk),
-            split_optional(candidates, chunk),
-            split_optional(kept, chunk),
-            strict=False,
-        )
-    ]
-    columns = [torch.cat(column) for column in zip(*outputs, strict=True)]
-    squares = columns.pop() if squared_probs else None
-    return replace(TokenOutputs(*columns), log_sum_sq_probs=squares)
+
+    def compute(rows: Tensor, targets: Tensor, candidates: Tensor | None, kept: Tensor | None) -> tuple[Tensor, ...]:
+        return _chunk_outputs(rows, targets, candidates, kept, head, sampling.temperature or 1.0, squared_probs)
+
+    return map_chunks(compute, hidden, target, chunk, candidates, kept, squared_probs=squared_probs)
 
 
 def _chunk_outputs(
