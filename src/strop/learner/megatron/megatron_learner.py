@@ -154,13 +154,7 @@ class MegatronLearner:
         """
         sharing = self.layout.dims.tensor * self.layout.dims.context
         tokens = len(batch.tokens) / sharing if self.router_losses.names else 1
-        scaler = self.optimizer.scale_loss if self.transformer.fp16 else None
-
-        def scale(loss: Tensor) -> Tensor:
-            scaled: Tensor = scaler(loss) if scaler is not None else loss
-            return scaled / tokens if tokens != 1 else scaled
-
-        self.transformer.grad_scale_func = scale if scaler is not None or tokens != 1 else None
+        self.transformer.grad_scale_func = (lambda loss: loss / tokens) if tokens != 1 else None
         return float(tokens)
 
     # --- steps ------------------------------------------------------------------------------------------------------------
