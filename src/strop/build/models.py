@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -37,6 +37,8 @@ from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
 
 log = logging.getLogger(__name__)
+
+LearnerT = TypeVar("LearnerT")
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -208,19 +210,34 @@ def make_learners(
 
     ``total_steps``: optimizer steps of the run; None: no limit.
     """
+
+    def make(name: str, **options: Any) -> TorchLearner:
+        return TorchLearner(networks[name], parallelism=parallelism.get(name), **options)
+
+    return make_each_learner(config, networks, algorithm, sampling, total_steps, make)
+
+
+def make_each_learner(
+    config: TrainingRunConfig,
+    names: Iterable[str],
+    algorithm: Algorithm,
+    sampling: Sampling,
+    total_steps: int | None,
+    make: Callable[..., LearnerT],
+) -> dict[str, LearnerT]:
+    """Make the learner of each trained model: ``make`` is called with its name and the options that learners of every kind take."""
     sections = dict(list_trained_models(config))
     return {
-        name: TorchLearner(
-            network,
-            sections[name],
-            sampling,
+        name: make(
+            name,
+            config=sections[name],
+            sampling=sampling,
             whole_groups=algorithm.whole_groups and name == "policy",
             total_steps=total_steps,
             steps_per_batch=count_steps_per_batch(config) if isinstance(config, RolloutRunConfig) else 1,
             section=name,
-            parallelism=parallelism.get(name),
         )
-        for name, network in networks.items()
+        for name in names
     }
 
 

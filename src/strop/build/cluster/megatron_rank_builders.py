@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from strop.algorithms.base import Algorithm
-from strop.build.algorithm.run_algorithm import count_steps_per_batch
 from strop.build.cluster.megatron_policy import MegatronPolicy
 from strop.build.cluster.torch_rank_builders import keeps_reference, load_rank_teachers
-from strop.build.models import PRECISIONS, check_same_vocabulary
+from strop.build.models import PRECISIONS, check_same_vocabulary, make_each_learner
 from strop.build.teachers import StudentInfo, find_scorer, find_teacher_columns, make_source, unfiltered_sampling
 from strop.config import TrainingRunConfig
 from strop.config.schema.run_config import (
@@ -16,7 +16,6 @@ from strop.config.schema.run_config import (
     PpoRunConfig,
     RmRunConfig,
     RolloutRunConfig,
-    list_trained_models,
 )
 from strop.distributed.workers.learner_worker import RankColumns, RankModels, RankScorer
 from strop.learner.megatron.layout import MegatronLayout
@@ -72,19 +71,11 @@ def build_megatron_rank_models(
         frozen.append(reference.offload)
     if isinstance(config, PpoRunConfig):
         networks["value"] = _load_critic(config, policy, loader)
-    sections = dict(list_trained_models(config))
-    learners = {
-        name: MegatronLearner(
-            trained,
-            sections[name],
-            sampling,
-            whole_groups=algorithm.whole_groups and name == "policy",
-            total_steps=total_steps,
-            steps_per_batch=count_steps_per_batch(config) if isinstance(config, RolloutRunConfig) else 1,
-            section=name,
-        )
-        for name, trained in networks.items()
-    }
+
+    def make(name: str, **options: Any) -> MegatronLearner:
+        return MegatronLearner(networks[name], **options)
+
+    learners = make_each_learner(config, networks, algorithm, sampling, total_steps, make)
     columns: dict[tuple[str, str], RankColumns] = {}
     if isinstance(config, DistillationRunConfig):
         columns, teachers = _load_teachers(config, policy, algorithm, sampling, loader)
