@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import takewhile
+from itertools import pairwise, takewhile, zip_longest
 from typing import Any, Literal
 
 from strop.lazy_torch import Tensor, torch
@@ -39,6 +39,14 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
+class Image:
+    """An image in a message, by reference."""
+
+    source: str  # a path, an address, or a data: URL
+    position: int = 0  # characters of the content before it
+
+
+@dataclass(frozen=True)
 class Message:
     """One message of a conversation, in the form that chat templates take."""
 
@@ -46,8 +54,23 @@ class Message:
     content: str
     tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
     reasoning: str = ""  # of an assistant, where it stands apart from the content
-    name: str = ""  # of the tool that answers
+    name: str = ""  # of the tool that answers, or of who speaks
     tool_call_id: str = ""  # of the call that a tool answers
+    images: tuple[Image, ...] = ()  # by position
+    in_loss: bool = True  # of a recorded assistant: false is read and not trained on
+
+    def as_parts(self) -> list[dict[str, str]]:
+        """Return the content as a list of texts and images, as templates of models that see read it."""
+        cuts = [0, *(image.position for image in self.images), len(self.content)]
+        texts = [{"type": "text", "text": self.content[start:end]} for start, end in pairwise(cuts)]
+        images = [{"type": "image", "image": image.source} for image in self.images]
+        parts = [part for pair in zip_longest(texts, images) for part in pair if part is not None]
+        return [part for part in parts if part.get("text") != ""] or texts[:1]
+
+    @property
+    def shown_content(self) -> str:
+        """The content with the names of its images in their places, for people."""
+        return "".join(part["text"] if part["type"] == "text" else f"[image: {part['image']:.80}]" for part in self.as_parts())
 
     def as_dict(self) -> dict[str, Any]:
         """Return the message as chat templates read it; fields that are not set are left out."""
@@ -57,7 +80,8 @@ class Message:
             "name": self.name,
             "tool_call_id": self.tool_call_id,
         }
-        return {"role": self.role, "content": self.content, **{key: value for key, value in optional.items() if value}}
+        content = self.as_parts() if self.images else self.content
+        return {"role": self.role, "content": content, **{key: value for key, value in optional.items() if value}}
 
 
 Messages = Sequence[Message]

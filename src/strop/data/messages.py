@@ -1,18 +1,19 @@
 """Parse columns with conversations into messages.
 
-Two formats are read: {role, content} of chat templates and of OpenAI's API, with tool_calls, tool_call_id, name and reasoning, and
-ShareGPT's {from, value}. A record with content that ``Message`` cannot represent is an error; nothing is dropped silently.
+Two formats are read: {role, content} of chat templates and of OpenAI's API, with tool_calls, tool_call_id, name, reasoning and weight, and
+ShareGPT's {from, value}. Parts of a content are texts, and images by reference. A record with content that ``Message`` cannot represent is
+an error; nothing is dropped silently.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from strop.data.prompt_template import PromptTemplate
 from strop.data.sources.records import DataError, Record, check_text, get_text, get_value
-from strop.types import Message, Messages, ToolCall, assistant, system
+from strop.types import Image, Message, Messages, ToolCall, assistant, system
 
 # Role names in datasets -> roles of chat templates.
 ROLES: Mapping[str, str] = {
@@ -24,6 +25,10 @@ ROLES: Mapping[str, str] = {
     "observation": "tool",
 }
 TOOL_ROLES = ("tool", "function", "ipython")
+CALL_ROLE = "function_call"  # ShareGPT's: a message that is a call
+TEXT_TYPES = ("text", "input_text", "output_text")
+IMAGE_TYPES = ("image", "image_url", "input_image")
+IMAGES = "images"  # column of the images that a conversation only has places for
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -31,7 +36,7 @@ def get_text_or_messages(record: Record, key: str, option: str, where: str) -> s
     """Return the text or the messages of a column. Raises DataError for other values."""
     value = get_value(record, key, option, where)
     if isinstance(value, list | tuple):
-        return parse_messages(value, f"{where}: {key!r}")
+        return parse_messages(value, f"{where}: {key!r}", record.get(IMAGES))
     if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
         return get_text(record, key, option, where)
     raise DataError(
@@ -52,37 +57,81 @@ def join_text(messages: Messages) -> str:
 
 
 def _other_texts(message: Message) -> tuple[str, ...]:
-    fields = {key: value for key, value in message.as_dict().items() if key not in ("role", "content")}
+    fields = {key: value for key, value in message.as_dict().items() if key != "role" and (key != "content" or message.images)}
     return (json.dumps(fields, sort_keys=True),) if fields else ()
 
 
-def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
-    """Parse a list of messages in either format. ``where`` names the record and column in errors. Raises DataError."""
+def parse_messages(value: Any, where: str, images: Any = None) -> tuple[Message, ...]:
+    """Parse a list of messages in either format. ``where`` names the record and column in errors. Raises DataError.
+
+    ``images``: of the record, for messages that only have places for them, ``{type: image}``; each is a reference.
+    """
     if not isinstance(value, list | tuple):
         raise DataError(f"{where} is {value!r:.80}, not a list of messages, each an object with role and content")
     if not value:
         raise DataError(f"{where} is an empty list; a conversation needs at least one message")
-    return tuple(_parse_message(item, f"{where}, message {number}") for number, item in enumerate(value, start=1))
+    unplaced = iter(images if isinstance(images, list | tuple) else ())
+    messages = tuple(_parse_message(item, f"{where}, message {number}", unplaced) for number, item in enumerate(value, start=1))
+    if any(message.images for message in messages) and (left := len(list(unplaced))):
+        raise DataError(f"{where} has places for all but {left} of the images of the record; fix the record")
+    return messages
 
 
-def _parse_message(item: Any, where: str) -> Message:
+def _parse_message(item: Any, where: str, unplaced: Iterator[Any]) -> Message:
     if not isinstance(item, Mapping):
         raise DataError(f"{where} is {item!r:.80}, not an object with role and content")
-    if item.get("weight", 1) == 0:
-        raise DataError(f"{where} has weight 0, but every assistant message is trained on; end the conversation before it")
     calls = _parse_calls(item, where)
+    reasoning = next((_parse_field(item, key, where) for key in REASONING_FIELDS if item.get(key)), "")
     for role, content in (("role", "content"), ("from", "value")):
         if role in item and (content in item or calls):
             text = item.get(content)
+            images: tuple[Image, ...] = ()
+            if item[role] == CALL_ROLE and not calls:
+                calls = _parse_written_call(text)
+                text = None if calls else text
+            if item[role] in (*TOOL_ROLES, "observation"):
+                text = _write_result(text)
+            if text is not None or not (calls or reasoning):
+                text, images = _parse_content(text, where, unplaced)
             return Message(
                 _parse_role(item[role], where),
-                "" if text is None and calls else _parse_content(text, where),
+                text or "",
                 tool_calls=calls,
-                reasoning=next((_parse_field(item, key, where) for key in REASONING_FIELDS if item.get(key)), ""),
-                name=_parse_field(item, "name", where) if item[role] in TOOL_ROLES else "",  # templates know no other names
+                reasoning=reasoning,
+                name=_parse_field(item, "name", where),
                 tool_call_id=_parse_field(item, "tool_call_id", where),
+                images=images,
+                in_loss=_parse_weight(item, where),
             )
     raise DataError(f"{where} has the keys {sorted(item)}; a message needs role and content, or from and value")
+
+
+def _parse_weight(item: Mapping[str, Any], where: str) -> bool:
+    """Return whether a message is trained on: its ``weight``, 1 unless it is set, as in OpenAI's format."""
+    weight = item.get("weight")
+    if weight is None or (isinstance(weight, int | float) and weight in (0, 1)):
+        return weight != 0
+    raise DataError(f"{where} has the weight {weight!r:.80}; a message is trained on (1) or not (0)")
+
+
+def _write_result(value: Any) -> Any:
+    """Return the result of a tool as text: an object or a list that is none of parts as JSON, as templates write it."""
+    parts = isinstance(value, list | tuple) and all(isinstance(part, str) or _is_part(part) for part in value)
+    structured = isinstance(value, Mapping | list | tuple) and not (parts and value) and not _is_part(value)
+    return json.dumps(value, ensure_ascii=False) if structured else value
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Mapping) and ("type" in value or set(value) == {"text"})
+
+
+def _parse_written_call(text: Any) -> tuple[ToolCall, ...]:
+    """Return the call that a text is, as JSON with name and arguments; nothing if it is in another form, and stays a text."""
+    try:
+        call = json.loads(text) if isinstance(text, str) else None
+        return (_parse_call(call, ""),)
+    except (ValueError, RecursionError):  # no JSON, or no call
+        return ()
 
 
 def _parse_role(name: Any, where: str) -> str:
@@ -91,15 +140,35 @@ def _parse_role(name: Any, where: str) -> str:
     return ROLES[name]
 
 
-def _parse_content(value: Any, where: str) -> str:
-    """Return text, or the concatenated parts of a list of text parts. Raises DataError."""
+def _parse_content(value: Any, where: str, unplaced: Iterator[Any]) -> tuple[str, tuple[Image, ...]]:
+    """Return a text, or the joined texts of a list of parts and the images between them. Raises DataError."""
     if isinstance(value, str):
-        return check_text(value, "content", where)
-    parts = value if isinstance(value, list | tuple) else [value]
-    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None for part in parts]
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise DataError(f"{where} holds {value!r:.80}, which is not text; only text conversations can be trained on")
-    return check_text("".join(text for text in texts if text is not None), "content", where)
+        return check_text(value, "content", where), ()
+    text, images = "", []
+    for part in value if isinstance(value, list | tuple) and value else [value]:
+        content: Mapping[str, Any] = part if isinstance(part, Mapping) else {"type": None}
+        kind = content.get("type", "text")
+        if kind in IMAGE_TYPES:
+            images.append(Image(_parse_image(content, where, unplaced), position=len(text)))
+        elif kind in TEXT_TYPES and isinstance(content.get("text"), str):
+            text += content["text"]
+        else:
+            raise DataError(f"{where} holds {value!r:.80}, which is not text; only text and images can be trained on")
+    return check_text(text, "content", where), tuple(images)
+
+
+def _parse_image(part: Mapping[str, Any], where: str, unplaced: Iterator[Any]) -> str:
+    """Return the reference of an image: of the part itself, else the next of the record's. Raises DataError."""
+    keys = [key for key in ("image", "image_url", "url", "path") if part.get(key) is not None]
+    found = part[keys[0]] if keys else next(unplaced, None)
+    if isinstance(found, Mapping):
+        found = found.get("url") or found.get("path")
+    if isinstance(found, str) and found:
+        return check_text(found, "image", where)
+    raise DataError(
+        f"{where} has the image {part!r:.80} without a reference; write its path or address into the part, as image or image_url, or into "
+        f"the column {IMAGES!r} of the record. An image that stands in the data itself is to be written to a file"
+    )
 
 
 def _parse_field(item: Mapping[str, Any], key: str, where: str) -> str:

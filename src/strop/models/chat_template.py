@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,7 @@ from strop.types import Message, Messages, ToolCall, assistant, user
 _REPLY_MARKER = "\u241e\u2418\u241e"
 _CALL_MARKER = "strop-call-marker"  # the same for calls; no template escapes it
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, as templates name it
+TOOL_ROLES = ("tool", "function", "ipython")
 _CONTEXT_CHARACTERS = 64  # characters before a text that can affect how it is tokenized
 
 
@@ -51,13 +52,15 @@ class ConversationError(ValueError):
 class ChatTemplate:
     """Renders prompts and observations as token ids."""
 
-    def __init__(self, tokenizer: Any, *, options: Mapping[str, Any] | None = None) -> None:
-        """``options`` are passed to the template, such as ``enable_thinking``.
+    def __init__(self, tokenizer: Any, *, options: Mapping[str, Any] | None = None, reads_images: bool = False) -> None:
+        """``options`` are passed to the template, such as ``enable_thinking``. ``reads_images``: the model does; a message with images is
+        an error otherwise.
 
         Without a template, messages are joined as plain text and a warning is issued.
         """
         self.tokenizer = tokenizer
         self.options = dict(options or {})
+        self.reads_images = reads_images
         self.joins_plain_text = not getattr(tokenizer, "chat_template", None)
         if self.joins_plain_text:
             warnings.warn(
@@ -186,15 +189,19 @@ class ChatTemplate:
         """Split a recorded conversation into spans: a prompt, then loss spans and context spans in alternation.
 
         Joined, the texts of the spans are the rendered conversation. The loss covers the assistant's messages from index ``loss_from`` on,
-        except one that opens the conversation. Each begins where sampling would begin, after ``encode_prompt(messages before it)``, and
-        ends with the special token that ends a turn in the template, if there is one. The first span has exactly the tokens of the prompt
-        of the first such message. With ``opened=False``, what the template writes to open a turn is in the loss, too, as if the policy
-        had generated it. Raises ConversationError if the template renders a turn differently from how it would have been sampled.
+        except one that opens the conversation and those with ``in_loss=False``. Each begins where sampling would begin, after
+        ``encode_prompt(messages before it)``, and ends with the special token that ends a turn in the template, if there is one. The first
+        span has exactly the tokens of the prompt of the first such message. With ``opened=False``, what the template writes to open a turn
+        is in the loss, too, as if the policy had generated it. Raises ConversationError if the template renders a turn differently from
+        how it would have been sampled.
         """
-        turns = [index for index, message in enumerate(messages) if message.role == "assistant" and index >= max(loss_from, 1)]
+        replies = [index for index, message in enumerate(messages) if message.role == "assistant" and index >= max(loss_from, 1)]
+        turns = [index for index in replies if messages[index].in_loss]
         if not turns:
             raise ConversationError(
-                "the conversation has no assistant message that follows another message, so there are no loss tokens"
+                "all assistant messages have weight 0, so there are no loss tokens"
+                if replies
+                else "the conversation has no assistant message that follows another message, so there are no loss tokens"
             )
         if self.joins_plain_text:
             return self._plain_spans(messages, turns)
@@ -304,6 +311,13 @@ class ChatTemplate:
     def _as_dict(self, message: Message, style: CallStyle | None) -> dict[str, Any]:
         """Return a message as this template reads it. Raises ConversationError for calls and reasoning that it would drop."""
         fields = message.as_dict()
+        if message.images:
+            self._check_images()
+        elif self._wants_parts:
+            fields["content"] = message.as_parts()
+        if message.name and message.role not in TOOL_ROLES and message.role not in self._named_roles:
+            del fields["name"]
+            _warn_of_name(message.role)
         if message.tool_calls:
             if style is None:
                 raise ConversationError(
@@ -325,6 +339,51 @@ class ChatTemplate:
             fields |= dict.fromkeys(self._reasoning_keys, message.reasoning)
         return fields
 
+    def _check_images(self) -> None:
+        """Raise ConversationError for a message with images that the model or the template does not take."""
+        if not self.reads_images:
+            raise ConversationError(
+                "a message has images, and the policy reads text alone: leave out the records with images, or write what they show into "
+                "the content"
+            )
+        if not self.renders_images:
+            raise ConversationError(
+                "a message has images, for which the chat template has no place; set policy.tokenizer.chat_template to one that has"
+            )
+
+    @cached_property
+    def renders_images(self) -> bool:
+        """Whether the template has a place for images in a message."""
+        if self.joins_plain_text:
+            return False
+        text = {"type": "text", "text": _CALL_MARKER}
+        with_image, without = (self._try_apply("user", parts) for parts in ([{"type": "image", "image": "x"}, text], [text]))
+        return _CALL_MARKER in without and with_image != without and "'type'" not in without and _CALL_MARKER in with_image
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template reads contents as lists of parts only."""
+        if _CALL_MARKER in self._try_apply("user", _CALL_MARKER):
+            return False
+        rendered = self._try_apply("user", [{"type": "text", "text": _CALL_MARKER}])
+        return _CALL_MARKER in rendered and "'type'" not in rendered
+
+    @cached_property
+    def _named_roles(self) -> frozenset[str]:
+        """The roles whose names the template writes."""
+        return frozenset(
+            role for role in ("system", "user", "assistant") if _CALL_MARKER in self._try_apply(role, "?", name=_CALL_MARKER)
+        )
+
+    def _try_apply(self, role: str, content: Any, **fields: str) -> str:
+        """Return one rendered message, after a question by the user where it is none, or an empty text if the template refuses it."""
+        message = {"role": role, "content": content, **fields}
+        question = {"role": "user", "content": [{"type": "text", "text": "?"}] if isinstance(content, list) else "?"}
+        try:
+            return self._apply([question, message] if role == "assistant" else [message], False)
+        except Exception:  # a template may raise anything
+            return ""
+
     @cached_property
     def _reasoning_keys(self) -> tuple[str, ...]:
         """The names by which the template reads the reasoning of a message."""
@@ -334,6 +393,15 @@ class ChatTemplate:
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+
+@cache
+def _warn_of_name(role: str) -> None:
+    warnings.warn(
+        f"the chat template does not write who speaks: the names of messages by {role!r} are left out; write them into the content, or set "
+        "policy.tokenizer.chat_template",
+        stacklevel=2,
+    )
 
 
 def _join_messages(messages: Messages) -> str:

@@ -51,6 +51,9 @@ LARGER_THAN_A_NODE = (
 
 # The old message -> what says it now.
 REWORDED: dict[str, str] = {
+    "{} holds {}, which is not text; only text conversations can be trained on": (
+        "{} holds {}, which is not text; only text and images can be trained on"
+    ),
     "an engine of {} devices (policy.generation.vllm_cfg.tensor_parallel_size) does not fit on a node: at most {} devices of a node "
     "generate. Lower it, or raise cluster.gpus_per_node": LARGER_THAN_A_NODE,
     "the environment {} has no option {}{}": "{} has no option {}{}",  # of environments and verifiers
@@ -163,6 +166,7 @@ REWORDED: dict[str, str] = {
 
 # The old message -> why nothing says it any more.
 DROPPED: dict[str, str] = {
+    "{} has weight 0, but every assistant message is trained on; end the conversation before it": "it is read and not trained on",
     "found {}, but this version does not have engines with pipeline parallelism: it cannot verify their weights": STAGES,
     "Set it to 1, and {}.vllm_cfg.tensor_parallel_size for a model that needs several GPUs.": STAGES,
     "{} has {}, which would be lost: only role and content are read; {}": "calls of tools and reasoning are read",

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from strop.data.builtin.builtin_dataset import BuiltinDataset
 from strop.data.messages import (
+    IMAGES,
     first_reply_index,
     get_text_or_messages,
     make_completion,
@@ -100,7 +101,7 @@ class MessagesLayout(_ColumnLayout):
     def read(self, record: Record, template: PromptTemplate, where: str) -> MessageTuple:
         at = self.messages.location(where)
         value = get_value(record, self.messages.key, self.messages.option, where)
-        messages = parse_messages(value, at)
+        messages = parse_messages(value, at, record.get(IMAGES))
         if self.system is not None and record.get(self.system.key) is not None:
             messages = (system(get_text(record, self.system.key, self.system.option, where)), *messages)
         return check_conversation(make_prompt(messages, template, at), at)
@@ -349,6 +350,8 @@ def check_conversation(conversation: MessageTuple, where: str) -> MessageTuple:
     replies = [message for message in trimmed[1:] if message.role == "assistant"]
     if not any(message.content.strip() or message.tool_calls or message.reasoning for message in replies):
         raise DataError(f"{where}: all assistant messages are empty, so there is nothing to train on. Fix the record")
+    if not any(message.in_loss for message in replies):
+        raise DataError(f"{where}: all assistant messages have weight 0, so there is nothing to train on. Fix the record")
     return trimmed
 
 

@@ -125,7 +125,7 @@ def _make_record(
         kept=dropped is None,
         dropped_because=dropped,
         answer=rollout.task.answer,
-        prompt_messages=tuple(message.as_dict() for message in _prompt_messages(rollout)),
+        prompt_messages=tuple({"role": message.role, "content": message.shown_content} for message in _prompt_messages(rollout)),
         turns=make_turn_records(rollout),
         branches=tuple((branch.parent, branch.start) for branch in rollout.branches),
         metrics=storable_metrics(rollout),
@@ -153,7 +153,7 @@ def _expand_to_all_tokens(logprobs: Tensor, sampled: tuple[bool, ...]) -> tuple[
 
 
 def _format_prompt(rollout: Rollout) -> str:
-    return "\n".join(f"{message.role}: {message.content}" for message in _prompt_messages(rollout))
+    return "\n".join(f"{message.role}: {message.shown_content}" for message in _prompt_messages(rollout))
 
 
 def _prompt_messages(rollout: Rollout) -> tuple[Message, ...]:

@@ -37,7 +37,7 @@ def make_turn_records(rollout: Rollout) -> tuple[TurnRecord, ...]:
         named = [
             (
                 message.role,
-                turn.text if turn.sampled else message.content,
+                turn.text if turn.sampled else message.shown_content,
                 tuple(call.name for call in message.tool_calls),
                 message.name,
             )
