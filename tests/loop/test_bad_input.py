@@ -206,8 +206,8 @@ def test_a_prompt_that_is_too_long_is_dropped_counted_and_stored(tiny, tmp_path)
     ("where", "said"),
     [
         ("reward", "RewardError: Mine.length raised KeyError on task"),
-        ("prompt", "KeyError: 'the table of answers is gone'"),
-        ("respond", "KeyError: 'the table of answers is gone'"),
+        pytest.param("prompt", "KeyError: 'the table of answers is gone'", marks=pytest.mark.exhaustive),
+        pytest.param("respond", "KeyError: 'the table of answers is gone'", marks=pytest.mark.exhaustive),
         ("task", "of the stream could not be created: KeyError: 'the table of answers is gone'"),
     ],
 )
@@ -286,10 +286,10 @@ def two_steps(tiny, tmp_path_factory):
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
-        ("state.pt", "cut"),
+        pytest.param("state.pt", "cut", marks=pytest.mark.exhaustive),
         ("state.pt", "scrambled"),
-        ("policy/optimizer.pt", "scrambled"),
-        ("policy/weights/model.safetensors", "scrambled"),
+        pytest.param("policy/optimizer.pt", "scrambled", marks=pytest.mark.exhaustive),
+        pytest.param("policy/weights/model.safetensors", "scrambled", marks=pytest.mark.exhaustive),
         ("policy/weights/model.safetensors", "gone"),
     ],
 )

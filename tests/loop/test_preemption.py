@@ -46,10 +46,10 @@ def says_how_to_go_on(outcome: Outcome) -> bool:
 @pytest.mark.parametrize(
     ("point", "nth", "step"),
     [
-        ("at a validation", 1, 0),  # before the first step
-        ("while generating", 8, 2),
+        pytest.param("at a validation", 1, 0, marks=pytest.mark.exhaustive),  # before the first step
+        pytest.param("while generating", 8, 2, marks=pytest.mark.exhaustive),
         ("at the optimizer step", 3, 3),
-        ("at the stored rollouts", 2, 2),
+        pytest.param("at the stored rollouts", 2, 2, marks=pytest.mark.exhaustive),
         ("at a publish", 6, 5),  # the first publish is before the first step
         ("at a save", 1, 5),  # too late for this step: the next one is the last
     ],

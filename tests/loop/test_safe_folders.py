@@ -143,9 +143,9 @@ def test_a_disk_of_logs_that_stays_full_costs_records_and_not_the_model(tiny, tm
     ("key", "name", "said"),
     [
         ("logger.log_dir", "logs", "is a file, not a folder"),
-        ("checkpointing.checkpoint_dir", "results", "is a file, not a folder"),
+        pytest.param("checkpointing.checkpoint_dir", "results", "is a file, not a folder", marks=pytest.mark.exhaustive),
         ("checkpointing.checkpoint_dir", "results/step_5", "is a file, and a checkpoint would be a folder of that name"),
-        ("logger.log_dir", "logs/rollouts", "is a file, not a folder"),
+        pytest.param("logger.log_dir", "logs/rollouts", "is a file, not a folder", marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_is_in_the_way_is_found_before_models_load(tiny, tmp_path, key, name, said):
