@@ -111,6 +111,12 @@ def load_lm_eval() -> Callable[..., Callable[[], float]]:
     return prepare
 
 
+def load_instruction() -> Callable[..., Callable[[], float]]:
+    from strop.environments.scoring.instruction_checks import prepare_instruction
+
+    return prepare_instruction
+
+
 SCORER_LOADERS = {
     "math_verify": load_math_verify,
     "dapo": load_dapo,
@@ -118,6 +124,7 @@ SCORER_LOADERS = {
     "pattern": load_pattern,
     "json_schema": load_json_schema,
     "lm_eval": load_lm_eval,
+    "instruction": load_instruction,
 }
 
 
