@@ -50,9 +50,10 @@ class BuiltinDataset:
     hub: str  # OWNER/NAME, or the address of a file
     splits: Splits = Splits()
     input_key: str = "problem"
-    output_key: str = "answer"
+    output_key: str = "answer"  # empty: no column has answers
     subset: str | None = None  # several, joined, have commas between them
     revision: str | None = None  # of the hub; None: the newest
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by subset: where a script, which is never run, would load it
     answer_marker: str | None = None  # the reference answer follows the last occurrence
     choices: Choices | None = None
     grader: Grader | None = None  # None: the environment of the run

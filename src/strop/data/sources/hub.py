@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from strop.data.builtin.builtin_dataset import BuiltinDataset
 from strop.data.sources.files import is_url
 from strop.data.sources.in_memory import DatasetRecords
-from strop.data.sources.local_copies import COPIES_VARIABLE, find_copy
+from strop.data.sources.local_copies import COPIES_VARIABLE, HUB_ADDRESS, find_copy
 from strop.data.sources.records import DataError, Records
 
 logger = logging.getLogger(__name__)
@@ -24,19 +25,30 @@ TIMEOUT_S = 10.0  # for the first answer of the hub
 URL_LOADERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # by the ending of an address; others are JSON
 
 
-def open_hub(name: str, subset: str | None, split: str, revision: str | None = None) -> Records:
-    """Open a split of a dataset on the hub, or a file at an address.
+def choose_files(builtin: BuiltinDataset, subset: str | None) -> tuple[str, ...]:
+    """Return the files of a subset of a set that names its files, nothing for others. Raises DataError."""
+    if not builtin.files:
+        return ()
+    if subset not in builtin.files:
+        raise DataError(f"the dataset {builtin.hub!r} has no subset {subset!r}; set subset to one of {', '.join(builtin.files)}")
+    return builtin.files[subset]
+
+
+def open_hub(
+    name: str, subset: str | None, split: str, revision: str | None = None, files: Sequence[str] = ()
+) -> Records:
+    """Open a split of a dataset on the hub, or a file at an address. ``files``: of the dataset, which hold the split.
 
     Raises DataError if it does not exist, needs a login, or is unreachable and not cached.
     """
     if is_url(name) or find_copy(name, revision) is not None:
-        return _open_split(name, subset, split, revision)
+        return _open_split(name, subset, split, revision, files)
     unreachable = _check_hub(name, revision)
     if unreachable is None:
-        return _open_split(name, subset, split, revision)
+        return _open_split(name, subset, split, revision, files)
     try:
         with _force_offline():
-            records = _open_split(name, subset, split, revision)
+            records = _open_split(name, subset, split, revision, files)
     except DataError:
         raise DataError(
             f"the hub is unreachable ({unreachable}), and the dataset {name!r} is not in the local cache. "
@@ -67,14 +79,14 @@ def _check_hub(name: str, revision: str | None) -> Exception | None:
     return None
 
 
-def _open_split(name: str, subset: str | None, split: str, revision: str | None) -> Records:
-    dataset = _load_split(name, subset, split, revision)
+def _open_split(name: str, subset: str | None, split: str, revision: str | None, files: Sequence[str]) -> Records:
+    dataset = _load_split(name, subset, split, revision, files)
     if len(dataset) == 0:
         raise DataError(f"the split {split!r} of the dataset {name!r} has no rows")
     return DatasetRecords(name, dataset)
 
 
-def _load_split(name: str, subset: str | None, split: str, revision: str | None) -> Any:
+def _load_split(name: str, subset: str | None, split: str, revision: str | None, files: Sequence[str]) -> Any:
     import datasets  # type: ignore[import-untyped,unused-ignore]
 
     copy = find_copy(name, revision)
@@ -83,6 +95,10 @@ def _load_split(name: str, subset: str | None, split: str, revision: str | None)
     try:
         if is_url(name):
             return datasets.load_dataset(URL_LOADERS.get(Path(name).suffix, "json"), data_files=path, split=split)
+        if files:
+            folder = f"{HUB_ADDRESS}{name}{f'@{revision}' if revision else ''}" if copy is None else path
+            addresses = {split: [f"{folder}/{file}" for file in files]}
+            return datasets.load_dataset(URL_LOADERS.get(Path(files[0]).suffix, "json"), data_files=addresses, split=split)
         parts = [datasets.load_dataset(path, each, split=split, revision=revision) for each in subsets]
         return datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
     except Exception as error:  # datasets raises many classes; their messages list the splits or subsets

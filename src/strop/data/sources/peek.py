@@ -12,6 +12,7 @@ from typing import Any
 from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import BuiltinDataset, Purpose
 from strop.data.sources.files import check_file, iter_csv, open_file, parse_object, refuse_utf16, shorten_path
+from strop.data.sources.hub import choose_files
 from strop.data.sources.in_memory import ListRecords
 from strop.data.sources.local_copies import find_copy
 from strop.data.sources.records import DataError, Record, Records
@@ -57,6 +58,8 @@ def peek_dataset(
     builtin = BUILTIN_DATASETS.get(name) or BuiltinDataset(name)
     subset, split = subset or builtin.subset, split or builtin.splits.choose(purpose)
     copy = find_copy(builtin.hub, revision or builtin.revision)
+    if copy is not None and (files := choose_files(builtin, subset)):
+        copy = copy / files[0]
     if copy is not None:
         return peek_file(copy) if copy.is_file() else _peek_copy(name, copy, subset, split)
     file = _find_cached(builtin.hub, subset, split)

@@ -141,7 +141,7 @@ class DataSource:
         input_key = self.input_key or _find_column(records, "input_key", builtin.input_key, ("prompt",))
         output_key = self.output_key or _find_column(records, "output_key", builtin.output_key, ("solution", "completion"))
         has_answers = needs_answers or self.output_key is not None or has_key(records[0], output_key)
-        if not has_answers:
+        if not has_answers and output_key:
             _warn_once(
                 f"{records.name} has no column {output_key!r}: task.answer is empty; set output_key to the reference answer"
             )
@@ -180,10 +180,11 @@ class DataSource:
         else:
             check_hub_name(name)
             builtin = BuiltinDataset(name)
-        from strop.data.sources.hub import open_hub
+        from strop.data.sources.hub import choose_files, open_hub
 
         split = self.split or builtin.splits.choose(self.purpose)
-        return builtin, open_hub(builtin.hub, self.subset or builtin.subset, split, self.revision or builtin.revision)
+        subset, revision = self.subset or builtin.subset, self.revision or builtin.revision
+        return builtin, open_hub(builtin.hub, subset, split, revision, choose_files(builtin, subset))
 
 
 def is_local(name: str) -> bool:
