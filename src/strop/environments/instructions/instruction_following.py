@@ -59,10 +59,10 @@ class InstructionFollowing(DatasetEnvironment):
     async def prompt_strict(self, task: InstructionTask, rollout: Rollout) -> bool:
         """1 where the reply follows all instructions."""
         found = await self._check(task, rollout)
-        strict, loose = _mean(found.strictly), _mean(found.loosely)
-        # Weighed so that the mean over the tasks is the share of all instructions, as IFEval reports it.
-        rollout.metrics["instruction_level_strict"] = task.share * strict
-        rollout.metrics["instruction_level_loose"] = task.share * loose
+        for way, followed in (("strict", found.strictly), ("loose", found.loosely)):
+            rollout.metrics[f"prompt_level_{way}"] = float(all(followed))
+            # weighed so that the mean over the tasks is the share of all instructions, as IFEval reports it
+            rollout.metrics[f"instruction_level_{way}"] = task.share * _mean(followed)
         return all(found.strictly)
 
     @reward(weight=0.0)

@@ -43,12 +43,13 @@ def find_missing_package(name: str) -> str | None:
 
 def prepare_instruction(name: str, options: Mapping[str, Any], text: str) -> Callable[[], float]:
     """Return a function that gives 2 if a response follows an instruction, 1 if only one of its loose variants does, and else 0."""
-    check = INSTRUCTIONS[name]
     _load_models(PACKAGES.get(name))
-    return lambda: score_instruction(check, options, text)
+    return lambda: score_instruction(name, options, text)
 
 
-def score_instruction(check: Callable[..., bool], options: Mapping[str, Any], text: str) -> float:
+def score_instruction(name: str, options: Mapping[str, Any], text: str) -> float:
+    check, text = INSTRUCTIONS[name], text if name in IFEVAL_CHECKS else text.strip()
+
     def follows(response: str) -> bool:
         return bool(response.strip()) and check(response, **options)
 
