@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from typing import Any, ClassVar, Literal
@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from strop.data.messages import make_prompt
 from strop.data.prompt_template import PromptTemplate
-from strop.data.sources.records import DataError, Records, get_text, get_value
+from strop.data.sources.records import DataError, Records, get_value
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError, GeneratedTasks, reward
 from strop.environments.code.benchmark_wording import LIVECODEBENCH_SYSTEM, word_livecodebench, word_mbpp
@@ -71,8 +71,13 @@ class CodeEnvironment(Environment[CodeTask]):
         _, records = data.open_records()
         shape = find_shape(records[0])
         column = next(name for name in shape.question if name in records[0])
-        indices = self._select_days(records)
-        kept = data.select_records(indices, lambda: (get_text(records[i], column, "input_key", records.location(i)) for i in indices))
+        chosen = self._select_days(records)
+
+        def texts() -> Iterator[str]:
+            wanted = set(chosen)
+            return (text for index, text in enumerate(records.iter_column(column, "input_key")) if index in wanted)
+
+        kept = data.select_records(chosen, texts)
         template = data.load_template()
 
         def make(position: int) -> CodeTask:

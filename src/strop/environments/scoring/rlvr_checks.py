@@ -1,7 +1,7 @@
 """The 25 constraints of RLVR-IFeval (Tulu 3, Lambert et al. 2024, arXiv:2411.15124), which IFEval's instructions were made into for training.
 
-They differ from IFEval's in what they count. They say what the code of open-instruct says, which trained on them. Responses are hostile:
-called in the scoring pool.
+They differ from IFEval's in what they count. They say what the code of open-instruct says, which trained on them, but for sections: marks
+with numbers count, as in IFEval, where a text without any passes for one section there. Responses are hostile: called in the scoring pool.
 """
 
 from __future__ import annotations

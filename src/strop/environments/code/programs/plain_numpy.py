@@ -16,13 +16,16 @@ class PlainArray:
 def is_close(first: Any, second: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
     if equal_nan and first != first and second != second:
         return True
-    if math.isinf(first) or math.isinf(second):
+    if math.inf in (abs(first), abs(second)):
         return bool(first == second)
     return bool(abs(first - second) <= atol + rtol * abs(second))
 
 
 def all_close(first: Any, second: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
     """Compare numbers, or lists of them of one shape; a number and a list: it with each."""
+    for value in (first, second):
+        if not isinstance(value, list | tuple | int | float | complex):
+            raise TypeError(f"{type(value).__name__} {value!r:.80} is no number")
     if not isinstance(first, list | tuple):
         if not isinstance(second, list | tuple):
             return is_close(first, second, rtol, atol, equal_nan)
