@@ -228,9 +228,9 @@ class EvalDataConfig(DataEntryConfig):
 
     prompt_file: str | None = Field(
         AUTO_PROMPT,
-        description="Text file with {question} or {} where the question goes; auto is the usual wording of a built-in dataset that has one, "
-        "else the question alone; null is the question alone. Like system_prompt_file, it is relative to the working directory, or else to "
-        "the folder of the configuration that names it or one above.",
+        description="Text file with {question} or {} where the question goes; auto is the usual wording of a built-in dataset that has "
+        "one, else the question alone; null is the question alone. Like system_prompt_file, it is relative to the working directory, or "
+        "else to the folder of the configuration that names it or one above.",
     )
     max_input_seq_length: int = follows(
         "..generation.vllm_cfg.max_model_len",

@@ -22,6 +22,7 @@ from strop.data.recorded.layouts import (
     find_unpaired_layout,
 )
 from strop.data.sources.records import DataError, Records
+from strop.data.sources.row_readers import select_rows
 from strop.data.sources.source import DataSource, validate_rows
 from strop.types import Message, Messages, Task
 
@@ -71,7 +72,8 @@ def conversations(source: DataSource) -> Sequence[Conversation]:
         return Conversation(id=id, question=question, answer=answer, metadata=metadata, messages=parts, tools=tools)
 
     builtin, records = source.open_records()
-    return _load_examples(source, records, find_conversation_layout(source, builtin, records), _prompt_messages, make)
+    layout = find_conversation_layout(source, builtin, records)
+    return _load_examples(source, select_rows(builtin, records), records, layout, _prompt_messages, make)
 
 
 def preferences(source: DataSource) -> Sequence[Preference]:
@@ -82,7 +84,8 @@ def preferences(source: DataSource) -> Sequence[Preference]:
         return Preference(id=id, question=question, answer=answer, metadata=metadata, tools=tools, **vars(parts))
 
     builtin, records = source.open_records()
-    return _load_examples(source, records, find_pair_layout(source, builtin, records), lambda pair: pair.prompt, make)
+    layout = find_pair_layout(source, builtin, records)
+    return _load_examples(source, select_rows(builtin, records), records, layout, lambda pair: pair.prompt, make)
 
 
 def unpaired_preferences(source: DataSource) -> Sequence[UnpairedPreference]:
@@ -100,17 +103,21 @@ def unpaired_preferences(source: DataSource) -> Sequence[UnpairedPreference]:
     layout = find_unpaired_layout(source, builtin, records)
     if layout is None:
         return PairsAsUnpaired(preferences(source))
-    return _load_examples(source, records, layout, lambda parts: parts.prompt, make)
+    return _load_examples(source, select_rows(builtin, records), records, layout, lambda parts: parts.prompt, make)
 
 
 def _load_examples(
     source: DataSource,
+    kept: Sequence[int],
     records: Records,
     layout: Layout[PartsT],
     get_prompt: Callable[[PartsT], Messages],
     make: Callable[[str, PartsT, ToolDefinitions, dict[str, Any]], TaskT],
 ) -> Examples[TaskT]:
-    """Return the examples of ``records``. ``get_prompt`` returns a prompt, by which no question is both trained on and held out."""
+    """Return the examples among the ``kept`` of ``records``.
+
+    ``get_prompt`` returns a prompt, by which no question is both trained on and held out.
+    """
     template = source.load_template()
     tool_key = source.tool_key or TOOLS
 
@@ -131,6 +138,8 @@ def _load_examples(
         raise DataError(f"none of the {len(records)} records of {records.name!r} prefers one of its responses")
     if skipped := len(records) - len(selected):
         logger.warning("%d of %d records of %s prefer neither response and are skipped", skipped, len(records), records.name)
+    if len(kept) < len(records):
+        selected = sorted(set(selected) & set(kept))
     examples = Examples(read=read, indices=source.select_records(selected, questions), repeat=source.repeat, num_skipped=skipped)
     validate_rows(examples, len(examples.indices), records)
     return examples

@@ -20,6 +20,7 @@ from strop.data.sources.choices import read_choices
 from strop.data.sources.files import FILE_SUFFIXES, is_url, open_file
 from strop.data.sources.in_memory import open_rows
 from strop.data.sources.records import DataError, Record, Records, get_text, has_key
+from strop.data.sources.row_readers import read_rows, select_rows
 from strop.data.sources.split import split_by_question
 from strop.types import Message
 from strop.user_code import suggest_names
@@ -55,6 +56,7 @@ class DataSource:
 
     dataset_name: str | None = None  # a .jsonl/.json/.csv/.parquet/.arrow file, a built-in name, or OWNER/NAME on the hub
     rows: Sequence[Record] | None = field(default=None, repr=False)  # in its place: a list of dicts, or a datasets.Dataset
+    rows_of: BuiltinDataset | None = field(default=None, repr=False)  # the built-in set whose rows these are, some of them
     subset: str | None = None  # the hub's configuration name
     split: str | None = None  # default: the built-in's, else "train"
     revision: str | None = None  # of the hub: a commit, a tag or a branch; default: the built-in's, else the newest
@@ -101,7 +103,12 @@ class DataSource:
         split come from what is trained on.
         """
         generated = entry.dataset_name is None and entry.rows is None
-        keys = {field.name for field in fields(cls)} - {"seed", "part", "purpose"}  # all others are keys of an entry, too
+        keys = {field.name for field in fields(cls)} - {
+            "rows_of",
+            "seed",
+            "part",
+            "purpose",
+        }  # all others are keys of an entry, too
         return cls(
             **{key: getattr(entry, key) for key in keys},
             seed=seed if entry.seed is None else entry.seed,
@@ -118,7 +125,7 @@ class DataSource:
         """Load the prompt template. Raises DataError if a file is missing or has no placeholder for the question."""
         file = self.system_prompt_file
         system_prompt = read_text_file(file, "system_prompt_file").strip() if file else self.system_prompt
-        builtin = BUILTIN_DATASETS.get(self.dataset_name or "")
+        builtin = self.rows_of or BUILTIN_DATASETS.get(self.dataset_name or "")
         if self.prompt_file == AUTO_PROMPT and builtin is not None and builtin.prompt is not None:
             return parse_prompt_template(builtin.prompt, f"of {self.dataset_name}", system_prompt)
         if self.prompt_file in (None, AUTO_PROMPT):
@@ -145,11 +152,10 @@ class DataSource:
             _warn_once(
                 f"{records.name} has no column {output_key!r}: task.answer is empty; set output_key to the reference answer"
             )
+        indices = select_rows(builtin, records)
         rows = Rows(
             records=records,
-            indices=self.select_records(
-                range(len(records)), lambda: records.iter_column(input_key, "input_key", get_prompt_text)
-            ),
+            indices=self.select_records(indices, lambda: records.iter_column(input_key, "input_key", get_prompt_text, indices)),
             repeat=self.repeat,
             input_key=input_key,
             output_key=output_key if has_answers else None,
@@ -169,7 +175,8 @@ class DataSource:
     def open_records(self) -> tuple[BuiltinDataset, Records]:
         """Open the dataset. Return the defaults of its name, and its records. Raises DataError."""
         if self.rows is not None:
-            return BuiltinDataset(""), open_rows(self.rows)
+            builtin = self.rows_of or BuiltinDataset("")
+            return builtin, read_rows(builtin, open_rows(self.rows))
         name = self.dataset_name
         if name is None:
             raise DataError("dataset_name is not set, but a dataset is needed here; set it to a file or a dataset of the hub")
@@ -184,7 +191,7 @@ class DataSource:
 
         split = self.split or builtin.splits.choose(self.purpose)
         subset, revision = self.subset or builtin.subset, self.revision or builtin.revision
-        return builtin, open_hub(builtin.hub, subset, split, revision, choose_files(builtin, subset))
+        return builtin, read_rows(builtin, open_hub(builtin.hub, subset, split, revision, choose_files(builtin, subset)))
 
 
 def is_local(name: str) -> bool:
