@@ -64,7 +64,7 @@ class BuiltinDataset:
     output_key: str = "answer"  # empty: no column has answers
     subset: str | None = None  # several, joined, have commas between them
     revision: str | None = None  # of the hub; None: the newest
-    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by subset: where a script, which is never run, would load it
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by subset, in place of a script, which is never run
     answer_marker: str | None = None  # the reference answer follows the last occurrence
     system_key: str | None = None  # the column of a system prompt to put before a conversation
     keep: tuple[Condition, ...] = ()  # rows that do not meet all of these are left out

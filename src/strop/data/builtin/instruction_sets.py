@@ -10,7 +10,5 @@ INSTRUCTION_SETS: Mapping[str, BuiltinDataset] = {
     "ifeval": BuiltinDataset(
         "google/IFEval", Splits(None, evaluation="train"), input_key="prompt", output_key="", grader=Grader("ifeval")
     ),
-    "RLVR-IFeval": BuiltinDataset(
-        "allenai/RLVR-IFeval", input_key="messages", output_key="", grader=Grader("ifeval")
-    ),
+    "RLVR-IFeval": BuiltinDataset("allenai/RLVR-IFeval", input_key="messages", output_key="", grader=Grader("ifeval")),
 }

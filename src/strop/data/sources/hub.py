@@ -31,14 +31,12 @@ def choose_files(builtin: BuiltinDataset, subset: str | None) -> tuple[str, ...]
     """Return the files of a subset of a set that names its files, nothing for others. Raises DataError."""
     if not builtin.files:
         return ()
-    if subset not in builtin.files:
+    if subset is None or subset not in builtin.files:
         raise DataError(f"the dataset {builtin.hub!r} has no subset {subset!r}; set subset to one of {', '.join(builtin.files)}")
     return builtin.files[subset]
 
 
-def open_hub(
-    name: str, subset: str | None, split: str, revision: str | None = None, files: Sequence[str] = ()
-) -> Records:
+def open_hub(name: str, subset: str | None, split: str, revision: str | None = None, files: Sequence[str] = ()) -> Records:
     """Open a split of a dataset on the hub, or a file at an address. ``files``: of the dataset, which hold the split.
 
     Raises DataError if it does not exist, needs a login, or is unreachable and not cached.

@@ -1,4 +1,4 @@
-"""Problems in the words that results of benchmarks are reported with: LiveCodeBench's own for models that chat, and those of MBPP's paper."""
+"""Problems in the words that results of benchmarks are reported with: LiveCodeBench's own for models that chat, and MBPP's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ LIVECODEBENCH_SYSTEM = (
     "You are an expert Python programmer. You will be given a question (problem specification) and will generate a correct Python program "
     "that matches the specification and passes all tests."
 )
-WITH_STARTER = "You will use the following starter code to write the solution to the problem and enclose your code within delimiters."
+WITH_STARTER = (
+    "You will use the following starter code to write the solution to the problem and enclose your code within delimiters."
+)
 WITHOUT_STARTER = (
     "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample inputs). Enclose your "
     "code within delimiters as follows."

@@ -49,9 +49,7 @@ class InstructionFollowing(DatasetEnvironment):
         def make(index: int) -> InstructionTask:
             row = rows[index]
             known = {each.name: getattr(row, each.name) for each in fields(row)}
-            return InstructionTask(
-                **known, instructions=read_instructions(row.metadata, row.id), share=numbers[index] / mean
-            )
+            return InstructionTask(**known, instructions=read_instructions(row.metadata, row.id), share=numbers[index] / mean)
 
         return GeneratedTasks(len(rows), make)
 

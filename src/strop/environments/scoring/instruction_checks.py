@@ -30,7 +30,8 @@ def find_fault(name: str, options: Mapping[str, Any]) -> str | None:
         return f"there is no instruction {name!r}{suggest_names(name, INSTRUCTIONS)}"
     wanted = set(inspect.signature(INSTRUCTIONS[name]).parameters) - {"text"}
     if wanted != set(options):
-        return f"the instruction {name} takes {', '.join(sorted(wanted)) or 'nothing'}, and is given {', '.join(sorted(options)) or 'nothing'}"
+        takes, given = (", ".join(sorted(names)) or "nothing" for names in (wanted, options))
+        return f"the instruction {name} takes {takes}, and is given {given}"
     return None
 
 

@@ -1,7 +1,8 @@
-"""The 25 constraints of RLVR-IFeval (Tulu 3, Lambert et al. 2024, arXiv:2411.15124), which IFEval's instructions were made into for training.
+"""The 25 constraints of RLVR-IFeval (Lambert et al. 2024, arXiv:2411.15124), made of IFEval's instructions for training.
 
 They differ from IFEval's in what they count. They say what the code of open-instruct says, which trained on them, but for sections: marks
-with numbers count, as in IFEval, where a text without any passes for one section there. Responses are hostile: called in the scoring pool.
+with numbers count, as in IFEval, while there a text without any mark passes for one section. Responses are hostile: called in the
+scoring pool.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 # Where NLTK's trained model is missing: a period after one of these ends no sentence.
-ABBREVIATIONS = frozenset(
-    "a.d a.m adm approx apr assn aug ave b.c bldg blvd c.f ca capt cf ch cmdr co col corp d.c dec dept det dr e.g eq esq est etc ex feb fig "
-    "fri ft gen gov hon i.e inc jan jr jul jun lt ltd maj mar mon mr mrs ms mt no nov oct op p.m ph.d pp prof rep rev sat sec sen sep sept sgt "
-    "sr st sun thu tue u.k u.n u.s univ v vol vs wed".split()
+ABBREVIATIONS = (
+    "a.d a.m adm approx apr assn aug ave b.c bldg blvd c.f ca capt cf ch cmdr co col corp d.c dec dept det dr e.g eq esq "
+    "est etc ex feb fig fri ft gen gov hon i.e inc jan jr jul jun lt ltd maj mar mon mr mrs ms mt no nov oct op p.m ph.d "
+    "pp prof rep rev sat sec sen sep sept sgt sr st sun thu tue u.k u.n u.s univ v vol vs wed"
 )
 
 
@@ -29,7 +29,7 @@ def load_sentence_tokenizer() -> Any:
     if has_sentence_model():
         return PunktTokenizer("english")
     parameters = PunktParameters()
-    parameters.abbrev_types = set(ABBREVIATIONS)
+    parameters.abbrev_types = set(ABBREVIATIONS.split())
     return PunktSentenceTokenizer(parameters)
 
 

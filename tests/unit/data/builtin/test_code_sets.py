@@ -64,7 +64,7 @@ def test_every_set_has_its_own_splits(local_hub) -> None:
 def test_a_release_of_livecodebench_has_those_before_it(local_hub) -> None:
     assert [len(tasks_of(f"livecodebench_release_v{number}")) for number in range(1, 7)] == [1, 2, 3, 4, 5, 6]
     assert len(tasks_of("livecodebench")) == 6
-    with pytest.raises(DataError, match="no subset 'v5'; set subset to one of release_v1, .*release_v6"):
+    with pytest.raises(DataError, match=r"no subset 'v5'; set subset to one of release_v1, .*release_v6"):
         DataSource(dataset_name="livecodebench", subset="v5").open_records()
     peek = peek_dataset("livecodebench", purpose="evaluation")
     assert peek is not None and peek.records[0]["question_title"] == "A. Sum"
@@ -94,11 +94,15 @@ def test_days_without_problems_and_what_is_no_day_are_errors(local_hub) -> None:
 def test_prompts_are_those_that_results_are_reported_with(local_hub) -> None:
     system, user = tasks_of("livecodebench")[0].messages
     assert system.content.startswith("You are an expert Python programmer. You will be given a question")
-    assert user.content.startswith("### Question:\nRead two integers and print their sum.\n\n### Format: Read the inputs from stdin")
+    assert user.content.startswith(
+        "### Question:\nRead two integers and print their sum.\n\n### Format: Read the inputs from stdin"
+    )
     assert user.content.endswith("```python\n# YOUR CODE HERE\n```\n\n### Answer: (use the provided format with backticks)\n\n")
     assert "```python\nclass Solution:\n    def scale(" in tasks_of("livecodebench")[1].messages[1].content
     (user,) = tasks_of("mbpp")[0].messages
-    assert user.content.startswith("You are an expert Python programmer, and here is your task: Write a function to square a number. ")
+    assert user.content.startswith(
+        "You are an expert Python programmer, and here is your task: Write a function to square a number. "
+    )
     assert user.content.count("assert ") == 3 and "'2'" not in user.content
     (user,) = tasks_of("mbpp_plus")[0].messages
     assert user.content.count("assert ") == 3 and "inputs" not in user.content

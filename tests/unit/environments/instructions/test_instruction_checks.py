@@ -21,9 +21,7 @@ from strop.environments.scoring.instruction_checks import PACKAGES, find_fault, 
 from strop.environments.scoring.rlvr_checks import RLVR_CHECKS
 from strop.environments.scoring.text_language import count_sentences, has_sentence_model
 
-VERDICTS = [
-    json.loads(line) for line in (Path(__file__).parents[3] / "fixtures/ifeval_verdicts.jsonl").read_text().splitlines()
-]
+VERDICTS = [json.loads(line) for line in (Path(__file__).parents[3] / "fixtures/ifeval_verdicts.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("name", IFEVAL_CHECKS)
