@@ -23,6 +23,7 @@ def sets(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {
         "exam": BuiltinDataset("owner/exam", grader=Grader("math", CHOICES)),
         "programs": BuiltinDataset("owner/programs", grader=Grader("code")),
+        "worded": BuiltinDataset("owner/worded", grader=Grader("code", {"wording": "benchmark"})),
         "plain": BuiltinDataset("owner/plain"),
     }
     for name, entry in known.items():
@@ -63,6 +64,8 @@ def test_options_of_an_alias_of_the_same_type_are_laid_over_those_of_the_grader(
     )
     assert grade("exam", {"math": {"timeout": 3}}) == ("exam", ("math", {**CHOICES, "timeout": 3}))
     assert grade("exam", {"exam": {"type": "math", "timeout": 3}})[0] == "exam_as_reported"
+    assert grade("worded", {"code": {"timeout_s": 3}}) == ("worded", ("code", {"wording": "benchmark", "timeout_s": 3}))
+    assert grade("programs", {"code": {"timeout_s": 3}}) == ("code", ("code", {"timeout_s": 3}))
 
 
 @pytest.mark.parametrize("name", ["plain", "rows.jsonl", None])

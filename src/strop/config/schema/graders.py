@@ -21,15 +21,15 @@ def assign_graders(
 ) -> tuple[tuple[Entry, ...], dict[str, EnvironmentConfig]]:
     """Return the entries, each of a built-in set with the alias of the environment that grades it, and ``env`` with these environments.
 
-    ``env_name`` of an entry holds, and so does the only environment of ``env`` unless it is of the default type. Else a built-in set is
-    graded as it is usually reported, with the options of an alias of the same type laid over those of its grader.
+    ``env_name`` of an entry holds, and so does the only environment of ``env`` unless it is of the default type or of the grader's. Else a
+    built-in set is graded as it is usually reported, with the options of an alias of the same type laid over those of its grader.
     """
     graded: list[Entry] = []
     known = dict(env)
     for entry in entries:
         builtin = BUILTIN_DATASETS.get(entry.dataset_name or "")
         grader = None if builtin is None else builtin.grader
-        if grader is None or entry.env_name is not None or _is_chosen(env):
+        if grader is None or entry.env_name is not None or _is_chosen(env, grader):
             graded.append(entry)
             continue
         alias, section = _find_section(str(entry.dataset_name), grader, env)
@@ -38,9 +38,10 @@ def assign_graders(
     return tuple(graded), known
 
 
-def _is_chosen(env: Mapping[str, EnvironmentConfig]) -> bool:
-    """Whether the only environment is one that nobody names by default."""
-    return len(env) == 1 and all(section.type_of(alias) != DEFAULT_TYPE for alias, section in env.items())
+def _is_chosen(env: Mapping[str, EnvironmentConfig], grader: Grader) -> bool:
+    """Whether the only environment is another one than the grader's, and not one that is named by default."""
+    others = (DEFAULT_TYPE, grader.environment)
+    return len(env) == 1 and all(section.type_of(alias) not in others for alias, section in env.items())
 
 
 def _find_section(name: str, grader: Grader, env: Mapping[str, EnvironmentConfig]) -> tuple[str, EnvironmentConfig]:

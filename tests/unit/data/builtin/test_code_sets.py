@@ -44,6 +44,20 @@ def test_right_programs_have_accuracy_1_and_wrong_ones_0(name, local_hub, tiny_m
         assert report["metrics"]["errors"] == 0
 
 
+def test_options_of_the_environment_are_laid_over_those_of_the_set(local_hub, tiny_model_folder, monkeypatch, capsys) -> None:
+    prompts: list[str] = []
+
+    def answer(prompt: str) -> str:
+        prompts.append(prompt)
+        return solve(prompt)
+
+    report = evaluate_script(
+        monkeypatch, capsys, tiny_model_folder, "livecodebench", answer, "env.code.end_date=2023-12-31", "env.code.max_tests=1"
+    )
+    assert report["metrics"]["accuracy"] == 1.0
+    assert len(prompts) == 1 and "### Question:" in prompts[0]
+
+
 def tasks_of(name: str, purpose: str = "evaluation", **options: object):
     grader = CODE_SETS[name].grader
     assert grader is not None
