@@ -100,7 +100,7 @@ def test_rows_that_are_left_out_keep_the_places_of_the_others() -> None:
 def test_rows_of_which_none_is_left_are_an_error_that_says_what_they_had_to_be() -> None:
     entry, answer = BUILTIN_DATASETS["NuminaMath-1.5"], {"answer": "proof", "question_type": "proof"}
     assert not keeps_row(entry.keep, answer)
-    with pytest.raises(DataError, match="none of the 1 rows .* can be used: answer must not be '' or 'proof' or 'notfound'"):
+    with pytest.raises(DataError, match=r"none of the 1 rows .* can be used: answer must not be '' or 'proof' or 'notfound'"):
         DataSource(rows=[answer], rows_of=entry).load_rows()
 
 

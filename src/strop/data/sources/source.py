@@ -63,6 +63,8 @@ class DataSource:
     input_key: str | None = None  # default: the built-in's, else "problem", else "prompt"; may be dotted: prompt.0.content
     output_key: str | None = None  # default: the built-in's, else "answer", else "solution" or "completion"
     messages_key: str | None = None  # recorded data: a column of conversations; default: messages, or conversations
+    text_key: str | None = None  # recorded data: a column of raw text, which is trained on without a prompt
+    characters_per_sample: int | None = None  # raw text: rows are joined until they have so many; default: one row
     chosen_key: str | None = None  # pairs: the better completion; default: chosen
     rejected_key: str | None = None  # pairs: the worse completion; default: rejected
     label_key: str | None = None  # unpaired preferences: whether the completion is desirable; default: label
@@ -86,6 +88,14 @@ class DataSource:
             raise DataError(f"dataset_name is {self.dataset_name!r}, and rows is set too; keep one")
         if self.system_prompt is not None and self.system_prompt_file is not None:
             raise DataError("system_prompt and system_prompt_file are both set; keep one")
+        if self.text_key is None and self.characters_per_sample is not None:
+            raise DataError("characters_per_sample is set, but only raw text is joined; set text_key to its column")
+        if self.text_key is not None and (
+            self.system_prompt or self.system_prompt_file or self.prompt_file not in (None, AUTO_PROMPT)
+        ):
+            raise DataError(
+                "text_key names raw text, which has no prompt; set prompt_file, system_prompt and system_prompt_file to null"
+            )
         if self.size is not None and self.size < 1:
             raise DataError(f"size is {self.size}; it must be at least 1, or null for all rows")
         if self.repeat < 1:
