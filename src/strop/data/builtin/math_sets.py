@@ -8,7 +8,12 @@ from strop.data.builtin.builtin_dataset import BuiltinDataset, Splits
 
 SIMPLE_EVALS = "https://openaipublic.blob.core.windows.net/simple-evals"
 GSM8K = BuiltinDataset(
-    "openai/gsm8k", Splits("train", evaluation="test"), input_key="question", subset="main", answer_marker="####"
+    "openai/gsm8k",
+    Splits("train", evaluation="test"),
+    input_key="question",
+    subset="main",
+    revision="cc7b047b6e5bb11b4f1af84efc572db110a51b3c",
+    answer_marker="####",
 )
 
 MATH_SETS: Mapping[str, BuiltinDataset] = {

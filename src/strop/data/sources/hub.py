@@ -47,7 +47,8 @@ def open_hub(name: str, subset: str | None, split: str, revision: str | None = N
             "Download it on a machine with network access, and set dataset_name to the local .jsonl, .json, .csv or .parquet file, "
             f"or {COPIES_VARIABLE} to the folder that has it as {name}"
         ) from unreachable
-    warnings.warn(f"the hub is unreachable ({unreachable}); using the cached copy of {name!r}", stacklevel=2)
+    which = "" if revision is None else f", which may be of another revision than {revision}"
+    warnings.warn(f"the hub is unreachable ({unreachable}); using the cached copy of {name!r}{which}", stacklevel=2)
     return records
 
 
