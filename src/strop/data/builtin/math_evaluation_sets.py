@@ -14,8 +14,10 @@ OLYMPIAD = Grader("math", {"verifier": "olympiad"})
 MINERVA = Grader("math", {"verifier": "minerva"})
 
 
-def _competition(hub: str, splits: Splits = ONLY, **columns: str) -> BuiltinDataset:
-    return BuiltinDataset(hub, splits, grader=LAST_BOX, prompt=BOXED, **columns)
+def _competition(
+    hub: str, splits: Splits = ONLY, *, input_key: str = "problem", output_key: str = "answer", subset: str | None = None
+) -> BuiltinDataset:
+    return BuiltinDataset(hub, splits, input_key, output_key, subset, grader=LAST_BOX, prompt=BOXED)
 
 
 REPORTED: Mapping[str, BuiltinDataset] = {
