@@ -46,6 +46,13 @@ class DataEntryConfig(BaseConfig):
         description="Column of a conversation, a list of {role, content}; null looks for messages and conversations. Beside input_key "
         "or output_key, it is read where the data has it.",
     )
+    text_key: str | None = Field(
+        None,
+        description="Column of raw text, for sft: all of it is trained on, without a prompt and a chat template; null is none.",
+    )
+    characters_per_sample: int | None = Field(
+        None, ge=1, description="Join rows of raw text, with newlines, until they have so many (characters); null is one row."
+    )
     chosen_key: str | None = Field(None, description="Column of the better answer, for dpo and rm; null is chosen.")
     rejected_key: str | None = Field(None, description="Column of the worse answer, for dpo and rm; null is rejected.")
     label_key: str | None = Field(None, description="Column that says whether an answer is desirable, for kto; null is label.")

@@ -12,11 +12,6 @@ GSM8K = BuiltinDataset(
 )
 
 MATH_SETS: Mapping[str, BuiltinDataset] = {
-    "OpenMathInstruct-2": BuiltinDataset("nvidia/OpenMathInstruct-2", Splits("train_1M"), output_key="expected_answer"),
-    "DeepScaler": BuiltinDataset("agentica-org/DeepScaleR-Preview-Dataset"),
-    "DAPOMath17K": BuiltinDataset(
-        "BytedTsinghua-SIA/DAPO-Math-17k", input_key="prompt.0.content", output_key="reward_model.ground_truth"
-    ),
     "DAPOMathAIME2024": BuiltinDataset(
         "BytedTsinghua-SIA/AIME-2024", input_key="prompt.0.content", output_key="reward_model.ground_truth"
     ),
@@ -25,7 +20,6 @@ MATH_SETS: Mapping[str, BuiltinDataset] = {
         "opencompass/AIME2025", Splits(None, evaluation="test"), input_key="question", subset="AIME2025-I,AIME2025-II"
     ),
     "AIME2026": BuiltinDataset("MathArena/aime_2026"),
-    "OpenR1-Math-220k": BuiltinDataset("open-r1/OpenR1-Math-220k", subset="default"),
     "math": BuiltinDataset(f"{SIMPLE_EVALS}/math_test.csv", input_key="Question", output_key="Answer"),
     "math500": BuiltinDataset("HuggingFaceH4/MATH-500", Splits(None, evaluation="test")),
     "gsm8k": GSM8K,
