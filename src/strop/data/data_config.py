@@ -73,6 +73,11 @@ class DataEntryConfig(BaseConfig):
     )
     system_prompt_file: str | None = Field(None, description="Text file with the system prompt; null is none.")
     system_prompt: str | None = Field(None, description="The system prompt; null is none.")
+    shuffle_choices: bool = Field(
+        False,
+        description="Shuffle the options of a built-in dataset's multiple-choice questions, by seed and question; the letter of the right "
+        "one follows. GPQA's are shuffled by the question in any case.",
+    )
     env_name: str | None = Field(None, description="Alias in env of the environment that scores the tasks; null is the only one.")
     weight: float | None = Field(
         1.0, gt=0, description="Share of this entry in the mix, relative to the other weights; null of all is by their sizes."
