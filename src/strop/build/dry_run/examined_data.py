@@ -65,17 +65,14 @@ def examine_data(
 def _only_first_rows(entry: DataEntryConfig, peek: Peek) -> DataSource:
     """Return an entry's source with the first rows in place of the whole dataset."""
     source = DataSource.from_entry(entry, seed=0, part="train")
-    if builtin := BUILTIN_DATASETS.get(str(entry.dataset_name)):
-        keys = source.input_key or builtin.input_key, source.output_key or builtin.output_key
-        source = replace(source, input_key=keys[0], output_key=keys[1])
-        if builtin.choices is not None:  # the rows alone do not say that their prompt file has no place for the question
-            source = replace(source, prompt_file=None)
-    return replace(source, dataset_name=None, rows=peek.records, part="all", split_validation_size=0)
+    rows_of = BUILTIN_DATASETS.get(str(entry.dataset_name))
+    return replace(source, dataset_name=None, rows=peek.records, rows_of=rows_of, part="all", split_validation_size=0)
 
 
 def _list_entries(config: TrainingRunConfig | EvalRunConfig) -> Iterator[tuple[str, DataEntryConfig]]:
     if isinstance(config, EvalRunConfig):
-        yield "data", config.data
+        sets = config.data.entries
+        yield from ((f"data.sets.{index}" if len(sets) > 1 else "data", each) for index, each in enumerate(sets))
         return
     for part, entries in (("train", config.data.train), ("validation", config.data.validation or ())):
         for index, entry in enumerate(entries):

@@ -19,13 +19,7 @@ GSM8K = BuiltinDataset(
 )
 
 MATH_SETS: Mapping[str, BuiltinDataset] = {
-    "OpenMathInstruct-2": BuiltinDataset("nvidia/OpenMathInstruct-2", Splits("train_1M"), output_key="expected_answer"),
-    "DeepScaler": BuiltinDataset("agentica-org/DeepScaleR-Preview-Dataset"),
-    "DAPOMath17K": BuiltinDataset(
-        "BytedTsinghua-SIA/DAPO-Math-17k", input_key="prompt.0.content", output_key="reward_model.ground_truth"
-    ),
     "DAPOMathAIME2024": BuiltinDataset(
         "BytedTsinghua-SIA/AIME-2024", input_key="prompt.0.content", output_key="reward_model.ground_truth"
     ),
-    "OpenR1-Math-220k": BuiltinDataset("open-r1/OpenR1-Math-220k", subset="default"),
 }

@@ -6,6 +6,7 @@ is unreachable, a cached copy is used, with a warning. What is among the local c
 
 from __future__ import annotations
 
+import gzip
 import logging
 import warnings
 from collections.abc import Iterator
@@ -13,14 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from strop.data.sources.files import is_url
-from strop.data.sources.in_memory import DatasetRecords
-from strop.data.sources.local_copies import COPIES_VARIABLE, find_copy
+from strop.data.sources.files import is_url, parse_object
+from strop.data.sources.in_memory import DatasetRecords, ListRecords
+from strop.data.sources.local_copies import COPIES_VARIABLE, HUB_ADDRESS, find_copy
 from strop.data.sources.records import DataError, Records
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0  # for the first answer of the hub
+PACKED_LINES = ".jsonl.gz"
 URL_LOADERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # by the ending of an address; others are JSON
 
 
@@ -29,6 +31,8 @@ def open_hub(name: str, subset: str | None, split: str, revision: str | None = N
 
     Raises DataError if it does not exist, needs a login, or is unreachable and not cached.
     """
+    if name.startswith(HUB_ADDRESS) and name.endswith(PACKED_LINES):
+        return _open_packed_lines(name, revision)
     if is_url(name) or find_copy(name, revision) is not None:
         return _open_split(name, subset, split, revision)
     unreachable = _check_hub(name, revision)
@@ -45,6 +49,27 @@ def open_hub(name: str, subset: str | None, split: str, revision: str | None = N
         ) from unreachable
     warnings.warn(f"the hub is unreachable ({unreachable}); using the cached copy of {name!r}", stacklevel=2)
     return records
+
+
+def _open_packed_lines(name: str, revision: str | None) -> Records:
+    """Open packed JSON lines of a data set of the hub. They are parsed here: ``datasets`` gives all of them the columns of all."""
+    from huggingface_hub import hf_hub_download
+
+    owner, dataset, file = name.removeprefix(HUB_ADDRESS).split("/", 2)
+    try:
+        path = find_copy(name) or hf_hub_download(f"{owner}/{dataset}", file, repo_type="dataset", revision=revision)
+        with gzip.open(path) as lines:
+            records = [parse_object(line, f"{name}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    except DataError:
+        raise
+    except Exception as error:  # of the HTTP client, of the cache and of a damaged file
+        raise DataError(
+            f"{name} cannot be read ({type(error).__name__}: {error!s:.300}). Download it on a machine with network access, and set "
+            f"{COPIES_VARIABLE} to the folder that has it as {owner}/{dataset}/{file}"
+        ) from error
+    if not records:
+        raise DataError(f"{name} has no rows")
+    return ListRecords(name, records, "line")
 
 
 def _check_hub(name: str, revision: str | None) -> Exception | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,13 @@ class DatasetRecords(Records):
 
     def location(self, index: int) -> str:
         return f"{self.name}, row {index + 1}"
+
+    def iter_values(self, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        """Iterate over the values of some columns, None where there is no such column; the others are not decoded."""
+        present = [column for column in columns if column in self._dataset.column_names]
+        for batch in self._dataset.select_columns(present).iter(batch_size=1000):
+            rows = len(batch[present[0]])
+            yield from zip(*(batch.get(column, [None] * rows) for column in columns), strict=True)
 
     def select_column(self, key: str) -> Iterable[Record]:
         top, names = key.split(".")[0], self._dataset.column_names

@@ -20,6 +20,7 @@ from strop.data.sources.choices import read_choices
 from strop.data.sources.files import FILE_SUFFIXES, is_url, open_file
 from strop.data.sources.in_memory import open_rows
 from strop.data.sources.records import DataError, Record, Records, get_text, has_key
+from strop.data.sources.row_readers import read_rows, select_rows
 from strop.data.sources.split import split_by_question
 from strop.types import Message
 from strop.user_code import suggest_names
@@ -55,12 +56,15 @@ class DataSource:
 
     dataset_name: str | None = None  # a .jsonl/.json/.csv/.parquet/.arrow file, a built-in name, or OWNER/NAME on the hub
     rows: Sequence[Record] | None = field(default=None, repr=False)  # in its place: a list of dicts, or a datasets.Dataset
+    rows_of: BuiltinDataset | None = field(default=None, repr=False)  # the built-in set whose rows these are, some of them
     subset: str | None = None  # the hub's configuration name
     split: str | None = None  # default: the built-in's, else "train"
     revision: str | None = None  # of the hub: a commit, a tag or a branch; default: the built-in's, else the newest
     input_key: str | None = None  # default: the built-in's, else "problem", else "prompt"; may be dotted: prompt.0.content
     output_key: str | None = None  # default: the built-in's, else "answer", else "solution" or "completion"
     messages_key: str | None = None  # recorded data: a column of conversations; default: messages, or conversations
+    text_key: str | None = None  # recorded data: a column of raw text, which is trained on without a prompt
+    characters_per_sample: int | None = None  # raw text: rows are joined until they have so many; default: one row
     chosen_key: str | None = None  # pairs: the better completion; default: chosen
     rejected_key: str | None = None  # pairs: the worse completion; default: rejected
     label_key: str | None = None  # unpaired preferences: whether the completion is desirable; default: label
@@ -85,6 +89,14 @@ class DataSource:
             raise DataError(f"dataset_name is {self.dataset_name!r}, and rows is set too; keep one")
         if self.system_prompt is not None and self.system_prompt_file is not None:
             raise DataError("system_prompt and system_prompt_file are both set; keep one")
+        if self.text_key is None and self.characters_per_sample is not None:
+            raise DataError("characters_per_sample is set, but only raw text is joined; set text_key to its column")
+        if self.text_key is not None and (
+            self.system_prompt or self.system_prompt_file or self.prompt_file not in (None, AUTO_PROMPT)
+        ):
+            raise DataError(
+                "text_key names raw text, which has no prompt; set prompt_file, system_prompt and system_prompt_file to null"
+            )
         if self.size is not None and self.size < 1:
             raise DataError(f"size is {self.size}; it must be at least 1, or null for all rows")
         if self.repeat < 1:
@@ -102,7 +114,12 @@ class DataSource:
         split come from what is trained on.
         """
         generated = entry.dataset_name is None and entry.rows is None
-        keys = {field.name for field in fields(cls)} - {"seed", "part", "purpose"}  # all others are keys of an entry, too
+        keys = {field.name for field in fields(cls)} - {
+            "rows_of",
+            "seed",
+            "part",
+            "purpose",
+        }  # all others are keys of an entry, too
         return cls(
             **{key: getattr(entry, key) for key in keys},
             seed=seed if entry.seed is None else entry.seed,
@@ -119,7 +136,7 @@ class DataSource:
         """Load the prompt template. Raises DataError if a file is missing or has no placeholder for the question."""
         file = self.system_prompt_file
         system_prompt = read_text_file(file, "system_prompt_file").strip() if file else self.system_prompt
-        builtin = BUILTIN_DATASETS.get(self.dataset_name or "")
+        builtin = self.rows_of or BUILTIN_DATASETS.get(self.dataset_name or "")
         if self.prompt_file == AUTO_PROMPT and builtin is not None and builtin.prompt is not None:
             return parse_prompt_template(builtin.prompt, f"of {self.dataset_name}", system_prompt)
         if self.prompt_file in (None, AUTO_PROMPT):
@@ -146,11 +163,10 @@ class DataSource:
             _warn_once(
                 f"{records.name} has no column {output_key!r}: task.answer is empty; set output_key to the reference answer"
             )
+        indices = select_rows(builtin, records)
         rows = Rows(
             records=records,
-            indices=self.select_records(
-                range(len(records)), lambda: records.iter_column(input_key, "input_key", get_prompt_text)
-            ),
+            indices=self.select_records(indices, lambda: records.iter_column(input_key, "input_key", get_prompt_text, indices)),
             repeat=self.repeat,
             input_key=input_key,
             output_key=output_key if has_answers else None,
@@ -171,7 +187,8 @@ class DataSource:
     def open_records(self) -> tuple[BuiltinDataset, Records]:
         """Open the dataset. Return the defaults of its name, and its records. Raises DataError."""
         if self.rows is not None:
-            return BuiltinDataset(""), open_rows(self.rows)
+            builtin = self.rows_of or BuiltinDataset("")
+            return builtin, read_rows(builtin, open_rows(self.rows))
         name = self.dataset_name
         if name is None:
             raise DataError("dataset_name is not set, but a dataset is needed here; set it to a file or a dataset of the hub")
@@ -185,7 +202,8 @@ class DataSource:
         from strop.data.sources.hub import open_hub
 
         split = self.split or builtin.splits.choose(self.purpose)
-        return builtin, open_hub(builtin.hub, self.subset or builtin.subset, split, self.revision or builtin.revision)
+        records = open_hub(builtin.hub, self.subset or builtin.subset, split, self.revision or builtin.revision)
+        return builtin, read_rows(builtin, records)
 
 
 def is_local(name: str) -> bool:
