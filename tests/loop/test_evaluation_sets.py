@@ -35,6 +35,8 @@ OTHERS = [name for name in (*REPORTED, *REPORTED_CHOICES) if name not in SETS]
 
 def write_solution(prompt: str, solution: str) -> str:
     """Write as the prompt asks: a box, or the letter of an option."""
+    if "of the form Answer:" in prompt:
+        return f"I think.\nAnswer: {solution}"
     if "'Answer: $LETTER'" not in prompt:
         return f"I think that it is $\\boxed{{{solution}}}$."
     (letter,) = [line[0] for line in prompt.replace("<|im_end|>", "").splitlines() if line[1:] == f") {solution}"]
@@ -135,6 +137,7 @@ def test_a_model_that_knows_the_answers_scores_one_and_another_zero(
 
 def test_every_name_is_that_of_a_set_with_a_wording_and_a_grader() -> None:
     for name, entry in {**MATH_EVALUATION_SETS, **CHOICE_SETS}.items():
-        assert entry.grader is not None and str(entry.prompt).count("{question}") == 1, name
+        assert entry.grader is not None, name
+        assert (entry.prompt or "{question}").count("{question}") == 1, name
         assert (entry.choices is None) == (entry.grader.options["verifier"] != "strict_multichoice"), name
         assert entry.splits.choose("evaluation") == entry.splits.evaluation, name

@@ -12,6 +12,7 @@ from support.answer_pairs import OURS, read_answer_pairs
 
 PAGE = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text(encoding="utf-8")
 WORDINGS = {
+    "in the data": None,
     "box": BOXED,
     "box, several answers": BOXED_LIST,
     "letter": word_choice("ABCD"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from strop.data.builtin.builtin_dataset import BuiltinDataset, Choices, Grader, Splits
-from strop.data.builtin.math_sets import SIMPLE_EVALS
+from strop.data.builtin.math_evaluation_sets import SIMPLE_EVALS
 from strop.data.builtin.wordings import word_choice
 
 LAST_LETTER = Grader("math", {"verifier": "strict_multichoice"})

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from strop.data.builtin.builtin_dataset import BuiltinDataset, Grader, Splits
-from strop.data.builtin.math_sets import GSM8K, SIMPLE_EVALS
 from strop.data.builtin.wordings import BOXED, BOXED_LIST
 
+SIMPLE_EVALS = "https://openaipublic.blob.core.windows.net/simple-evals"
 TEST, ONLY = Splits(None, evaluation="test"), Splits(None, evaluation="train")
 LAST_BOX = Grader("math", {"verifier": "boxed"})
 OLYMPIAD = Grader("math", {"verifier": "olympiad"})
 MINERVA = Grader("math", {"verifier": "minerva"})
+LAST_NUMBER = Grader("math", {"verifier": "number"})
+STATED = Grader("math", {"verifier": "dapo"})
 
 
 def _competition(
@@ -40,7 +42,22 @@ REPORTED: Mapping[str, BuiltinDataset] = {
         prompt=BOXED_LIST,
     ),
     "MinervaMath": BuiltinDataset("math-ai/minervamath", TEST, input_key="question", grader=MINERVA, prompt=BOXED),
-    "gsm8k": GSM8K,
+    "gsm8k": BuiltinDataset(
+        "openai/gsm8k",
+        Splits("train", evaluation="test"),
+        input_key="question",
+        subset="main",
+        answer_marker="####",
+        grader=LAST_NUMBER,
+        prompt=BOXED,
+    ),
+    "DAPOMathAIME2024": BuiltinDataset(  # each problem 32 times, worded as DAPO's training data
+        "BytedTsinghua-SIA/AIME-2024",
+        ONLY,
+        input_key="prompt.0.content",
+        output_key="reward_model.ground_truth",
+        grader=STATED,
+    ),
 }
 MATH_ALIASES: Mapping[str, str] = {  # other names that people write
     "aime24": "AIME2024",
