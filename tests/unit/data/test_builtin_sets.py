@@ -22,10 +22,6 @@ from strop.types import assistant, system, user
 
 pytestmark = pytest.mark.usefixtures("local_hub")
 
-WITHOUT_FIXTURE = frozenset(  # sets for evaluation, whose rows come with their graders
-    {"AIME2024", "AIME2025", "AIME2026", "DAPOMathAIME2024", "math", "math500", "mmlu_pro", "gpqa", "gpqa_diamond"}
-    | {name for name in BUILTIN_DATASETS if name.startswith("mmlu") and name != "mmlu_pro"}
-)
 PROBLEM = "Find the positive root of $x^2 = 9$."
 SOLUTION = "We have $x = \\pm 3$, so the root is $\\boxed{3}$."
 ASK, GOOD, BAD = user("What is 12 + 7?"), assistant("19"), assistant("20")
@@ -52,14 +48,12 @@ def splits_of(entry: BuiltinDataset) -> list[str]:
 
 
 def test_every_built_in_set_has_rows_of_its_schema_here() -> None:
-    without = {name for name, entry in BUILTIN_DATASETS.items() if find_copy(entry.hub) is None}
-    assert without == WITHOUT_FIXTURE, f"write rows of {sorted(without - WITHOUT_FIXTURE)} to tests/fixtures/hub"
+    without = sorted(name for name, entry in BUILTIN_DATASETS.items() if find_copy(entry.hub) is None)
+    assert without == [], f"write rows of {without} to tests/fixtures/hub"
 
 
 @pytest.mark.parametrize("name", BUILTIN_DATASETS)
 def test_every_split_that_an_entry_names_can_be_read(name: str) -> None:
-    if name in WITHOUT_FIXTURE:
-        return
     for split in splits_of(BUILTIN_DATASETS[name]):
         _, records = DataSource(dataset_name=name, split=split).open_records()
         assert len(records) and records[0]

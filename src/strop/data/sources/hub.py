@@ -108,7 +108,9 @@ def _load_split(name: str, subset: str | None, split: str, revision: str | None)
     subsets = [None] if subset is None else subset.split(",")
     try:
         if is_url(name):
-            return datasets.load_dataset(URL_LOADERS.get(Path(name).suffix, "json"), data_files=path, split=split)
+            loader = URL_LOADERS.get(Path(name).suffix, "json")
+            kept = {"keep_default_na": False} if loader == "csv" else {}  # "None" and "NA" are texts, such as options of MMLU
+            return datasets.load_dataset(loader, data_files=path, split=split, **kept)
         parts = [datasets.load_dataset(path, each, split=split, revision=revision) for each in subsets]
         return datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
     except Exception as error:  # datasets raises many classes; their messages list the splits or subsets

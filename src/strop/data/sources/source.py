@@ -78,7 +78,8 @@ class DataSource:
     system_prompt_file: str | None = None
     size: int | None = None  # use at most this many rows; the number of generated tasks
     repeat: int = 1  # repeat every row (for validation on few questions)
-    seed: int = 42  # of generated tasks, and of the held-out rows
+    shuffle_choices: bool = False  # of multiple-choice questions, by the seed and the question
+    seed: int = 42  # of generated tasks, of the held-out rows and of shuffled options
     split_validation_size: float = 0.0  # rows to hold out: below 1 a fraction, from 1 on a number
     part: Part | Literal["all"] = "all"  # of the validation split
     purpose: Purpose = "train"  # chooses the split of a built-in set
@@ -171,6 +172,7 @@ class DataSource:
             output_key=output_key if has_answers else None,
             answer_marker=builtin.answer_marker,
             choices=builtin.choices,
+            choices_seed=self.seed if self.shuffle_choices else None,
         )
         validate_rows(rows, len(rows.indices), records)
         return rows
@@ -217,7 +219,7 @@ def check_hub_name(name: str) -> None:
     if is_url(name) or HUB_NAME.fullmatch(name):
         return
     known = [
-        each for each in BUILTIN_DATASETS if not each.startswith("mmlu_") or name.startswith("mmlu")
+        each for each in BUILTIN_DATASETS if not each.startswith(("mmlu_", "mmmlu_")) or name.startswith(("mmlu", "mmmlu"))
     ]  # one language is enough
     unexpanded = "; ${oc.env:NAME} reads an environment variable" if "$" in name else ""
     raise DataError(
@@ -262,6 +264,7 @@ class Rows(Sequence[Row]):
     output_key: str | None  # None: without answers
     answer_marker: str | None
     choices: Choices | None = None
+    choices_seed: int | None = None  # None: the options stay in order
 
     def __len__(self) -> int:
         return len(self.indices) * self.repeat
@@ -282,6 +285,7 @@ class Rows(Sequence[Row]):
         if isinstance(prompt, str) and not prompt.strip():
             raise DataError(f"{where}: {self.input_key!r} is empty; a row needs a question")
         if self.choices is not None and isinstance(prompt, str):
-            prompt, answer = read_choices(self.choices, record, prompt, answer, where)
+            prompt, answer, shown = read_choices(self.choices, record, prompt, answer, where, self.choices_seed)
+            record = {**record, "choices": shown}
         # The id is the position in the unsplit data: the same in every run.
         return Row(id=f"{self.records.name}:{index}", prompt=prompt, answer=answer, metadata=dict(record))
