@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from strop.config import RolloutRunConfig
+from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import Purpose
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.records import DataError
@@ -102,7 +104,15 @@ def _make_component(
     except Exception as error:  # user-defined environments may raise anything
         where = f"env.{alias}: {environment.title}.tasks"
         raise EnvironmentConfigError(f"{where} raised {type(error).__name__}: {error}") from error
-    return Component(alias, environment, tasks, weight)
+    return Component(alias, environment, tasks, weight, name_data(entry) or alias)
+
+
+def name_data(entry: DataEntryConfig) -> str:
+    """Return a short name of an entry's data set; empty for an environment that generates its tasks."""
+    name = entry.data_name or ""
+    if entry.is_file:
+        return Path(name).stem
+    return name if name in BUILTIN_DATASETS else name.rstrip("/").rpartition("/")[2]
 
 
 def list_reward_names(config: RolloutRunConfig, of_steps: bool = False) -> tuple[str, ...]:

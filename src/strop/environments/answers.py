@@ -55,10 +55,9 @@ def extract_stated_number(text: str) -> Fraction | None:
     if boxed is not None:
         normal = normalize_answer(boxed)
         return _parse_fraction(normal) if _RATIONAL.fullmatch(normal) else extract_last_number(_LATEX_SPACE.sub("", boxed))
-    if stated := _STATED_ANSWER.findall(text[: len(text.rstrip()) + _TRAILING_SPACE]):
-        if (number := extract_last_number(stated[-1])) is not None:
-            return number
-    return extract_last_number(text)
+    stated = _STATED_ANSWER.findall(text[: len(text.rstrip()) + _TRAILING_SPACE])
+    number = extract_last_number(stated[-1]) if stated else None
+    return extract_last_number(text) if number is None else number
 
 
 def extract_last_tagged(text: str, tag: str) -> str | None:

@@ -45,5 +45,5 @@ class MathEnvironment(DatasetEnvironment):
         return find_math_answer(self.verifier, rollout.text, task.metadata)
 
     async def _verify(self, task: PromptedTask, text: str) -> ScoringResult:
-        limits = {"num_workers": self.num_workers, "timeout_s": self.timeout_s}
-        return await verify_math(self.verifier, task.answer, text, task.metadata, **limits)
+        workers, limit = self.num_workers, self.timeout_s
+        return await verify_math(self.verifier, task.answer, text, task.metadata, num_workers=workers, timeout_s=limit)

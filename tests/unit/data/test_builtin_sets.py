@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import BuiltinDataset
 from strop.data.builtin.math_training_sets import MATH_TRAINING_SETS
-from strop.data.builtin.recorded_sets import CONVERSATION_SETS, PREFERENCE_SETS
+from strop.data.builtin.recorded_sets import CONVERSATION_SETS, PREFERENCE_SETS, RECORDED_SETS
 from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
+from strop.data.sources.files import is_url
 from strop.data.sources.in_memory import ListRecords
 from strop.data.sources.local_copies import find_copy
 from strop.data.sources.records import DataError
@@ -20,14 +22,24 @@ from strop.types import assistant, system, user
 
 pytestmark = pytest.mark.usefixtures("local_hub")
 
-WITHOUT_FIXTURE = frozenset(  # sets for evaluation, whose rows come with their graders
-    {"AIME2024", "AIME2025", "AIME2026", "DAPOMathAIME2024", "math", "math500", "mmlu_pro", "gpqa", "gpqa_diamond"}
-    | {name for name in BUILTIN_DATASETS if name.startswith("mmlu") and name != "mmlu_pro"}
-)
 PROBLEM = "Find the positive root of $x^2 = 9$."
 SOLUTION = "We have $x = \\pm 3$, so the root is $\\boxed{3}$."
 ASK, GOOD, BAD = user("What is 12 + 7?"), assistant("19"), assistant("20")
 DAPO = "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer"
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "data.md"
+
+
+def test_every_training_set_is_on_the_page_with_its_place_on_the_hub() -> None:
+    rows = [line.split("|")[1:-1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    places = {name: place for names, place, *_ in rows for name in re.findall("`([^`]+)`", names)}
+    for name, entry in {**MATH_TRAINING_SETS, **RECORDED_SETS, "gsm8k": BUILTIN_DATASETS["gsm8k"]}.items():
+        words = set(re.findall("`([^`]+)`", places[name]))
+        hub = entry.hub.removeprefix("hf://datasets/").rsplit("/", 1)[0] if is_url(entry.hub) else entry.hub
+        splits = {entry.splits.train, entry.splits.validation, entry.splits.evaluation} - {"train", None}
+        assert {hub, *splits} <= words, f"the row of {name} says {places[name]}"
+        assert entry.subset in (None, "main", "default") or entry.subset in words
 
 
 def splits_of(entry: BuiltinDataset) -> list[str]:
@@ -36,14 +48,12 @@ def splits_of(entry: BuiltinDataset) -> list[str]:
 
 
 def test_every_built_in_set_has_rows_of_its_schema_here() -> None:
-    without = {name for name, entry in BUILTIN_DATASETS.items() if find_copy(entry.hub) is None}
-    assert without == WITHOUT_FIXTURE, f"write rows of {sorted(without - WITHOUT_FIXTURE)} to tests/fixtures/hub"
+    without = sorted(name for name, entry in BUILTIN_DATASETS.items() if find_copy(entry.hub) is None)
+    assert without == [], f"write rows of {without} to tests/fixtures/hub"
 
 
 @pytest.mark.parametrize("name", BUILTIN_DATASETS)
 def test_every_split_that_an_entry_names_can_be_read(name: str) -> None:
-    if name in WITHOUT_FIXTURE:
-        return
     for split in splits_of(BUILTIN_DATASETS[name]):
         _, records = DataSource(dataset_name=name, split=split).open_records()
         assert len(records) and records[0]
@@ -100,7 +110,7 @@ def test_rows_that_are_left_out_keep_the_places_of_the_others() -> None:
 def test_rows_of_which_none_is_left_are_an_error_that_says_what_they_had_to_be() -> None:
     entry, answer = BUILTIN_DATASETS["NuminaMath-1.5"], {"answer": "proof", "question_type": "proof"}
     assert not keeps_row(entry.keep, answer)
-    with pytest.raises(DataError, match="none of the 1 rows .* can be used: answer must not be '' or 'proof' or 'notfound'"):
+    with pytest.raises(DataError, match=r"none of the 1 rows .* can be used: answer must not be '' or 'proof' or 'notfound'"):
         DataSource(rows=[answer], rows_of=entry).load_rows()
 
 

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from strop.data.builtin.all_sets import BUILTIN_DATASETS
+from strop.data.recorded.examples import conversations
 from strop.data.sources import hub
 from strop.data.sources.local_copies import find_copy
 from strop.data.sources.peek import peek_dataset
@@ -108,4 +110,25 @@ def test_the_configured_revision_is_asked_of_the_hub_before_that_of_a_built_in_s
     for revision in ("v2", None):
         with pytest.raises(DataError, match="away"):
             DataSource(dataset_name="gsm8k", revision=revision).load_rows()
-    assert asked == ["v2", None]
+    assert asked == ["v2", BUILTIN_DATASETS["gsm8k"].revision]
+
+
+def test_the_commit_that_a_built_in_set_is_pinned_to_counts_for_the_hub_alone(monkeypatch, tmp_path):
+    (tmp_path / "openai/gsm8k/.cache/huggingface/download").mkdir(parents=True)
+    (tmp_path / "openai/gsm8k/.cache/huggingface/download/README.md.metadata").write_text(f"{COMMIT}\netag\n1\n")
+    monkeypatch.setenv("STROP_DATASETS", str(tmp_path))
+    assert find_copy("openai/gsm8k", BUILTIN_DATASETS["gsm8k"].revision) == tmp_path / "openai/gsm8k"
+    with pytest.raises(DataError, match="is asked for"):
+        find_copy("openai/gsm8k", "a" * 40)
+
+
+def test_files_of_an_address_with_a_star_are_read_together(monkeypatch, tmp_path):
+    folder = tmp_path / "someone/texts/part"
+    folder.mkdir(parents=True)
+    for number in range(2):
+        (folder / f"{number}.jsonl").write_text(json.dumps({"text": f"text {number}"}))
+    monkeypatch.setenv("STROP_DATASETS", str(tmp_path))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    examples = conversations(DataSource(dataset_name="hf://datasets/someone/texts/part/*.jsonl", text_key="text"))
+    assert [example.answer for example in examples] == ["text 0", "text 1"]
+    assert find_copy("hf://datasets/someone/texts/other/*.jsonl") is None

@@ -71,7 +71,8 @@ def _only_first_rows(entry: DataEntryConfig, peek: Peek) -> DataSource:
 
 def _list_entries(config: TrainingRunConfig | EvalRunConfig) -> Iterator[tuple[str, DataEntryConfig]]:
     if isinstance(config, EvalRunConfig):
-        yield "data", config.data
+        sets = config.data.entries
+        yield from ((f"data.sets.{index}" if len(sets) > 1 else "data", each) for index, each in enumerate(sets))
         return
     for part, entries in (("train", config.data.train), ("validation", config.data.validation or ())):
         for index, entry in enumerate(entries):

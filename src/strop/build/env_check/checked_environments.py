@@ -78,7 +78,7 @@ def _make_parts(config: CheckedConfig) -> tuple[tuple[Component, ...], tuple[Com
     """Return the components of training and of validation; what an evaluation reads takes the place of training."""
     if isinstance(config, EvalRunConfig):
         config = config.with_graders()
-        tasks = make_mixture([config.data], config.env, "validation", seed=config.eval.seed, purpose="evaluation")
+        tasks = make_mixture(config.data.entries, config.env, "validation", seed=config.eval.seed, purpose="evaluation")
         return tasks.components, ()
     data, seed = config.data, config.rollout_training.seed
     entries = data.validation_entries

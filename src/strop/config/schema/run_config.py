@@ -189,6 +189,9 @@ class EvalRunConfig(BaseConfig):
 
     def with_graders(self) -> Self:
         """Return the configuration with the environments that grade its built-in sets as they are usually reported."""
+        if self.data.sets:
+            sets, env = assign_graders(self.data.sets, self.env)
+            return replace(self, data=replace(self.data, sets=sets), env=env)
         (data,), env = assign_graders([self.data], self.env)
         return replace(self, data=data, env=env)
 

@@ -21,6 +21,7 @@ from strop.data.recorded.layouts import (
     find_pair_layout,
     find_unpaired_layout,
 )
+from strop.data.recorded.raw_text import PackedTexts
 from strop.data.sources.records import DataError, Records
 from strop.data.sources.row_readers import select_rows
 from strop.data.sources.source import DataSource, validate_rows
@@ -40,6 +41,7 @@ class Conversation(Task):
 
     messages: tuple[Message, ...]
     tools: ToolDefinitions = ()
+    is_raw_text: bool = False  # a text without a prompt: one message by the assistant, which the chat template does not render
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +71,14 @@ def conversations(source: DataSource) -> Sequence[Conversation]:
     def make(id: str, parts: MessageTuple, tools: ToolDefinitions, metadata: dict[str, Any]) -> Conversation:
         question = last_message_text(_prompt_messages(parts), "user")
         answer = last_message_text(parts, "assistant")
-        return Conversation(id=id, question=question, answer=answer, metadata=metadata, messages=parts, tools=tools)
+        raw = source.text_key is not None
+        return Conversation(
+            id=id, question=question, answer=answer, metadata=metadata, messages=parts, tools=tools, is_raw_text=raw
+        )
 
     builtin, records = source.open_records()
+    if source.text_key is not None and source.characters_per_sample is not None:
+        records = PackedTexts(records, source.text_key, source.characters_per_sample)
     layout = find_conversation_layout(source, builtin, records)
     return _load_examples(source, select_rows(builtin, records), records, layout, _prompt_messages, make)
 
@@ -137,7 +144,7 @@ def _load_examples(
     if not selected:
         raise DataError(f"none of the {len(records)} records of {records.name!r} prefers one of its responses")
     if skipped := len(records) - len(selected):
-        logger.warning("%d of %d records of %s prefer neither response and are skipped", skipped, len(records), records.name)
+        logger.warning("%d of %d records of %s %s and are skipped", skipped, len(records), records.name, layout.not_examples)
     if len(kept) < len(records):
         selected = sorted(set(selected) & set(kept))
     examples = Examples(read=read, indices=source.select_records(selected, questions), repeat=source.repeat, num_skipped=skipped)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import BuiltinDataset
@@ -22,6 +22,7 @@ from strop.data.messages import (
     trim_after_last_reply,
 )
 from strop.data.prompt_template import PromptTemplate
+from strop.data.recorded.raw_text import TextLayout
 from strop.data.sources.records import DataError, Record, Records, get_text, get_value, has_key
 from strop.data.sources.source import DataSource
 from strop.types import Message, system
@@ -32,6 +33,8 @@ PartsT = TypeVar("PartsT", covariant=True)
 
 class Layout(Protocol[PartsT]):
     """Reads examples of the type ``PartsT`` from the columns of records."""
+
+    not_examples: ClassVar[str]  # what is said of the records that are left out
 
     @property
     def columns(self) -> frozenset[str]:
@@ -81,6 +84,8 @@ class ColumnKey:
 @dataclass(frozen=True, kw_only=True)
 class _ColumnLayout:
     """Base class of layouts that read named columns. Every record is an example."""
+
+    not_examples: ClassVar[str] = "prefer neither response"
 
     @property
     def columns(self) -> frozenset[str]:
@@ -270,6 +275,8 @@ def _read_system(column: ColumnKey | None, record: Record, where: str) -> Messag
 
 def find_conversation_layout(source: DataSource, builtin: BuiltinDataset, records: Records) -> Layout[MessageTuple]:
     """Find the layout of conversations from the keys that are set, else from the columns of the first record. Raises DataError."""
+    if source.text_key is not None:
+        return TextLayout(key=source.text_key)
     record = records[0]
     question = _question_column(source, builtin, record)
     answer = _answer_column(source, builtin, record)

@@ -57,7 +57,8 @@ def open_hub(name: str, subset: str | None, split: str, revision: str | None = N
             "Download it on a machine with network access, and set dataset_name to the local .jsonl, .json, .csv or .parquet file, "
             f"or {COPIES_VARIABLE} to the folder that has it as {name}"
         ) from unreachable
-    warnings.warn(f"the hub is unreachable ({unreachable}); using the cached copy of {name!r}", stacklevel=2)
+    which = "" if revision is None else f", which may be of another revision than {revision}"
+    warnings.warn(f"the hub is unreachable ({unreachable}); using the cached copy of {name!r}{which}", stacklevel=2)
     return records
 
 
@@ -117,7 +118,9 @@ def _load_split(name: str, subset: str | None, split: str, revision: str | None,
     subsets = [None] if subset is None else subset.split(",")
     try:
         if is_url(name):
-            return datasets.load_dataset(URL_LOADERS.get(Path(name).suffix, "json"), data_files=path, split=split)
+            loader = URL_LOADERS.get(Path(name).suffix, "json")
+            kept = {"keep_default_na": False} if loader == "csv" else {}  # "None" and "NA" are texts, such as options of MMLU
+            return datasets.load_dataset(loader, data_files=path, split=split, **kept)
         if files:
             folder = f"{HUB_ADDRESS}{name}{f'@{revision}' if revision else ''}" if copy is None else path
             addresses = {split: [f"{folder}/{file}" for file in files]}

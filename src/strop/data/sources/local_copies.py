@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.sources.files import is_url
 from strop.data.sources.records import DataError
 
@@ -36,7 +38,8 @@ def copies_folder() -> Path | None:
 def find_copy(name: str, revision: str | None = None) -> Path | None:
     """Return the local copy of a data set of the hub (a folder) or of an address (a file); None if there is none.
 
-    Raises DataError if the copy is of another revision, as far as ``hf download`` wrote that down.
+    Raises DataError if the copy is of another commit, as far as ``hf download`` wrote that down; the one that a built-in set is pinned to
+    counts for the hub alone.
     """
     folder = copies_folder()
     if folder is None:
@@ -44,12 +47,17 @@ def find_copy(name: str, revision: str | None = None) -> Path | None:
     if is_url(name):
         parts = _address_parts(name)
         copy = folder.joinpath(*parts)
-        return copy if ".." not in parts and copy.is_file() else None
+        return copy if ".." not in parts and (copy.is_file() or _matches_files(folder, parts)) else None
     copy = folder / name
     if not copy.is_dir():
         return None
     _check_revision(name, copy, revision)
     return copy
+
+
+def _matches_files(folder: Path, parts: Sequence[str]) -> bool:
+    """Whether parts of an address, with * in the last ones, are those of files in the folder."""
+    return "*" in "/".join(parts) and any(path.is_file() for path in folder.glob("/".join(parts)))
 
 
 def _address_parts(address: str) -> list[str]:
@@ -62,7 +70,8 @@ def _address_parts(address: str) -> list[str]:
 
 
 def _check_revision(name: str, copy: Path, revision: str | None) -> None:
-    if revision is None or not COMMIT.fullmatch(revision):
+    pinned = {entry.revision for entry in BUILTIN_DATASETS.values() if entry.hub == name}
+    if revision is None or revision in pinned or not COMMIT.fullmatch(revision):
         return
     for file in sorted(copy.glob(".cache/huggingface/download/**/*.metadata")):
         found = file.read_text(encoding="utf-8", errors="replace").partition("\n")[0].strip()

@@ -64,7 +64,7 @@ def peek_dataset(
     if copy is None:
         file = _find_cached(builtin.hub, subset, split)
         peek = None if file is None else _peek_arrow_files(name, [file])
-    elif copy.suffix == ".gz":
+    elif copy.suffix == ".gz" or "*" in copy.name:
         peek = Peek(ListRecords(name, []), None)
     else:
         peek = peek_file(copy) if copy.is_file() else _peek_copy(name, copy, subset, split)

@@ -63,6 +63,8 @@ class DataSource:
     input_key: str | None = None  # default: the built-in's, else "problem", else "prompt"; may be dotted: prompt.0.content
     output_key: str | None = None  # default: the built-in's, else "answer", else "solution" or "completion"
     messages_key: str | None = None  # recorded data: a column of conversations; default: messages, or conversations
+    text_key: str | None = None  # recorded data: a column of raw text, which is trained on without a prompt
+    characters_per_sample: int | None = None  # raw text: rows are joined until they have so many; default: one row
     chosen_key: str | None = None  # pairs: the better completion; default: chosen
     rejected_key: str | None = None  # pairs: the worse completion; default: rejected
     label_key: str | None = None  # unpaired preferences: whether the completion is desirable; default: label
@@ -76,7 +78,8 @@ class DataSource:
     system_prompt_file: str | None = None
     size: int | None = None  # use at most this many rows; the number of generated tasks
     repeat: int = 1  # repeat every row (for validation on few questions)
-    seed: int = 42  # of generated tasks, and of the held-out rows
+    shuffle_choices: bool = False  # of multiple-choice questions, by the seed and the question
+    seed: int = 42  # of generated tasks, of the held-out rows and of shuffled options
     split_validation_size: float = 0.0  # rows to hold out: below 1 a fraction, from 1 on a number
     part: Part | Literal["all"] = "all"  # of the validation split
     purpose: Purpose = "train"  # chooses the split of a built-in set
@@ -86,6 +89,14 @@ class DataSource:
             raise DataError(f"dataset_name is {self.dataset_name!r}, and rows is set too; keep one")
         if self.system_prompt is not None and self.system_prompt_file is not None:
             raise DataError("system_prompt and system_prompt_file are both set; keep one")
+        if self.text_key is None and self.characters_per_sample is not None:
+            raise DataError("characters_per_sample is set, but only raw text is joined; set text_key to its column")
+        if self.text_key is not None and (
+            self.system_prompt or self.system_prompt_file or self.prompt_file not in (None, AUTO_PROMPT)
+        ):
+            raise DataError(
+                "text_key names raw text, which has no prompt; set prompt_file, system_prompt and system_prompt_file to null"
+            )
         if self.size is not None and self.size < 1:
             raise DataError(f"size is {self.size}; it must be at least 1, or null for all rows")
         if self.repeat < 1:
@@ -161,6 +172,7 @@ class DataSource:
             output_key=output_key if has_answers else None,
             answer_marker=builtin.answer_marker,
             choices=builtin.choices,
+            choices_seed=self.seed if self.shuffle_choices else None,
         )
         validate_rows(rows, len(rows.indices), records)
         return rows
@@ -207,7 +219,7 @@ def check_hub_name(name: str) -> None:
     if is_url(name) or HUB_NAME.fullmatch(name):
         return
     known = [
-        each for each in BUILTIN_DATASETS if not each.startswith("mmlu_") or name.startswith("mmlu")
+        each for each in BUILTIN_DATASETS if not each.startswith(("mmlu_", "mmmlu_")) or name.startswith(("mmlu", "mmmlu"))
     ]  # one language is enough
     unexpanded = "; ${oc.env:NAME} reads an environment variable" if "$" in name else ""
     raise DataError(
@@ -252,6 +264,7 @@ class Rows(Sequence[Row]):
     output_key: str | None  # None: without answers
     answer_marker: str | None
     choices: Choices | None = None
+    choices_seed: int | None = None  # None: the options stay in order
 
     def __len__(self) -> int:
         return len(self.indices) * self.repeat
@@ -272,6 +285,7 @@ class Rows(Sequence[Row]):
         if isinstance(prompt, str) and not prompt.strip():
             raise DataError(f"{where}: {self.input_key!r} is empty; a row needs a question")
         if self.choices is not None and isinstance(prompt, str):
-            prompt, answer = read_choices(self.choices, record, prompt, answer, where)
+            prompt, answer, shown = read_choices(self.choices, record, prompt, answer, where, self.choices_seed)
+            record = {**record, "choices": shown}
         # The id is the position in the unsplit data: the same in every run.
         return Row(id=f"{self.records.name}:{index}", prompt=prompt, answer=answer, metadata=dict(record))

@@ -106,16 +106,25 @@ def _equals_within(expected: str, given: str, tolerance: float) -> bool:
 
 
 def _verify(reference: str, answer: str) -> bool:
+    """Return what math-verify says. Letters are units only beside numbers: it would read the h of ``\\nu h`` as hours, too."""
     from math_verify import verify  # type: ignore[import-untyped,unused-ignore]
 
-    return bool(verify(_parse(reference), _parse(answer), allow_set_relation_comp=True, timeout_seconds=None))
+    options = {"allow_set_relation_comp": True, "timeout_seconds": None}
+    if verify(_parse(reference, units=False), _parse(answer, units=False), **options):
+        return True
+    expected, given = _parse(reference), _parse(answer)
+    symbolic = any(getattr(each, "free_symbols", None) for each in (*expected, *given))
+    return not symbolic and bool(verify(expected, given, **options))
 
 
-def _parse(text: str) -> list[Any]:
-    from math_verify import parse
+def _parse(text: str, *, units: bool = True) -> list[Any]:
+    from latex2sympy2_extended import NormalizationConfig  # type: ignore[import-untyped,unused-ignore]
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
+    normalization = NormalizationConfig(basic_latex=True, units=units, malformed_operators=True, nits=True, boxed="all")
+    config = [LatexExtractionConfig(normalization_config=normalization), ExprExtractionConfig()]
     text = _REPEATING.sub(_write_as_fraction, text.replace("°", "^\\circ"))
-    found: list[Any] = parse(f"\\boxed{{{text}}}", parsing_timeout=None)  # the worker enforces the limits
+    found: list[Any] = parse(f"\\boxed{{{text}}}", config, parsing_timeout=None)  # the worker enforces the limits
     return found
 
 

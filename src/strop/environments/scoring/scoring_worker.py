@@ -73,7 +73,7 @@ def load_reported_math() -> Callable[..., Callable[[], float]]:
     from strop.environments.scoring.reported_math import prepare_reported_math
 
     for reference, answer in WARM_UP:
-        prepare_reported_math("olympiad", reference, answer, (1e-8,))()
+        prepare_reported_math("boxed", reference, answer)()
     return prepare_reported_math
 
 

@@ -32,8 +32,17 @@ from strop.environments.verifiers.multiple_choice import (
 from strop.types import Task
 
 MathMethod = Literal[
-    *("math_verify", "exact", "dapo", "multilingual", "boxed", "olympiad", "minerva", "number"),
-    *("strict_multichoice", "english_multichoice", "multilingual_multichoice"),
+    "math_verify",
+    "exact",
+    "dapo",
+    "multilingual",
+    "boxed",
+    "olympiad",
+    "minerva",
+    "number",
+    "strict_multichoice",
+    "english_multichoice",
+    "multilingual_multichoice",
 ]
 
 NO_ROW: Mapping[str, Any] = MappingProxyType({})
@@ -68,8 +77,8 @@ class MathVerifier(AnswerVerifier):
         text = self.read(reply)
         if text is None:
             return Score(0.0, {"unverified": 0.0})
-        limits = {"num_workers": self.num_workers, "timeout_s": self.timeout_s}
-        checked = await verify_math(self.method, task.answer, text, task.metadata, **limits)
+        workers, limit = self.num_workers, self.timeout_s
+        checked = await verify_math(self.method, task.answer, text, task.metadata, num_workers=workers, timeout_s=limit)
         return Score(checked.value or 0.0, {"unverified": float(checked.failure is not None)})
 
     def find_answer(self, reply: Reply) -> str | None:

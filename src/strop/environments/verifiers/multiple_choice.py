@@ -46,7 +46,8 @@ _STATEMENT = 200  # characters after "Answer:" in which the letter stands
 _STATED = re.compile(rf"answer[*_}}\s]*[:：]|answer\s+is\b\s*:?|{'|'.join(ANNOUNCEMENTS[2:])}", re.IGNORECASE)
 _BOX = re.compile(r"\\boxed\{")
 _AROUND_LETTER = re.compile(
-    r"\\(?:boxed|text(?:bf|it|rm)?|math(?:bf|it|rm|sf)|left|right|[,;! ()\[\]])|\b(?:option|choice)\b|[\s*_`~$(){}\[\]<>.,;:!?\"'|。．、，：）（【】「」\u200b]",
+    r"\\(?:boxed|text(?:bf|it|rm)?|math(?:bf|it|rm|sf)|left|right|[,;! ()\[\]])|\b(?:option|choice)\b|"
+    r"[\s*_`~$(){}\[\]<>.,;:!?\"'|。．、，：）（【】「」\u200b]",
     re.IGNORECASE,
 )
 
