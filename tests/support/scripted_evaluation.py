@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
-from loop.fakes import FakeGenerator
 from strop import cli
 from strop.generation.base import Completion
+from strop.generation.torch.torch_engine import TorchEngine
 from strop.sampling import Sampling
-
-
-@dataclass
-class ScriptedModel(FakeGenerator):
-    """Answers each prompt, as text, by ``answer``."""
-
-    answer: Callable[[str], str] = lambda prompt: ""
-
-    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
-        text = self.answer(self.tokenizer.decode(prompt))
-        return replace(await super().generate(prompt, sampling=sampling, seed=seed), text=text, stopped=True)
 
 
 def evaluate_script(
@@ -35,13 +25,17 @@ def evaluate_script(
     answer: Callable[[str], str],
     *overrides: str,
 ) -> dict[str, Any]:
-    """Return the metrics of ``strop eval MODEL data.dataset_name=DATASET`` where the model answers by a script."""
+    """Return the report of ``strop eval MODEL data.dataset_name=DATASET`` where the model answers each prompt by ``answer``."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
 
-    async def make_engine(policy: Any, *others: Any, **more: Any) -> ScriptedModel:
-        return ScriptedModel(policy.template.tokenizer, answer=answer)
+    async def generate(self: Any, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
+        text = answer(tokenizer.decode(list(prompt), clean_up_tokenization_spaces=False))
+        tokens = torch.tensor([tokenizer.eos_token_id])
+        versions = torch.zeros(1, dtype=torch.int32)
+        return Completion(tokens=tokens, logprobs=torch.zeros(1), versions=versions, text=text, stopped=True)
 
-    monkeypatch.setattr("strop.build.evaluate.make_serving_engine", make_engine)
-    settings = ("generation.vllm_cfg.max_model_len=100000", f"data.dataset_name={dataset}", *overrides)
+    monkeypatch.setattr(TorchEngine, "generate", generate)
+    settings = ("generation.vllm_cfg.max_model_len=4096", f"data.dataset_name={dataset}", *overrides)
     capsys.readouterr()
     code = cli.main(["eval", "--json", str(model), *settings])
     output = capsys.readouterr()

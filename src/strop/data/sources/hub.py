@@ -104,13 +104,13 @@ def _check_hub(name: str, revision: str | None) -> Exception | None:
 
 
 def _open_split(name: str, subset: str | None, split: str, revision: str | None, files: Sequence[str]) -> Records:
-    dataset = _load_split(name, subset, split, revision, files)
+    dataset = _load_files(name, files, split, revision) if files else _load_split(name, subset, split, revision)
     if len(dataset) == 0:
         raise DataError(f"the split {split!r} of the dataset {name!r} has no rows")
     return DatasetRecords(name, dataset)
 
 
-def _load_split(name: str, subset: str | None, split: str, revision: str | None, files: Sequence[str]) -> Any:
+def _load_split(name: str, subset: str | None, split: str, revision: str | None) -> Any:
     import datasets  # type: ignore[import-untyped,unused-ignore]
 
     copy = find_copy(name, revision)
@@ -121,15 +121,23 @@ def _load_split(name: str, subset: str | None, split: str, revision: str | None,
             loader = URL_LOADERS.get(Path(name).suffix, "json")
             kept = {"keep_default_na": False} if loader == "csv" else {}  # "None" and "NA" are texts, such as options of MMLU
             return datasets.load_dataset(loader, data_files=path, split=split, **kept)
-        if files:
-            folder = f"{HUB_ADDRESS}{name}{f'@{revision}' if revision else ''}" if copy is None else path
-            addresses = {split: [f"{folder}/{file}" for file in files]}
-            return datasets.load_dataset(URL_LOADERS.get(Path(files[0]).suffix, "json"), data_files=addresses, split=split)
         parts = [datasets.load_dataset(path, each, split=split, revision=revision) for each in subsets]
         return datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
     except Exception as error:  # datasets raises many classes; their messages list the splits or subsets
         why = error if copy is None else f"in its local copy {copy}, {error}"
         raise DataError(f"the dataset {name!r} (subset {subset!r}, split {split!r}) cannot be loaded: {why}") from error
+
+
+def _load_files(name: str, files: Sequence[str], split: str, revision: str | None) -> Any:
+    """Load files of a data set of the hub as one split."""
+    import datasets
+
+    folder = find_copy(name, revision) or f"{HUB_ADDRESS}{name}{f'@{revision}' if revision else ''}"
+    addresses = [f"{folder}/{file}" for file in files]
+    try:
+        return datasets.load_dataset(URL_LOADERS.get(Path(files[0]).suffix, "json"), data_files={split: addresses}, split=split)
+    except Exception as error:  # datasets raises many classes
+        raise DataError(f"the files {', '.join(addresses)} of the dataset {name!r} cannot be loaded: {error}") from error
 
 
 @contextmanager
