@@ -21,11 +21,19 @@ _RELEASES = {
 def _mbpp(subset: str) -> BuiltinDataset:
     splits = Splits("train", validation="validation", evaluation="test")
     question = "text" if subset == "full" else "prompt"
-    return BuiltinDataset("google-research-datasets/mbpp", splits, question, "", subset=subset, grader=_MBPP)
+    return BuiltinDataset(
+        "google-research-datasets/mbpp",
+        splits,
+        question,
+        "",
+        subset=subset,
+        revision="4bb6404fdc6cacfda99d4ac4205087b89d32030c",
+        grader=_MBPP,
+    )
 
 
-def _humaneval(hub: str) -> BuiltinDataset:
-    return BuiltinDataset(hub, _TEST, "prompt", "", grader=Grader("humaneval"))
+def _humaneval(hub: str, revision: str | None = None) -> BuiltinDataset:
+    return BuiltinDataset(hub, _TEST, "prompt", "", revision=revision, grader=Grader("humaneval"))
 
 
 def _livecodebench(release: str) -> BuiltinDataset:
@@ -36,13 +44,14 @@ def _livecodebench(release: str) -> BuiltinDataset:
         input_key="question_content",
         output_key="",
         subset=release,
+        revision="0fe84c3912ea0c4d4a78037083943e8f0c4dd505",
         files=_RELEASES,
         grader=_LIVECODEBENCH,
     )
 
 
-CODE_SETS: Mapping[str, BuiltinDataset] = {
-    "humaneval": _humaneval("openai/openai_humaneval"),
+_SETS = {
+    "humaneval": _humaneval("openai/openai_humaneval", "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544"),
     "humaneval_plus": _humaneval("evalplus/humanevalplus"),
     "mbpp": _mbpp("full"),
     "mbpp_sanitized": _mbpp("sanitized"),
@@ -56,9 +65,13 @@ CODE_SETS: Mapping[str, BuiltinDataset] = {
         "open-r1/verifiable-coding-problems-python",
         input_key="problem_statement",
         output_key="",
+        revision="b761a24a95fa03289a231d2d31c183636ffb9833",
         grader=Grader("code"),
     ),
     "OpenCodeReasoning": BuiltinDataset(
         "nvidia/OpenCodeReasoning", Splits("split_0"), input_key="input", output_key="output", subset="split_0"
     ),
 }
+
+CODE_ALIASES = {"HumanEval": "humaneval", "MBPP": "mbpp", "LiveCodeBench": "livecodebench"}
+CODE_SETS: Mapping[str, BuiltinDataset] = {**_SETS, **{alias: _SETS[name] for alias, name in CODE_ALIASES.items()}}
