@@ -14,7 +14,10 @@ _STATED_ANSWER = re.compile(r"(?:####|answer\s+is\s*:?|answer\s*:)\s*(.+)", re.I
 _RATIONAL = re.compile(r"[+-]?\d{1,200}(?:\.\d{1,200})?(?:/\d{1,200})?")
 _FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 _INTEGER = re.compile(r"-?\d+")
+_LATEX_SPACE = re.compile(r"\\[!,;: ]|\{,\}(?=\d)|\\text\{[^{}]*\}")
+_BOX = re.compile(r"\\boxed\{")
 _BRACE = re.compile(r"[{}]")
+MOST_LINES, MOST_BOXES = 200, 20  # in which the boxes of several answers are looked for
 _TRAILING_SPACE = 64  # characters of white space at the end in which _STATED_ANSWER looks; its time is quadratic in their number
 
 
@@ -34,6 +37,27 @@ def extract_last_boxed(text: str) -> str | None:
         elif opened and (begin := opened.pop()) > start and text.endswith("\\boxed{", 0, begin):
             start, stop = begin, brace.start()
     return text[start:stop].strip() if start >= 0 else None
+
+
+def extract_last_boxes(text: str) -> str | None:
+    """Return the contents of the boxes in the last line that has one, with commas between them, or None."""
+    for line in reversed(text.splitlines()[-MOST_LINES:]):
+        starts = [found.start() for found in _BOX.finditer(line)][-MOST_BOXES:]
+        boxes = [extract_last_boxed(line[start:end]) for start, end in zip(starts, [*starts[1:], len(line)], strict=True)]
+        if any(boxes):
+            return ", ".join(filter(None, boxes))
+    return extract_last_boxed(text)
+
+
+def extract_stated_number(text: str) -> Fraction | None:
+    """Return the number of the last box, else of what follows the last "####" or "answer is", else the last number, or None."""
+    boxed = extract_last_boxed(text)
+    if boxed is not None:
+        normal = normalize_answer(boxed)
+        return _parse_fraction(normal) if _RATIONAL.fullmatch(normal) else extract_last_number(_LATEX_SPACE.sub("", boxed))
+    stated = _STATED_ANSWER.findall(text[: len(text.rstrip()) + _TRAILING_SPACE])
+    number = extract_last_number(stated[-1]) if stated else None
+    return extract_last_number(text) if number is None else number
 
 
 def extract_last_tagged(text: str, tag: str) -> str | None:

@@ -16,6 +16,8 @@ class MathEnvironment(DatasetEnvironment):
 
     exact: equal after normalizing notation and fractions. dapo: what follows the last "Answer:", equal after DAPO's normalization.
     multilingual: as math_verify, with digits of any script, after "Answer:" or its translations.
+    boxed, olympiad, minerva: only the last box, as the sets of these names are reported. number: of the box, "####" or "answer is".
+    strict_multichoice: the option that is stated last, and nothing else with it.
     english_multichoice, multilingual_multichoice: the letter that follows "Answer:", or its translations.
     """
 
@@ -32,15 +34,16 @@ class MathEnvironment(DatasetEnvironment):
 
     @reward(weight=1.0, accuracy=True)
     async def correct(self, task: PromptedTask, rollout: Rollout) -> float:
-        return (await self._verify(task.answer, rollout.text)).value or 0.0
+        return (await self._verify(task, rollout.text)).value or 0.0
 
     @reward(weight=0.0)
     async def unverified(self, task: PromptedTask, rollout: Rollout) -> bool:
         """1 if the answer could not be checked within the limits and counts as wrong."""
-        return (await self._verify(task.answer, rollout.text)).failure is not None
+        return (await self._verify(task, rollout.text)).failure is not None
 
     def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
-        return find_math_answer(self.verifier, rollout.text)
+        return find_math_answer(self.verifier, rollout.text, task.metadata)
 
-    async def _verify(self, reference: str, text: str) -> ScoringResult:
-        return await verify_math(self.verifier, reference, text, num_workers=self.num_workers, timeout_s=self.timeout_s)
+    async def _verify(self, task: PromptedTask, text: str) -> ScoringResult:
+        workers, limit = self.num_workers, self.timeout_s
+        return await verify_math(self.verifier, task.answer, text, task.metadata, num_workers=workers, timeout_s=limit)

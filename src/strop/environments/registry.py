@@ -19,6 +19,7 @@ ENVIRONMENTS = {
     "code_jaccard": "strop.environments.code.code_jaccard:CodeJaccard",
     "gymnasium": "strop.environments.adapters.gymnasium_environment:GymnasiumEnvironment",
     "humaneval": "strop.environments.code.humaneval:HumanEval",
+    "ifeval": "strop.environments.instructions.instruction_following:InstructionFollowing",
     "lm_eval": "strop.environments.adapters.lm_eval_environment:LmEvalEnvironment",
     "math": "strop.environments.math:MathEnvironment",
     "math_multi_reward": "strop.environments.math_multi_reward:MathMultiReward",

@@ -18,6 +18,7 @@ VERIFIERS = {
     "exact_match": "strop.environments.verifiers.match:ExactMatchVerifier",
     "f1": "strop.environments.verifiers.match:F1Verifier",
     "fuzzy_match": "strop.environments.verifiers.match:FuzzyMatchVerifier",
+    "ifeval": "strop.environments.instructions.instruction_verifier:InstructionVerifier",
     "json_schema": "strop.environments.verifiers.json_schema:JsonSchemaVerifier",
     "judge": "strop.environments.verifiers.judges.judge:JudgeVerifier",
     "length": "strop.environments.verifiers.length:LengthVerifier",

@@ -48,6 +48,9 @@ def demonstration_group(index: int, name: str, example: Conversation, template: 
     messages = trim_after_last_reply(example.messages)
 
     def make() -> tuple[Rollout, ...]:
+        if example.is_raw_text:
+            spans = _raw_text_spans(example.answer, template)
+            return (_join_spans(example, example.messages, spans, template, rules),)
         return (_make_rollout(example, messages, template, rules, loss_from=len(messages) - 1 if rules.final_turn_only else 0),)
 
     return _make_group(index, name, example, make)
@@ -115,11 +118,23 @@ def _make_completion(
 def _make_rollout(
     task: Task, messages: tuple[Message, ...], template: ChatTemplate, rules: RecordedRules, *, loss_from: int
 ) -> Rollout:
+    tools = getattr(task, "tools", ())
+    spans = template.encode_spans(messages, loss_from=loss_from, opened=rules.add_generation_prompt, tools=tools)
+    return _join_spans(task, messages, spans, template, rules)
+
+
+def _raw_text_spans(text: str, template: ChatTemplate) -> list[TokenSpan]:
+    """Return a text's tokens with those that the tokenizer puts around a text: the first is only read, nothing predicts it."""
+    tokens: list[int] = template.tokenizer(text)["input_ids"]
+    return [TokenSpan(tokens[:1], False, ""), TokenSpan(tokens[1:], True, text)]
+
+
+def _join_spans(
+    task: Task, messages: tuple[Message, ...], joined: Sequence[TokenSpan], template: ChatTemplate, rules: RecordedRules
+) -> Rollout:
     eos: int | None = template.tokenizer.eos_token_id
     stops = rules.stop_ids or (() if eos is None else (eos,))
-    prompt, *spans = template.encode_spans(
-        messages, loss_from=loss_from, opened=rules.add_generation_prompt, tools=getattr(task, "tools", ())
-    )
+    prompt, *spans = joined
     if rules.add_bos:
         prompt = _prepend_bos(prompt, template.tokenizer.bos_token_id)
     if not prompt.tokens:

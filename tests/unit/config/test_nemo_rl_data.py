@@ -188,16 +188,62 @@ def test_a_tie_of_ranks_says_what_to_do() -> None:
     ("overrides", "said"),
     [
         (["data.train.dataset_name=ResponseDataset"], "data.train.dataset_name: found ResponseDataset, but no data_path to read"),
-        (["data.train.dataset_name=open_assistant"], "its trees of messages are not cut into conversations"),
+        (["data.train.dataset_name=arrow_text"], "data.train.dataset_name: found arrow_text, but no data_files to read"),
+        (
+            ["data.train.dataset_name=NuminaMath-1.5", "data.train.require_valid=false"],
+            "data.train.require_valid: found False, but NuminaMath-1.5 is read without the rows that cannot be checked",
+        ),
         (["data.train.dataset_name=my_pkg.data.MyDataset"], "a class of NeMo-RL's data sets cannot be loaded"),
         (["data.default.processor=my_processor"], "data.default.processor: found 'my_processor': a processor is code of NeMo-RL"),
-        (["data.default.processor=helpsteer3_data_processor"], "it writes the preferred answer into the prompt"),
         (["data.use_multiple_dataloader=true", "data.custom_dataloader=a.b.mine"], "drawn by weight, not by code"),
     ],
 )
 def test_what_is_not_here_is_refused_once_by_the_true_reason(overrides: list[str], said: str) -> None:
     (problem,) = refusals("grpo", *overrides)
     assert said in problem
+
+
+@pytest.mark.parametrize(
+    "name", ["NuminaMath-1.5", "open_assistant", "OpenMathInstruct-2", "Nemotron-Cascade-2-SFT-Math", "DAPOMath17K"]
+)
+def test_a_set_of_nemo_rl_has_the_same_name_here(name: str) -> None:
+    kind = "sft" if name in ("open_assistant", "Nemotron-Cascade-2-SFT-Math") else "grpo"
+    loaded = load(kind, f"data.train.dataset_name={name}")
+    assert loaded.config.data.train[0].dataset_name == name and not differences(loaded, Effect.CHANGED)
+
+
+def test_options_that_say_what_a_built_in_set_is_anyway_are_left_out() -> None:
+    options = ["data.train.dataset_name=NuminaMath-1.5", "data.train.verifiable_only=true", "data.train.require_valid=true"]
+    loaded = load("grpo", *options)
+    assert set(differences(loaded, Effect.UNUSED)) >= {"data.train.verifiable_only", "data.train.require_valid"}
+    assert "data.train.extract_answer" in differences(load("grpo", "data.train.extract_answer=true"), Effect.UNUSED)
+
+
+def test_whole_solutions_of_gsm8k_are_those_of_the_set_of_the_hub(local_hub: Path) -> None:
+    (entry,) = load("sft", "data.train.dataset_name=gsm8k", "data.train.extract_answer=false").config.data.train
+    assert (entry.dataset_name, entry.subset, entry.input_key, entry.output_key) == ("openai/gsm8k", "main", "question", "answer")
+    (first, _) = conversations(DataSource.from_entry(entry, seed=0, part="train"))
+    assert first.answer == "5 - 2 = <<5-2=3>>3 apples.\n#### 3"
+
+
+def test_raw_text_is_read_from_its_files_and_joined_as_it_says() -> None:
+    path = write_rows("rows.jsonl", {"body": "one"}, {"body": "two"}, {"body": "three"})
+    options = [f"data.train.data_files={path}", "data.train.text_key=body", "data.train.characters_per_sample=5"]
+    loaded = load("sft", "data.train.dataset_name=arrow_text", *options)
+    (entry,) = loaded.config.data.train
+    assert (entry.dataset_name, entry.text_key, entry.characters_per_sample) == (path, "body", 5)
+    assert [each.answer for each in conversations(DataSource.from_entry(entry, seed=0, part="train"))] == ["one\ntwo", "three"]
+    (entry,) = load("sft", "data.train.dataset_name=arrow_text", f"data.train.data_files={path}").config.data.train
+    assert entry.text_key == "text" and entry.characters_per_sample is None
+
+
+def test_the_preferred_responses_of_helpsteer3_are_not_written_into_the_prompt() -> None:
+    processor = "data.default.processor=helpsteer3_data_processor"
+    loaded = load(
+        "grpo", "data.train.dataset_name=HelpSteer3", processor, "data.default.env_name=code_jaccard", "env={code_jaccard: {}}"
+    )
+    assert loaded.config.data.train[0].dataset_name == "HelpSteer3"
+    assert "writes that response into the prompt" in differences(loaded, Effect.CHANGED)["data.default.processor"]
 
 
 def test_entries_of_a_recipe_are_joined_or_take_equal_turns_as_it_says() -> None:

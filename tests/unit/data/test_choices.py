@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strop.data.sources import hub
+from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.math import MathEnvironment
 
@@ -19,11 +20,11 @@ GPQA = {"Question": "2+2?", "Correct Answer": "4", **{f"Incorrect Answer {n}": s
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     asked: list[tuple[object, ...]] = []
 
-    def load(name: str, subset: str | None, split: str) -> object:
+    def load(name: str, subset: str | None, split: str, revision: str | None) -> object:
         asked.append((name, subset, split))
         return datasets.Dataset.from_list([MMLU_PRO if "Pro" in name else GPQA if "gpqa" in name else {**MMLU, "D": "6"}])
 
-    monkeypatch.setattr(hub, "_check_hub", lambda name: None)
+    monkeypatch.setattr(hub, "_check_hub", lambda name, revision: None)
     monkeypatch.setattr(hub, "_load_split", load)
     return asked
 
@@ -47,11 +48,11 @@ def test_options_without_letters_are_shuffled_by_the_question(rows) -> None:
 
 
 def test_subsets_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_check_hub", lambda name: None)
+    monkeypatch.setattr(hub, "_check_hub", lambda name, revision: None)
     monkeypatch.setattr(
         datasets,
         "load_dataset",
-        lambda name, subset, split: datasets.Dataset.from_list([{"question": f"{subset} {split}?", "answer": "1"}]),
+        lambda name, subset, split, revision: datasets.Dataset.from_list([{"question": f"{subset} {split}?", "answer": "1"}]),
     )
     assert [row.question for row in DataSource(dataset_name="AIME2025").load_rows()] == ["AIME2025-I test?", "AIME2025-II test?"]
 
@@ -59,10 +60,36 @@ def test_subsets_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_at_an_address_is_loaded_by_its_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def load(loader: str, *, data_files: str, split: str) -> object:
+    def load(loader: str, *, data_files: str, split: str, keep_default_na: bool) -> object:
+        assert not keep_default_na  # "None" and "NA" are texts
         asked.append((loader, data_files, split))
         return datasets.Dataset.from_list([{"Question": "1+1?", "Answer": "2"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     (row,) = DataSource(dataset_name="https://example.org/a.csv", input_key="Question", output_key="Answer").load_rows()
     assert (row.question, row.answer, asked) == ("1+1?", "2", [("csv", "https://example.org/a.csv", "train")])
+
+
+def test_options_are_shuffled_by_seed_and_question_when_asked_and_the_letter_follows(rows) -> None:
+    plain = DataSource(dataset_name="mmlu").load_rows()[0]
+    seen = set()
+    for seed in range(20):
+        first, again = (DataSource(dataset_name="mmlu", shuffle_choices=True, seed=seed).load_rows()[0] for _ in range(2))
+        assert first == again and f"{first.answer}) 4" in first.question
+        assert sorted(first.metadata["choices"]) == sorted(plain.metadata["choices"]) == ["3", "4", "5", "6"]
+        assert [line[3:] for line in first.question.splitlines()[2:]] == first.metadata["choices"]
+        seen.add(first.question)
+    assert len(seen) > 5
+
+
+@pytest.mark.parametrize("answer", ["E", "", "BC"])
+def test_a_letter_of_no_option_cannot_be_shuffled(answer: str, rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MMLU_PRO, "answer", answer)
+    with pytest.raises(DataError, match="not the letter of one of its 3 options"):
+        DataSource(dataset_name="mmlu_pro", shuffle_choices=True).load_rows()[0]
+
+
+def test_an_option_that_pandas_reads_as_no_value_is_the_text_none(rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GPQA, "Incorrect Answer 2", None)
+    (row,) = DataSource(dataset_name="gpqa").load_rows()
+    assert "None" in row.metadata["choices"] and f"{row.answer}) 4" in row.question

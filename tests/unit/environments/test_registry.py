@@ -49,6 +49,7 @@ NAMES = [
     "code_jaccard",
     "gymnasium",
     "humaneval",
+    "ifeval",
     "lm_eval",
     "math",
     "math_multi_reward",

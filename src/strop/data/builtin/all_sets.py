@@ -6,7 +6,17 @@ from collections.abc import Mapping
 
 from strop.data.builtin.builtin_dataset import BuiltinDataset
 from strop.data.builtin.choice_sets import CHOICE_SETS
-from strop.data.builtin.math_sets import MATH_SETS
+from strop.data.builtin.code_sets import CODE_SETS
+from strop.data.builtin.instruction_sets import INSTRUCTION_SETS
+from strop.data.builtin.math_evaluation_sets import MATH_EVALUATION_SETS
+from strop.data.builtin.math_training_sets import MATH_TRAINING_SETS
 from strop.data.builtin.recorded_sets import RECORDED_SETS
 
-BUILTIN_DATASETS: Mapping[str, BuiltinDataset] = {**MATH_SETS, **CHOICE_SETS, **RECORDED_SETS}
+BUILTIN_DATASETS: Mapping[str, BuiltinDataset] = {
+    **MATH_TRAINING_SETS,
+    **MATH_EVALUATION_SETS,
+    **CHOICE_SETS,
+    **RECORDED_SETS,
+    **CODE_SETS,
+    **INSTRUCTION_SETS,
+}

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Purpose = Literal["train", "validation", "evaluation"]
+RowReader = Literal["preferred_response", "boxed_solution", "dialogues", "conversation_trees"]
+"""How rows of another form are read (``strop.data.sources.row_readers``)."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,29 @@ class Grader:
 
 
 @dataclass(frozen=True)
+class Condition:
+    """What the text of a column must be for a row to be used: exactly one of some texts, or none of them in any case."""
+
+    column: str
+    one_of: tuple[str, ...] = ()
+    none_of: tuple[str, ...] = ()  # a column without a value has the text ""
+
+
+@dataclass(frozen=True)
 class BuiltinDataset:
     """One entry of the catalogue. The columns hold unless the configuration names others."""
 
     hub: str  # OWNER/NAME, or the address of a file
     splits: Splits = Splits()
     input_key: str = "problem"
-    output_key: str = "answer"
+    output_key: str = "answer"  # empty: no column has answers
     subset: str | None = None  # several, joined, have commas between them
     revision: str | None = None  # of the hub; None: the newest
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by subset, in place of a script, which is never run
     answer_marker: str | None = None  # the reference answer follows the last occurrence
+    system_key: str | None = None  # the column of a system prompt to put before a conversation
+    keep: tuple[Condition, ...] = ()  # rows that do not meet all of these are left out
+    row_reader: RowReader | None = None  # None: a row is read as it is
     choices: Choices | None = None
     grader: Grader | None = None  # None: the environment of the run
+    prompt: str | None = None  # how a question is usually worded, with {question} where it goes; None: the question alone

@@ -21,7 +21,9 @@ from strop.data.recorded.layouts import (
     find_pair_layout,
     find_unpaired_layout,
 )
+from strop.data.recorded.raw_text import PackedTexts
 from strop.data.sources.records import DataError, Records
+from strop.data.sources.row_readers import select_rows
 from strop.data.sources.source import DataSource, validate_rows
 from strop.types import Message, Messages, Task
 
@@ -39,6 +41,7 @@ class Conversation(Task):
 
     messages: tuple[Message, ...]
     tools: ToolDefinitions = ()
+    is_raw_text: bool = False  # a text without a prompt: one message by the assistant, which the chat template does not render
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +71,16 @@ def conversations(source: DataSource) -> Sequence[Conversation]:
     def make(id: str, parts: MessageTuple, tools: ToolDefinitions, metadata: dict[str, Any]) -> Conversation:
         question = last_message_text(_prompt_messages(parts), "user")
         answer = last_message_text(parts, "assistant")
-        return Conversation(id=id, question=question, answer=answer, metadata=metadata, messages=parts, tools=tools)
+        raw = source.text_key is not None
+        return Conversation(
+            id=id, question=question, answer=answer, metadata=metadata, messages=parts, tools=tools, is_raw_text=raw
+        )
 
     builtin, records = source.open_records()
-    return _load_examples(source, records, find_conversation_layout(source, builtin, records), _prompt_messages, make)
+    if source.text_key is not None and source.characters_per_sample is not None:
+        records = PackedTexts(records, source.text_key, source.characters_per_sample)
+    layout = find_conversation_layout(source, builtin, records)
+    return _load_examples(source, select_rows(builtin, records), records, layout, _prompt_messages, make)
 
 
 def preferences(source: DataSource) -> Sequence[Preference]:
@@ -82,7 +91,8 @@ def preferences(source: DataSource) -> Sequence[Preference]:
         return Preference(id=id, question=question, answer=answer, metadata=metadata, tools=tools, **vars(parts))
 
     builtin, records = source.open_records()
-    return _load_examples(source, records, find_pair_layout(source, builtin, records), lambda pair: pair.prompt, make)
+    layout = find_pair_layout(source, builtin, records)
+    return _load_examples(source, select_rows(builtin, records), records, layout, lambda pair: pair.prompt, make)
 
 
 def unpaired_preferences(source: DataSource) -> Sequence[UnpairedPreference]:
@@ -100,17 +110,21 @@ def unpaired_preferences(source: DataSource) -> Sequence[UnpairedPreference]:
     layout = find_unpaired_layout(source, builtin, records)
     if layout is None:
         return PairsAsUnpaired(preferences(source))
-    return _load_examples(source, records, layout, lambda parts: parts.prompt, make)
+    return _load_examples(source, select_rows(builtin, records), records, layout, lambda parts: parts.prompt, make)
 
 
 def _load_examples(
     source: DataSource,
+    kept: Sequence[int],
     records: Records,
     layout: Layout[PartsT],
     get_prompt: Callable[[PartsT], Messages],
     make: Callable[[str, PartsT, ToolDefinitions, dict[str, Any]], TaskT],
 ) -> Examples[TaskT]:
-    """Return the examples of ``records``. ``get_prompt`` returns a prompt, by which no question is both trained on and held out."""
+    """Return the examples among the ``kept`` of ``records``.
+
+    ``get_prompt`` returns a prompt, by which no question is both trained on and held out.
+    """
     template = source.load_template()
     tool_key = source.tool_key or TOOLS
 
@@ -130,7 +144,9 @@ def _load_examples(
     if not selected:
         raise DataError(f"none of the {len(records)} records of {records.name!r} prefers one of its responses")
     if skipped := len(records) - len(selected):
-        logger.warning("%d of %d records of %s prefer neither response and are skipped", skipped, len(records), records.name)
+        logger.warning("%d of %d records of %s %s and are skipped", skipped, len(records), records.name, layout.not_examples)
+    if len(kept) < len(records):
+        selected = sorted(set(selected) & set(kept))
     examples = Examples(read=read, indices=source.select_records(selected, questions), repeat=source.repeat, num_skipped=skipped)
     validate_rows(examples, len(examples.indices), records)
     return examples

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
+from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import BuiltinDataset
 from strop.data.messages import (
     IMAGES,
@@ -22,6 +23,7 @@ from strop.data.messages import (
     trim_after_last_reply,
 )
 from strop.data.prompt_template import PromptTemplate
+from strop.data.recorded.raw_text import TextLayout
 from strop.data.sources.records import DataError, Record, Records, get_text, get_value, has_key
 from strop.data.sources.source import DataSource
 from strop.types import Message, system
@@ -32,6 +34,8 @@ PartsT = TypeVar("PartsT", covariant=True)
 
 class Layout(Protocol[PartsT]):
     """Reads examples of the type ``PartsT`` from the columns of records."""
+
+    not_examples: ClassVar[str]  # what is said of the records that are left out
 
     @property
     def columns(self) -> frozenset[str]:
@@ -82,6 +86,8 @@ class ColumnKey:
 class _ColumnLayout:
     """Base class of layouts that read named columns. Every record is an example."""
 
+    not_examples: ClassVar[str] = "prefer neither response"
+
     @property
     def columns(self) -> frozenset[str]:
         used = (value for value in vars(self).values() if isinstance(value, ColumnKey))
@@ -101,9 +107,7 @@ class MessagesLayout(_ColumnLayout):
     def read(self, record: Record, template: PromptTemplate, where: str) -> MessageTuple:
         at = self.messages.location(where)
         value = get_value(record, self.messages.key, self.messages.option, where)
-        messages = parse_messages(value, at, record.get(IMAGES))
-        if self.system is not None and record.get(self.system.key) is not None:
-            messages = (system(get_text(record, self.system.key, self.system.option, where)), *messages)
+        messages = (*_read_system(self.system, record, where), *parse_messages(value, at, record.get(IMAGES)))
         return check_conversation(make_prompt(messages, template, at), at)
 
 
@@ -113,15 +117,19 @@ class QuestionAnswerLayout(_ColumnLayout):
 
     question: ColumnKey
     answer: ColumnKey
+    system: ColumnKey | None = None  # of a system prompt to put before them
+    answer_marker: str | None = None  # the answer follows the last occurrence
 
     def read(self, record: Record, template: PromptTemplate, where: str) -> MessageTuple:
         prompt = self.question.get_text_or_messages(record, where)
-        answer = make_completion(
-            self.answer.get_text_or_messages(record, where), _as_messages(prompt), self.answer.location(where)
-        )
-        return check_conversation(
-            (*make_prompt(prompt, template, self.question.location(where)), *answer), self.answer.location(where)
-        )
+        found = self.answer.get_text_or_messages(record, where)
+        if self.answer_marker is not None and isinstance(found, str):
+            found = found.rpartition(self.answer_marker)[2].strip()
+        answer = make_completion(found, _as_messages(prompt), self.answer.location(where))
+        at = self.question.location(where)
+        given = _read_system(self.system, record, where)
+        messages = make_prompt(prompt, replace(template, system=None) if given else template, at)
+        return check_conversation((*given, *messages, *answer), self.answer.location(where))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,22 +267,34 @@ class LabeledCompletionLayout(_ColumnLayout):
         )
 
 
+def _read_system(column: ColumnKey | None, record: Record, where: str) -> MessageTuple:
+    """Return the system prompt of a record, if it has one."""
+    if column is None or record.get(column.key) is None:
+        return ()
+    return (system(get_text(record, column.key, column.option, where)),)
+
+
 def find_conversation_layout(source: DataSource, builtin: BuiltinDataset, records: Records) -> Layout[MessageTuple]:
     """Find the layout of conversations from the keys that are set, else from the columns of the first record. Raises DataError."""
+    if source.text_key is not None:
+        return TextLayout(key=source.text_key)
     record = records[0]
     question = _question_column(source, builtin, record)
     answer = _answer_column(source, builtin, record)
     messages = _messages_column(source, record)
+    system_key = source.system_key or builtin.system_key
+    system_column = None if system_key is None else ColumnKey(system_key, "system_key")
     named = source.input_key is not None or source.output_key is not None
     named = named and not (source.messages_key is not None and has_key(record, source.messages_key))
     if not named and source.messages_key is None and all(key in record for key in ("context", "question", "answers")):
         return SquadLayout()
+    if not named and source.messages_key is None and _is_builtin(source) and _has_columns(record, builtin):
+        question, answer = ColumnKey(builtin.input_key, "input_key"), ColumnKey(builtin.output_key, "output_key")
+        messages = None  # of a set with both, such as OpenR1-Math-220k, the question and its answer are read, as NeMo-RL does
     if messages is not None and not named:
-        return MessagesLayout(
-            messages=messages, system=None if source.system_key is None else ColumnKey(source.system_key, "system_key")
-        )
+        return MessagesLayout(messages=messages, system=system_column)
     if question is not None and answer is not None:
-        return QuestionAnswerLayout(question=question, answer=answer)
+        return QuestionAnswerLayout(question=question, answer=answer, system=system_column, answer_marker=builtin.answer_marker)
     raise _unknown_layout("a conversation", records, "messages_key, or input_key and output_key")
 
 
@@ -314,6 +334,14 @@ def find_unpaired_layout(source: DataSource, builtin: BuiltinDataset, records: R
             "an unpaired preference", records, "label_key, input_key and output_key (or chosen_key and rejected_key)"
         )
     return LabeledCompletionLayout(prompt=prompt, completion=answer, label=label)
+
+
+def _is_builtin(source: DataSource) -> bool:
+    return source.dataset_name in BUILTIN_DATASETS or source.rows_of is not None
+
+
+def _has_columns(record: Record, builtin: BuiltinDataset) -> bool:
+    return has_key(record, builtin.input_key) and has_key(record, builtin.output_key)
 
 
 def _question_column(source: DataSource, builtin: BuiltinDataset, record: Record) -> ColumnKey | None:

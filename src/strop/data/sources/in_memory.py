@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from strop.data.sources.records import DataError, Record, Records
+
+BATCH_ROWS = 1000  # that are decoded together
 
 
 class ListRecords(Records):
@@ -56,13 +58,25 @@ class DatasetRecords(Records):
     def location(self, index: int) -> str:
         return f"{self.name}, row {index + 1}"
 
+    def iter_values(self, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        """Iterate over the values of some columns, None where there is no such column. Others are not decoded, and rows not one by one."""
+        selected = self._dataset.select_columns([column for column in columns if column in self._dataset.column_names])
+        for start in range(0, len(self), BATCH_ROWS):
+            self._check_files()
+            rows = min(BATCH_ROWS, len(self) - start)
+            try:
+                batch = selected[start : start + rows]
+            except Exception as error:  # as in read_record
+                raise DataError(
+                    f"{self.location(start)} and those after it cannot be read ({type(error).__name__}: {error!s:.300})"
+                ) from error
+            yield from zip(*(batch.get(column, [None] * rows) for column in columns), strict=True)
+
     def select_column(self, key: str) -> Iterable[Record]:
         top, names = key.split(".")[0], self._dataset.column_names
         if key in names or top not in names:
             top = key
-        if top not in names:
-            return self
-        return DatasetRecords(self.name, self._dataset.select_columns([top]), self._sizes)  # decoding one column instead of all
+        return ({top: value} for (value,) in self.iter_values((top,))) if top in names else self
 
 
 def open_rows(rows: Any) -> Records:

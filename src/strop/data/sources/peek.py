@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from strop.data.builtin.all_sets import BUILTIN_DATASETS
-from strop.data.builtin.builtin_dataset import BuiltinDataset, Purpose
+from strop.data.builtin.builtin_dataset import BuiltinDataset, Condition, Purpose
 from strop.data.sources.files import check_file, iter_csv, open_file, parse_object, refuse_utf16, shorten_path
+from strop.data.sources.hub import choose_files
 from strop.data.sources.in_memory import ListRecords
+from strop.data.sources.local_copies import find_copy
 from strop.data.sources.records import DataError, Record, Records
+from strop.data.sources.row_readers import keeps_row
 from strop.data.sources.source import check_hub_name, is_local
 
 FIRST_ROWS = 8
@@ -41,15 +44,38 @@ class FirstRecords(ListRecords):
         return self._locations[index]
 
 
-def peek_dataset(name: str, subset: str | None = None, split: str | None = None, purpose: Purpose = "train") -> Peek | None:
-    """Return the beginning of a dataset; None for one of the hub that is not in the local cache. Raises DataError."""
+def peek_dataset(
+    name: str,
+    subset: str | None = None,
+    split: str | None = None,
+    purpose: Purpose = "train",
+    revision: str | None = None,
+) -> Peek | None:
+    """Return the beginning of a dataset; None for one of the hub without a local copy, in the cache or elsewhere. Raises DataError."""
     if name not in BUILTIN_DATASETS and is_local(name):
         return peek_file(Path(name))
     if name not in BUILTIN_DATASETS:
         check_hub_name(name)
     builtin = BUILTIN_DATASETS.get(name) or BuiltinDataset(name)
-    file = _find_cached(builtin.hub, subset or builtin.subset, split or builtin.splits.choose(purpose))
-    return None if file is None else _peek_arrow_files(name, [file])
+    subset, split = subset or builtin.subset, split or builtin.splits.choose(purpose)
+    copy = find_copy(builtin.hub, revision or builtin.revision)
+    if copy is not None and (files := choose_files(builtin, subset)):
+        copy = copy / files[0]
+    if copy is None:
+        file = _find_cached(builtin.hub, subset, split)
+        peek = None if file is None else _peek_arrow_files(name, [file])
+    elif copy.suffix == ".gz" or "*" in copy.name:
+        peek = Peek(ListRecords(name, []), None)
+    else:
+        peek = peek_file(copy) if copy.is_file() else _peek_copy(name, copy, subset, split)
+    return peek if peek is None or not builtin.keep else _leave_out(peek, builtin.keep)
+
+
+def _leave_out(peek: Peek, conditions: Sequence[Condition]) -> Peek:
+    """Return the first rows that a built-in set uses; how many there are is not known without reading all."""
+    kept = [index for index, record in enumerate(peek.records) if keeps_row(conditions, record)]
+    locations = [peek.records.location(index) for index in kept]
+    return Peek(FirstRecords(peek.records.name, [peek.records[index] for index in kept], locations), None)
 
 
 def format_rows(name: str | None) -> str:
@@ -131,6 +157,23 @@ def _peek_parquet(path: Path) -> Peek:
     return Peek(ListRecords(str(path), first), rows)
 
 
+def _peek_copy(name: str, copy: Path, subset: str | None, split: str) -> Peek:
+    import datasets  # type: ignore[import-untyped,unused-ignore]
+
+    one = None if subset is None else subset.split(",")[0]
+    wanted = split.partition("+")[0].partition("[")[0]  # train[:10%]+test
+    try:
+        rows = datasets.load_dataset(str(copy), one, split=wanted, streaming=True)
+        first = list(rows.take(FIRST_ROWS))
+    except Exception as error:  # datasets raises many classes; their messages list the splits or subsets
+        raise DataError(
+            f"the dataset {name!r} (subset {subset!r}, split {split!r}) cannot be read from its local copy {copy}: {error}"
+        ) from error
+    if not first:
+        raise DataError(f"the split {split!r} of the dataset {name!r} has no rows")
+    return Peek(ListRecords(name, first, uniform=True), None)
+
+
 def _peek_arrow_files(name: str, files: Sequence[Path]) -> Peek:
     try:
         tables = [_read_arrow(file) for file in files]
@@ -162,5 +205,5 @@ def _find_cached(hub: str, subset: str | None, split: str) -> Path | None:
         files = sorted(file for folder in folders for file in folder.glob(f"{subset or '*'}/*/*/*.arrow"))
     except (OSError, ValueError, NotImplementedError):  # the name is none of a folder
         return None
-    wanted = split.partition("[")[0]  # train[:10%]
+    wanted = split.partition("+")[0].partition("[")[0]  # train[:10%]+test
     return next((file for file in files if file.stem.partition("-")[2].startswith(wanted)), None)

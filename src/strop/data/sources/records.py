@@ -37,10 +37,20 @@ class Records(Sequence[Record]):
             return [self.read_record(i) for i in range(*index.indices(len(self)))]
         return self.read_record(range(len(self))[index])
 
-    def iter_column(self, key: str, option: str, read: ReadText | None = None) -> Iterator[str]:
-        """Iterate over the texts under ``key``, read by ``read`` (default: ``get_text``). ``option`` is the setting that names the key."""
-        records = enumerate(self.select_column(key))
+    def iter_column(
+        self, key: str, option: str, read: ReadText | None = None, indices: Sequence[int] | None = None
+    ) -> Iterator[str]:
+        """Iterate over the texts under ``key``, read by ``read`` (default: ``get_text``). ``option`` is the setting that names the key.
+
+        ``indices``: of the records that are read, in ascending order (default: all).
+        """
+        chosen = indices if indices is None or isinstance(indices, range) else frozenset(indices)
+        records = ((index, each) for index, each in enumerate(self.select_column(key)) if chosen is None or index in chosen)
         return ((read or get_text)(record, key, option, self.location(index)) for index, record in records)
+
+    def iter_values(self, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        """Iterate over the values of some columns, None where a record does not have one."""
+        return (tuple(record.get(column) for column in columns) for record in self)
 
     def select_column(self, key: str) -> Iterable[Record]:
         """Return the records; columns other than that of ``key`` may be missing."""

@@ -15,11 +15,12 @@ from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import BuiltinDataset, Choices, Purpose
 from strop.data.data_config import DataEntryConfig
 from strop.data.messages import get_prompt_text, get_text_or_messages, last_message_text
-from strop.data.prompt_template import PromptTemplate, parse_prompt_template, read_text_file
+from strop.data.prompt_template import AUTO_PROMPT, PromptTemplate, parse_prompt_template, read_text_file
 from strop.data.sources.choices import read_choices
 from strop.data.sources.files import FILE_SUFFIXES, is_url, open_file
 from strop.data.sources.in_memory import open_rows
 from strop.data.sources.records import DataError, Record, Records, get_text, has_key
+from strop.data.sources.row_readers import read_rows, select_rows
 from strop.data.sources.split import split_by_question
 from strop.types import Message
 from strop.user_code import suggest_names
@@ -55,23 +56,30 @@ class DataSource:
 
     dataset_name: str | None = None  # a .jsonl/.json/.csv/.parquet/.arrow file, a built-in name, or OWNER/NAME on the hub
     rows: Sequence[Record] | None = field(default=None, repr=False)  # in its place: a list of dicts, or a datasets.Dataset
+    rows_of: BuiltinDataset | None = field(default=None, repr=False)  # the built-in set whose rows these are, some of them
     subset: str | None = None  # the hub's configuration name
     split: str | None = None  # default: the built-in's, else "train"
+    revision: str | None = None  # of the hub: a commit, a tag or a branch; default: the built-in's, else the newest
     input_key: str | None = None  # default: the built-in's, else "problem", else "prompt"; may be dotted: prompt.0.content
     output_key: str | None = None  # default: the built-in's, else "answer", else "solution" or "completion"
     messages_key: str | None = None  # recorded data: a column of conversations; default: messages, or conversations
+    text_key: str | None = None  # recorded data: a column of raw text, which is trained on without a prompt
+    characters_per_sample: int | None = None  # raw text: rows are joined until they have so many; default: one row
     chosen_key: str | None = None  # pairs: the better completion; default: chosen
     rejected_key: str | None = None  # pairs: the worse completion; default: rejected
     label_key: str | None = None  # unpaired preferences: whether the completion is desirable; default: label
     system_key: str | None = None  # recorded data: a system prompt to put before the messages
     tool_key: str | None = None  # recorded data: definitions of tools; default: tools, if present
     margin_key: str | None = None  # pairs: by how much the chosen one is better; default: margin, if present
-    prompt_file: str | None = None  # text with {question} (or {}) where the question goes
+    prompt_file: str | None = (
+        None  # text with {question} (or {}) where the question goes; auto: as the built-in set is usually worded
+    )
     system_prompt: str | None = None
     system_prompt_file: str | None = None
     size: int | None = None  # use at most this many rows; the number of generated tasks
     repeat: int = 1  # repeat every row (for validation on few questions)
-    seed: int = 42  # of generated tasks, and of the held-out rows
+    shuffle_choices: bool = False  # of multiple-choice questions, by the seed and the question
+    seed: int = 42  # of generated tasks, of the held-out rows and of shuffled options
     split_validation_size: float = 0.0  # rows to hold out: below 1 a fraction, from 1 on a number
     part: Part | Literal["all"] = "all"  # of the validation split
     purpose: Purpose = "train"  # chooses the split of a built-in set
@@ -81,6 +89,14 @@ class DataSource:
             raise DataError(f"dataset_name is {self.dataset_name!r}, and rows is set too; keep one")
         if self.system_prompt is not None and self.system_prompt_file is not None:
             raise DataError("system_prompt and system_prompt_file are both set; keep one")
+        if self.text_key is None and self.characters_per_sample is not None:
+            raise DataError("characters_per_sample is set, but only raw text is joined; set text_key to its column")
+        if self.text_key is not None and (
+            self.system_prompt or self.system_prompt_file or self.prompt_file not in (None, AUTO_PROMPT)
+        ):
+            raise DataError(
+                "text_key names raw text, which has no prompt; set prompt_file, system_prompt and system_prompt_file to null"
+            )
         if self.size is not None and self.size < 1:
             raise DataError(f"size is {self.size}; it must be at least 1, or null for all rows")
         if self.repeat < 1:
@@ -98,7 +114,12 @@ class DataSource:
         split come from what is trained on.
         """
         generated = entry.dataset_name is None and entry.rows is None
-        keys = {field.name for field in fields(cls)} - {"seed", "part", "purpose"}  # all others are keys of an entry, too
+        keys = {field.name for field in fields(cls)} - {
+            "rows_of",
+            "seed",
+            "part",
+            "purpose",
+        }  # all others are keys of an entry, too
         return cls(
             **{key: getattr(entry, key) for key in keys},
             seed=seed if entry.seed is None else entry.seed,
@@ -115,10 +136,12 @@ class DataSource:
         """Load the prompt template. Raises DataError if a file is missing or has no placeholder for the question."""
         file = self.system_prompt_file
         system_prompt = read_text_file(file, "system_prompt_file").strip() if file else self.system_prompt
-        if self.prompt_file is None:
+        builtin = self.rows_of or BUILTIN_DATASETS.get(self.dataset_name or "")
+        if self.prompt_file == AUTO_PROMPT and builtin is not None and builtin.prompt is not None:
+            return parse_prompt_template(builtin.prompt, f"of {self.dataset_name}", system_prompt)
+        if self.prompt_file in (None, AUTO_PROMPT):
             return PromptTemplate(system=system_prompt)
         text = read_text_file(self.prompt_file, "prompt_file")
-        builtin = BUILTIN_DATASETS.get(self.dataset_name or "")
         if builtin is not None and builtin.choices is not None and "{question}" not in text and "{}" not in text:
             return PromptTemplate(f"{text}\n\n", system=system_prompt)  # an instruction, above the question and its options
         return parse_prompt_template(text, repr(self.prompt_file), system_prompt)
@@ -136,20 +159,20 @@ class DataSource:
         input_key = self.input_key or _find_column(records, "input_key", builtin.input_key, ("prompt",))
         output_key = self.output_key or _find_column(records, "output_key", builtin.output_key, ("solution", "completion"))
         has_answers = needs_answers or self.output_key is not None or has_key(records[0], output_key)
-        if not has_answers:
+        if not has_answers and output_key:
             _warn_once(
                 f"{records.name} has no column {output_key!r}: task.answer is empty; set output_key to the reference answer"
             )
+        indices = select_rows(builtin, records)
         rows = Rows(
             records=records,
-            indices=self.select_records(
-                range(len(records)), lambda: records.iter_column(input_key, "input_key", get_prompt_text)
-            ),
+            indices=self.select_records(indices, lambda: records.iter_column(input_key, "input_key", get_prompt_text, indices)),
             repeat=self.repeat,
             input_key=input_key,
             output_key=output_key if has_answers else None,
             answer_marker=builtin.answer_marker,
             choices=builtin.choices,
+            choices_seed=self.seed if self.shuffle_choices else None,
         )
         validate_rows(rows, len(rows.indices), records)
         return rows
@@ -164,7 +187,8 @@ class DataSource:
     def open_records(self) -> tuple[BuiltinDataset, Records]:
         """Open the dataset. Return the defaults of its name, and its records. Raises DataError."""
         if self.rows is not None:
-            return BuiltinDataset(""), open_rows(self.rows)
+            builtin = self.rows_of or BuiltinDataset("")
+            return builtin, read_rows(builtin, open_rows(self.rows))
         name = self.dataset_name
         if name is None:
             raise DataError("dataset_name is not set, but a dataset is needed here; set it to a file or a dataset of the hub")
@@ -175,9 +199,11 @@ class DataSource:
         else:
             check_hub_name(name)
             builtin = BuiltinDataset(name)
-        from strop.data.sources.hub import open_hub
+        from strop.data.sources.hub import choose_files, open_hub
 
-        return builtin, open_hub(builtin.hub, self.subset or builtin.subset, self.split or builtin.splits.choose(self.purpose))
+        split = self.split or builtin.splits.choose(self.purpose)
+        subset, revision = self.subset or builtin.subset, self.revision or builtin.revision
+        return builtin, read_rows(builtin, open_hub(builtin.hub, subset, split, revision, choose_files(builtin, subset)))
 
 
 def is_local(name: str) -> bool:
@@ -193,7 +219,7 @@ def check_hub_name(name: str) -> None:
     if is_url(name) or HUB_NAME.fullmatch(name):
         return
     known = [
-        each for each in BUILTIN_DATASETS if not each.startswith("mmlu_") or name.startswith("mmlu")
+        each for each in BUILTIN_DATASETS if not each.startswith(("mmlu_", "mmmlu_")) or name.startswith(("mmlu", "mmmlu"))
     ]  # one language is enough
     unexpanded = "; ${oc.env:NAME} reads an environment variable" if "$" in name else ""
     raise DataError(
@@ -238,6 +264,7 @@ class Rows(Sequence[Row]):
     output_key: str | None  # None: without answers
     answer_marker: str | None
     choices: Choices | None = None
+    choices_seed: int | None = None  # None: the options stay in order
 
     def __len__(self) -> int:
         return len(self.indices) * self.repeat
@@ -258,6 +285,7 @@ class Rows(Sequence[Row]):
         if isinstance(prompt, str) and not prompt.strip():
             raise DataError(f"{where}: {self.input_key!r} is empty; a row needs a question")
         if self.choices is not None and isinstance(prompt, str):
-            prompt, answer = read_choices(self.choices, record, prompt, answer, where)
+            prompt, answer, shown = read_choices(self.choices, record, prompt, answer, where, self.choices_seed)
+            record = {**record, "choices": shown}
         # The id is the position in the unsplit data: the same in every run.
         return Row(id=f"{self.records.name}:{index}", prompt=prompt, answer=answer, metadata=dict(record))

@@ -1,16 +1,19 @@
-"""Problems that a program solves: rows of MBPP, LiveCodeBench, APPS, TACO and HumanEval, graded by their tests in the sandbox."""
+"""Problems that a program solves: rows of MBPP, LiveCodeBench, APPS, TACO, HumanEval and others, graded by their tests in the sandbox."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import date, datetime
+from typing import Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 from strop.data.messages import make_prompt
 from strop.data.prompt_template import PromptTemplate
+from strop.data.sources.records import DataError, Records, get_value
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError, GeneratedTasks, reward
+from strop.environments.code.benchmark_wording import LIVECODEBENCH_SYSTEM, word_livecodebench, word_mbpp
 from strop.environments.code.code_problem import AssertTest, CallTest, CodeProblem, CodeTask
 from strop.environments.code.extract_code import extract_code
 from strop.environments.code.grade_code import CodeGrade, GradingRules, grade_code
@@ -41,7 +44,11 @@ class CodeEnvironment(Environment[CodeTask]):
     max_tests: int | None = None  # the first ones of each problem
     stop_early: bool = False  # at the first failed test of standard input; ``passed`` is then a lower bound
     shown_tests: int = 1  # assertions that the prompt shows, so that the names of functions are known (MBPP's own prompt shows 3)
+    wording: Literal["short", "benchmark"] = "short"  # benchmark: as MBPP's paper and LiveCodeBench word their problems
     instruction: str | None = None  # after the question; null says what kind of program is asked for
+    challenge_tests: bool = True  # MBPP's challenge_test_list counts, too
+    start_date: str | None = None  # only problems of LiveCodeBench of this day or later, such as 2024-08-01
+    end_date: str | None = None  # and of this day or earlier
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,6 +56,13 @@ class CodeEnvironment(Environment[CodeTask]):
             raise EnvironmentConfigError("timeout_s, total_timeout_s and memory_mb must be positive")
         if self.tolerance < 0 or self.shown_tests < 0 or (self.max_tests is not None and self.max_tests < 1):
             raise EnvironmentConfigError("tolerance and shown_tests must be at least 0, max_tests at least 1 or null")
+        for name in ("start_date", "end_date"):
+            read_day(getattr(self, name), name)
+        if self.wording == "benchmark" and (self.instruction is not None or self.language != "python"):
+            raise EnvironmentConfigError(
+                "wording=benchmark is for python and has an instruction of its own; leave out instruction and language, or set "
+                "wording=short"
+            )
         if self.stop_early and self.score == "fraction":
             raise EnvironmentConfigError(
                 "score=fraction needs every test, and stop_early ends at the first failure; set one of them"
@@ -58,14 +72,22 @@ class CodeEnvironment(Environment[CodeTask]):
         _, records = data.open_records()
         shape = find_shape(records[0])
         column = next(name for name in shape.question if name in records[0])
-        kept = data.select_records(range(len(records)), lambda: records.iter_column(column, "input_key"))
+        chosen = self._select_days(records)
+
+        def texts() -> Iterator[str]:
+            wanted = set(chosen)
+            return (text for index, text in enumerate(records.iter_column(column, "input_key")) if index in wanted)
+
+        kept = data.select_records(chosen, texts)
         template = data.load_template()
 
         def make(position: int) -> CodeTask:
             index = kept[position % len(kept)]
-            problem = read_problem(shape, records[index], records.location(index), max_tests=self.max_tests)
+            left_out = () if self.challenge_tests else ("challenge_test_list",)
+            row = {key: value for key, value in records[index].items() if key not in left_out}
+            problem = read_problem(shape, row, records.location(index), max_tests=self.max_tests)
             self._check_language(problem, records.location(index))
-            return self.make_task(str(records[index].get("task_id") or records.location(index)), problem, template)
+            return self.make_task(str(row.get("task_id") or records.location(index)), problem, template)
 
         tasks = GeneratedTasks(len(kept) * data.repeat, make)
         for position in range(1 if records.uniform else len(kept)):
@@ -73,11 +95,17 @@ class CodeEnvironment(Environment[CodeTask]):
         return tasks
 
     def make_task(self, name: str, problem: CodeProblem, template: PromptTemplate) -> CodeTask:
+        if self.wording == "benchmark" and template.system is None and not isinstance(problem.tests[0], AssertTest):
+            template = replace(template, system=LIVECODEBENCH_SYSTEM)
         messages = make_prompt(self.word_question(problem), template, name)
         return CodeTask(id=name, question=problem.question, problem=problem, messages=messages)
 
     def word_question(self, problem: CodeProblem) -> str:
         """Return the prompt of a problem: question, code to start from, what kind of program it must be."""
+        if self.wording == "benchmark":
+            if isinstance(problem.tests[0], AssertTest):
+                return word_mbpp(problem.question, list_shown_tests(problem)[: self.shown_tests])
+            return word_livecodebench(problem.question, problem.starter)
         language = LANGUAGES[self.language]
         form = f"```{self.language}\n{problem.starter.rstrip()}\n```" if problem.starter.strip() else ""
         question = "" if problem.question == problem.starter else problem.question.strip()  # HumanEval's: both at once
@@ -86,7 +114,7 @@ class CodeEnvironment(Environment[CodeTask]):
             asked = self.instruction
         elif isinstance(first, AssertTest):
             number = 0 if problem.entry_point else self.shown_tests  # the names are known where the function's is
-            shown = "\n".join(test.source for test in problem.tests[:number] if isinstance(test, AssertTest))
+            shown = "\n".join(list_shown_tests(problem)[:number])
             passes = f"It must pass tests such as:\n\n{shown}\n\n" if shown else ""
             asked = f"{passes}Write the {language} code in one code block (```{self.language})."
         elif isinstance(first, CallTest):
@@ -138,9 +166,43 @@ class CodeEnvironment(Environment[CodeTask]):
             known[program, rules] = await grade_code(get_sandbox(), task.problem, program, self.language, rules)
         return known[program, rules]
 
+    def _select_days(self, records: Records) -> Sequence[int]:
+        """Return the records between the two dates. Raises DataError."""
+        first, last = read_day(self.start_date, "start_date"), read_day(self.end_date, "end_date")
+        if first is None and last is None:
+            return range(len(records))
+        column = "contest_date"
+        days = [
+            read_day(get_value(row, column, "start_date and end_date", records.location(index)), records.location(index))
+            for index, row in enumerate(records.select_column(column))
+        ]
+        kept = [i for i, day in enumerate(days) if day and (first is None or first <= day) and (last is None or day <= last)]
+        if not kept:
+            known = sorted(day for day in days if day)
+            between = f" of {known[0]} to {known[-1]}" if known else ""
+            raise DataError(
+                f"{records.name} has problems{between}, none between start_date {self.start_date} and end_date {self.end_date}"
+            )
+        return kept
+
     def _check_language(self, problem: CodeProblem, where: str) -> None:
         if self.language != "python" and isinstance(problem.tests[0], AssertTest | CallTest):
             raise EnvironmentConfigError(
                 f"{where} has tests of Python functions, and language is {self.language}; set it to python, or take data with tests of "
                 "standard input"
             )
+
+
+def list_shown_tests(problem: CodeProblem) -> list[str]:
+    """Return the assertions that a prompt may show."""
+    return list(problem.shown) or [test.source for test in problem.tests if isinstance(test, AssertTest)]
+
+
+def read_day(value: Any, where: str) -> date | None:
+    """Return the day of a date or of a text that begins with one, None for None. Raises EnvironmentConfigError."""
+    if value is None or isinstance(value, date):
+        return value.date() if isinstance(value, datetime) else value
+    try:
+        return date.fromisoformat(str(value)[:10])
+    except ValueError as error:
+        raise EnvironmentConfigError(f"{where} is {value!r:.80}, which is no date; write it as 2024-08-01") from error

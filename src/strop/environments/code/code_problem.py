@@ -44,6 +44,7 @@ class CodeProblem:
     starter: str = ""  # code that the program begins with, or that names its function
     prefix: str = ""  # Python that a reply may rely on: it runs before the reply's program
     setup: tuple[str, ...] = ()  # Python that the tests of an AssertTest rely on
+    shown: tuple[str, ...] = ()  # assertions that a prompt may show; empty: those of its tests
     entry_point: str = ""  # the function that the tests call; empty: every name that they do not define
 
 

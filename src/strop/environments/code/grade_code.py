@@ -273,10 +273,13 @@ def _definitions(setup: Sequence[str]) -> Iterator[str]:
         yield ast.unparse(ast.Module(body=list(kept), type_ignores=[]))
 
 
+PARTS = {"candidate": ("plain_values",), "checker": ("plain_values", "plain_numpy")}  # of the programs for the sandbox
+
+
 @cache
 def read_program(name: str) -> str:
     """Return a program for the sandbox as one text: imports from Strop are replaced by what they import."""
     folder = Path(__file__).with_name("programs")
-    parts = [(folder / f"{part}.py").read_text(encoding="utf-8") for part in ("plain_values", name)]
+    parts = [(folder / f"{part}.py").read_text(encoding="utf-8") for part in (*PARTS[name], name)]
     lines = [line for part in parts for line in part.splitlines() if not line.startswith(("from strop.", "from __future__"))]
     return "\n".join(["from __future__ import annotations", *lines, "main()", ""])

@@ -7,7 +7,7 @@ import base64
 import json
 import pickletools
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from strop.environments.code.code_problem import AssertTest, CallTest, CodeProbl
 
 LARGEST_TESTS = 1 << 29  # bytes of LiveCodeBench's private tests, unpacked
 TEXT_OPCODES = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"}  # of a pickle, beside that of its text
+CALL_KINDS = ("functional", "function_call")  # of tests; others are of standard input
 UNICODE_OPCODES = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"}
 
 
@@ -49,28 +50,46 @@ def keep_helpers(prompt: str, entry: str) -> str:
 
 
 def _read_mbpp(row: Mapping[str, Any], question: str) -> CodeProblem:
-    setup = [str(row.get("test_setup_code") or ""), "\n".join(row.get("test_imports") or ())]
     asserts = [*row["test_list"], *(row.get("challenge_test_list") or ())]
     return CodeProblem(
         question=question,
         tests=tuple(AssertTest(str(source)) for source in asserts),
-        setup=tuple(source for source in setup if source.strip()),
+        setup=_read_setup(row),
     )
 
 
+def _read_setup(row: Mapping[str, Any]) -> tuple[str, ...]:
+    setup = [str(row.get("test_setup_code") or ""), "\n".join(row.get("test_imports") or ())]
+    return tuple(source for source in setup if source.strip())
+
+
+def _read_mbpp_plus(row: Mapping[str, Any], question: str) -> CodeProblem:
+    """Return a problem whose tests are a loop over many inputs, and of which a prompt shows MBPP's."""
+    shown = tuple(str(source) for source in row["test_list"])
+    return CodeProblem(question=question, tests=(AssertTest(str(row["test"])),), setup=_read_setup(row), shown=shown)
+
+
 def _read_livecodebench(row: Mapping[str, Any], question: str) -> CodeProblem:
-    metadata = row.get("metadata") or "{}"
-    function = (json.loads(metadata) if isinstance(metadata, str) else metadata).get("func_name") or ""
     cases = [*_list_cases(row["public_test_cases"]), *_list_cases(row.get("private_test_cases") or "[]")]
+    return _read_cases(row, question, cases)
+
+
+def _read_cases(row: Mapping[str, Any], question: str, cases: Sequence[Mapping[str, Any]]) -> CodeProblem:
+    """Return a problem of test cases that say of which kind they are, and perhaps which function they call."""
+    metadata = row.get("metadata") or "{}"
+    named = (json.loads(metadata) if isinstance(metadata, str) else metadata).get("func_name") or ""
     tests: list[Test] = []
     for case in cases:
-        if case.get("testtype", "stdin") == "stdin":
-            tests.append(StdioTest(case["input"], case["output"]))
+        function = case.get("fn_name") or named
+        if (case.get("testtype") or case.get("type") or "stdin") not in CALL_KINDS:
+            tests.append(StdioTest(_join_lines(case["input"]), _join_lines(case["output"])))
         elif not function:
             raise DataError("a functional test needs func_name in the column 'metadata'")
-        else:
+        elif isinstance(case["input"], str):  # JSON, a line for each argument
             arguments = tuple(json.loads(line) for line in case["input"].split("\n") if line.strip())
             tests.append(CallTest(function, arguments, (json.loads(case["output"]),)))
+        else:
+            tests.append(_make_call(function, case["input"], case["output"]))
     return CodeProblem(question=question, tests=tuple(tests), starter=str(row.get("starter_code") or ""), prefix=COMMON_IMPORTS)
 
 
@@ -109,16 +128,44 @@ def unpack_private_tests(text: str) -> str:
 
 def _read_apps(row: Mapping[str, Any], question: str) -> CodeProblem:
     given = row["input_output"]
-    cases = json.loads(given) if isinstance(given, str) else given
+    return _read_pairs(row, question, json.loads(given) if isinstance(given, str) else given)
+
+
+def _read_pairs(row: Mapping[str, Any], question: str, cases: Mapping[str, Any]) -> CodeProblem:
+    """Return a problem of a list of inputs and one of outputs."""
     function = cases.get("fn_name")
     pairs = list(zip(cases["inputs"], cases["outputs"], strict=True))
     tests: tuple[Test, ...] = tuple(StdioTest(_join_lines(given), _join_lines(expected)) for given, expected in pairs)
-    if function:  # an expected result may stand in a list of its own
-        tests = tuple(
-            CallTest(function, tuple(given), (expected, expected[0]) if _is_wrapped(expected) else (expected,))
-            for given, expected in pairs
-        )
+    if function:
+        tests = tuple(_make_call(function, given, expected) for given, expected in pairs)
     return CodeProblem(question=question, tests=tests, starter=str(row.get("starter_code") or ""), prefix=COMMON_IMPORTS)
+
+
+def _make_call(function: str, given: Sequence[Any], expected: Any) -> CallTest:
+    """Return the test of a call; an expected result may stand in a list of its own."""
+    return CallTest(function, tuple(given), (expected, expected[0]) if _is_wrapped(expected) else (expected,))
+
+
+def _read_deepcoder(row: Mapping[str, Any], question: str) -> CodeProblem:
+    """Return a problem of DeepCoder, whose tests are as TACO's, LiveCodeBench's or PrimeIntellect's."""
+    tests = json.loads(row["tests"]) if isinstance(row["tests"], str) else row["tests"]
+    return _read_pairs(row, question, tests) if isinstance(tests, Mapping) else _read_cases(row, question, tests)
+
+
+def _read_verifiable(row: Mapping[str, Any], question: str) -> CodeProblem:
+    info = row["verification_info"]
+    info = _parse_literal(info) if isinstance(info, str) else info
+    if (language := info.get("language") or "python") != "python":
+        raise DataError(f"its tests are of programs in {language}, and only those in python are read; leave the row out")
+    return _read_cases({}, question, info["test_cases"])
+
+
+def _parse_literal(text: str) -> Any:
+    """Return the value of a text of JSON, or of Python."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return ast.literal_eval(text)
 
 
 def _join_lines(value: Any) -> str:
@@ -147,7 +194,10 @@ SHAPES = (
     RowShape("HumanEval", ("entry_point", "test", "prompt"), ("prompt",), _read_humaneval),
     RowShape("LiveCodeBench", ("question_content", "public_test_cases"), ("question_content",), _read_livecodebench),
     RowShape("APPS and TACO", ("input_output",), ("question", "problem", "prompt"), _read_apps),
+    RowShape("MBPP+", ("test_list", "test"), ("prompt", "text"), _read_mbpp_plus),
     RowShape("MBPP", ("test_list",), ("text", "prompt"), _read_mbpp),
+    RowShape("verifiable coding problems", ("verification_info",), ("problem_statement", "prompt"), _read_verifiable),
+    RowShape("DeepCoder", ("tests",), ("problem",), _read_deepcoder),
 )
 
 

@@ -69,6 +69,14 @@ def load_math_verify() -> Callable[..., Callable[[], float]]:
     return prepare
 
 
+def load_reported_math() -> Callable[..., Callable[[], float]]:
+    from strop.environments.scoring.reported_math import prepare_reported_math
+
+    for reference, answer in WARM_UP:
+        prepare_reported_math("boxed", reference, answer)()
+    return prepare_reported_math
+
+
 def load_reasoning_gym() -> Callable[..., Callable[[], float]]:
     from strop.environments.scoring.reasoning_gym_datasets import create_reasoning_gym_dataset
 
@@ -111,13 +119,21 @@ def load_lm_eval() -> Callable[..., Callable[[], float]]:
     return prepare
 
 
+def load_instruction() -> Callable[..., Callable[[], float]]:
+    from strop.environments.scoring.instruction_checks import prepare_instruction
+
+    return prepare_instruction
+
+
 SCORER_LOADERS = {
     "math_verify": load_math_verify,
+    "reported_math": load_reported_math,
     "dapo": load_dapo,
     "reasoning_gym": load_reasoning_gym,
     "pattern": load_pattern,
     "json_schema": load_json_schema,
     "lm_eval": load_lm_eval,
+    "instruction": load_instruction,
 }
 
 

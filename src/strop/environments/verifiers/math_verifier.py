@@ -4,18 +4,50 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
-from strop.environments.answers import extract_final_answer, extract_last_boxed, is_integer, normalize_answer
+from strop.environments.answers import (
+    extract_final_answer,
+    extract_last_boxed,
+    extract_last_boxes,
+    extract_last_number,
+    extract_stated_number,
+    is_integer,
+    normalize_answer,
+)
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.scoring.dapo_verifier import LAST_CHARACTERS, NO_ANSWER, extract_dapo_answer
 from strop.environments.scoring.scoring_pool import ScoringResult, get_scoring_pool
 from strop.environments.verifiers.base import AnswerVerifier, Reply, Score
-from strop.environments.verifiers.multiple_choice import ANNOUNCEMENTS, CHOICE_EXTRACTORS, remove_markup
+from strop.environments.verifiers.multiple_choice import (
+    ANNOUNCEMENTS,
+    CHOICE_EXTRACTORS,
+    STRICT,
+    extract_stated_choice,
+    remove_markup,
+)
 from strop.types import Task
 
-MathMethod = Literal["math_verify", "exact", "dapo", "multilingual", "english_multichoice", "multilingual_multichoice"]
+MathMethod = Literal[
+    "math_verify",
+    "exact",
+    "dapo",
+    "multilingual",
+    "boxed",
+    "olympiad",
+    "minerva",
+    "number",
+    "strict_multichoice",
+    "english_multichoice",
+    "multilingual_multichoice",
+]
+
+NO_ROW: Mapping[str, Any] = MappingProxyType({})
+REPORTED = ("boxed", "olympiad", "minerva")  # decided by the last box alone
+EXACT = 1e-8  # OlympiadBench's tolerance where a problem names none
 
 _ANNOUNCED = re.compile(f"(?:{'|'.join(ANNOUNCEMENTS)})[ \t\u200b]*([^\n]+)", re.IGNORECASE)
 _SIGNS = str.maketrans({"٫": ".", "٬": ",", "．": ".", "，": ",", "−": "-", "－": "-", "％": "%"})
@@ -27,7 +59,7 @@ class MathVerifier(AnswerVerifier):
 
     is_accuracy: ClassVar[bool] = True
 
-    method: Literal["math_verify", "exact", "dapo", "multilingual"] = "math_verify"
+    method: Literal["math_verify", "exact", "dapo", "multilingual", "boxed", "olympiad", "minerva", "number"] = "math_verify"
     num_workers: int = 4  # processes that check answers, started on demand
     timeout_s: float = 5.0  # CPU seconds to check one answer
 
@@ -45,7 +77,8 @@ class MathVerifier(AnswerVerifier):
         text = self.read(reply)
         if text is None:
             return Score(0.0, {"unverified": 0.0})
-        checked = await verify_math(self.method, task.answer, text, num_workers=self.num_workers, timeout_s=self.timeout_s)
+        workers, limit = self.num_workers, self.timeout_s
+        checked = await verify_math(self.method, task.answer, text, task.metadata, num_workers=workers, timeout_s=limit)
         return Score(checked.value or 0.0, {"unverified": float(checked.failure is not None)})
 
     def find_answer(self, reply: Reply) -> str | None:
@@ -53,11 +86,17 @@ class MathVerifier(AnswerVerifier):
         return None if text is None else find_math_answer(self.method, text)
 
 
-async def verify_math(method: MathMethod, reference: str, text: str, *, num_workers: int, timeout_s: float) -> ScoringResult:
-    """Compare the answer in a text with the reference; see ``MathEnvironment`` for the methods."""
+async def verify_math(
+    method: MathMethod, reference: str, text: str, row: Mapping[str, Any] = NO_ROW, *, num_workers: int, timeout_s: float
+) -> ScoringResult:
+    """Compare the answer in a text with the reference; see ``MathEnvironment`` for the methods. ``row`` is the task's row of the data."""
     pool = get_scoring_pool(num_workers)
+    if method in REPORTED or method == "number":
+        return await _verify_reported(method, reference, text, row, num_workers=num_workers, timeout_s=timeout_s)
     if method == "dapo":
         return await pool.call("dapo", timeout_s, reference=reference, answer=text[-LAST_CHARACTERS:])
+    if method == STRICT:
+        return ScoringResult(float(extract_stated_choice(text, count_options(row)) == reference.strip().upper()))
     if extract_choice := CHOICE_EXTRACTORS.get(method):
         expected = remove_markup(reference) if method == "english_multichoice" else reference
         return ScoringResult(float(extract_choice(text) == expected))
@@ -77,14 +116,56 @@ async def verify_math(method: MathMethod, reference: str, text: str, *, num_work
     return await pool.call("math_verify", timeout_s, reference=reference, answer=answer)
 
 
-def find_math_answer(method: MathMethod, text: str) -> str | None:
+async def _verify_reported(
+    method: MathMethod, reference: str, text: str, row: Mapping[str, Any], *, num_workers: int, timeout_s: float
+) -> ScoringResult:
+    """Compare what the last box holds, or for ``number`` the number that is stated last, with the reference."""
+    if method == "number":
+        return ScoringResult(
+            float((given := extract_stated_number(text)) is not None and given == extract_last_number(reference))
+        )
+    tolerances = read_tolerances(row) if method == "olympiad" else (EXACT,)
+    several = method == "olympiad" and bool(row.get("is_multiple_answer"))
+    answer = extract_last_boxes(text) if several else extract_last_boxed(text)
+    if not answer:
+        return ScoringResult(0.0)
+    expected, normalized = normalize_answer(reference), normalize_answer(answer)
+    both_integers = is_integer(normalized) and is_integer(expected) and tolerances == (EXACT,)
+    if normalized == expected or both_integers:
+        return ScoringResult(float(normalized == expected))
+    arguments = {"method": method, "reference": reference, "answer": answer, "tolerances": tolerances}
+    return await get_scoring_pool(num_workers).call("reported_math", timeout_s, **arguments)
+
+
+def count_options(row: Mapping[str, Any]) -> int:
+    """Return how many options the question of a row has; 26 if it does not say."""
+    choices = row.get("choices")
+    return len(choices) if isinstance(choices, list | tuple) and choices else 26
+
+
+def read_tolerances(row: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return the absolute tolerance of each answer of OlympiadBench's column ``error``: one for all, or several with commas between."""
+    try:
+        return tuple(float(each) if each.strip() else EXACT for each in str(row.get("error") or EXACT).split(","))
+    except ValueError:
+        return (EXACT,)
+
+
+def find_math_answer(method: MathMethod, text: str, row: Mapping[str, Any] = NO_ROW) -> str | None:
     """Return the answer in a normal form, for majority votes."""
     if method == "dapo":
         stated = extract_dapo_answer(text)
         return None if stated == NO_ANSWER else stated
+    if method == STRICT:
+        return extract_stated_choice(text, count_options(row))
     if extract_choice := CHOICE_EXTRACTORS.get(method):
         return extract_choice(text)
-    answer = extract_final_answer(find_announced_answer(text) if method == "multilingual" else text)
+    if method == "number":
+        return None if (number := extract_stated_number(text)) is None else str(number)
+    if method in REPORTED:
+        answer = extract_last_boxes(text) if row.get("is_multiple_answer") else extract_last_boxed(text)
+    else:
+        answer = extract_final_answer(find_announced_answer(text) if method == "multilingual" else text)
     return normalize_answer(answer) if answer else None
 
 

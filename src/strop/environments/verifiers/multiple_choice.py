@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from string import ascii_uppercase
 from typing import ClassVar, Literal
 
 from strop.environments.answers import extract_last_boxed
@@ -36,8 +37,19 @@ _MULTILINGUAL = tuple(
     for announcement in ANNOUNCEMENTS
 )
 _ALONE = re.compile(r"\(?([A-Za-zأ-دঅবডঢＡ-Ｄ])[).]?")
-_LETTERS = str.maketrans(dict(zip("أبجدঅবডঢＡＢＣＤ", "ABCDABCDABCD", strict=True)))
+_LETTERS = str.maketrans(
+    dict(zip("أبجدঅবডঢ", "ABCDABCD", strict=True)) | {chr(0xFF21 + n): letter for n, letter in enumerate(ascii_uppercase)}
+)
 _MARKUP = (*("**", "$\\boxed{", "}$", "\\$", "$\\text{", "$", "\\mathrm{", "\\{", "\\text", "\\(", "\\mathbf{", "{", "\\boxed"),)
+
+_STATEMENT = 200  # characters after "Answer:" in which the letter stands
+_STATED = re.compile(rf"answer[*_}}\s]*[:：]|answer\s+is\b\s*:?|{'|'.join(ANNOUNCEMENTS[2:])}", re.IGNORECASE)
+_BOX = re.compile(r"\\boxed\{")
+_AROUND_LETTER = re.compile(
+    r"\\(?:boxed|text(?:bf|it|rm)?|math(?:bf|it|rm|sf)|left|right|[,;! ()\[\]])|\b(?:option|choice)\b|"
+    r"[\s*_`~$(){}\[\]<>.,;:!?\"'|。．、，：）（【】「」\u200b]",
+    re.IGNORECASE,
+)
 
 
 def extract_english_choice(text: str) -> str | None:
@@ -53,6 +65,28 @@ def extract_multilingual_choice(text: str) -> str | None:
     return found[1].translate(_LETTERS) if found else None
 
 
+def extract_stated_choice(text: str, options: int = len(ascii_uppercase)) -> str | None:
+    """Return the letter that a reply states last, in Latin script, or None.
+
+    Strict: a statement is "Answer:", in any of its languages, or a ``\\boxed``, with the letter of one of the ``options`` and nothing but
+    punctuation after it on the line; or a reply that is a letter alone.
+    """
+    ends = [found.end() for found in _STATED.finditer(text)]
+    statements = [(end, text[end : end + _STATEMENT].lstrip().partition("\n")[0]) for end in ends]
+    boxes = ((found.start(), extract_last_boxed(text[found.start() :][:_STATEMENT])) for found in _BOX.finditer(text))
+    statements += [(start, boxed) for start, boxed in boxes if boxed is not None]
+    for _, statement in sorted(statements, reverse=True):
+        if (letter := _read_letter_alone(statement, options)) is not None:
+            return letter
+    return _read_letter_alone(text, options) if len(text) < _STATEMENT else None
+
+
+def _read_letter_alone(text: str, options: int) -> str | None:
+    """Return the letter of an option where a text is that, markup and punctuation; else None."""
+    letter = _AROUND_LETTER.sub("", text).translate(_LETTERS).upper()
+    return letter if len(letter) == 1 and letter in ascii_uppercase[:options] else None
+
+
 def remove_markup(text: str) -> str:
     """Remove Markdown and LaTeX around a letter."""
     for markup in _MARKUP:
@@ -60,6 +94,7 @@ def remove_markup(text: str) -> str:
     return text
 
 
+STRICT = "strict_multichoice"
 CHOICE_EXTRACTORS: Mapping[str, Callable[[str], str | None]] = {
     "english_multichoice": extract_english_choice,
     "multilingual_multichoice": extract_multilingual_choice,

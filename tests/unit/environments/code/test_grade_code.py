@@ -171,3 +171,55 @@ def test_a_rollout_is_graded_once(wrote, monkeypatch) -> None:
     task = CodeTask(id="sum", problem=SUMS, messages=())
     asyncio.run(compute_rewards(CodeEnvironment(), task, wrote(task, "```python\nprint(3)\n```")))
     assert len(runs) == len(SUMS.tests)
+
+
+CLOSE = """
+import numpy as np
+
+def assertion(out, exp, atol):
+    exact = out == exp
+    if not exact and atol != 0:
+        {compare}
+    else:
+        assert exact
+
+def check(candidate):
+    for inp, exp in zip({inputs}, {results}):
+        assertion(candidate(*inp), exp, 1e-6)
+
+check(third)
+"""
+
+
+@pytest.mark.parametrize(
+    "compare", ["assert np.allclose(out, exp, rtol=1e-07, atol=atol)", "np.testing.assert_allclose(out, exp, atol=atol)"]
+)
+def test_calls_of_a_helper_that_asserts_count_and_numbers_may_be_close(compare: str) -> None:
+    inputs, results = [[[1.0, 2.0]], [[]], [[3.0]]], [[1 / 3, 2 / 3], [], [1.0]]
+    problem = asserts(CLOSE.format(compare=compare, inputs=inputs, results=results), entry_point="third")
+    found = grade(problem, "def third(xs): return [x * 0.3333333333333 for x in xs]")
+    assert (found.passed, found.total) == (3, 3) and found.correct
+    for wrong, passed in (
+        ("[x / 3.1 for x in xs]", 1),
+        ("[x / 3 for x in xs][:1]", 2),
+        ("'no'", 0),
+        ("type('', (list,), {})()", 1),
+    ):
+        found = grade(problem, f"def third(xs): return {wrong}")
+        assert (found.passed, found.total) == (passed, 3), wrong
+
+
+def test_a_helper_whose_calls_cannot_be_answered_passes_nothing() -> None:
+    problem = asserts(
+        CLOSE.format(compare="assert np.allclose(out, exp)", inputs=[[1]] * 3, results=[1] * 3), entry_point="third"
+    )
+    for broken in ("def third(x): raise ValueError", "import os; os._exit(0)", "def other(x): return 1"):
+        assert grade(problem, broken).passed == 0
+
+
+def test_many_inputs_are_graded_in_a_few_runs() -> None:
+    inputs = [[[float(number)] * 5] for number in range(1000)]
+    results = [[number / 3] * 5 for number in range(1000)]
+    problem = asserts(CLOSE.format(compare="assert np.allclose(out, exp)", inputs=inputs, results=results), entry_point="third")
+    found = grade(problem, "def third(xs): return [x / 3 for x in xs]", rules=GradingRules(limits=Limits(cpu_s=6, wall_s=30)))
+    assert (found.passed, found.total) == (1000, 1000) and found.run_time_s < 5

@@ -136,3 +136,29 @@ def test_options_that_cannot_work_are_errors(options) -> None:
 def test_tasks_are_the_same_when_asked_again() -> None:
     tasks = CodeEnvironment().tasks(DataSource(rows=[MBPP, {**MBPP, "task_id": 12}], repeat=2))
     assert [task.id for task in tasks] == ["11", "12", "11", "12"] and tasks[1] == tasks[1]
+
+
+def test_rows_of_verifiable_coding_problems() -> None:
+    cases = [{"fn_name": None, "input": "1\n", "output": "2\n", "type": "stdin_stdout"}]
+    for info in ({"language": "python", "test_cases": cases}, json.dumps({"test_cases": cases}), repr({"test_cases": cases})):
+        task = first_task({"problem_statement": "Add one.", "verification_info": info})
+        assert task.problem.tests == (StdioTest("1\n", "2\n"),) and task.question == "Add one."
+    with pytest.raises(DataError, match="of programs in rust, and only those in python are read; leave the row out"):
+        first_task({"prompt": "Add one.", "verification_info": {"language": "rust", "test_cases": cases}})
+
+
+def test_rows_of_deepcoder_have_the_tests_of_their_sources() -> None:
+    call = {"type": "function_call", "fn_name": "twice", "input": [4], "output": [8]}
+    functional = {"input": "2\n3", "output": "5", "testtype": "functional"}
+    for tests, found, metadata in (
+        ({"inputs": ["1\n", ["2", "3"]], "outputs": ["2\n", ["4"]]}, (StdioTest("1\n", "2\n"), StdioTest("2\n3", "4")), None),
+        ({"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}, (CallTest("f", (1,), ([2], 2)),), None),
+        ([call], (CallTest("twice", (4,), ([8], 8)),), None),
+        ([functional], (CallTest("add", (2, 3), (5,)),), {"func_name": "add"}),
+    ):
+        row = {"problem": "Do it.", "tests": json.dumps(tests), "metadata": metadata, "starter_code": None}
+        assert first_task(row).problem.tests == found
+
+
+def test_challenge_tests_of_mbpp_can_be_left_out() -> None:
+    assert len(first_task(MBPP).problem.tests) == 3 and len(first_task(MBPP, challenge_tests=False).problem.tests) == 2

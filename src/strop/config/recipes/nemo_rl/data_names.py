@@ -1,4 +1,4 @@
-"""NeMo-RL's names of data sets that are formats of files, or that Strop does not have."""
+"""NeMo-RL's names of data sets that are formats of files, options of its built-in sets, and sets that Strop does not have."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DatasetFormat:
-    """How rows at ``data_path`` are read: key of NeMo-RL -> Strop's key, and its default."""
+    """How rows at a path are read: key of NeMo-RL -> Strop's key, and its default."""
 
     keys: Mapping[str, tuple[str, str | None]]
+    path_key: str = "data_path"
 
 
 RESPONSES = DatasetFormat(
@@ -34,6 +35,9 @@ DATASET_FORMATS: Mapping[str, DatasetFormat] = {
             "rejected_key": ("rejected_key", "rejected"),
         }
     ),
+    "arrow_text": DatasetFormat(
+        {"text_key": ("text_key", "text"), "characters_per_sample": ("characters_per_sample", None)}, path_key="data_files"
+    ),
 }
 
 # Refused with everything else of models that see and hear.
@@ -44,8 +48,9 @@ MEDIA_DATASETS = frozenset(
     }
 )
 
-MISSING_DATASETS = {
-    "arrow_text": "raw text without a prompt is not trained on in this version",
-    "open_assistant": "its trees of messages are not cut into conversations here",
-    "NuminaMath-1.5": "its rows without an answer that can be checked are not left out here",
+# Options of built-in sets that Strop's entries have fixed: name -> option -> the value that they have.
+FIXED_OPTIONS: Mapping[str, Mapping[str, bool]] = {
+    "gsm8k": {"extract_answer": True},
+    "GSM8K": {"extract_answer": True},
+    "NuminaMath-1.5": {"verifiable_only": True, "require_valid": True},
 }

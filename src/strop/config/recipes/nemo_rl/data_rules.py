@@ -8,12 +8,13 @@ from typing import Any
 
 from strop.base_config import fields_of
 from strop.config.recipes.difference import Effect
-from strop.config.recipes.nemo_rl.data_names import DATASET_FORMATS, MEDIA_DATASETS, MISSING_DATASETS, DatasetFormat
+from strop.config.recipes.nemo_rl.data_names import DATASET_FORMATS, FIXED_OPTIONS, MEDIA_DATASETS, DatasetFormat
 from strop.config.recipes.nemo_rl.environment_rules import has_nemo_gym_servers
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule, Unused, is_switched_off
 from strop.config.source.yaml_source import get_at
 from strop.data.data_config import DataEntryConfig
+from strop.data.prompt_template import AUTO_PROMPT
 
 PROMPT = "prompt_file, the system prompt and the chat template make a prompt of a question, as it does"
 PROCESSORS = {
@@ -23,10 +24,14 @@ PROCESSORS = {
     "multichoice_qa_processor": "a built-in data set with options shows them below its question",
     "sft_processor": "the chat template cuts a conversation into loss tokens and context; white space after the end of a turn is context",
     "kd_data_processor": "it hands raw text to distillation across tokenizers",
+    "helpsteer3_data_processor": PROMPT,
     "nemo_gym_data_processor": "its prompts are made by NeMo-Gym",
     "vlm_hf_data_processor": "it reads images, video and audio",
 }
-MISSING_PROCESSORS = {"helpsteer3_data_processor": "it writes the preferred answer into the prompt that the policy is to answer"}
+ANSWERS_ARE_NOT_SHOWN = (
+    "the context is the prompt, and the preferred response what the environment compares with; helpsteer3_data_processor writes that "
+    "response into the prompt, too, for the policy to go on after it"
+)
 SEPARATE_SYSTEM_PROMPT = ("math_data_processor", "multichoice_qa_processor")
 EXAMPLE_DATALOADER = "example_custom_dataloader"
 
@@ -45,8 +50,15 @@ def translate_entries(recipe: Recipe) -> None:
         merged = {**default, **entry} if isinstance(default, Mapping) else dict(entry)
         _translate_processor(recipe, key, merged)
         _translate_dataset(recipe, key, merged)
+        _translate_fixed_options(recipe, key, merged)
         _translate_other_keys(recipe, key, merged)
-    for name in ("processor", "data_path", "prompt_key", *(name for kind in DATASET_FORMATS.values() for name in kind.keys)):
+    for name in (
+        "processor",
+        "data_path",
+        "data_files",
+        "prompt_key",
+        *(name for kind in DATASET_FORMATS.values() for name in kind.keys),
+    ):
         if recipe.is_set(key := f"data.default.{name}") and not recipe.is_own_key(key):
             recipe.unused(key, "each entry of data.train and data.validation has it now")
     if str(recipe.value("data.default.dataset_name")) in DATASET_FORMATS:
@@ -54,7 +66,7 @@ def translate_entries(recipe: Recipe) -> None:
 
 
 def _is_own_name(name: Any) -> bool:
-    foreign = not isinstance(name, str) or "${" in name or name in DATASET_FORMATS or name in MISSING_DATASETS
+    foreign = not isinstance(name, str) or "${" in name or name in DATASET_FORMATS
     return not foreign and not _describe_class(name)
 
 
@@ -76,14 +88,15 @@ def _translate_processor(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> 
     if name is None:
         recipe.unused_if_set(f"{key}.processor", PROMPT)
     elif str(name) not in PROCESSORS:
-        why = MISSING_PROCESSORS.get(str(name), "a processor is code of NeMo-RL, and this one is not built in")
         recipe.refuse(
             _place(recipe, key, "processor"),
-            f"found {name!r:.80}: {why}",
+            f"found {name!r:.80}: a processor is code of NeMo-RL, and this one is not built in",
             "Write the prompts into a column of the data, and name it in input_key.",
         )
     else:
         recipe.unused_if_set(f"{key}.processor", PROCESSORS[name])
+        if name == "helpsteer3_data_processor":
+            recipe.note(_place(recipe, key, "processor"), Effect.CHANGED, ANSWERS_ARE_NOT_SHOWN)
         if name in SEPARATE_SYSTEM_PROMPT and (entry.get("system_prompt_file") or entry.get("system_prompt")):
             recipe.note(
                 _place(recipe, key, "processor"),
@@ -101,26 +114,53 @@ def _translate_dataset(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> No
         return
     if kind := DATASET_FORMATS.get(str(name)):
         _name_path(recipe, key, str(name), kind, entry)
-    elif why := MISSING_DATASETS.get(str(name)) or _describe_class(name):
-        for option in ("data_files", "text_key", "characters_per_sample"):
-            recipe.unused_if_set(f"{key}.{option}", f"it is an option of {name}")
+    elif why := _describe_class(name):
         fix = f"Write the rows to a file, such as rows.jsonl, and set {key}.dataset_name=rows.jsonl."
-        if entry.get("processor") == "kd_data_processor":
-            recipe.unused(_place(recipe, key, "dataset_name"), PROCESSORS["kd_data_processor"])
-        else:
-            recipe.refuse(_place(recipe, key, "dataset_name"), f"found {name!r:.80}, but {why}", fix)
+        recipe.refuse(_place(recipe, key, "dataset_name"), f"found {name!r:.80}, but {why}", fix)
     elif path is not None and name is None:
         recipe.rename(_place(recipe, key, "data_path"), f"{key}.dataset_name", path)
     else:
         recipe.unused_if_set(f"{key}.data_path", f"{name} is not read from a path")
 
 
+def _translate_fixed_options(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> None:
+    """Options of a built-in set that Strop's entry has fixed: the rows that it leaves out, the answer that it reads."""
+    name = str(entry.get("dataset_name"))
+    for option, value in FIXED_OPTIONS.get(name, {}).items():
+        if not recipe.is_set(f"{key}.{option}"):
+            continue
+        if bool(entry.get(option)) == value:
+            recipe.unused(f"{key}.{option}", f"{name} is read so here")
+        elif option == "extract_answer":
+            _read_whole_answers(recipe, key, entry)
+        else:
+            recipe.refuse(
+                _place(recipe, key, option),
+                f"found {entry.get(option)!r:.80}, but {name} is read without the rows that cannot be checked",
+                f"Set {key}.dataset_name=AI-MO/NuminaMath-1.5 for all rows.",
+            )
+
+
+def _read_whole_answers(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> None:
+    """GSM8K's whole solutions: the set of the hub, of which nothing is extracted."""
+    whole = {
+        "dataset_name": "openai/gsm8k",
+        "subset": entry.get("subset") or "main",
+        "input_key": "question",
+        "output_key": "answer",
+    }
+    for own, value in whole.items():
+        recipe.set(f"{key}.{own}", value, because=f"{key}.extract_answer")
+    recipe.note(f"{key}.extract_answer", Effect.RENAMED, f"{key}.dataset_name=openai/gsm8k here, whose answers are read whole")
+    recipe.drop(f"{key}.extract_answer")
+
+
 def _name_path(recipe: Recipe, key: str, name: str, kind: DatasetFormat, entry: Mapping[str, Any]) -> None:
     """Name the path itself, and the columns that a format of NeMo-RL reads unless other keys say so."""
-    path, place = entry.get("data_path"), _place(recipe, key, "data_path")
+    path, place = entry.get(kind.path_key), _place(recipe, key, kind.path_key)
     if path is None:
-        fix = f"Set {key}.data_path to a file or to OWNER/NAME of the hub."
-        return recipe.refuse(_place(recipe, key, "dataset_name"), f"found {name}, but no data_path to read", fix)
+        fix = f"Set {key}.{kind.path_key} to a file or to OWNER/NAME of the hub."
+        return recipe.refuse(_place(recipe, key, "dataset_name"), f"found {name}, but no {kind.path_key} to read", fix)
     recipe.set(f"{key}.dataset_name", path, because=place)
     recipe.note(place, Effect.RENAMED, f"{key}.dataset_name={path} here, with the columns of {name}")
     for option, (own, usual) in kind.keys.items():
@@ -128,7 +168,7 @@ def _name_path(recipe: Recipe, key: str, name: str, kind: DatasetFormat, entry: 
             recipe.set(f"{key}.{own}", column, because=_place(recipe, key, option))
         if option != own:
             recipe.drop(f"{key}.{option}")
-    recipe.drop(f"{key}.data_path")
+    recipe.drop(f"{key}.{kind.path_key}")
     recipe.drop(f"{key}.use_preserving_dataset")
 
 
@@ -230,6 +270,8 @@ def find_named_files(recipe: Recipe) -> None:
 
 
 def _is_missing_path(value: str, *, template: bool) -> bool:
+    if value == AUTO_PROMPT:
+        return False
     try:
         return (not template or value.endswith(".jinja")) and "\n" not in value and not Path(value).is_file()
     except (OSError, ValueError):  # a name that no file can have

@@ -89,6 +89,8 @@ def _translate_math(recipe: Recipe, key: str, options: Mapping[str, Any]) -> Non
         checker = None  # not read beside it
     elif kind in (None, "math"):
         _drop(recipe, f"{key}.verifier_type", "math is how the environment checks answers anyway")
+        if recipe.is_written("data.processor") and "verifier" not in options:  # an evaluation, graded as there
+            recipe.set(f"{key}.verifier", "math_verify", because=key)
     else:
         _refuse_value(recipe, f"{key}.verifier_type", kind, ("math", *CHOICE_VERIFIERS))
     if str(checker) in MATH_VERIFIERS:

@@ -21,6 +21,7 @@ import typing
 from collections import Counter
 from typing import Any
 
+from strop.environments.code.programs.plain_numpy import offer_numpy
 from strop.environments.code.programs.plain_values import MalformedValue, NotPlain, decode_value, encode_value
 
 MODULES = (  # that tests use without importing them
@@ -156,14 +157,24 @@ def build_exception(kind: type[Exception], text: str) -> Exception:
 
 
 class GuardStatements(ast.NodeTransformer):
-    """Puts each statement of the tests into a ``try``, so that the next one runs whatever becomes of it, and counts assertions."""
+    """Puts each statement of the tests into a ``try``, so that the next one runs whatever becomes of it, and counts assertions: also a
+    call of one of the tests' own ``helpers`` that assert something."""
+
+    def __init__(self, helpers: set[str]) -> None:
+        self.helpers = helpers
+
+    def is_counted(self, statement: ast.stmt) -> bool:
+        if isinstance(statement, ast.Assert):
+            return not isinstance(statement.test, ast.Constant)
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in self.helpers
 
     def guard(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         return [self.guard_one(statement) for statement in statements]
 
     def guard_one(self, statement: ast.stmt) -> ast.stmt:
         if isinstance(statement, ast.FunctionDef):
-            if statement.name == "check" or statement.name.startswith("test"):
+            if is_guarded(statement):
                 statement.body = self.guard(statement.body)
             return statement
         if isinstance(statement, ast.For | ast.If | ast.With):
@@ -172,14 +183,26 @@ class GuardStatements(ast.NodeTransformer):
                 statement.orelse = self.guard(statement.orelse)
         if isinstance(statement, ast.ClassDef | ast.Import | ast.ImportFrom | ast.Global | ast.Pass | ast.Break | ast.Continue):
             return statement
-        counted = isinstance(statement, ast.Assert) and not isinstance(statement.test, ast.Constant)
         guarded = ast.parse(
             f"try: pass\nexcept BaseException as __error: __failed({ast.unparse(statement)[:100]!r}, __error)\n"
-            + ("else: __passed()\n" if counted else "")
+            + ("else: __passed()\n" if self.is_counted(statement) else "")
         ).body[0]
         assert isinstance(guarded, ast.Try)
         guarded.body = [statement]
         return guarded
+
+
+def is_guarded(function: ast.FunctionDef) -> bool:
+    """Whether each statement of a function counts by itself."""
+    return function.name == "check" or function.name.startswith("test")
+
+
+def list_helpers(trees: list[ast.Module]) -> set[str]:
+    """The functions of the tests that assert something, so that a call of one is a test."""
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return {
+        each.name for each in functions if not is_guarded(each) and any(isinstance(node, ast.Assert) for node in ast.walk(each))
+    }
 
 
 def list_free_names(trees: list[ast.Module]) -> set[str]:
@@ -211,9 +234,11 @@ def run_checks(request: dict[str, Any]) -> dict[str, Any]:
     namespace |= {name: getattr(typing, name) for name in typing.__all__ if name in free}
     namespace |= {name: importlib.import_module(name) for name in MODULES if name in free}
     namespace |= {name: Remote(session, name) for name in (free - set(namespace)) | remote}
+    offer_numpy()
     random.seed(0)
+    guard = GuardStatements(list_helpers([*setup, *tests]))
     for tree in [*setup, *tests]:
-        tree.body = GuardStatements().guard(tree.body)
+        tree.body = guard.guard(tree.body)
         exec(compile(ast.fix_missing_locations(tree), "tests.py", "exec"), namespace)
     return {
         "calls": session.calls,

@@ -1,0 +1,161 @@
+"""Rows of built-in data sets that are of another form: made into columns and messages, or left out."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from strop.data.builtin.builtin_dataset import BuiltinDataset, Condition
+from strop.data.sources.in_memory import ListRecords
+from strop.data.sources.records import DataError, Record, Records, get_text
+
+logger = logging.getLogger(__name__)
+
+TREE_SYSTEM_PROMPT = (  # of Open Assistant's conversations as NeMo-RL reads them
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions.\n\n"
+)
+TREE_ROLES = {"prompter": "user", "assistant": "assistant"}
+SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{)?")
+TURN = re.compile(r"\n\n(Human|Assistant):")
+
+
+def read_rows(builtin: BuiltinDataset, records: Records) -> Records:
+    """Return the records as the entry's ``row_reader`` reads them: as many with further columns, or others in their place."""
+    if builtin.row_reader is None:
+        return records
+    if builtin.row_reader == "conversation_trees":
+        conversations = [each for index in range(len(records)) for each in _cut_tree(records, index)]
+        if not conversations:
+            raise DataError(f"none of the {len(records)} trees of {records.name} has a reply")
+        return ListRecords(records.name, conversations, "conversation")
+    return _ReadRecords(records, COLUMN_READERS[builtin.row_reader])
+
+
+def select_rows(builtin: BuiltinDataset, records: Records) -> Sequence[int]:
+    """Return the indices of the records that meet the entry's conditions. Raises DataError if there are none."""
+    if not builtin.keep:
+        return range(len(records))
+    columns = tuple(dict.fromkeys(condition.column for condition in builtin.keep))
+    rows = enumerate(records.iter_values(columns))
+    kept = [index for index, values in rows if keeps_row(builtin.keep, dict(zip(columns, values, strict=True)))]
+    if not kept:
+        raise DataError(f"none of the {len(records)} rows of {records.name} can be used: {_format_conditions(builtin.keep)}")
+    if left_out := len(records) - len(kept):
+        logger.info(
+            "%d of %d rows of %s are left out: %s", left_out, len(records), records.name, _format_conditions(builtin.keep)
+        )
+    return kept
+
+
+def keeps_row(conditions: Sequence[Condition], record: Record) -> bool:
+    """Return whether a row meets all conditions."""
+    for condition in conditions:
+        value = record.get(condition.column)
+        text = "" if value is None else str(value)
+        if condition.one_of and text not in condition.one_of:
+            return False
+        if condition.none_of and text.strip().lower() in condition.none_of:
+            return False
+    return True
+
+
+def _format_conditions(conditions: Sequence[Condition]) -> str:
+    texts = [
+        f"{each.column} must be {' or '.join(map(repr, each.one_of))}"
+        if each.one_of
+        else f"{each.column} must not be {' or '.join(map(repr, each.none_of))}"
+        for each in conditions
+    ]
+    return ", ".join(texts)
+
+
+class _ReadRecords(Records):
+    """Records with columns that are made of others when one is read."""
+
+    def __init__(self, records: Records, read: Callable[[Record, str], Mapping[str, Any]]) -> None:
+        self.name, self.uniform, self._records, self._read = records.name, records.uniform, records, read
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read_record(self, index: int) -> Record:
+        record = self._records.read_record(index)
+        return {**record, **self._read(record, self.location(index))}
+
+    def location(self, index: int) -> str:
+        return self._records.location(index)
+
+
+def _preferred_response(record: Record, where: str) -> Mapping[str, Any]:
+    """HelpSteer3's preference as a response: the better one, of a tie the first."""
+    first, second, preference = (record.get(key) for key in ("response1", "response2", "overall_preference"))
+    if not isinstance(preference, int | float):
+        raise DataError(f"{where}: 'overall_preference' is {preference!r:.80}, not a number from -3 to 3. Fix the record")
+    return {"response": second if preference > 0 else first}
+
+
+def _boxed_solution(record: Record, where: str) -> Mapping[str, Any]:
+    """The answer of a worked solution: what its last \\boxed holds, in braces or, as some solutions of MATH have it, without."""
+    solution = get_text(record, "solution", "output_key", where)
+    *_, last = [None, *BOX.finditer(solution)]
+    answer = "" if last is None else _read_group(solution, last.end()) if last[1] else solution[last.end() :].split("$")[0]
+    if not answer.strip():
+        raise DataError(
+            f"{where}: 'solution' has no answer in \\boxed. Set output_key to a column of answers, or leave the row out"
+        )
+    return {"answer": answer.strip()}
+
+
+def _read_group(text: str, start: int) -> str:
+    """Return the text from ``start`` to the brace that closes it; empty if none does."""
+    depth = 1
+    for index in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
+        if depth == 0:
+            return text[start:index]
+    return ""
+
+
+def _dialogues(record: Record, where: str) -> Mapping[str, Any]:
+    """hh-rlhf's texts, "\\n\\nHuman: ...\\n\\nAssistant: ...", as messages."""
+    return {
+        key: _split_dialogue(get_text(record, key, f"{key}_key", where), f"{where}: {key!r}") for key in ("chosen", "rejected")
+    }
+
+
+def _split_dialogue(text: str, where: str) -> list[dict[str, str]]:
+    before, *parts = TURN.split(text)
+    if before.strip() or not parts:
+        raise DataError(f"{where} is {text!r:.80}, which does not begin with a turn, Human: or Assistant:. Fix the record")
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": SPEAKERS[speaker], "content": content.strip()} for speaker, content in turns]
+
+
+def _cut_tree(records: Records, index: int) -> Iterator[Record]:
+    """Yield the conversation from the root of a tree of replies to each of its leaves, except those that are a prompt alone."""
+    record, where = records[index], records.location(index)
+    branches: list[tuple[Any, tuple[dict[str, str], ...]]] = [(record.get("prompt", record), ())]
+    while branches:
+        node, before = branches.pop()
+        messages = (*before, _tree_message(node, where))
+        if replies := node.get("replies"):
+            branches += [(reply, messages) for reply in reversed(replies)]
+        elif len(messages) > 1:
+            yield {"messages": [{"role": "system", "content": TREE_SYSTEM_PROMPT}, *messages]}
+
+
+def _tree_message(node: Any, where: str) -> dict[str, str]:
+    if not isinstance(node, Mapping) or node.get("role") not in TREE_ROLES:
+        raise DataError(f"{where} is no tree of messages by a prompter and an assistant: {node!r:.80}. Fix the record")
+    return {"role": TREE_ROLES[node["role"]], "content": get_text(node, "text", "messages_key", where)}
+
+
+COLUMN_READERS: Mapping[str, Callable[[Record, str], Mapping[str, Any]]] = {
+    "preferred_response": _preferred_response,
+    "boxed_solution": _boxed_solution,
+    "dialogues": _dialogues,
+}

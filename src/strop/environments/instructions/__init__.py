@@ -1,0 +1,1 @@
+"""Instructions whose following can be checked."""

@@ -1,0 +1,143 @@
+"""Each evaluation set of mathematics and multiple choice by name, from the command line to the number, on local files of its schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strop import cli
+from strop.data.builtin.choice_sets import CHOICE_SETS, REPORTED_CHOICES
+from strop.data.builtin.math_evaluation_sets import MATH_EVALUATION_SETS, REPORTED
+from strop.generation.base import Completion
+from strop.generation.torch.torch_engine import TorchEngine
+from strop.sampling import Sampling
+from support.evaluation_answers import SOLUTIONS
+
+SETS = [
+    "AIME2025",
+    "AMC",
+    "HMMT_Feb_2025",
+    "OlympiadBench",
+    "MinervaMath",
+    "gsm8k",
+    "mmlu",
+    "mmmlu_ZH-CN",
+    "mmlu_pro",
+    "gpqa_diamond",
+]
+OTHERS = [name for name in (*REPORTED, *REPORTED_CHOICES) if name not in SETS]
+
+
+def write_solution(prompt: str, solution: str) -> str:
+    """Write as the prompt asks: a box, or the letter of an option."""
+    if "of the form Answer:" in prompt:
+        return f"I think.\nAnswer: {solution}"
+    if "'Answer: $LETTER'" not in prompt:
+        return f"I think that it is $\\boxed{{{solution}}}$."
+    (letter,) = [line[0] for line in prompt.replace("<|im_end|>", "").splitlines() if line[1:] == f") {solution}"]
+    return f"I think of A first.\n\n**Answer: {letter}**"
+
+
+def answer_by_script(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, turns: Sequence[int]) -> list[str]:
+    """Make the engine write solutions: of the samples of a task, the first has ``turns[0]`` (0: right, 1: wrong), and so on."""
+    asked: list[str] = []
+
+    async def generate(self: Any, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
+        text = tokenizer.decode(list(prompt), clean_up_tokenization_spaces=False)
+        (question,) = [each for each in SOLUTIONS if each in text]
+        turn = turns[asked.count(text) % len(turns)]
+        asked.append(text)
+        written = write_solution(text, SOLUTIONS[question][turn])
+        tokens = [*tokenizer(written, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        length = len(tokens)
+        return Completion(
+            tokens=torch.tensor(tokens),
+            logprobs=torch.zeros(length),
+            versions=torch.zeros(length, dtype=torch.int32),
+            text=written,
+            stopped=True,
+        )
+
+    monkeypatch.setattr(TorchEngine, "generate", generate)
+    return asked
+
+
+def evaluate(model: Path, name: str, capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, Any]:
+    options = ("generation.vllm_cfg.max_model_len=1024", "generation.temperature=1", "env.math={}", *overrides)
+    code = cli.main(["eval", str(model), f"data.dataset_name={name}", *options, "--json"])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    found: dict[str, Any] = json.loads(captured.out)
+    return found
+
+
+def check_set(name: str, model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("eval.num_tests_per_prompt=2", f"eval.save_path={folder / name}")
+    metrics = evaluate(model, name, capsys, *overrides)["metrics"]
+    (stored,) = (folder / name).rglob("step_*.json")
+    tasks = json.loads(stored.read_text())["tasks"]
+    assert (metrics["accuracy"], metrics["pass@2"], metrics["errors"]) == (0.5, 1.0, 0.0), (name, tasks)
+    for task in tasks:
+        right, wrong = sorted(task["samples"], key=lambda sample: -sample["accuracy"])
+        assert (right["accuracy"], wrong["accuracy"]) == (1.0, 0.0), (name, task)
+        assert None not in (right["answer"], wrong["answer"]) and right["answer"] != wrong["answer"], (name, task)
+
+
+def test_each_set_by_name_to_the_number(
+    tiny_model_folder: Path,
+    tokenizer: Any,
+    local_hub: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of the two samples of a task one is right and one is wrong."""
+    asked = answer_by_script(monkeypatch, tokenizer, (0, 1))
+    for name in SETS:
+        check_set(name, tiny_model_folder, tmp_path, capsys)
+        entry = {**REPORTED, **REPORTED_CHOICES}[name]
+        before, after = str(entry.prompt).split("{question}")
+        assert before in asked[-1] and after in asked[-1]
+
+
+@pytest.mark.exhaustive
+def test_each_other_set_by_name_to_the_number(
+    tiny_model_folder: Path,
+    tokenizer: Any,
+    local_hub: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answer_by_script(monkeypatch, tokenizer, (0, 1))
+    for name in OTHERS:
+        check_set(name, tiny_model_folder, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(("turn", "accuracy"), [(0, 1.0), (1, 0.0)])
+def test_a_model_that_knows_the_answers_scores_one_and_another_zero(
+    turn: int,
+    accuracy: float,
+    tiny_model_folder: Path,
+    tokenizer: Any,
+    local_hub: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answer_by_script(monkeypatch, tokenizer, (turn,))
+    for name, overrides in (("math500", ()), ("mmlu_pro", ("data.shuffle_choices=true", "data.seed=3"))):
+        metrics = evaluate(tiny_model_folder, name, capsys, *overrides)["metrics"]
+        assert metrics["accuracy"] == metrics["pass@1"] == accuracy
+
+
+def test_every_name_is_that_of_a_set_with_a_wording_and_a_grader() -> None:
+    for name, entry in {**MATH_EVALUATION_SETS, **CHOICE_SETS}.items():
+        assert entry.grader is not None, name
+        assert (entry.prompt or "{question}").count("{question}") == 1, name
+        assert (entry.choices is None) == (entry.grader.options["verifier"] != "strict_multichoice"), name
+        assert entry.splits.choose("evaluation") == entry.splits.evaluation, name
