@@ -16,6 +16,7 @@ from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, Rollout
 from strop.config.source import yaml_text
 from strop.config.source.yaml_source import OVERRIDE, get_at, merge_sections, read_config_file
 from strop.data.builtin.builtin_dataset import Purpose
+from strop.data.prompt_template import AUTO_PROMPT
 from strop.data.data_config import split_names
 from strop.problems import ConfigError, Problem
 
@@ -130,6 +131,8 @@ def _prepare_values(saved: Mapping[str, Any], section: str, root: Path, changed:
     if is_other or (changed and not entries):
         pattern = (entries or _as_list(data.get("train")) or [{}])[0]
         entries = [{**OTHER_DATA, **{key: value for key, value in pattern.items() if key.endswith(COLUMNS)}}]
+        if entries[0].get("prompt_file") is None:  # a set that is graded as it is reported is asked as it is reported
+            entries[0]["prompt_file"] = AUTO_PROMPT
     if not entries:
         raise ConfigError(
             [
