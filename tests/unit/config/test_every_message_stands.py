@@ -51,6 +51,7 @@ LARGER_THAN_A_NODE = (
 
 # The old message -> what says it now.
 REWORDED: dict[str, str] = {
+    "found {}, but this version uses {}; the others stay idle": "found {}, but {}; the others stay idle",
     "an engine of {} devices (policy.generation.vllm_cfg.tensor_parallel_size) does not fit on a node: at most {} devices of a node "
     "generate. Lower it, or raise cluster.gpus_per_node": LARGER_THAN_A_NODE,
     "the environment {} has no option {}{}": "{} has no option {}{}",  # of environments and verifiers
