@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from loop.killing import Kill
 from loop.runs import Environ, Outcome, overrides, start, strop
 from loop.tiny import build_tiny
+from strop.cli import run_script
 from support.hub import HUB
 from support.needs import needs_vllm
 
@@ -89,3 +90,66 @@ def test_two_vllm_engines_over_ray_say_what_two_on_this_machine_say(tiny: Path, 
         assert outcome.code == 0, outcome.out + outcome.err
         found.append([[sample["completion"] for sample in task["samples"]] for task in read(tmp_path / name)["tasks"]])
     assert found[0] == found[1] == found[2]
+
+
+# --- the commands of the guides, as they are written there -------------------------------------------------------------------------
+
+LOCAL = "data.dataset_name=rows.jsonl data.problem_key=Question data.solution_key=Answer"
+COMMANDS = {  # after ``python examples/run_eval.py``, in examples/..; what says what is evaluated
+    "": "AIME2024 (AIME2024)",
+    "generation.model_name={model}": "AIME2024 (AIME2024)",
+    "generation.model_name=Qwen/Qwen3-8B generation.temperature=0.6 generation.top_p=0.95 generation.top_k=20 "
+    "generation.vllm_cfg.max_model_len=38912 tokenizer.chat_template_kwargs.enable_thinking=true "
+    "data.prompt_file=examples/prompts/cot.txt": "temperature 0.6, at most 38912 new tokens",
+    "--config examples/configs/evals/gpqa_eval.yaml": "gpqa (gpqa)",
+    f"--config examples/configs/evals/local_eval.yaml {LOCAL}": "rows.jsonl, 2 rows (math)",
+    "--config examples/configs/evals/math_eval.yaml generation.model_name=agentica-org/DeepScaleR-1.5B-Preview generation.temperature=0.6 "
+    "generation.top_p=0.95 generation.vllm_cfg.max_model_len=32768 data.dataset_name=math500 eval.num_tests_per_prompt=16 "
+    "cluster.gpus_per_node=8": "16 a task, temperature 0.6",
+}  # fmt: skip
+SMALL = [
+    "generation.vllm_cfg.max_model_len=2000", "generation.max_new_tokens=4", "generation.precision=float32",
+    "generation.device=cpu", "generation.num_threads=1", "generation.torch_cfg.kv_cache_memory_gb=0.05",
+    "data.size=2", "tokenizer.chat_template_kwargs={}",
+]  # fmt: skip
+
+
+def prepare(folder: Path) -> None:
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"Question": f"{n}+1", "Answer": str(n + 1)}) + "\n" for n in range(2)))
+
+
+def run_verbatim(command: str, more: list[str], model: Path, folder: Path) -> Outcome:
+    """Run a command as it is written, in a folder with the examples, on local copies of the hub."""
+    prepare(folder)
+    hub = Environ({"STROP_DATASETS": str(HUB), "HF_DATASETS_CACHE": str(folder / "cache")})
+    return strop("examples/run_eval.py", *command.format(model=model).split(), *more, folder=folder, before=hub)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_guide_are_understood_as_they_are(
+    command: str,
+    tiny: Path,
+    tmp_path: Path,
+    local_hub: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["examples/run_eval.py", *command.format(model=tiny).split(), "--dry-run"])
+    code = run_script("eval", Path("examples/configs/evals/eval.yaml"))
+    said = capsys.readouterr()
+    assert code == 0 and COMMANDS[command] in said.out, said.err
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_guide_run_to_the_end_with_a_tiny_model(command: str, tiny: Path, tmp_path: Path) -> None:
+    done = run_verbatim(command, [*SMALL, f"generation.model_name={tiny}"], tiny, tmp_path)
+    assert done.code == 0, done.err
+    assert "\npass@1 = " in done.out
+    (stored,) = (tmp_path / "results/evals/tiny").glob("*/step_000000.json")
+    assert f"every sample is in {stored.relative_to(tmp_path)}" in done.out
+    samples = 16 if "num_tests_per_prompt=16" in command else 1
+    assert all(len(task["samples"]) == samples for task in json.loads(stored.read_text())["tasks"])

@@ -54,6 +54,7 @@ REWORDED: dict[str, str] = {
     "{} holds {}, which is not text; only text conversations can be trained on": (
         "{} holds {}, which is not text; only text and images can be trained on"
     ),
+    "found {}, but this version uses {}; the others stay idle": "found {}, but {}; the others stay idle",
     "an engine of {} devices (policy.generation.vllm_cfg.tensor_parallel_size) does not fit on a node: at most {} devices of a node "
     "generate. Lower it, or raise cluster.gpus_per_node": LARGER_THAN_A_NODE,
     "the environment {} has no option {}{}": "{} has no option {}{}",  # of environments and verifiers

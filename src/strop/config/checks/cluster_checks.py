@@ -17,7 +17,7 @@ from strop.config.schema.run_config import (
     list_trained_models,
 )
 from strop.distributed.cluster_config import ClusterConfig
-from strop.generation.generation_config import GenerationConfig
+from strop.distributed.placement import count_engines, engine_size
 from strop.learner.megatron.megatron_config import MegatronConfig
 from strop.learner.megatron.megatron_dims import size_errors
 from strop.learner.parallel.dtensor_config import DtensorConfig
@@ -166,10 +166,13 @@ def warn_unused_roles(config: TrainingRunConfig) -> Problems:
 
 
 def warn_idle_devices(config: EvalRunConfig) -> Problems:
-    configured, used = config.cluster.gpus_per_node, count_gpus(config.generation)
-    if configured > max(1, used):
-        devices = "one device" if used <= 1 else f"{used} devices with these engines"
-        yield Problem("cluster.gpus_per_node", f"found {configured}, but this version uses {devices}; the others stay idle")
+    cluster, generation = config.cluster, config.generation
+    configured, engines = cluster.num_nodes * cluster.gpus_per_node, count_engines(generation)
+    if engines is None and cluster.backend == "local" and not generation.uses_vllm:
+        engines = 1  # in this process
+    if engines is not None and configured > max(1, engines * engine_size(generation)):
+        used = f"{engines} {'engine uses' if engines == 1 else 'engines use'} {engines * engine_size(generation)}"
+        yield Problem("cluster.gpus_per_node", f"found {configured}, but {used}; the others stay idle")
 
 
 MACHINE_CHECKS = (
@@ -189,11 +192,3 @@ def find_machine_errors(config: TrainingRunConfig) -> list[Problem]:
         *(problem for key, section in sections for problem in section.errors(key)),
         *(problem for check in MACHINE_CHECKS for problem in check(config)),
     ]
-
-
-def count_gpus(generation: GenerationConfig) -> int:
-    """Return the number of GPUs of a run with one learner rank."""
-    if not generation.uses_vllm:
-        return 1
-    engines = generation.vllm_cfg.num_local_engines * generation.vllm_cfg.engine_size
-    return engines if generation.colocated.enabled else engines + 1
