@@ -26,7 +26,7 @@ from strop.statistics.verdicts import describe_forecast, describe_verdict
 
 @dataclass(frozen=True, kw_only=True)
 class ChangedTask:
-    """A task on which two evaluations differ, with the first answer of each."""
+    """A task on which two evaluations differ, with a sample of each that shows it: the best of one and the worst of the other."""
 
     task: str
     set_name: str
@@ -101,7 +101,7 @@ def compare_evaluations(
     metric: str = "accuracy",
     level: float = 0.95,
     margin: float | None = None,
-    shown: int = 5,
+    shown: int = 3,
 ) -> Comparison:
     """Compare the stored tasks of two evaluations, task by task.
 
@@ -233,7 +233,8 @@ def _list_changed(tasks: Sequence[MatchedTask], metric: TaskMetric) -> dict[bool
     changed: dict[bool, list[ChangedTask]] = {True: [], False: []}
     for a, b, task in sorted(valued, key=lambda each: -abs(each[1] - each[0])):
         if a != b:
-            changed[good * (b - a) > 0].append(
+            won = good * (b - a) > 0
+            changed[won].append(
                 ChangedTask(
                     task=task.name,
                     set_name=task.set_name,
@@ -241,11 +242,17 @@ def _list_changed(tasks: Sequence[MatchedTask], metric: TaskMetric) -> dict[bool
                     answer=task.a.get("answer"),
                     a=a,
                     b=b,
-                    a_sample=str(task.a["samples"][0].get("completion", "")),
-                    b_sample=str(task.b["samples"][0].get("completion", "")),
+                    a_sample=_read_sample(task.a, best=not won),
+                    b_sample=_read_sample(task.b, best=won),
                 )
             )
     return changed
+
+
+def _read_sample(task: StoredTask, *, best: bool) -> str:
+    """Return what the best or the worst sample of a task says."""
+    choose = max if best else min
+    return str(choose(task["samples"], key=lambda sample: float(sample["accuracy"])).get("completion", ""))
 
 
 def _count_samples(tasks: Sequence[StoredTask]) -> str:

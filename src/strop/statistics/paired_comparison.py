@@ -179,7 +179,7 @@ def _difference_interval(values: PairedValues, spread: Sequence[float], mean: fl
     most_common = Counter(round(each, 12) for each in spread).most_common(1)[0][1]
     few = count - most_common < min(FEW, max(count // 2, 1))
     if (few and values.bounds is not None) or squares <= 1e-24 * count:
-        of_one = largest * largest
+        of_one = largest * largest if values.bounds is not None or mean == 0 else mean * mean
     else:
         of_one = math.fsum(each**4 for each in spread) / squares  # the mean square of differences, as those weigh that matter
     if count == 1:

@@ -47,9 +47,13 @@ def _format_tables(found: Comparison) -> list[str]:
     several = len(found.sets) > 1
     rows = [_format_row(name, each, found.metric) for name, each in found.sets.items()]
     rows += [_format_row("mean of sets", found.total, found.metric)] if several else []
-    main = _align([[found.metric.name, *header[1:]], *rows])
-    others = _align([["", *header[1:]], *(_format_row(metric.name, each, metric) for metric, each in found.others.items())])
-    return [*main, "", "For information, each by itself:", *others]
+    main = _align([[_name_metric(found.metric), *header[1:]], *rows])
+    others = [_format_row(_name_metric(metric), each, metric) for metric, each in found.others.items() if each.a or each.b]
+    return [*main, "", "For information, each by itself:", *_align([header, *others])]
+
+
+def _name_metric(metric: TaskMetric) -> str:
+    return f"{metric.name}, %" if metric.is_share else metric.name
 
 
 def _format_row(name: str, found: PairedComparison, metric: TaskMetric) -> list[str]:
