@@ -97,7 +97,7 @@ def train(
 def evaluate(
     model: str | Path | Run | None = None,
     *,
-    data: Data | None = None,
+    data: Data | Sequence[str] | None = None,
     reward: Reward | None = None,
     environment: str | type[Environment[Any]] | None = None,
     samples: int | None = None,
@@ -111,7 +111,8 @@ def evaluate(
 
     Args:
         model: A ``Run`` or its folder, a checkpoint, a Hugging Face folder, or a hub name. The newest checkpoint of a run is evaluated.
-        data, reward, environment, config, settings: As for ``train``; ``data`` are the tasks.
+        data, reward, environment, config, settings: As for ``train``; ``data`` are the tasks. Several names of datasets are several sets,
+            with metrics of their own: ``data=["AIME2025", "math500"]``.
         samples: How many samples of each task (``eval.num_tests_per_prompt``).
 
     Raises ConfigError for settings that cannot work, and the errors of the evaluation.
@@ -126,13 +127,14 @@ def evaluate(
     else:
         evaluation = _prepare_run_evaluation(found, data, reward, environment, config, given)
     report = _run(lambda: evaluate_any(evaluation))
-    rows = [{"task": task["task"], **sample} for task in report.tasks for sample in task["samples"]]
-    return Evaluation(report.metrics, rows, report.standard_errors)
+    rows = [{"task": task["task"], "set": task.get("set"), **sample} for task in report.tasks for sample in task["samples"]]
+    intervals = {name: (interval.low, interval.high) for name, interval in report.intervals.items()}
+    return Evaluation(report.metrics, rows, report.standard_errors, intervals, report.stored)
 
 
 def _prepare_model_evaluation(
     model: SavedModel | None,
-    data: Data | None,
+    data: Data | Sequence[str] | None,
     reward: Reward | None,
     environment: str | type[Environment[Any]] | None,
     config: str | Path | None,
@@ -153,7 +155,7 @@ def _prepare_model_evaluation(
 
 def _prepare_run_evaluation(
     model: SavedModel,
-    data: Data | None,
+    data: Data | Sequence[str] | None,
     reward: Reward | None,
     environment: str | type[Environment[Any]] | None,
     config: str | Path | None,
@@ -232,11 +234,13 @@ def _task_settings(reward: Reward | None, environment: str | type[Environment[An
     return []
 
 
-def _data_settings(part: str | None, data: Data | None, scored: bool) -> Settings:
+def _data_settings(part: str | None, data: Data | Sequence[str] | None, scored: bool) -> Settings:
     """Return the keys of a data entry. ``scored``: by the reward or environment of the call."""
     if data is None:
         return {}
+    names = _list_names(data)
     entry: Any = dict(data) if isinstance(data, Mapping) else {"dataset_name": str(data)} if isinstance(data, str | Path) else {}
+    entry = {"dataset_name": names} if names else entry
     entry = {"env_name": ALIAS, **entry} if scored else entry
     return {"data": entry if part is None else {part: entry}}
 
@@ -254,8 +258,14 @@ def _check_scored(config: TrainingRunConfig) -> None:
         )
 
 
-def _is_rows(data: Data | None) -> bool:
-    return data is not None and not isinstance(data, str | Path | Mapping)
+def _is_rows(data: Data | Sequence[str] | None) -> bool:
+    return data is not None and not isinstance(data, str | Path | Mapping) and not _list_names(data)
+
+
+def _list_names(data: Data | Sequence[str] | None) -> list[str]:
+    """Return the names of several data sets; empty for anything else."""
+    listed = list(data) if isinstance(data, list | tuple) else []
+    return [str(name) for name in listed] if all(isinstance(name, str | Path) for name in listed) else []
 
 
 def _with_objects(

@@ -128,13 +128,15 @@ class Run:
 class Evaluation:
     """The scores of a model on a set of tasks, and its samples."""
 
-    metrics: Mapping[str, float]  # accuracy, avg@n, pass@k, cons@k, ...
+    metrics: Mapping[str, float]  # accuracy, avg@n, pass@k, cons@k, maj@k, ...; of several sets as SET/accuracy, too
     rows: Sequence[Mapping[str, Any]]  # one for each sample; none on recorded data
     standard_errors: Mapping[str, float] = field(default_factory=dict)  # of the metrics that are means over tasks
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # their 95 % confidence intervals
+    stored: Path | None = None  # the file with every sample; None: eval.save_path is null
 
     @cached_property
     def samples(self) -> pandas.DataFrame:
-        """Every sample, one row each, with its task, text and rewards."""
+        """Every sample, one row each, with its task, set, text and rewards."""
         import pandas
 
         return pandas.DataFrame(list(self.rows))

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from strop.build.models import PRECISIONS, LoadedPolicy, TokenizerBundle, write_model_folder
 from strop.config import RolloutRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.environments.games.policy_client import PastSelvesRule
-from strop.generation.base import Engine, Generator
-from strop.generation.generation_config import GenerationConfig
+from strop.generation.base import Engine
 from strop.generation.synced_generator import SyncedGenerator, make_synced_pool
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.generation.vllm.engine_args import VllmLaunch
-from strop.generation.vllm.local_engines import make_local_engines, start_serving_pool
+from strop.generation.vllm.local_engines import make_local_engines
 from strop.learner.base import require_token_outputs
 from strop.learner.client import LearnerClient
 from strop.models.adapters import lora_layers
@@ -159,25 +155,3 @@ def offloads_learner(config: RolloutRunConfig, *, on_cpu: bool, shares_module: b
         return False
     alternates = config.policy.generation.colocated.enabled and config.rollout_training.max_staleness == 0
     return bool(config.policy.offload) and (alternates or shares_module)
-
-
-async def make_serving_engine(policy: LoadedPolicy, config: GenerationConfig, length: int, *, threads: int | None) -> Generator:
-    """Make a generator that samples from ``policy`` with its current weights. Raises ValueError for options that do not go together.
-
-    vLLM reads the weights from a folder, and ``policy`` loses its own: there is no second copy of them in this process."""
-    if not config.uses_vllm:
-        torch_engine = make_torch_engine(
-            policy.network, policy.tokenizer, config.torch_cfg, length=length, stop_ids=policy.stop_ids
-        )
-        torch_engine.resume(0)
-        return torch_engine
-    folder = write_model_folder(policy, Path(tempfile.mkdtemp(prefix="strop-model-")), weights=True)
-    on_cpu = policy.network.device.type == "cpu"
-    policy.network.model.to("meta")
-    if not on_cpu:
-        torch.cuda.empty_cache()
-    launch = VllmLaunch(config=config, model=str(folder), on_cpu=on_cpu, load_weights=True)
-    engines = make_local_engines(
-        launch, policy.tokenizer, learner=policy.network.device, stop_ids=policy.stop_ids, threads=threads
-    )
-    return await start_serving_pool(engines, on_close=lambda: shutil.rmtree(folder, ignore_errors=True))

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
-from strop.build.engines import make_serving_engine
 from strop.build.exit_codes import run_command
+from strop.build.jobs.evaluation_engines import OpenEngines, open_engines
+from strop.build.jobs.evaluation_folder import OpenFolder, open_folder
 from strop.build.jobs.evaluation_job import (
     EvaluationJob,
+    EvaluationSet,
     loadable_folder,
     make_evaluation_job,
     make_run_evaluation_job,
 )
-from strop.build.jobs.evaluation_report import EvaluationReport, compute_standard_errors
-from strop.build.models import load_policy, resolve_device, select_device
-from strop.build.run_folders import lock_evaluation_folder
+from strop.build.jobs.evaluation_report import EvaluationReport, SetResult, make_report, strip_prefix
+from strop.build.jobs.task_log import TaskLog
+from strop.build.models import resolve_device
 from strop.build.summary import format_auto_engine, summarize
 from strop.build.tasks import make_mixture
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import EvalRunConfig, RecordedRunConfig
 from strop.config.load.evaluated_run import EvaluatedRun
+from strop.environments.mixture import Mixture
 from strop.monitoring.console.console import ConsoleKind, open_console
 from strop.rollouts.tool_turns import describe_tool_calls
 from strop.sandbox.sandbox_pool import configure_sandbox, try_sandbox
-from strop.trainer.evaluation import Evaluator
+from strop.trainer.evaluation import Evaluator, write_results
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,12 @@ def summarize_evaluation(evaluation: EvalRunConfig | CheckpointEvaluation) -> st
     if isinstance(config, RecordedRunConfig):
         return "\n".join([*lines, f"data        {names}, the loss of {config.algorithm.name}"])
     job = make_run_evaluation_job(evaluation.run, model)
-    sampling = job.sampling
+    sampling = job.sets[0].sampling
     lines += format_auto_engine(config.policy.generation)
     first = "" if job.max_tasks is None else f", at most {job.max_tasks} tasks ({config.section}.max_val_samples)"
     lines += [
-        f"sampling    {job.samples} a task, temperature {sampling.temperature:g}, at most {sampling.max_new_tokens} new tokens a turn, "
-        f"{job.rules.max_turns} {'turn' if job.rules.max_turns == 1 else 'turns'}",
+        f"sampling    {job.sets[0].samples} a task, temperature {sampling.temperature:g}, at most {sampling.max_new_tokens} new tokens a "
+        f"turn, {job.max_turns} {'turn' if job.max_turns == 1 else 'turns'}",
         f"tasks       {names}{first}",
     ]
     return "\n".join(lines)
@@ -92,55 +97,80 @@ async def evaluate_any(
 async def evaluate_job(
     job: EvaluationJob, note: Callable[[str], object] = print, *, console: ConsoleKind = "auto"
 ) -> EvaluationReport:
-    """Sample every task, score the samples and store them."""
+    """Sample every task that is not finished, score the samples and store them."""
     configure_sandbox(job.sandbox)
-    source = make_mixture(job.entries, job.env, "validation", seed=job.task_seed)
-    environments = [each.environment for each in source.components]
+    sources = [make_mixture(each.entries, job.env, "validation", seed=job.task_seed, purpose=job.purpose) for each in job.sets]
+    environments = [component.environment for source in sources for component in source.components]
     if any(each.needs_sandbox for each in environments):
         note(await try_sandbox())
-    step = job.model.step or 0
-    with lock_evaluation_folder(job.folder), loadable_folder(job.model, note) as folder:
+    async with AsyncExitStack() as stack:
+        opened = stack.enter_context(open_folder(job, note))
+        folder = stack.enter_context(loadable_folder(job.model, note, shared=_shared_folder(job, opened)))
         placed = job if folder == job.model.weights else job.with_model(folder)
-        select_device(placed.policy.device)
-        policy = load_policy(placed.policy)
-        if said := describe_tool_calls(environments, policy.template, placed.rules.tool_call_format):
-            note(said)
-        length, threads = placed.rules.max_length, placed.policy.num_threads
-        engine = await make_serving_engine(policy, placed.generation, length, threads=threads)
-        evaluator = Evaluator(
-            source=source,
-            size=len(source) if job.max_tasks is None else min(len(source), job.max_tasks),
-            samples=job.samples,
-            generator=engine,
-            template=policy.template,
-            sampling=job.sampling,
-            rules=job.rules,
-            seed=job.seed,
-            folder=job.folder,
-            ks=_choose_ks(job),
-            voters=tuple(sorted({min(job.scoring.k_value, job.samples), job.samples})),
-            concurrent_tasks=job.concurrent_tasks,
+        engines = await stack.enter_async_context(
+            open_engines(placed, note, output_folder=None if opened is None else opened.path)
         )
-        try:
-            found = await evaluator.evaluate(step, open_console(console))
-            evaluator.files.close()
-        finally:
-            await engine.close()
-    metrics = {name.removeprefix("validation/"): value for name, value in found.items()}
-    return EvaluationReport(
-        metrics=metrics,
-        standard_errors=compute_standard_errors(evaluator.last_tasks, list(metrics)),
-        tasks=evaluator.last_tasks,
-        headline=_name_headline(job, metrics),
-        stored=None if job.folder is None else job.folder / f"step_{step:06d}.json",
-        model=job.model.weights,
-        step=job.model.step,
+        if said := describe_tool_calls(environments, engines.template, job.rules.tool_call_format):
+            note(said)
+        evaluators = [
+            make_evaluator(job, each, source, engines, None if opened is None else opened.log)
+            for each, source in zip(job.sets, sources, strict=True)
+        ]
+        tracker = open_console(console)
+        measured = [await evaluator.evaluate(job.model.step or 0, tracker) for evaluator in evaluators]
+        results = [
+            SetResult(each.name, strip_prefix(metrics), evaluator.last_tasks)
+            for each, metrics, evaluator in zip(job.sets, measured, evaluators, strict=True)
+        ]
+        report = make_report(results, model=job.model, folder=None if opened is None else opened.path)
+        if report.stored is not None:
+            found = {name: value for name, value in report.metrics.items() if not name.endswith("seconds")}
+            write_results(report.stored, job.model.step or 0, found, report.tasks)
+    return replace(report, headline=_name_headline(job, report.metrics))
+
+
+def make_evaluator(
+    job: EvaluationJob, each: EvaluationSet, source: Mixture, engines: OpenEngines, log: TaskLog | None
+) -> Evaluator:
+    voters = tuple(sorted({min(job.scoring.k_value, each.samples), each.samples}))
+    return Evaluator(
+        source=source,
+        size=len(source) if job.max_tasks is None else min(len(source), job.max_tasks),
+        samples=each.samples,
+        generator=engines.generator,
+        template=engines.template,
+        sampling=each.sampling,
+        rules=replace(job.rules, max_turns=_choose_turns(job, source)),
+        seed=job.seed,
+        ks=_choose_ks(job, each.samples),
+        voters=voters,
+        majorities=voters,
+        concurrent_tasks=job.concurrent_tasks,
+        finished=None if log is None else log.of_set(each.name),
+        name_set=source.name_set if len(each.entries) > 1 else lambda index: each.name,
+        keep_logprobs=job.scoring.save_logprobs,
     )
 
 
-def _name_headline(job: EvaluationJob, metrics: dict[str, float]) -> str:
+def _choose_turns(job: EvaluationJob, source: Mixture) -> int:
+    """Return the most turns of the policy: those that are configured, else as many as fit if an environment answers."""
+    if job.max_turns is not None:
+        return job.max_turns
+    answers = any(each.environment.responds or each.environment.has_tools for each in source.components)
+    return job.rules.max_length if answers else 1
+
+
+def _shared_folder(job: EvaluationJob, opened: OpenFolder | None) -> Path | None:
+    """Return where temporary weights are that several nodes read."""
+    return opened.path if opened is not None and job.cluster.num_nodes > 1 else None
+
+
+def _name_headline(job: EvaluationJob, metrics: Mapping[str, float]) -> str:
     """Return the metric chosen by ``eval.metric``. Raises ValueError if it needs answers to vote on and the environment has none."""
-    k = job.samples if job.scoring.metric == "avg@n" else job.scoring.k_value
+    samples = {each.samples for each in job.sets}
+    if job.scoring.metric == "avg@n" and len(samples) > 1:
+        return "accuracy"  # the same of each set, whatever its n
+    k = min(samples) if job.scoring.metric == "avg@n" else job.scoring.k_value
     name = f"{job.scoring.metric[:-1]}{k}"
     if name not in metrics:
         raise ValueError(
@@ -149,6 +179,6 @@ def _name_headline(job: EvaluationJob, metrics: dict[str, float]) -> str:
     return name
 
 
-def _choose_ks(job: EvaluationJob) -> tuple[int, ...]:
-    powers = {1 << power for power in range(job.samples.bit_length())}
-    return tuple(sorted(powers | {min(job.scoring.k_value, job.samples)}))
+def _choose_ks(job: EvaluationJob, samples: int) -> tuple[int, ...]:
+    powers = {1 << power for power in range(samples.bit_length())}
+    return tuple(sorted(powers | {min(job.scoring.k_value, samples)}))

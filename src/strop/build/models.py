@@ -28,7 +28,7 @@ from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_fro
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import load_classifier, set_pad_token
-from strop.models.loading import ModelNotFound, cast_weights, find_stop_token_ids, load_model, load_tokenizer
+from strop.models.loading import ModelNotFound, cast_weights, find_stop_token_ids, load_model, load_tokenizer, read_stop_token_ids
 from strop.models.lora import add_adapters, count_parameters
 from strop.models.malloc import reuse_freed_memory
 from strop.models.network import Network, disable_dropout, freeze_routers
@@ -48,6 +48,13 @@ class TokenizerBundle:
     tokenizer: Any
     template: ChatTemplate
     stop_ids: tuple[int, ...]
+
+
+def load_bundle(config: ModelConfig) -> TokenizerBundle:
+    """Load the tokenizer of a model, and what its configuration says of the end of a turn, without the model. Raises ModelNotFound."""
+    tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template, key=tokenizer_key(config))
+    stop_ids = read_stop_token_ids(config.model_name, tokenizer, overrides=config.hf_config_overrides)
+    return TokenizerBundle(tokenizer, ChatTemplate(tokenizer, options=config.tokenizer.chat_template_kwargs), stop_ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,16 +310,12 @@ def make_offload(
     )
 
 
-def write_model_folder(policy: LoadedPolicy, folder: Path, *, weights: bool = False) -> Path:
-    """Write the folder that engines build the model from: configuration and tokenizer. ``weights``: also the weights, for an engine that
-    receives none from a learner."""
+def write_model_folder(policy: LoadedPolicy, folder: Path) -> Path:
+    """Write the folder that engines build the model from: configuration and tokenizer, without the weights, which the learner sends."""
     folder.mkdir(parents=True, exist_ok=True)
     model = policy.network.model
-    if weights:
-        model.save_pretrained(folder)
-    else:
-        config = type(model.config).from_dict(model.config.to_dict())
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(folder)
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
     return folder

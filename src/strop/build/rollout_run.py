@@ -270,6 +270,7 @@ def make_evaluator(
         seed=training.seed,
         folder=Path(config.logger.log_dir).absolute() / "validation",
         past=past,
+        name_set=source.name_set,
         samples_to_print=config.logger.num_val_samples_to_print,
     )
 

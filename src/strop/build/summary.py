@@ -15,7 +15,7 @@ from strop.config.checks.device_counts import count_devices
 from strop.config.checks.run_checks import check_engine_device
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, environment_alias
-from strop.data.data_config import DataEntryConfig
+from strop.data.data_config import DataEntryConfig, EvalSetConfig
 from strop.data.sources.peek import format_rows
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.torch.torch_config import LEAST_CACHE_GB
@@ -223,17 +223,27 @@ def _format_teacher(teacher: TeacherConfig) -> str:
 
 
 def _summarize_evaluation(config: EvalRunConfig) -> list[str]:
+    config = config.with_graders()
     generation = config.generation
     device, precision = _format_device(generation.device, generation.num_threads), _format_precision(generation.precision)
-    alias = environment_alias(config, config.data)
+    entries = config.data.entries
     return [
         f"model       {generation.model_name} on {device}, {precision}",
         *format_auto_engine(generation),
         f"sampling    {config.eval.num_tests_per_prompt} a task, temperature {generation.temperature:g}, "
         f"at most {generation.max_new_tokens} new tokens",
-        f"tasks       {_format_data(config.data)} ({alias})" if config.data.data_name and alias else f"tasks       {alias}",
+        *(f"{'' if index else 'tasks':12}{_format_set(config, entry)}" for index, entry in enumerate(entries)),
         *_warn_unused_gpus(config),
     ]
+
+
+def _format_set(config: EvalRunConfig, entry: DataEntryConfig) -> str:
+    alias = environment_alias(config, entry)
+    text = f"{_format_data(entry)} ({alias})" if entry.data_name and alias else str(alias)
+    if not isinstance(entry, EvalSetConfig):
+        return text
+    samples = "" if entry.num_tests_per_prompt is None else f", {entry.num_tests_per_prompt} a task"
+    return f"{text}{samples}" + ("" if entry.temperature is None else f", temperature {entry.temperature:g}")
 
 
 def format_auto_engine(generation: GenerationConfig) -> list[str]:
@@ -257,10 +267,7 @@ def _format_precision(precision: str) -> str:
 
 
 def _warn_unused_gpus(config: EvalRunConfig) -> list[str]:
-    requested = config.cluster.gpus_per_node
-    if requested <= 1:
+    requested, found = config.cluster.gpus_per_node, len(visible_gpus())
+    if requested <= max(1, found) or config.cluster.backend == "ray" or config.cluster.num_nodes > 1:
         return []
-    return [
-        f"warning     cluster.gpus_per_node is {requested} ({len(visible_gpus())} GPUs found here), "
-        "but an evaluation runs in one process on one device"
-    ]
+    return [f"warning     cluster.gpus_per_node is {requested}, and {found} {'GPU is' if found == 1 else 'GPUs are'} found here"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from strop.config import RolloutRunConfig
+from strop.data.builtin.all_sets import BUILTIN_DATASETS
+from strop.data.builtin.builtin_dataset import Purpose
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
@@ -48,10 +51,17 @@ def make_mixture(
     seed: int,
     shuffle: bool = False,
     max_epochs: int | None = None,
+    purpose: Purpose | None = None,
 ) -> Mixture:
-    """Make a mixture of the tasks of data entries; several entries of training tasks are mixed by their weights."""
+    """Make a mixture of the tasks of data entries; several entries of training tasks are mixed by their weights.
+
+    ``purpose``: chooses the split of a built-in set; None: what the part is for."""
     weighted = part == "train" and len(entries) > 1
-    components = [_make_component(entry, env, seed, part, remote, weight=entry.weight if weighted else None) for entry in entries]
+    sources = [DataSource.from_entry(entry, seed=seed, part=part, purpose=purpose) for entry in entries]
+    components = [
+        _make_component(entry, env, source, remote, weight=entry.weight if weighted else None)
+        for entry, source in zip(entries, sources, strict=True)
+    ]
     return Mixture(tuple(components), seed=seed, shuffle=shuffle, max_epochs=max_epochs)
 
 
@@ -81,20 +91,28 @@ def describe_environments(config: RolloutRunConfig) -> Mapping[str, EnvironmentD
 
 
 def _make_component(
-    entry: DataEntryConfig, env: EnvironmentConfigs, seed: int, part: Part, remote: RemoteEnvironments, *, weight: float | None
+    entry: DataEntryConfig, env: EnvironmentConfigs, source: DataSource, remote: RemoteEnvironments, *, weight: float | None
 ) -> Component:
     alias = resolve_alias(entry, env)
     config = _environment_config(env, alias)
     environment = remote.get(alias) or _call_for_alias(alias, make_environment, config.type_of(alias), config.options)
     try:
         with contain_exits():
-            tasks = environment.tasks(DataSource.from_entry(entry, seed=seed, part=part))
+            tasks = environment.tasks(source)
     except (DataError, EnvironmentConfigError):
         raise
     except Exception as error:  # user-defined environments may raise anything
         where = f"env.{alias}: {environment.title}.tasks"
         raise EnvironmentConfigError(f"{where} raised {type(error).__name__}: {error}") from error
-    return Component(alias, environment, tasks, weight)
+    return Component(alias, environment, tasks, weight, name_data(entry) or alias)
+
+
+def name_data(entry: DataEntryConfig) -> str:
+    """Return a short name of an entry's data set; empty for an environment that generates its tasks."""
+    name = entry.data_name or ""
+    if entry.is_file:
+        return Path(name).stem
+    return name if name in BUILTIN_DATASETS else name.rstrip("/").rpartition("/")[2]
 
 
 def list_reward_names(config: RolloutRunConfig, of_steps: bool = False) -> tuple[str, ...]:

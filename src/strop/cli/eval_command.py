@@ -53,7 +53,10 @@ def evaluate(arguments: Sequence[str], command_line: str, default_config: Path |
     except ConfigError as error:
         return print_config_error(error)
     except KeyboardInterrupt:
-        return print_interrupted(f"An evaluation starts from the beginning:\n    {command_line}")
+        return print_interrupted(
+            "The same command continues with the tasks that are not finished; with eval.save_path=null it starts from the beginning:\n"
+            f"    {command_line}"
+        )
 
 
 def make_eval_parser(default_config: Path | None) -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, field_serializer, model_validator
 
 from strop.base_config import BaseConfig, default_of, fields_of, follows, subsection, to_tree
+from strop.data.prompt_template import AUTO_PROMPT
 from strop.data.sources.files import FILE_SUFFIXES, is_url
 from strop.problems import Problem
 
@@ -25,6 +26,10 @@ class DataEntryConfig(BaseConfig):
     subset: str | None = Field(None, description="Configuration of a hub dataset; null is its default.")
     split: str | None = Field(
         None, description="Split of a hub dataset; null is the built-in dataset's own, else train, for validation too."
+    )
+    revision: str | None = Field(
+        None,
+        description="Revision of a hub dataset, a commit, a tag or a branch; null is the built-in dataset's, else the newest.",
     )
     input_key: str | None = Field(
         None,
@@ -55,8 +60,9 @@ class DataEntryConfig(BaseConfig):
     )
     prompt_file: str | None = Field(
         None,
-        description="Text file with {question} or {} where the question goes; null is the question alone. Like system_prompt_file, "
-        "it is relative to the working directory, or else to the folder of the configuration that names it or one above.",
+        description="Text file with {question} or {} where the question goes; null is the question alone, and auto the usual wording of a "
+        "built-in dataset that has one. Like system_prompt_file, it is relative to the working directory, or else to the folder of the "
+        "configuration that names it or one above.",
     )
     system_prompt_file: str | None = Field(None, description="Text file with the system prompt; null is none.")
     system_prompt: str | None = Field(None, description="The system prompt; null is none.")
@@ -103,7 +109,7 @@ class DataEntryConfig(BaseConfig):
     def _check_files(self, key: str) -> Iterator[Problem]:
         for name in ("prompt_file", "system_prompt_file", *(("dataset_name",) if self.is_file else ())):
             path = getattr(self, name)
-            if path is not None and not _is_file(path):
+            if path is not None and not (name == "prompt_file" and path == AUTO_PROMPT) and not _is_file(path):
                 beside = "" if name == "dataset_name" else ", nor in the folder of the configuration that names it or one above"
                 where = "" if Path(path).is_absolute() else f" in the working directory {Path.cwd()}{beside}"
                 yield Problem(
@@ -217,7 +223,32 @@ def _merge_entries(entries: Any, default: Any) -> Any:
     return [{**default, **entry} if isinstance(entry, Mapping) else entry for entry in entries]
 
 
-class EvalDataConfig(DataEntryConfig):
+class EvalEntryConfig(DataEntryConfig):
+    """A set of tasks to evaluate on."""
+
+    prompt_file: str | None = Field(
+        AUTO_PROMPT,
+        description="Text file with {question} or {} where the question goes; auto is the usual wording of a built-in dataset that has "
+        "one, else the question alone; null is the question alone. Like system_prompt_file, it is relative to the working directory, or "
+        "else to the folder of the configuration that names it or one above.",
+    )
+
+
+class EvalSetConfig(EvalEntryConfig):
+    """One of several sets to evaluate on. Keys that it does not set come from data."""
+
+    name: str | None = Field(
+        None,
+        min_length=1,
+        description="Name in metrics; null is that of the dataset, with its subset where that tells two apart.",
+    )
+    num_tests_per_prompt: int | None = Field(
+        None, ge=1, description="Samples per task of this set; null is eval.num_tests_per_prompt (samples)."
+    )
+    temperature: float | None = Field(None, ge=0, description="Sampling temperature of this set; null is generation.temperature.")
+
+
+class EvalDataConfig(EvalEntryConfig):
     """The tasks to evaluate on."""
 
     max_input_seq_length: int = follows(
@@ -226,3 +257,52 @@ class EvalDataConfig(DataEntryConfig):
         ge=1,
         description="Skip and count tasks with a longer prompt (tokens).",
     )
+    sets: Annotated[tuple[EvalSetConfig, ...], Field(strict=False)] = Field(
+        (),
+        description="Several sets, each with the keys of data that it does not set itself; several names in dataset_name, as a list or "
+        "with commas between them, are the same.",
+    )
+
+    @property
+    def entries(self) -> tuple[EvalEntryConfig, ...]:
+        return self.sets or (self,)
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        if not self.sets:
+            yield from super().errors(key)
+            return
+        named = [each.name for each in self.sets if each.name is not None]
+        for name in sorted({name for name in named if named.count(name) > 1}):
+            yield Problem(f"{key}.sets", f"found {named.count(name)} sets with the name {name}", "Give each a name of its own.")
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        if self.sets and self.dataset_name is not None and all(each.dataset_name != self.dataset_name for each in self.sets):
+            yield Problem(
+                f"{key}.dataset_name",
+                f"{self.dataset_name} is not evaluated: each of data.sets names its own dataset",
+                "Set data.sets=[] to evaluate it, or add it to the sets.",
+            )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_sets(cls, values: Any) -> Any:
+        """Turn several names into ``sets``, and give each set the keys of ``data`` that it does not set. Idempotent."""
+        if not isinstance(values, Mapping):
+            return values
+        names = split_names(values.get("dataset_name"))
+        given = values.get("sets") or ()
+        if names and given:
+            raise ValueError("dataset_name has several names, and sets is given, too; keep one of them")
+        if names:
+            given, values = [{"dataset_name": name} for name in names], {**values, "dataset_name": None}
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            return values
+        shared = {key: value for key, value in values.items() if key not in ("sets", "max_input_seq_length")}
+        return {**values, "sets": [{**shared, **each} if isinstance(each, Mapping) else each for each in given]}
+
+
+def split_names(value: Any) -> list[str]:
+    """Return the names of several data sets, given as a list or with commas between them; none for a single one."""
+    if isinstance(value, str) and "," in value and not _is_file(value):
+        value = [name.strip() for name in value.split(",") if name.strip()]
+    return [str(name) for name in value] if isinstance(value, list | tuple) else []

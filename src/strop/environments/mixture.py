@@ -31,6 +31,7 @@ class Component:
     environment: Environment[Any]
     tasks: Sequence[Task]
     weight: float | None = None  # share of the stream; None for all components: proportional to their numbers of tasks
+    set_name: str = ""  # of the data set
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ class Mixture:
         component_index, task_index = self._interleaving.locate(index)
         component = self.components[component_index]
         return component.name, component.environment, component.tasks[task_index]
+
+    def name_set(self, index: int) -> str:
+        """Return the name of the data set that the task at ``index`` comes from."""
+        return self.components[self._interleaving.locate(index)[0]].set_name
 
     @property
     def resumable(self) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 import logging
 import os
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -101,6 +103,17 @@ def apply_overrides(config: Any, overrides: Mapping[str, Any] | None) -> Any:
     return config
 
 
+def override_config(folder: Path, overrides: Mapping[str, Any]) -> None:
+    """Write the configuration in a model's folder again, with overrides, in a file of its own. Raises ValueError for an unknown field."""
+    from transformers import AutoConfig
+
+    config = apply_overrides(from_pretrained(AutoConfig, folder), overrides)
+    path = folder / "config.json"
+    config.architectures = json.loads(path.read_text(encoding="utf-8")).get("architectures")
+    path.unlink()  # it may be a link to that of the model itself
+    config.save_pretrained(folder)
+
+
 def load_tokenizer(name: str, *, chat_template: str | None = None, key: str = MODEL_KEY) -> Any:
     """Load the tokenizer of a model, which ``key`` names; ``chat_template`` (Jinja, or a file) replaces its own. Raises ModelNotFound."""
     from transformers import AutoTokenizer
@@ -126,6 +139,25 @@ def find_stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     for value in (tokenizer.eos_token_id, getattr(generation, "eos_token_id", None), model.config.eos_token_id):
         ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
     return tuple(sorted(ids))
+
+
+def read_stop_token_ids(name: str, tokenizer: Any, *, overrides: Mapping[str, Any] | None = None) -> tuple[int, ...]:
+    """Return the ids that end a turn of a model that is not loaded, also of adapters. Raises ModelNotFound."""
+    from transformers import AutoConfig, GenerationConfig
+
+    if (adapters := adapter_folder(name)) is not None:
+        config, name = load_base_config(adapters), base_model_name(adapters)
+    else:
+        config = None
+    folder, gguf = locate_model(name)
+    options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
+    with quiet_transformers():
+        config = apply_overrides(config or from_pretrained(AutoConfig, folder, **options), overrides)
+        try:
+            generation = None if gguf else GenerationConfig.from_pretrained(folder)
+        except OSError:  # it has none
+            generation = None
+    return find_stop_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
 
 
 def load_generation_config(folder: Path) -> Any | None:

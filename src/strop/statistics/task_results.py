@@ -1,4 +1,4 @@
-"""The samples of one task, and means over tasks: avg@n, pass@k, cons@k."""
+"""The samples of one task, and means over tasks: avg@n, pass@k, cons@k, maj@k."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -40,9 +42,54 @@ class TaskResult:
             return 0.0
         return self.accuracies[self.answers.index(votes.most_common(1)[0][0])]
 
+    def majority(self, k: int) -> float:
+        """Return the expected accuracy of the most frequent answer of k samples, drawn from all without replacement: of the equally
+        frequent ones each is as likely. It is the mean over all choices of k samples, which has the expectation of k new samples.
 
-def summarize_results(results: Sequence[TaskResult], ks: Sequence[int], voters: Sequence[int] = ()) -> dict[str, float]:
-    """Return means over tasks: accuracy (avg@n), pass@k for each of ``ks``, and cons@k for each of ``voters`` if there are answers."""
+        0 for a choice of which no sample has an answer.
+        """
+        if not 1 <= k <= len(self.answers):
+            raise ValueError(f"maj@{k} cannot be estimated from {len(self.answers)} samples per task")
+        votes = Counter(answer for answer in self.answers if answer is not None)
+        counts, silent = tuple(sorted(votes.values())), len(self.answers) - votes.total()
+        total = 0.0
+        for answer, count in votes.items():
+            accuracies = [each for each, given in zip(self.accuracies, self.answers, strict=True) if given == answer]
+            if any(accuracies):
+                total += math.fsum(accuracies) / count * float(_chance_of_majority(count, counts, silent, k))
+        return total
+
+
+@lru_cache(maxsize=65_536)
+def _chance_of_majority(own: int, counts: tuple[int, ...], silent: int, k: int) -> Fraction:
+    """Return the chance that an answer which ``own`` samples gave wins the vote of k samples, ties broken at random.
+
+    ``counts``: of all answers, with its own. ``silent``: samples without an answer.
+    """
+    others = list(counts)
+    others.remove(own)
+    ways = Fraction(0)
+    for votes in range(1, min(own, k) + 1):
+        free = silent + sum(count for count in others if count < votes)  # that cannot have as many votes
+        # (samples drawn, answers with as many votes) -> choices of samples of the answers that could have as many
+        drawn: dict[tuple[int, int], int] = {(0, 0): 1}
+        for count in (each for each in others if each >= votes):
+            following: dict[tuple[int, int], int] = {}
+            for (used, ties), choices in drawn.items():
+                for number in range(min(votes, k - votes - used) + 1):
+                    key = used + number, ties + (number == votes)
+                    following[key] = following.get(key, 0) + choices * math.comb(count, number)
+            drawn = following
+        for (used, ties), choices in drawn.items():
+            ways += Fraction(math.comb(own, votes) * choices * math.comb(free, k - votes - used), ties + 1)
+    return ways / math.comb(sum(counts) + silent, k)
+
+
+def summarize_results(
+    results: Sequence[TaskResult], ks: Sequence[int], voters: Sequence[int] = (), majorities: Sequence[int] = ()
+) -> dict[str, float]:
+    """Return means over tasks: accuracy (avg@n), pass@k for each of ``ks``, and, if there are answers, cons@k for each of ``voters`` and
+    maj@k for each of ``majorities``."""
     count, samples = len(results), len(results[0].accuracies)
     means = {"accuracy": sum(sum(result.accuracies) / samples for result in results) / count}
     if ks or voters:
@@ -52,4 +99,6 @@ def summarize_results(results: Sequence[TaskResult], ks: Sequence[int], voters: 
     if any(answer is not None for result in results for answer in result.answers):
         for k in voters:
             means[f"cons@{k}"] = sum(result.consensus(k) for result in results) / count
+        for k in majorities:
+            means[f"maj@{k}"] = sum(result.majority(k) for result in results) / count
     return means

@@ -1,11 +1,11 @@
-"""Evaluation on held-out tasks: avg@n, pass@k and cons@k for any environment, with every sample stored."""
+"""Evaluation on held-out tasks: avg@n, pass@k, cons@k and maj@k for any environment, with every sample stored."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,16 +14,22 @@ from strop.environments.base import Environment, EnvironmentConfigError, Grade
 from strop.environments.mixture import TaskSource
 from strop.generation.base import Generator, PastSelves
 from strop.models.chat_template import ChatTemplate
-from strop.monitoring.rollout_store.rollout_record import encodable, storable_metrics
-from strop.monitoring.rollout_store.turn_record import make_turn_records
+from strop.monitoring.rollout_store.rollout_record import encodable
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
 from strop.sampling import Sampling, mix_seed
 from strop.statistics.task_results import TaskResult, summarize_results
+from strop.storage.atomic_file import atomic_write
 from strop.storage.deferred_files import DeferredFiles
-from strop.trainer.step_metrics import environment_metrics
+from strop.trainer.task_records import (
+    FinishedTasks,
+    make_task_record,
+    mean_metrics,
+    read_result,
+    summarize_samples,
+)
 from strop.types import Group, Rollout
 from strop.user_code import MAX_ERROR_TEXT
 
@@ -53,66 +59,70 @@ class Evaluator:
     folder: Path | None = None
     ks: tuple[int, ...] | None = None  # of pass@k; None: the powers of two up to ``samples``, if that is above 1
     voters: tuple[int, ...] | None = None  # of cons@k; None: all ``samples``, if that is above 1
+    majorities: tuple[int, ...] = ()  # of maj@k
     concurrent_tasks: int | None = None  # tasks sampled concurrently; None: all
     past: PastSelves | None = None  # earlier selves of the policy, for environments that play against them
     samples_to_print: int = 0  # samples to print at each evaluation
+    finished: FinishedTasks | None = None  # tasks of an evaluation that was interrupted, and where those of this one are kept
+    name_set: Callable[[int], str] | None = None  # from the index of a task to the name of its data set
+    keep_logprobs: bool = False  # ids and log-probabilities of the sampled tokens, in the file
     files: DeferredFiles = field(default_factory=lambda: DeferredFiles("validation samples"))
-    last_groups: list[Group] = field(default_factory=list)  # the groups of the last evaluation, for display
-    last_tasks: list[dict[str, Any]] = field(default_factory=list)  # the same with their scores, as stored
+    last_groups: list[Group] = field(default_factory=list)  # what the last evaluation sampled, for display
+    last_tasks: list[dict[str, Any]] = field(default_factory=list)  # every task with its scores, as stored
 
     async def evaluate(self, step: int, tracker: Tracker | None = None) -> dict[str, float]:
         """Return metrics under ``validation/``. Rollouts with errors count as wrong and are counted in ``validation/errors``."""
         started = time.perf_counter()
+        self.last_tasks = await self._evaluate_tasks(tracker)
+        metrics = self._summarize(self.last_tasks)
+        if self.folder is not None:
+            write_results(self.folder / f"step_{step:06d}.json", step, metrics, self.last_tasks, files=self.files)
         if tracker is not None:
-            tracker.progress(f"validating: 0 of {self.size} tasks")
-        groups = self.last_groups = await self._sample_groups(tracker)
+            self._print_samples(tracker)
+        metrics["seconds"] = time.perf_counter() - started
+        return {f"validation/{name}": value for name, value in metrics.items()}
+
+    def _summarize(self, tasks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         environments = {name: environment for name, environment, _ in (self.source.at(index) for index in range(self.size))}
-        results = await asyncio.gather(*(_grade_group(group, environments[group.environment]) for group in groups))
         multiple = self.samples > 1
         powers_of_two = tuple(1 << power for power in range(self.samples.bit_length())) if multiple else ()
         ks = powers_of_two if self.ks is None else self.ks
         voters = ((self.samples,) if multiple else ()) if self.voters is None else self.voters
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        metrics = {
-            **summarize_results(results, ks, voters),
-            "reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
-            "avg_length": sum(rollout.sampled_tokens for rollout in rollouts) / len(rollouts),
-            "truncated": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
-            "errors": float(sum(rollout.error is not None for rollout in rollouts)),
-        }
+        results = [read_result(task) for task in tasks]
+        metrics = {**summarize_results(results, ks, voters, self.majorities), **summarize_samples(tasks)}
         if not any(environment.declares_accuracy for environment in environments.values()):
             metrics["score"] = metrics["accuracy"]  # what the accuracy is where no reward is declared to be one
         for name in environments if len(environments) > 1 else ():
-            means = summarize_results([result for result in results if result.environment == name], ks, voters)
+            means = summarize_results([result for result in results if result.environment == name], ks, voters, self.majorities)
             metrics |= {f"{name}/{key}": value for key, value in means.items()}
-        metrics |= environment_metrics(groups)
-        self.last_tasks = [_to_json(group, result) for group, result in zip(groups, results, strict=True)]
-        if self.folder is not None:
-            self._write_samples(self.folder / f"step_{step:06d}.json", step, metrics)
-        if tracker is not None:
-            self._print_samples(tracker, groups, results, environments)
-        metrics["seconds"] = time.perf_counter() - started
-        return {f"validation/{name}": value for name, value in metrics.items()}
+        return metrics | mean_metrics(tasks)
 
-    async def _sample_groups(self, tracker: Tracker | None) -> list[Group]:
-        """Sample every task, ``concurrent_tasks`` at a time."""
-        groups: list[Group] = []
-        finished = 0
+    async def _evaluate_tasks(self, tracker: Tracker | None) -> list[dict[str, Any]]:
+        """Return every task with its scored samples: those that are finished, and the others sampled, ``concurrent_tasks`` at a time."""
+        known = {} if self.finished is None else self.finished.tasks
+        tasks = {index: known[index] for index in range(self.size) if index in known}
+        groups: dict[int, Group] = {}
+        slots = asyncio.Semaphore(self.concurrent_tasks or self.size)
 
-        async def sample(index: int) -> Group:
-            nonlocal finished
-            group = await self._sample_group(index)
-            finished += 1
+        async def evaluate_task(index: int) -> None:
+            async with slots:
+                group, environment = await self._sample_group(index)
+                task = make_task_record(group, await _grade_group(group, environment), keep_logprobs=self.keep_logprobs)
+                if self.name_set is not None:
+                    task = {"task": task.pop("task"), "set": self.name_set(index), **task}
+                if self.finished is not None:
+                    self.finished.add(index, task)
+            groups[index], tasks[index] = group, task
             if tracker is not None:
-                tracker.progress(f"validating: {finished} of {self.size} tasks")
-            return group
+                tracker.progress(f"validating: {len(tasks)} of {self.size} tasks")
 
-        for start in range(0, self.size, self.concurrent_tasks or self.size):
-            indices = range(start, min(start + (self.concurrent_tasks or self.size), self.size))
-            groups += await asyncio.gather(*(sample(index) for index in indices))
-        return groups
+        if tracker is not None:
+            tracker.progress(f"validating: {len(tasks)} of {self.size} tasks")
+        await asyncio.gather(*(evaluate_task(index) for index in range(self.size) if index not in tasks))
+        self.last_groups = [groups[index] for index in sorted(groups)]
+        return [tasks[index] for index in range(self.size)]
 
-    async def _sample_group(self, index: int) -> Group:
+    async def _sample_group(self, index: int) -> tuple[Group, Environment[Any]]:
         try:
             with contain_exits():
                 name, environment, task = self.source.at(index)
@@ -121,7 +131,7 @@ class Evaluator:
                 f"validation task {index} could not be created: {type(error).__name__}: {shorten(str(error), MAX_ERROR_TEXT)}"
             )
             raise EnvironmentConfigError(message) from error
-        return await run_group(
+        group = await run_group(
             index,
             name,
             environment,
@@ -134,23 +144,31 @@ class Evaluator:
             seed=mix_seed(self.seed, _VALIDATION_SEED),
             past=self.past,
         )
+        return group, environment
 
-    def _write_samples(self, path: Path, step: int, metrics: dict[str, float]) -> None:
-        content = {"step": step, "metrics": metrics, "tasks": self.last_tasks}
-        self.files.write(path, encodable(json.dumps(content, ensure_ascii=False, indent=1)).encode())
-
-    def _print_samples(
-        self,
-        tracker: Tracker,
-        groups: Sequence[Group],
-        results: Sequence[TaskResult],
-        environments: Mapping[str, Environment[Any]],
-    ) -> None:
-        for group, result in list(zip(groups, results, strict=True))[: self.samples_to_print]:
-            rollout = group.rollouts[0]
-            score = "accuracy" if environments[group.environment].declares_accuracy else "reward"
+    def _print_samples(self, tracker: Tracker) -> None:
+        sampled = {group.index: group for group in self.last_groups}
+        for index in range(min(self.samples_to_print, self.size)):
+            if index not in sampled:
+                continue
+            rollout, (_, environment, _) = sampled[index].rollouts[0], self.source.at(index)
+            score = "accuracy" if environment.declares_accuracy else "reward"
             turns = f", {len(rollout.policy_turns)} turns" if len(rollout.policy_turns) > 1 else ""
-            tracker.note(f"{_find_question(rollout)!r} -> {rollout.text!r} ({score} {result.accuracies[0]:.4g}{turns})")
+            accuracy = self.last_tasks[index]["samples"][0]["accuracy"]
+            tracker.note(f"{_find_question(rollout)!r} -> {rollout.text!r} ({score} {accuracy:.4g}{turns})")
+
+
+def write_results(
+    path: Path, step: int, metrics: Mapping[str, float], tasks: Sequence[Mapping[str, Any]], *, files: DeferredFiles | None = None
+) -> None:
+    """Write what an evaluation found; ``files`` may keep it until there is room."""
+    content = {"step": step, "metrics": metrics, "tasks": tasks}
+    data = encodable(json.dumps(content, ensure_ascii=False, indent=1)).encode()
+    if files is not None:
+        files.write(path, data)
+        return
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def _find_question(rollout: Rollout) -> str:
@@ -172,24 +190,3 @@ async def _grade_group(group: Group, environment: Environment[Any]) -> TaskResul
 
 async def _grade(rollout: Rollout, environment: Environment[Any]) -> Grade:
     return Grade(0.0, None) if rollout.error is not None else await environment.grade(rollout.task, rollout)
-
-
-def _to_json(group: Group, result: TaskResult) -> dict[str, Any]:
-    samples = [
-        {
-            "sample": rollout.sample,
-            "messages": [message.as_dict() for message in rollout.messages],
-            "turns": [vars(turn) for turn in make_turn_records(rollout)],
-            "completion": rollout.text,
-            "accuracy": accuracy,
-            "answer": answer,
-            "reward": rollout.reward,
-            "rewards": dict(rollout.rewards),
-            "metrics": storable_metrics(rollout),
-            "tokens": rollout.sampled_tokens,
-            "ending": None if rollout.ending is None else rollout.ending.value,
-            "error": rollout.error,
-        }
-        for rollout, accuracy, answer in zip(group.rollouts, result.accuracies, result.answers, strict=True)
-    ]
-    return {"task": group.task.id, "environment": group.environment, "answer": group.task.answer, "samples": samples}

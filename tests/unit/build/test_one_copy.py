@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,19 +16,18 @@ from torch import nn
 from loop.kinds import recorded_config, write_data
 from loop.runs import overrides
 from loop.tiny import build_tiny
-from strop.build import engines
-from strop.build.jobs import loss_evaluation
+from strop.build.jobs import evaluation_engines, loss_evaluation
+from strop.build.jobs.evaluation_job import make_evaluation_job
 from strop.build.models import load_policy
 from strop.checkpointing.saved_model import SavedModel
-from strop.config import load_config
+from strop.config import EvalRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
-from strop.generation.generation_config import GenerationConfig
 from strop.learner.torch.master_weights import MasterWeights
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.trainer.loss_validation import LossValidator
-from support.learners import make_model_config
+from strop.types import user
 from support.models import build
 from support.torch_engine import Request, generate_all, make_engine, make_runner
 
@@ -100,21 +98,30 @@ def test_a_checkpoint_s_loss_is_evaluated_on_one_copy(tmp_path: Path, monkeypatc
     assert report.metrics["loss"] > 0 and size <= found[0] - before < 1.5 * size
 
 
-def test_an_evaluation_by_vllm_keeps_no_weights_in_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_by_vllm_loads_no_weights_in_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
-    monkeypatch.setattr(engines, "make_local_engines", lambda launch, *arguments, **options: launched.append(launch) or [])
 
-    async def start(engines: Any, on_close: Any) -> Any:
-        return SimpleNamespace(close=on_close)
+    async def start(engines: Any, **options: Any) -> Any:
+        return SimpleNamespace(close=lambda: asyncio.sleep(0))
 
-    monkeypatch.setattr(engines, "start_serving_pool", start)
-    folder = build_tiny(tmp_path / "tiny")
-    config = make_model_config()
-    policy = load_policy(
-        replace(config, model_name=str(folder), tokenizer=replace(config.tokenizer, name=str(folder)), device="cpu")
+    monkeypatch.setattr(
+        evaluation_engines, "make_local_engines", lambda launch, *arguments, **options: launched.append(launch) or []
     )
-    generation = GenerationConfig(backend="vllm")
-    generator: Any = asyncio.run(engines.make_serving_engine(policy, generation, 64, threads=1))
-    assert all(parameter.is_meta for parameter in policy.network.model.parameters())
-    assert list(Path(launched[0].model).glob("*.safetensors")), "vLLM reads them from there"
-    generator.close()
+    monkeypatch.setattr(evaluation_engines, "start_serving_pool", start)
+    folder = build_tiny(tmp_path / "tiny")
+    values = {
+        "eval": {},
+        "generation": {"model_name": str(folder), "backend": "vllm", "device": "cpu", "vllm_cfg": {"max_model_len": 64}},
+        "data": {"size": 2},
+        "env": {"arithmetic": {}},
+    }
+    job = make_evaluation_job(load_config(None, root=EvalRunConfig, values=values, check=False).config)
+    before = living_bytes()
+
+    async def measure() -> int:
+        async with evaluation_engines.open_engines(job, lambda text: None, output_folder=None) as opened:
+            assert opened.template.encode_prompt((user("1+1="),))
+            return living_bytes()
+
+    assert asyncio.run(measure()) <= before
+    assert launched[0].load_weights and launched[0].model == str(folder), "vLLM reads them where they are"

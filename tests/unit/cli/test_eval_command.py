@@ -57,14 +57,15 @@ def test_a_run_is_evaluated_on_what_it_validates_on_without_any_key(logs: Path, 
 
 @pytest.mark.parametrize("layout", ["shards", "adapters"])
 def test_checkpoints_of_every_layout_are_evaluated(
-    layout: str, tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+    layout: str, tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the same numbers as the exported model."""
+    monkeypatch.chdir(tmp_path)
     logs, out = save_run(tmp_path, tiny_model_folder, layout, steps=(4,)), tmp_path / "out"
     found = evaluate(capsys, str(logs), "--ema")
     assert cli.main(["export", str(logs), str(out), "--ema", *(["--merge"] if layout == "adapters" else [])]) == 0
     capsys.readouterr()
-    again = evaluate(capsys, str(out))
+    again = evaluate(capsys, str(out), "eval.save_path=null")
     for report in (found, again):
         report["metrics"].pop("seconds")
     assert found["metrics"] == again["metrics"] and found["step"] == 4 and again["stored_in"] is None
@@ -124,8 +125,9 @@ def test_a_dry_run_looks_at_the_tasks_of_a_run(logs: Path, tmp_path: Path, capsy
 
 
 def test_training_keys_are_read_as_those_of_an_evaluation_for_a_model_without_a_run(
-    tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     keys = [
         "policy.max_total_sequence_length=64",
         "policy.generation.max_new_tokens=4",
@@ -135,7 +137,9 @@ def test_training_keys_are_read_as_those_of_an_evaluation_for_a_model_without_a_
     keys += ["policy.precision=float32", "grpo.val_num_generations_per_prompt=2", "policy.generation.val_temperature=1.0"]
     keys += ["env.arithmetic={}", "policy.num_threads=1", "policy.generation.torch_cfg.kv_cache_memory_gb=0.01"]
     found = evaluate(capsys, str(tiny_model_folder), *keys)
-    assert found["tasks"] == 3 and "avg@2" in found["metrics"] and found["stored_in"] is None
+    assert found["tasks"] == 3 and "avg@2" in found["metrics"]
+    assert Path(found["stored_in"]).match(f"results/evals/{tiny_model_folder.name}/*/step_000000.json"), "every sample is kept"
+    assert evaluate(capsys, str(tiny_model_folder), *keys, "eval.save_path=null")["stored_in"] is None
 
 
 def test_the_best_checkpoint_and_one_of_a_step_are_evaluated(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -245,13 +245,13 @@ def test_what_runs_otherwise_than_it_seems_is_a_warning(override: str, warning: 
         ("eval.num_tests_per_prompt=4", "would be equal"),
         ("eval.k_value=2", "samples of a task"),
         ("generation.max_new_tokens=4096", "generation.vllm_cfg.max_model_len = 2048"),
-        ("cluster.num_nodes=2", "one machine"),
+        ("cluster.num_nodes=2 cluster.backend=local", "one process runs on one node"),
         ("generation.backend=sglang", "not in this version"),
     ],
 )
 def test_an_evaluation_that_cannot_work_is_refused(override: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        load_config(None, [*EVALUATION, override], root=EvalRunConfig)
+        load_config(None, [*EVALUATION, *override.split()], root=EvalRunConfig)
 
 
 def test_a_saved_configuration_can_be_read_without_the_checks() -> None:

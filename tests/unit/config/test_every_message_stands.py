@@ -163,6 +163,8 @@ REWORDED: dict[str, str] = {
 
 # The old message -> why nothing says it any more.
 DROPPED: dict[str, str] = {
+    "found {} with cluster.backend = {}, but an evaluation runs on one machine, without Ray, in this version": "it runs on any, over Ray",
+    "Set cluster.num_nodes=1 and cluster.backend=auto.": "an evaluation runs on several nodes",
     "found {}, but this version does not have engines with pipeline parallelism: it cannot verify their weights": STAGES,
     "Set it to 1, and {}.vllm_cfg.tensor_parallel_size for a model that needs several GPUs.": STAGES,
     "{} has {}, which would be lost: only role and content are read; {}": "calls of tools and reasoning are read",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from strop.build.models import PRECISIONS, prepare_device
+from strop.build.models import PRECISIONS, load_policy, prepare_device
 from strop.config.schema.policy_config import PolicyConfig
 from strop.generation.torch.standalone import StandaloneTorchEngine
+from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
+from strop.learner.model_config import ModelConfig
 from strop.models.loading import cast_weights, model_from_config
 from strop.models.network import Network, disable_dropout
 
@@ -28,5 +30,17 @@ def build_torch_engine(
             network.enable_router_replay()
         length = config.max_total_sequence_length
         return make_torch_engine(network, tokenizer, config.generation.torch_cfg, length=length, stop_ids=stop_ids)
+
+    return StandaloneTorchEngine(name, make, PRECISIONS[config.weights_dtype])
+
+
+def build_serving_torch_engine(
+    name: str, config: ModelConfig, options: TorchGenerationConfig, length: int, stop_ids: tuple[int, ...]
+) -> StandaloneTorchEngine:
+    """Build a torch engine that loads the model and its weights itself."""
+
+    def make() -> TorchEngine:
+        policy = load_policy(config)
+        return make_torch_engine(policy.network, policy.tokenizer, options, length=length, stop_ids=stop_ids)
 
     return StandaloneTorchEngine(name, make, PRECISIONS[config.weights_dtype])

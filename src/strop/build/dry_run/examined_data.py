@@ -10,6 +10,7 @@ from strop.algorithm_factory import find_algorithm
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import environment_alias
 from strop.data.builtin.all_sets import BUILTIN_DATASETS
+from strop.data.builtin.builtin_dataset import Purpose
 from strop.data.data_config import DataEntryConfig
 from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.peek import Peek, peek_dataset
@@ -34,6 +35,8 @@ def examine_data(
     config: TrainingRunConfig | EvalRunConfig, entries: Iterable[tuple[str, DataEntryConfig]] | None = None
 ) -> DataExamination:
     """Look at the environments of a run and its data: all of them, or ``entries`` with their keys."""
+    config = config.with_graders() if isinstance(config, EvalRunConfig) else config
+    purpose: Purpose = "evaluation" if isinstance(config, EvalRunConfig) else "train"
     found = DataExamination()
     environments = _make_environments(config, found) if isinstance(config, RolloutRunConfig | EvalRunConfig) else {}
     if isinstance(config, RolloutRunConfig | EvalRunConfig):
@@ -42,7 +45,7 @@ def examine_data(
         _make_graders(config, found)
     for key, entry in _list_entries(config) if entries is None else entries:
         known = isinstance(config, RecordedRunConfig) and entry.dataset_name in BUILTIN_DATASETS
-        if entry.dataset_name is None or known or (peek := _peek(key, entry, found)) is None:
+        if entry.dataset_name is None or known or (peek := _peek(key, entry, found, purpose)) is None:
             continue
         if not len(peek.records):
             found.notes.append(f"{key}: {entry.dataset_name} is too large to be looked at")
@@ -72,17 +75,18 @@ def _only_first_rows(entry: DataEntryConfig, peek: Peek) -> DataSource:
 
 def _list_entries(config: TrainingRunConfig | EvalRunConfig) -> Iterator[tuple[str, DataEntryConfig]]:
     if isinstance(config, EvalRunConfig):
-        yield "data", config.data
+        sets = config.data.entries
+        yield from ((f"data.sets.{index}" if len(sets) > 1 else "data", each) for index, each in enumerate(sets))
         return
     for part, entries in (("train", config.data.train), ("validation", config.data.validation or ())):
         for index, entry in enumerate(entries):
             yield f"data.{part}" if len(entries) == 1 else f"data.{part}.{index}", entry
 
 
-def _peek(key: str, entry: DataEntryConfig, found: DataExamination) -> Peek | None:
+def _peek(key: str, entry: DataEntryConfig, found: DataExamination, purpose: Purpose) -> Peek | None:
     assert entry.dataset_name is not None
     try:
-        peek = peek_dataset(entry.dataset_name, entry.subset, entry.split)
+        peek = peek_dataset(entry.dataset_name, entry.subset, entry.split, purpose, revision=entry.revision)
     except DataError as error:
         found.problems.append(Problem(key, str(error)))
         return None

@@ -147,7 +147,7 @@ def _read_limits(
     section: TokenizerConfig
     new_tokens = generation_section(config)[1].max_new_tokens
     if isinstance(config, EvalRunConfig):
-        turns, longest, most = config.eval.max_rollout_turns, None, None
+        turns, longest, most = config.eval.max_rollout_turns or 1, None, None
         name, section = config.generation.model_name, config.tokenizer
     else:
         turns, longest, most = (

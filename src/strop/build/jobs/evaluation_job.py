@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,12 +12,15 @@ from pathlib import Path
 
 from strop.base_config import validate_section
 from strop.build.rollout_run import make_episode_rules
+from strop.build.tasks import name_data, resolve_alias
 from strop.checkpointing.convert import convert_model
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import EvalRunConfig, RolloutRunConfig
 from strop.config.load.evaluated_run import EvaluatedRun
 from strop.config.schema.evaluation_config import EvalConfig
-from strop.data.data_config import DataEntryConfig
+from strop.data.builtin.builtin_dataset import Purpose
+from strop.data.data_config import DataEntryConfig, EvalSetConfig
+from strop.distributed.cluster_config import ClusterConfig
 from strop.environments.environment_config import EnvironmentConfig
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
@@ -30,24 +33,34 @@ PYTHON_REWARD = "python:reward"  # in the configuration of a run whose reward wa
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationSet:
+    """Tasks whose metrics are computed together, and how they are sampled."""
+
+    name: str
+    entries: Sequence[DataEntryConfig]
+    samples: int  # of each task
+    sampling: Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationJob:
-    """A model, tasks, and how they are sampled and scored."""
+    """A model, sets of tasks, and how they are sampled and scored."""
 
     model: SavedModel
     policy: ModelConfig
     generation: GenerationConfig
-    sampling: Sampling
+    cluster: ClusterConfig
     rules: EpisodeRules
-    entries: Sequence[DataEntryConfig]
+    max_turns: int | None  # of the policy in a conversation; None: as the environment needs
+    sets: Sequence[EvaluationSet]
     env: Mapping[str, EnvironmentConfig]
     sandbox: SandboxConfig
     task_seed: int  # of generated tasks and of splits
     seed: int  # of sampling
-    samples: int  # of each task
-    max_tasks: int | None
+    max_tasks: int | None  # of each set
     scoring: EvalConfig
     concurrent_tasks: int | None
-    folder: Path | None  # of the samples
+    purpose: Purpose = "evaluation"
 
     def with_model(self, folder: str) -> EvaluationJob:
         """Return the same job with the model in a folder, and its tokenizer if it is there."""
@@ -58,6 +71,7 @@ class EvaluationJob:
 
 
 def make_evaluation_job(config: EvalRunConfig) -> EvaluationJob:
+    config = config.with_graders()
     generation = config.generation
     model = {name: getattr(generation, name) for name in ("model_name", "device", "num_threads", "precision")}
     length = generation.max_total_sequence_length
@@ -65,25 +79,48 @@ def make_evaluation_job(config: EvalRunConfig) -> EvaluationJob:
         model=SavedModel(generation.model_name),
         policy=validate_section(ModelConfig, {**model, "tokenizer": config.tokenizer, "max_total_sequence_length": length}),
         generation=generation,
-        sampling=Sampling(**generation.sampling_options()),
+        cluster=config.cluster,
         rules=EpisodeRules(
-            max_turns=config.eval.max_rollout_turns,
             max_length=length,
             max_prompt_length=config.data.max_input_seq_length,
             gateway=config.gateway,
             tool_call_format=config.tokenizer.tool_call_format,
         ),
-        entries=[config.data],
+        max_turns=config.eval.max_rollout_turns,
+        sets=_name_apart([_make_set(config, entry) for entry in config.data.entries]),
         env=config.env,
         sandbox=config.sandbox,
         task_seed=config.eval.seed,
         seed=config.eval.seed,
-        samples=config.eval.num_tests_per_prompt,
         max_tasks=config.eval.max_val_samples,
         scoring=config.eval,
         concurrent_tasks=_count_concurrent(config),
-        folder=Path(config.eval.save_path) if config.eval.save_path else None,
     )
+
+
+def _make_set(config: EvalRunConfig, entry: DataEntryConfig) -> EvaluationSet:
+    own = entry if isinstance(entry, EvalSetConfig) else None
+    sampling = Sampling(**config.generation.sampling_options())
+    if own is not None and own.temperature is not None:
+        sampling = replace(sampling, temperature=own.temperature)
+    return EvaluationSet(
+        name=(own and own.name) or name_data(entry) or resolve_alias(entry, config.env),
+        entries=[entry],
+        samples=(own and own.num_tests_per_prompt) or config.eval.num_tests_per_prompt,
+        sampling=sampling,
+    )
+
+
+def _name_apart(sets: Sequence[EvaluationSet]) -> list[EvaluationSet]:
+    """Return the sets with names that differ: those of one dataset by their subsets, else by numbers."""
+    names: list[str] = []
+    for each in sets:
+        name, subset = each.name, each.entries[0].subset
+        if subset is not None and [other.name for other in sets].count(name) > 1:
+            name = f"{name}-{subset}"
+        number = next(number for number in itertools.count(1) if (name if number == 1 else f"{name}-{number}") not in names)
+        names.append(name if number == 1 else f"{name}-{number}")
+    return [replace(each, name=name) for each, name in zip(sets, names, strict=True)]
 
 
 def make_run_evaluation_job(run: EvaluatedRun, model: SavedModel) -> EvaluationJob:
@@ -91,47 +128,44 @@ def make_run_evaluation_job(run: EvaluatedRun, model: SavedModel) -> EvaluationJ
     config = run.config
     assert isinstance(config, RolloutRunConfig)
     _check_rewards(config.env)
-    training = config.rollout_training
-    scoring = run.evaluation.eval
+    training, generation = config.rollout_training, config.policy.generation
+    entries = config.data.validation_entries
+    together = EvaluationSet(
+        name=name_data(entries[0]) or resolve_alias(entries[0], config.env),
+        entries=entries,
+        samples=training.val_num_generations_per_prompt,
+        sampling=Sampling(**generation.sampling_options(validation=True)),
+    )
+    several = [replace(together, name=name_data(entry), entries=[entry]) for entry in entries] if run.several_sets else [together]
     return EvaluationJob(
         model=model,
         policy=replace(config.policy, dtensor_cfg=replace(config.policy.dtensor_cfg, lora_cfg=validate_section(LoraConfig, {}))),
-        generation=config.policy.generation,
-        sampling=Sampling(**config.policy.generation.sampling_options(validation=True)),
+        generation=generation,
+        cluster=config.cluster,
         rules=replace(make_episode_rules(config), scaling=None),
-        entries=config.data.validation_entries,
+        max_turns=training.max_rollout_turns,
+        sets=_name_apart(several),
         env=config.env,
         sandbox=config.sandbox,
         task_seed=training.seed,
         seed=run.seed,
-        samples=training.val_num_generations_per_prompt,
         max_tasks=training.max_val_samples,
-        scoring=scoring,
+        scoring=run.evaluation.eval,
+        purpose=run.purpose,
         concurrent_tasks=_count_concurrent(run.evaluation),
-        folder=Path(scoring.save_path) if scoring.save_path else choose_folder(model),
     ).with_model(model.weights)
 
 
-def choose_folder(model: SavedModel) -> Path | None:
-    """Return a new folder for the samples of an evaluation, in the log folder of the run or beside its checkpoints."""
-    checkpoints = None if model.checkpoint is None else model.checkpoint.parent
-    parent = model.log_folder or checkpoints
-    if parent is None:
-        return None
-    name = time.strftime("%Y%m%d-%H%M%S")
-    taken = {path.name for path in (parent / "evaluations").glob("*")}
-    number = next(number for number in range(1, len(taken) + 2) if (name if number == 1 else f"{name}-{number}") not in taken)
-    return parent / "evaluations" / (name if number == 1 else f"{name}-{number}")
-
-
 @contextmanager
-def loadable_folder(model: SavedModel, note: Callable[[str], object], *, merge: bool = False) -> Iterator[str]:
+def loadable_folder(
+    model: SavedModel, note: Callable[[str], object], *, merge: bool = False, shared: Path | None = None
+) -> Iterator[str]:
     """Yield a folder that models are loaded from: the model's own, or a temporary one for shards of several ranks, and for adapters that
-    are to be merged."""
+    are to be merged. ``shared``: a folder to put it in, which several nodes see."""
     if not model.needs_conversion and not (merge and model.layout == "adapters"):
         yield model.weights
         return
-    folder = Path(tempfile.mkdtemp(prefix="strop-model-"))
+    folder = Path(tempfile.mkdtemp(prefix="strop-model-", dir=shared)).resolve()
     try:
         work = "merging the adapters" if merge else "the checkpoint has shards of several ranks; converting them"
         note(f"{work} to a temporary folder, {folder}")

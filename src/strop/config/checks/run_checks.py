@@ -24,7 +24,7 @@ from strop.config.schema.run_config import (
     generation_section,
     list_trained_models,
 )
-from strop.data.data_config import DataEntryConfig, DefaultEntryConfig
+from strop.data.data_config import DataEntryConfig, DefaultEntryConfig, EvalDataConfig, EvalSetConfig
 from strop.problems import Problem
 
 Problems = Iterator[Problem]
@@ -134,9 +134,11 @@ def check_training_data(config: TrainingRunConfig) -> Problems:
 
 
 def check_environments(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    config = config.with_graders() if isinstance(config, EvalRunConfig) else config
     aliases = ", ".join(config.env) or "nothing"
     for key, entry in iter_sections(config.data, "data"):
-        if not isinstance(entry, DataEntryConfig) or isinstance(entry, DefaultEntryConfig):
+        unused = isinstance(entry, EvalDataConfig) and entry.sets
+        if not isinstance(entry, DataEntryConfig) or isinstance(entry, DefaultEntryConfig) or unused:
             continue
         alias = environment_alias(config, entry)
         if alias is None:
@@ -174,13 +176,27 @@ def check_past_opponents(config: RolloutRunConfig | EvalRunConfig) -> Problems:
 
 
 def check_eval_sampling(config: EvalRunConfig) -> Problems:
-    samples = config.eval.num_tests_per_prompt
-    if samples > 1 and config.generation.temperature == 0:
+    section, temperature = config.eval, config.generation.temperature
+    if not config.data.sets and section.num_tests_per_prompt > 1 and temperature == 0:
         yield Problem(
             "eval.num_tests_per_prompt",
-            f"found {samples}, but generation.temperature is 0, so all samples of a task would be equal",
+            f"found {section.num_tests_per_prompt}, but generation.temperature is 0, so all samples of a task would be equal",
             "Set generation.temperature above 0, or it to 1.",
         )
+    for key, entry in iter_sections(config.data, "data"):
+        if not isinstance(entry, EvalSetConfig):
+            continue
+        samples = entry.num_tests_per_prompt or section.num_tests_per_prompt
+        if samples > 1 and (temperature if entry.temperature is None else entry.temperature) == 0:
+            yield Problem(
+                f"{key}.temperature",
+                f"it is 0 for {entry.data_name or key}, so all {samples} samples of a task would be equal",
+                "Set it, or generation.temperature, above 0, or eval.num_tests_per_prompt to 1.",
+            )
+        if samples < section.k_value:
+            yield Problem(
+                f"{key}.num_tests_per_prompt", f"found {samples}, fewer than eval.k_value = {section.k_value}", "Raise it."
+            )
 
 
 # --- warnings --------------------------------------------------------------------------------------------------------------

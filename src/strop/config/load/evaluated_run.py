@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,19 @@ from strop.base_config import iter_sections
 from strop.config.load.auto_backend import resolve_auto_backend
 from strop.config.load.evaluation_keys import nest, translate_overrides, translate_values
 from strop.config.load.load import load_config
+from strop.config.schema.graders import assign_graders
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.config.source import yaml_text
 from strop.config.source.yaml_source import OVERRIDE, get_at, merge_sections, read_config_file
+from strop.data.builtin.builtin_dataset import Purpose
+from strop.data.data_config import split_names
 from strop.problems import ConfigError, Problem
 
 ONE_PROCESS: Mapping[str, Any] = {
     "cluster.num_nodes": 1,
     "cluster.gpus_per_node": 1,
-    "cluster.backend": "local",
+    "cluster.backend": "auto",
+    "policy.generation.torch_cfg.num_engines": None,
     "policy.generation.colocated.enabled": True,
     "policy.dtensor_cfg.cpu_offload": False,
     "policy.dtensor_cfg.sequence_parallel": False,
@@ -35,11 +40,12 @@ COLUMNS = (
     "system_prompt",
 )  # ends of keys that other data of a run share
 OTHER_DATA: Mapping[str, Any] = {  # what does not carry over to other data
-    **dict.fromkeys(("dataset_name", "subset", "split", "size", "seed")),
+    **dict.fromkeys(("dataset_name", "subset", "split", "revision", "size", "seed")),
     "split_validation_size": 0.0,
     "repeat": 1,
 }
 CHECKED = ("data.validation", "policy.generation", "env")  # sections whose rules concern an evaluation
+NAME_KEY = "data.validation.dataset_name"
 NO_VALIDATION_DATA = "the run has no validation data, and its training data hold out none (split_validation_size)"
 
 
@@ -51,6 +57,8 @@ class EvaluatedRun:
     evaluation: EvalRunConfig  # only the keys that the run does not have are used
     seed: int  # of sampling
     notes: tuple[str, ...]
+    purpose: Purpose = "validation"  # evaluation: of other data than those of the run
+    several_sets: bool = False  # each of which has metrics of its own
 
 
 def load_evaluated_run(
@@ -84,16 +92,25 @@ def load_evaluated_run(
     for tree in (read_config_file(file).values if file is not None else {}, values or {}):
         kept, evaluation = translate_values(tree, section=section)
         given, own = merge_sections(given, kept), merge_sections(own, evaluation)
-    base = _prepare_values(saved, section, root, _changed_data(given, translated.overrides), fresh=fresh_data)
+    changed = _changed_data(given, translated.overrides)
+    given, kept_overrides, set_names = _take_names(given, translated.overrides)
+    base = _prepare_values(saved, section, root, changed, fresh=fresh_data)
     config = load_config(
-        config_file, translated.overrides, root=TRAINING_RUNS[section], values=merge_sections(base, given), check=False
+        config_file, kept_overrides, root=TRAINING_RUNS[section], values=merge_sections(base, given), check=False
     ).config
     config = resolve_auto_backend(config)
+    others = "dataset_name" in changed
+    if others and isinstance(config, RolloutRunConfig):
+        named = [replace(entry, dataset_name=name) for entry in config.data.validation_entries[:1] for name in set_names]
+        entries, env = assign_graders(named or config.data.validation_entries, config.env)
+        config = replace(config, data=replace(config.data, validation=entries), env=env)
     evaluation_config = _load_own_keys(config, own, translated.evaluation)
     _check(config, evaluation_config)
     seeded = "seed" in own.get("eval", {}) or any(text.startswith("eval.seed=") for text in translated.evaluation)
     seed = evaluation_config.eval.seed if seeded else config.training.seed
-    return EvaluatedRun(config, evaluation_config, seed, translated.notes)
+    return EvaluatedRun(
+        config, evaluation_config, seed, translated.notes, "evaluation" if others else "validation", bool(set_names)
+    )
 
 
 def _prepare_values(saved: Mapping[str, Any], section: str, root: Path, changed: Sequence[str], *, fresh: bool) -> dict[str, Any]:
@@ -124,6 +141,23 @@ def _prepare_values(saved: Mapping[str, Any], section: str, root: Path, changed:
             ]
         )
     return merge_sections(values, {"data": {"validation": entries[0] if len(entries) == 1 else entries}})
+
+
+def _take_names(given: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...], list[str]]:
+    """Return the values and overrides with the first of several names of data sets in place of all, and the names."""
+    names: list[str] = []
+    section = get_at(given, ("data", "validation"))
+    if isinstance(section, Mapping) and (names := split_names(section.get("dataset_name"))):
+        given = merge_sections(given, nest(NAME_KEY, names[0]))
+    kept: list[str] = []
+    for text in overrides:
+        match = OVERRIDE.fullmatch(text.strip())
+        if match and match["key"] == NAME_KEY and (found := split_names(yaml_text.parse_value(match["value"] or ""))):
+            names, text = found, f"{NAME_KEY}={found[0]}"
+        elif match and match["key"] == NAME_KEY:
+            names = []
+        kept.append(text)
+    return given, tuple(kept), names
 
 
 def _changed_data(given: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:

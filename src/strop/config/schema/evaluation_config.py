@@ -17,16 +17,29 @@ from strop.problems import Problem
 class EvalConfig(BaseConfig):
     """The metric and the number of samples."""
 
-    metric: Literal["pass@k", "avg@n", "cons@k"] = Field(
+    metric: Literal["pass@k", "avg@n", "cons@k", "maj@k"] = Field(
         "pass@k",
-        description="Headline metric: pass@k (unbiased), avg@n (mean over samples) or cons@k (majority vote). All are stored.",
+        description="Headline metric: pass@k (unbiased), avg@n (mean over samples), cons@k (majority vote of the first k samples) or maj@k "
+        "(the same, expected of any k). All are stored.",
     )
     num_tests_per_prompt: int = Field(1, ge=1, description="Samples per task: n (samples).")
-    k_value: int = Field(1, ge=1, description="k of pass@k and cons@k (samples).")
-    max_val_samples: int | None = Field(None, ge=1, description="Evaluate the first so many tasks; null is all (tasks).")
-    max_rollout_turns: int = Field(1, ge=1, description="Most turns of the policy in a conversation (turns).")
+    k_value: int = Field(1, ge=1, description="k of pass@k, cons@k and maj@k (samples).")
+    max_val_samples: int | None = Field(
+        None, ge=1, description="Evaluate the first so many tasks of each set; null is all (tasks)."
+    )
+    max_rollout_turns: int | None = Field(
+        None,
+        ge=1,
+        description="Most turns of the policy in a conversation; null is 1 where the environment does not answer, and else as many as fit "
+        "(turns).",
+    )
     seed: int = Field(42, ge=0, description="Seed of all randomness of the evaluation.")
-    save_path: str | None = Field(None, description="Folder for a JSON file with every sample; null does not save.")
+    save_path: str | None = Field(
+        "auto",
+        description="Folder for every sample, from which the same command continues; auto is a new one, in evaluations of the run's log "
+        "folder or in results/evals; null does not save.",
+    )
+    save_logprobs: bool = Field(False, description="Store the ids and log-probabilities of the sampled tokens with each sample.")
 
     def errors(self, key: str) -> Iterator[Problem]:
         if self.k_value > self.num_tests_per_prompt:
@@ -70,13 +83,8 @@ class EvalGenerationConfig(GenerationConfig):
 
 
 class EvalClusterConfig(ClusterConfig):
-    """The machine of an evaluation."""
+    """The machines of an evaluation, whose engines share its tasks."""
 
     def errors(self, key: str) -> Iterator[Problem]:
-        if self.num_nodes > 1 or self.backend == "ray":
-            yield Problem(
-                f"{key}.num_nodes",
-                f"found {self.num_nodes} with cluster.backend = {self.backend}, but an evaluation runs on one machine, without Ray, in "
-                "this version",
-                "Set cluster.num_nodes=1 and cluster.backend=auto.",
-            )
+        yield from self._check_backend(key)
+        yield from self._check_segments(key)

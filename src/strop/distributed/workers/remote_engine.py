@@ -94,6 +94,11 @@ class RemoteEngine:
         self.version = version
         self._counters = await self._call("counters")
 
+    async def use_own_weights(self, version: int) -> None:
+        """Serve with the weights that the engine was started with."""
+        await self._call("use_own_weights", version)
+        self.version = version
+
     async def sleep(self) -> None:
         await self._call("sleep")
 

@@ -192,6 +192,12 @@ class StandaloneTorchEngine:
         self._loaded_version = version
         return LoadReceipt(version=version, fingerprints=received, seconds=time.perf_counter() - started)
 
+    async def use_own_weights(self, version: int) -> None:
+        """Serve with the weights that ``make_engine`` loaded, as ``version``, without a publish."""
+        await asyncio.to_thread(self._require_alive().activate_version, version)
+        self._loaded_version = version
+        await self.resume(version)
+
     async def read_back_fingerprints(self) -> Mapping[str, tuple[TensorFingerprint, ...]]:
         return await asyncio.to_thread(self._read_back, self._require_alive())
 

@@ -65,6 +65,7 @@ class VllmLaunch:
     model: str  # a folder with config.json and tokenizer files; weights are read from it only with ``load_weights``
     on_cpu: bool
     load_weights: bool = False
+    tokenizer: str = ""  # a folder or a name; empty: that of the model
     max_lora_rank: int | None = None  # LoRA adapters of at most this rank are loaded over the base weights
     return_routes: bool = False  # the experts of each token, for router replay
     environment: Mapping[str, str] = field(default_factory=dict)  # where the engine runs: its CPU threads or its GPUs
@@ -120,7 +121,7 @@ def make_engine_args(launch: VllmLaunch) -> Any:
     args: dict[str, Any] = {
         "model": launch.model,
         "trust_remote_code": trusts_remote_code(),
-        "tokenizer": launch.model,
+        "tokenizer": launch.tokenizer or launch.model,
         "dtype": config.precision,
         "load_format": "auto" if launch.load_weights else "dummy",
         "max_model_len": config.max_model_len,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
-from strop.generation.pool import EnginePool
 from strop.generation.vllm.engine_args import VllmLaunch
 from strop.generation.vllm.engine_gpus import choose_engine_gpus
 from strop.generation.vllm.vllm_config import VllmConfig
 from strop.generation.vllm.vllm_engine import VllmEngine
 from strop.gpus import VISIBLE
-from strop.weight_sync.base import UpdatableEngine
 
 
 def make_local_engines(
@@ -61,19 +59,3 @@ def make_local_engines(
 
 def make_thread_env(config: VllmConfig, threads: int | None) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(config.num_threads or threads or torch.get_num_threads())}
-
-
-async def start_serving_pool(engines: Sequence[VllmEngine], on_close: Callable[[], object]) -> EnginePool:
-    """Start engines with the weights of their model folder, and put them behind one generator. ``on_close`` is called when it is closed."""
-    pool = EnginePool(engines, max_restarts=engines[0].config.max_restarts, on_close=[on_close])
-
-    async def restart(engine: UpdatableEngine) -> None:
-        assert isinstance(engine, VllmEngine)
-        await engine.start()
-        await engine.use_own_weights(0)
-
-    pool.restart_engine = restart
-    for engine in engines:
-        await restart(engine)
-    pool.set_version(0)
-    return pool

@@ -1,0 +1,190 @@
+"""Several sets in one evaluation, where samples are kept, and how an interrupted one continues."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop import cli
+from strop.build.jobs.task_log import TaskLog
+from support.saved_runs import save_run
+
+METRICS = {"accuracy", "avg@4", "pass@1", "pass@2", "pass@4", "cons@2", "cons@4", "maj@2", "maj@4", "truncated", "errors"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, rows in (("small", 3), ("large", 5)):
+        lines = ({"problem": f"{n}+{n}=", "answer": str(2 * n), "subject": "even" if n % 2 else "odd"} for n in range(rows))
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def arguments(model: Path, *more: str) -> list[str]:
+    keys = [
+        f"generation.model_name={model}", "generation.max_new_tokens=4", "generation.vllm_cfg.max_model_len=64",
+        "generation.device=cpu", "generation.precision=float32", "generation.num_threads=1", "generation.temperature=1.0",
+        "generation.torch_cfg.kv_cache_memory_gb=0.01", "eval.num_tests_per_prompt=4", "eval.k_value=2",
+        "env.task.reward=mine.py:short",
+    ]  # fmt: skip
+    Path("mine.py").write_text("def short(task, rollout):\n    return float(len(rollout.text) < 5)\n")
+    return [*keys, *more]
+
+
+def evaluate(capsys: pytest.CaptureFixture[str], *given: str) -> dict[str, Any]:
+    code = cli.main(["eval", "--json", *given])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    found: dict[str, Any] = json.loads(captured.out)
+    found["said"] = captured.err
+    return found
+
+
+def comparable(found: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in found["metrics"].items() if not name.endswith("seconds")}
+
+
+@pytest.mark.parametrize("names", ["[small.jsonl,large.jsonl]", "small.jsonl,large.jsonl"])
+def test_each_set_has_metrics_of_its_own_and_their_plain_mean_is_reported(
+    names: str, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = evaluate(capsys, *arguments(tiny_model_folder, f"data.dataset_name={names}"))
+    metrics = found["metrics"]
+    assert found["sets"] == {"small": 3, "large": 5} and found["tasks"] == 8
+    for name in ("accuracy", "pass@2", "reward", "avg_length"):
+        assert metrics[name] == pytest.approx((metrics[f"small/{name}"] + metrics[f"large/{name}"]) / 2)
+        low, high = found["confidence_intervals"][name]
+        assert low <= metrics[name] <= high
+    stored = json.loads(Path(found["stored_in"]).read_text())
+    assert [task["set"] for task in stored["tasks"]] == ["small"] * 3 + ["large"] * 5
+    assert stored["metrics"] == comparable(found)
+    alone = evaluate(capsys, *arguments(tiny_model_folder, "data.dataset_name=large.jsonl"))
+    assert all(alone["metrics"][name] == metrics[f"large/{name}"] for name in comparable(alone))
+
+
+def test_sets_inherit_the_keys_of_data_and_have_samples_and_a_temperature_of_their_own(
+    tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("sets.yaml").write_text(
+        "eval: {}\ndata:\n  size: 2\n  sets:\n    - {dataset_name: small.jsonl, num_tests_per_prompt: 1, temperature: 0.0}\n"
+        "    - {dataset_name: large.jsonl, name: big, size: 4}\n"
+    )
+    found = evaluate(capsys, "--config", "sets.yaml", *arguments(tiny_model_folder, "eval.k_value=1"))
+    assert found["sets"] == {"small": 2, "big": 4} and "big/avg@4" in found["metrics"] and "small/avg@4" not in found["metrics"]
+    assert cli.main(["eval", "--config", "sets.yaml", *arguments(tiny_model_folder)]) == 2
+    assert "fewer than eval.k_value = 2" in capsys.readouterr().err
+    assert cli.main(["eval", "--config", "sets.yaml", "--dry-run", *arguments(tiny_model_folder, "eval.k_value=1")]) == 0
+    out = capsys.readouterr().out
+    assert "small.jsonl, 3 rows (task), 1 a task, temperature 0" in out and "large.jsonl, 5 rows (task)" in out
+
+
+def test_a_run_is_evaluated_on_several_other_sets(
+    tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = save_run(tmp_path, tiny_model_folder, steps=(4,))
+    Path("mine.py").write_text("def short(task, rollout):\n    return 1.0\n")
+    more = ["env.task.reward=mine.py:short", "data.env_name=task"]
+    found = evaluate(capsys, str(logs), "data.dataset_name=[small.jsonl,large.jsonl]", *more)
+    assert found["sets"] == {"small": 3, "large": 5} and found["metrics"]["small/accuracy"] == 1.0
+
+
+def test_every_metric_has_a_standard_error_and_an_interval(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (Path("answers.py")).write_text(
+        "from strop.environments.base import DatasetEnvironment, reward\n"
+        "class Answers(DatasetEnvironment):\n"
+        "    @reward(accuracy=True)\n"
+        "    def right(self, task, rollout):\n        return rollout.text[:1] > 'm'\n"
+        "    def answer_key(self, task, rollout):\n        return str(rollout.text[:1] > 'm')\n"
+    )
+    given = [text for text in arguments(tiny_model_folder, "data.dataset_name=large.jsonl") if not text.startswith("env.")]
+    found = evaluate(capsys, *given, "env.mine.type=answers.py:Answers", "eval.metric=maj@k")
+    assert found["metrics"].keys() >= METRICS
+    shares = METRICS - {"errors"}
+    assert found["standard_errors"].keys() >= shares and found["confidence_intervals"].keys() >= shares
+    assert all(
+        0 <= low <= found["metrics"][name] <= high <= 1
+        for name, (low, high) in found["confidence_intervals"].items()
+        if name in shares
+    )
+    assert found["categories"]["large"]["odd"]["tasks"] == 3
+    assert cli.main(["eval", *given, "env.mine.type=answers.py:Answers", "eval.metric=maj@k"]) == 0
+    out = capsys.readouterr().out
+    assert "maj@2 = " in out and "accuracy of large by category" in out and "[] a 95 % confidence interval" in out
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let an evaluation be interrupted when ``count`` tasks are finished."""
+    add = TaskLog.add
+
+    def interrupting(log: TaskLog, name: str, index: int, task: dict[str, Any]) -> None:
+        if log.count == count:
+            raise KeyboardInterrupt
+        add(log, name, index, task)
+
+    monkeypatch.setattr(TaskLog, "add", interrupting)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_same_command_continues_an_interrupted_evaluation_to_the_same_numbers(
+    named: bool, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = arguments(tiny_model_folder, "data.dataset_name=[small.jsonl,large.jsonl]", "eval.save_logprobs=true")
+    whole = evaluate(capsys, *given, "eval.save_path=whole")
+    command = [*given, *(["eval.save_path=parts"] if named else [])]
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 4)
+        assert cli.main(["eval", *command]) == 130
+    assert "The same command continues" in capsys.readouterr().err
+    (tasks,) = Path().glob("parts/tasks.jsonl" if named else "results/evals/*/*/tasks.jsonl")
+    parts = evaluate(capsys, *command)
+    assert "4 tasks are finished" in parts["said"] and Path(parts["stored_in"]).parent == tasks.parent
+    assert comparable(parts) == comparable(whole) and parts["confidence_intervals"] == whole["confidence_intervals"]
+    stored = [json.loads(Path(each["stored_in"]).read_text())["tasks"] for each in (whole, parts)]
+    assert stored[0] == stored[1] and len(stored[0][0]["samples"][0]["logprobs"]) == stored[0][0]["samples"][0]["tokens"]
+    assert not tasks.exists(), "the result has it all"
+    again = evaluate(capsys, *command)
+    assert "finished" not in again["said"] and (Path(again["stored_in"]).parent == tasks.parent) == named
+    assert comparable(again) == comparable(whole)
+
+
+def test_a_changed_evaluation_starts_anew_and_says_so(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = arguments(tiny_model_folder, "data.dataset_name=large.jsonl", "eval.save_path=mine")
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 2)
+        assert cli.main(["eval", *given]) == 130
+    capsys.readouterr()
+    changed = evaluate(capsys, *given, "generation.temperature=0.5")
+    assert "large: temperature: 1.0 -> 0.5" in changed["said"] and "tasks are finished" not in changed["said"]
+    assert comparable(changed) == comparable(evaluate(capsys, *given, "generation.temperature=0.5", "eval.save_path=other"))
+
+
+def test_nothing_is_written_where_the_path_is_null_and_nothing_is_left_of_what_failed(
+    tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = arguments(tiny_model_folder, "data.dataset_name=small.jsonl")
+    assert evaluate(capsys, *given, "eval.save_path=null")["stored_in"] is None and not Path("results").exists()
+    assert cli.main(["eval", *given, "generation.model_name=nobody/nothing"]) == 1
+    assert not list(Path("results/evals").glob("*/*"))
+
+
+def test_several_sets_are_evaluated_in_python(tiny_model_folder: Path) -> None:
+    import strop
+
+    settings: dict[str, Any] = {
+        "generation.max_new_tokens": 4,
+        "generation.vllm_cfg.max_model_len": 64,
+        "generation.device": "cpu",
+        "generation.torch_cfg.kv_cache_memory_gb": 0.01,
+        "eval.save_path": "mine",
+    }
+    found = strop.evaluate(tiny_model_folder, data=["small.jsonl", "large.jsonl"], reward=lambda task, rollout: 1.0, **settings)
+    assert found.metrics["small/accuracy"] == found.metrics["accuracy"] == 1.0
+    assert set(found.samples["set"]) == {"small", "large"} and found.stored == Path("mine/step_000000.json")
+    low, high = found.intervals["accuracy"]
+    assert 0.5 < low < high == 1.0
