@@ -89,7 +89,7 @@ def find_overlaps(
         questions: The location and the text of each question, such as ``("aime.jsonl:3", "Find the ...")``.
         texts: The location and the text of each training row, or of each message of one. They are read once and not kept.
         ngram: How many tokens in a row count as shared; 13 as for GPT-3, 8 finds more.
-        threshold: The share of a question's n-grams from which on a text is reported.
+        threshold: The share of a question's n-grams from which on a text is reported; above 1 only the same text is.
         keep: How many of the closest texts are kept for each question.
     """
     index = QuestionIndex(questions, ngram=ngram)

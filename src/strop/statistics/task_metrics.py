@@ -13,7 +13,7 @@ from strop.statistics.task_results import TaskResult, pass_at_k
 StoredTask = Mapping[str, Any]  # with ``environment`` and ``samples``, as an evaluation writes it
 TRUNCATED = ("length", "context")
 SHARE = (0.0, 1.0)
-KNOWN = "accuracy, avg@N, pass@K, cons@K, reward, avg_length, truncated or errors"
+KNOWN = "accuracy, avg@N, pass@K, cons@K, maj@K, reward, avg_length, truncated or errors"
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ def find_task_metric(name: str) -> TaskMetric:
     k = int(number) if number.isdigit() and int(number) > 0 else None
     if kind == "pass" and k is not None:
         return TaskMetric(name, lambda task: _pass(task, k), lambda task: _pass_noise(task, k), is_share=True)
-    if kind == "cons" and k is not None:
-        return TaskMetric(name, lambda task: _consensus(task, k), lambda task: None, is_share=True)
+    if kind in ("cons", "maj") and k is not None:
+        return TaskMetric(name, lambda task: _vote(task, kind, k), lambda task: None, is_share=True)
     if name == "accuracy" or (kind == "avg" and k is not None):
         return _mean_metric(name, lambda sample: sample["accuracy"], is_share=True, samples=k)
     means: dict[str, TaskMetric] = {
@@ -97,12 +97,12 @@ def _result(task: StoredTask) -> TaskResult:
     )
 
 
-def _consensus(task: StoredTask, k: int) -> float:
+def _vote(task: StoredTask, kind: str, k: int) -> float:
     if len(task["samples"]) < k:
         raise NotComparable(
-            f"cons@{k} needs {k} samples, and task {task['task']!r} has {len(task['samples'])}; choose a smaller k"
+            f"{kind}@{k} needs {k} samples, and task {task['task']!r} has {len(task['samples'])}; choose a smaller k"
         )
-    return _result(task).consensus(k)
+    return _result(task).consensus(k) if kind == "cons" else _result(task).majority(k)
 
 
 def _pass(task: StoredTask, k: int) -> float:

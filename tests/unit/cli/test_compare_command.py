@@ -180,12 +180,13 @@ def test_a_run_is_compared_with_a_model_of_none(
     runs: tuple[str, str], tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = compare(capsys, str(tiny_model_folder), runs[0])
-    assert found["total"]["tasks"] == 6 and found["sources"]["a"].endswith(": evaluated now")
+    assert found["total"]["tasks"] == 6 and "/step_000000.json" in found["sources"]["a"]
 
 
 def test_two_models_need_to_be_told_what_to_be_evaluated_on(
-    tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     assert "data.dataset_name=gsm8k" in refuse(capsys, tiny_model_folder, tiny_model_folder)
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"problem": f"{n}+1", "answer": str(n + 1)}) + "\n" for n in range(5))
@@ -195,6 +196,7 @@ def test_two_models_need_to_be_told_what_to_be_evaluated_on(
         "generation.device=cpu", "env.math={}", "generation.vllm_cfg.max_model_len=32"
     )  # fmt: skip
     assert found["total"]["tasks"] == 5 and found["better"] is None
+    assert "two evaluations are made" in refuse(capsys, tiny_model_folder, tiny_model_folder, "eval.save_path=here")
 
 
 def test_a_dry_run_says_what_would_be_compared(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,10 +30,10 @@ def make_task(accuracies: list[float], **changes: Any) -> dict[str, Any]:
 
 def test_values_are_those_of_an_evaluation() -> None:
     task = make_task([1.0, 0.0, 0.0, 1.0])
-    found = {name: find_task_metric(name).value(task) for name in [*list_task_metrics([task]), "avg@4"]}
+    found = {name: find_task_metric(name).value(task) for name in [*list_task_metrics([task]), "avg@4", "maj@1"]}
     assert found == {
         "accuracy": 0.5, "avg@4": 0.5, "pass@2": pytest.approx(5 / 6), "pass@4": 1.0, "cons@4": 1.0, "reward": 0.5, "avg_length": 10.0,
-        "truncated": 1.0, "errors": 0.0,
+        "truncated": 1.0, "errors": 0.0, "maj@1": 0.5,
     }  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def test_other_names_are_refused(name: str) -> None:
         find_task_metric(name)
 
 
-@pytest.mark.parametrize("name", ["pass@4", "cons@4", "avg@4"])
+@pytest.mark.parametrize("name", ["pass@4", "cons@4", "maj@4", "avg@4"])
 def test_metrics_that_the_samples_do_not_give_are_refused(name: str) -> None:
     with pytest.raises(NotComparable, match="2"):
         find_task_metric(name).value(make_task([1.0, 0.0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -68,6 +69,11 @@ def make_comparison_job(
 ) -> ComparisonJob:
     """Find the two sides. Raises NotComparable, also for options that cannot work."""
     check_options(metric, level, margin)
+    if any(text.startswith("eval.save_path=") and not text.endswith("=null") for text in overrides):
+        raise NotComparable(
+            "eval.save_path is one folder, and two evaluations are made; leave it out (each is stored with its run), or evaluate both by "
+            "strop eval first and compare the folders"
+        )
     first, second = (find_side(name, step=step, best=best, ema=ema) for name in (a, b))
     return ComparisonJob(
         a=first, b=second, config=config, overrides=overrides, values=values or {}, metric=metric, level=level, margin=margin
@@ -110,7 +116,7 @@ def _name(side: ComparedSide, evaluated: _Evaluated) -> str:
 
 
 def _find_stored_pair(job: ComparisonJob) -> tuple[StoredEvaluation, StoredEvaluation] | None:
-    """Return the stored evaluations with the most tasks in common; None if something has to be evaluated.
+    """Return the stored evaluations with the most tasks in common, and as many samples of each; None if something has to be evaluated.
 
     Two files are always a pair.
     """
@@ -119,14 +125,14 @@ def _find_stored_pair(job: ComparisonJob) -> tuple[StoredEvaluation, StoredEvalu
     if job.changes_evaluation:
         return None
     best, most = None, 0
-    for a in job.a.stored:
-        for b in job.b.stored:
-            try:
-                found = len(match_tasks(a.tasks, b.tasks).tasks)
-            except OtherTasks:
-                continue
-            if found >= most:
-                best, most = (a, b), found
+    for a, b in itertools.product(job.a.stored, job.b.stored):
+        try:
+            matched = match_tasks(a.tasks, b.tasks).tasks
+        except OtherTasks:
+            continue
+        alike = all(len(task.a["samples"]) == len(task.b["samples"]) for task in matched)
+        if len(matched) >= most and (alike or job.a.model is None or job.b.model is None):
+            best, most = (a, b), len(matched)
     return best
 
 
