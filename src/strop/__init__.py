@@ -1,6 +1,7 @@
 """Strop post-trains language models: reinforcement learning first, with what comes before and around it.
 
-    train(algorithm, model=..., data=..., reward=...) -> Run        evaluate(model, data=...) -> Evaluation        Run(folder)
+    train(algorithm, model=..., data=..., reward=...) -> Run        Run(folder)
+    evaluate(model, data=...) -> Evaluation                         compare(a, b) -> Comparison
 
 The names in ``__all__`` are the stable interface; every other module may change. They are imported when they are first used, so that
 ``import strop`` is fast.
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from strop.algorithms.base import Algorithm as Algorithm
     from strop.algorithms.base import Plan as Plan
+    from strop.api import compare as compare
     from strop.api import evaluate as evaluate
     from strop.api import train as train
     from strop.config import load_config as load_config
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from strop.problems import ConfigError as ConfigError
     from strop.results import Evaluation as Evaluation
     from strop.results import Run as Run
+    from strop.statistics.evaluation_comparison import Comparison as Comparison
     from strop.stopping import RunStopped as RunStopped
     from strop.types import Batch as Batch
     from strop.types import Group as Group
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 _MODULES = {  # name -> the module that defines it
     "Algorithm": "strop.algorithms.base",
     "Batch": "strop.types",
+    "Comparison": "strop.statistics.evaluation_comparison",
     "ConfigError": "strop.problems",
     "DataSource": "strop.data.sources.source",
     "Environment": "strop.environments.base",
@@ -46,6 +50,7 @@ _MODULES = {  # name -> the module that defines it
     "Run": "strop.results",
     "RunStopped": "strop.stopping",
     "Task": "strop.types",
+    "compare": "strop.api",
     "evaluate": "strop.api",
     "load_config": "strop.config",
     "reward": "strop.environments.base",

@@ -1,4 +1,5 @@
-"""Train and evaluate from Python: ``strop.train`` and ``strop.evaluate``, over the same configuration and objects as the command line."""
+"""Train, evaluate and compare from Python: ``strop.train``, ``strop.evaluate`` and ``strop.compare``, over the same configuration and
+objects as the command line."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from strop.config import EvalRunConfig, LoadedConfig, TrainingRunConfig
     from strop.environments.base import Environment
     from strop.environments.environment_config import EnvironmentConfig
+    from strop.statistics.evaluation_comparison import Comparison
 
 Settings: TypeAlias = "Mapping[str, Any]"
 Data: TypeAlias = "str | Path | Sequence[Mapping[str, Any]] | datasets.Dataset | Settings"
@@ -129,7 +131,55 @@ def evaluate(
     report = _run(lambda: evaluate_any(evaluation))
     rows = [{"task": task["task"], "set": task.get("set"), **sample} for task in report.tasks for sample in task["samples"]]
     intervals = {name: (interval.low, interval.high) for name, interval in report.intervals.items()}
-    return Evaluation(report.metrics, rows, report.standard_errors, intervals, report.stored)
+    return Evaluation(report.metrics, rows, report.standard_errors, intervals, report.stored, report.tasks)
+
+
+def compare(
+    a: str | Path | Run | Evaluation,
+    b: str | Path | Run | Evaluation,
+    *,
+    metric: str = "accuracy",
+    margin: float | None = None,
+    level: float = 0.95,
+    step: int | None = None,
+    config: str | Path | None = None,
+    **settings: Any,
+) -> Comparison:
+    """Say whether ``b`` is better than ``a`` on the same tasks, as ``strop compare`` does.
+
+    Args:
+        a, b: What ``evaluate`` returned; an evaluation's file or folder; or a run, a checkpoint or a model, whose stored evaluations are
+            used, or which is evaluated as the run of ``a`` validates.
+        metric: accuracy, avg@n, pass@k, cons@k, maj@k, reward, avg_length, truncated or errors.
+        margin: A difference that does not matter, in the units of the metric.
+        level: The probability that an interval holds the true difference.
+        step: Which checkpoint of runs; None is the newest.
+        config, settings: With any, both are evaluated anew. As for ``evaluate``.
+
+    Raises ValueError for what cannot be compared, ConfigError for settings that cannot work, and the errors of an evaluation.
+    """
+    if isinstance(a, Evaluation) and isinstance(b, Evaluation):
+        from strop.statistics.evaluation_comparison import compare_evaluations
+
+        if not a.tasks or not b.tasks:
+            raise ValueError("an evaluation on recorded data has a loss and no samples to compare")
+        return compare_evaluations(a.tasks, b.tasks, metric=metric, level=level, margin=margin)
+    if isinstance(a, Evaluation) or isinstance(b, Evaluation):
+        raise ValueError("found an Evaluation and a name; evaluate both, or give both by name")
+    from strop.build.comparison.compare_models import compare_models, make_comparison_job
+
+    first, second = (str(each.folder if isinstance(each, Run) else each) for each in (a, b))
+    job = make_comparison_job(
+        first,
+        second,
+        step=step,
+        config=None if config is None else Path(config),
+        values=_nest(settings),
+        metric=metric,
+        level=level,
+        margin=margin,
+    )
+    return _run(lambda: compare_models(job))
 
 
 def _prepare_model_evaluation(

@@ -133,6 +133,7 @@ class Evaluation:
     standard_errors: Mapping[str, float] = field(default_factory=dict)  # of the metrics that are means over tasks
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # their 95 % confidence intervals
     stored: Path | None = None  # the file with every sample; None: eval.save_path is null
+    tasks: Sequence[Mapping[str, Any]] = field(default=(), repr=False)  # as they are stored, each with its samples
 
     @cached_property
     def samples(self) -> pandas.DataFrame:

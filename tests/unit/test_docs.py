@@ -23,6 +23,7 @@ from strop.build.algorithm.run_algorithm import make_rollout_algorithm
 from strop.cli import plot_command, rollouts_command, translate_command
 from strop.cli.checks import env_command
 from strop.cli.checks.sandbox_command import make_sandbox_parser
+from strop.cli.compare_command import make_compare_parser
 from strop.cli.eval_command import is_model_name, make_eval_parser
 from strop.cli.export_command import make_export_parser
 from strop.cli.serve_command import make_serve_parser
@@ -32,6 +33,7 @@ from strop.config.load.load import load_any_kind
 from strop.data.splitting import split_micro_batches
 from strop.environments.base import Environment
 from strop.environments.verifiers.base import Verifier
+from strop.statistics.evaluation_comparison import check_options
 from strop.types import Group, Rollout, Task, Turn
 from strop.user_code import import_attribute
 from support.each import each
@@ -221,6 +223,9 @@ def test_commands_name_configurations_that_load(
     if words[1] in JOBS:
         check_job(words)
         return
+    if words[1] == "compare":
+        check_comparison(words[2:])
+        return
     kind, config = SCRIPTS[words[1]] if words[0] == "python" else (words[1], None)
     rest = words[2:]
     if kind == "eval" and any(map(is_model_name, rest)) and "--config" not in rest:
@@ -258,6 +263,13 @@ def check_evaluation(words: list[str]) -> None:
     given = make_eval_parser(None).parse_intermixed_args(words)
     translated = translate_overrides([text for text in given.overrides if not is_model_name(text)], section="grpo")
     load_config(None, ["policy.model_name=m", *translated.overrides], root=GrpoRunConfig, check=False)
+
+
+def check_comparison(words: list[str]) -> None:
+    given = make_compare_parser().parse_intermixed_args(words)
+    check_options(given.metric, given.level, given.margin)
+    assert len([text for text in given.overrides if is_model_name(text)]) == 2
+    check_evaluation([text for text in given.overrides if not is_model_name(text)])
 
 
 EXAMPLES = [pytest.param(*found, id=f"{found[0].stem}:{found[1]}") for found in named_examples()]

@@ -21,6 +21,7 @@ from strop.build.jobs.evaluation_job import (
 )
 from strop.build.jobs.evaluation_report import EvaluationReport, SetResult, make_report, strip_prefix
 from strop.build.jobs.task_log import TaskLog
+from strop.build.jobs.trained_questions import warn_of_trained_questions
 from strop.build.models import resolve_device
 from strop.build.summary import format_auto_engine, summarize
 from strop.build.tasks import make_mixture
@@ -103,6 +104,8 @@ async def evaluate_job(
     environments = [component.environment for source in sources for component in source.components]
     if any(each.needs_sandbox for each in environments):
         note(await try_sandbox())
+    for warning in warn_of_trained_questions(job.trained_on, sources, seed=job.task_seed):
+        note(warning)
     async with AsyncExitStack() as stack:
         opened = stack.enter_context(open_folder(job, note))
         folder = stack.enter_context(loadable_folder(job.model, note, shared=_shared_folder(job, opened)))

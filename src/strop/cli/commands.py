@@ -20,6 +20,7 @@ from strop.cli.checks.cluster_command import cluster
 from strop.cli.checks.doctor_command import doctor
 from strop.cli.checks.env_command import env
 from strop.cli.checks.sandbox_command import sandbox
+from strop.cli.compare_command import compare
 from strop.cli.config_command import config
 from strop.cli.eval_command import evaluate
 from strop.cli.export_command import export
@@ -56,6 +57,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "use": {
         "eval": Command(evaluate, "evaluate a run, a checkpoint or a model"),
+        "compare": Command(compare, "say whether one run is better than another, on the same tasks"),
         "export": Command(export, "write a checkpoint as a Hugging Face folder"),
         "serve": Command(serve, "answer OpenAI's HTTP API with a checkpoint"),
     },

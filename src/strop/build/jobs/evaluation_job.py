@@ -61,6 +61,7 @@ class EvaluationJob:
     scoring: EvalConfig
     concurrent_tasks: int | None
     purpose: Purpose = "evaluation"
+    trained_on: Sequence[DataEntryConfig] = ()  # what the run of the model was trained on
 
     def with_model(self, folder: str) -> EvaluationJob:
         """Return the same job with the model in a folder, and its tokenizer if it is there."""
@@ -152,8 +153,14 @@ def make_run_evaluation_job(run: EvaluatedRun, model: SavedModel) -> EvaluationJ
         max_tasks=training.max_val_samples,
         scoring=run.evaluation.eval,
         purpose=run.purpose,
+        trained_on=config.data.train if _is_of_run(model, config) else (),
         concurrent_tasks=_count_concurrent(run.evaluation),
     ).with_model(model.weights)
+
+
+def _is_of_run(model: SavedModel, config: RolloutRunConfig) -> bool:
+    """Whether the run trained the model: a comparison evaluates others on what it validates on."""
+    return model.run_values.get("logger", {}).get("log_dir") == config.logger.log_dir
 
 
 @contextmanager

@@ -1,0 +1,280 @@
+"""Two evaluations compared: by set and as a whole, by the metric asked for and by the others, with the verdict in words."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from strop.statistics.intervals import Interval
+from strop.statistics.not_comparable import NotComparable
+from strop.statistics.paired_comparison import (
+    PairedComparison,
+    PairedValues,
+    compare_paired,
+    forecast_more_samples,
+    forecast_more_tasks,
+    forecast_tasks,
+)
+from strop.statistics.sign_flip_test import adjust_p_values, sign_flip_p_value
+from strop.statistics.task_matching import MatchedTask, StoredTask, match_tasks, read_question
+from strop.statistics.task_metrics import SHARE, TaskMetric, find_task_metric, list_task_metrics
+from strop.statistics.verdicts import describe_forecast, describe_verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangedTask:
+    """A task on which two evaluations differ, with a sample of each that shows it: the best of one and the worst of the other."""
+
+    task: str
+    set_name: str
+    question: str
+    answer: str | None  # the expected one
+    a: float
+    b: float
+    a_sample: str
+    b_sample: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two evaluations on the same tasks."""
+
+    metric: TaskMetric
+    margin: float | None  # differences below which do not matter
+    total: PairedComparison  # of all tasks, or the plain mean of several sets
+    sets: Mapping[str, PairedComparison]
+    others: Mapping[TaskMetric, PairedComparison]  # the total by the other metrics
+    samples: tuple[str, str]  # of each task, in A and in B: 4, or 1 to 4
+    only_a: int  # tasks
+    only_b: int
+    won: tuple[ChangedTask, ...]  # where B does better, the largest differences first
+    lost: tuple[ChangedTask, ...]
+    notes: tuple[str, ...] = ()
+    sources: tuple[str, str] = ("A", "B")  # which evaluations were compared
+
+    @property
+    def better(self) -> Literal["a", "b"] | None:
+        """Which of the two is better; None if no difference can be seen, or the metric is neither good nor bad."""
+        higher, good = self.total.higher_one, self.metric.higher_is_better
+        return None if good is None or higher is None else higher if good else "a" if higher == "b" else "b"
+
+    @property
+    def verdict(self) -> str:
+        return describe_verdict(self.total, self.metric, self.margin)
+
+    @property
+    def forecast(self) -> list[str]:
+        """What it would take to decide, a sentence each."""
+        return describe_forecast(self.total, self.metric, self.margin)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON holds it."""
+        return {
+            "metric": self.metric.name,
+            "verdict": self.verdict,
+            "better": self.better,
+            "forecast": self.forecast,
+            "margin": self.margin,
+            "total": _as_dict(self.total),
+            "sets": {name: _as_dict(each) for name, each in self.sets.items()},
+            "metrics": {metric.name: _as_dict(each) for metric, each in self.others.items()},
+            "samples": {"a": self.samples[0], "b": self.samples[1]},
+            "only_a": self.only_a,
+            "only_b": self.only_b,
+            "won": [vars(task) for task in self.won],
+            "lost": [vars(task) for task in self.lost],
+            "notes": list(self.notes),
+            "sources": {"a": self.sources[0], "b": self.sources[1]},
+        }
+
+    def __repr__(self) -> str:
+        return f"Comparison({self.verdict!r})"
+
+
+def compare_evaluations(
+    a: Sequence[StoredTask],
+    b: Sequence[StoredTask],
+    *,
+    metric: str = "accuracy",
+    level: float = 0.95,
+    margin: float | None = None,
+    shown: int = 3,
+) -> Comparison:
+    """Compare the stored tasks of two evaluations, task by task.
+
+    Args:
+        a, b: The tasks with their samples, as an evaluation stores them.
+        metric: accuracy, avg@n, pass@k, cons@k, reward, avg_length, truncated or errors.
+        level: The probability that an interval holds the true difference.
+        margin: A difference that does not matter, in the units of the metric; the two may then be found equivalent.
+        shown: How many of the tasks that changed most are kept, won and lost.
+
+    Raises NotComparable if the tasks are not the same, or do not have the metric.
+    """
+    matched = match_tasks(a, b)
+    both = [side for task in matched.tasks for side in (task.a, task.b)]
+    chosen = check_options(metric, level, margin).fit(both)
+    by_set: dict[str, list[MatchedTask]] = {}
+    for task in matched.tasks:
+        by_set.setdefault(task.set_name, []).append(task)
+    sets, total = _compare_sets(by_set, chosen, level, margin)
+    others = [find_task_metric(name).fit(both) for name in list_task_metrics(both) if name != metric]
+    changed = _list_changed(matched.tasks, chosen)
+    return Comparison(
+        metric=chosen,
+        margin=margin,
+        total=total,
+        sets=sets,
+        others={other: _compare_sets(by_set, other, level, None)[1] for other in others},
+        samples=(_count_samples([task.a for task in matched.tasks]), _count_samples([task.b for task in matched.tasks])),
+        only_a=matched.only_a,
+        only_b=matched.only_b,
+        won=tuple(changed[True][:shown]),
+        lost=tuple(changed[False][:shown]),
+        notes=tuple(_note(matched.only_a, matched.only_b, matched.reworded)),
+    )
+
+
+def check_options(metric: str, level: float, margin: float | None) -> TaskMetric:
+    """Return the metric of a name. Raises NotComparable for options that cannot work."""
+    chosen = find_task_metric(metric)
+    if not 0.5 <= level < 1:
+        raise NotComparable(f"level is {level:g}; it must be from 0.5 to below 1, such as 0.95")
+    if margin is not None and not 0 < margin < (1.0 if chosen.is_share else math.inf):
+        wanted = (
+            "between 0 and 1, as the metric is: 0.02 is 2 points" if chosen.is_share else "above 0, in the units of the metric"
+        )
+        raise NotComparable(f"margin is {margin:g}; it must be {wanted}")
+    return chosen
+
+
+def _compare_sets(
+    by_set: Mapping[str, Sequence[MatchedTask]], metric: TaskMetric, level: float, margin: float | None
+) -> tuple[dict[str, PairedComparison], PairedComparison]:
+    """Compare set by set, with p-values corrected for their number, and all of them."""
+    values = {name: _read_values(tasks, metric) for name, tasks in by_set.items()}
+    found = {name: compare_paired(each, level=level, margin=margin) for name, each in values.items()}
+    if len(found) == 1:
+        return found, next(iter(found.values()))
+    adjusted = adjust_p_values([each.p_value for each in found.values()])
+    found = {name: replace(each, adjusted_p_value=p) for (name, each), p in zip(found.items(), adjusted, strict=True)}
+    return found, _average(found, values, margin)
+
+
+def _average(sets: Mapping[str, PairedComparison], values: Mapping[str, PairedValues], margin: float | None) -> PairedComparison:
+    """Return the comparison of the plain means over sets, whose samples are independent."""
+    found, tasks = list(sets.values()), sum(each.tasks for each in sets.values())
+    difference = math.fsum(each.difference for each in found) / len(found)
+    weighted = [part / each.tasks for name, each in sets.items() for part in values[name].differences]
+    p_value, level = sign_flip_p_value(weighted), found[0].level
+
+    def pool(variance: Callable[[PairedComparison], float]) -> float:
+        return tasks * math.fsum(variance(each) / each.tasks for each in found) / len(found) ** 2
+
+    variance = pool(lambda each: each.variance)
+    known = all(each.sampling_variance is not None for each in found)
+    sampling = pool(lambda each: each.sampling_variance or 0.0) if known else None
+    sought = difference if margin is None else margin
+    return PairedComparison(
+        tasks=tasks,
+        a=math.fsum(each.a for each in found) / len(found),
+        b=math.fsum(each.b for each in found) / len(found),
+        a_interval=_average_intervals([(each.a, each.a_interval) for each in found]),
+        b_interval=_average_intervals([(each.b, each.b_interval) for each in found]),
+        difference=difference,
+        interval=_average_intervals([(each.difference, each.interval) for each in found]),
+        p_value=p_value,
+        adjusted_p_value=p_value,
+        level=level,
+        higher=sum(each.higher for each in found),
+        lower=sum(each.lower for each in found),
+        variance=variance,
+        sampling_variance=sampling,
+        more_tasks=forecast_more_tasks(sought, variance, tasks, level=level),
+        more_samples=forecast_more_samples(sought, variance, sampling, tasks, level=level),
+        detectable=math.sqrt(forecast_tasks(1.0, variance, level=level) / tasks),
+    )
+
+
+def _average_intervals(parts: Sequence[tuple[float, Interval]]) -> Interval:
+    """Return the interval of the mean of independent estimates: the squares of their distances to the ends add up."""
+    mean = math.fsum(value for value, _ in parts) / len(parts)
+    below = math.hypot(*(value - interval.low for value, interval in parts)) / len(parts)
+    above = math.hypot(*(interval.high - value for value, interval in parts)) / len(parts)
+    return Interval(mean - below, mean + above)
+
+
+def _read_values(tasks: Sequence[MatchedTask], metric: TaskMetric) -> PairedValues:
+    a, b, names = (
+        [metric.value(task.a) for task in tasks],
+        [metric.value(task.b) for task in tasks],
+        [task.name for task in tasks],
+    )
+    noise = [[metric.noise(side) for side in sides] for sides in ([task.a for task in tasks], [task.b for task in tasks])]
+    known = [[each for each in side if each is not None] for side in noise]
+    complete = all(len(side) == len(tasks) for side in known)
+    return PairedValues(
+        a=a,
+        b=b,
+        a_noise=known[0] if complete else None,
+        b_noise=known[1] if complete else None,
+        bounds=SHARE if metric.is_share else None,
+        clusters=names if len(set(names)) < len(names) else None,
+    )
+
+
+def _list_changed(tasks: Sequence[MatchedTask], metric: TaskMetric) -> dict[bool, list[ChangedTask]]:
+    """Return the tasks that B does better (True) and worse (False), the largest differences first."""
+    good = -1.0 if metric.higher_is_better is False else 1.0
+    valued = [(metric.value(task.a), metric.value(task.b), task) for task in tasks]
+    changed: dict[bool, list[ChangedTask]] = {True: [], False: []}
+    for a, b, task in sorted(valued, key=lambda each: -abs(each[1] - each[0])):
+        if a != b:
+            won = good * (b - a) > 0
+            changed[won].append(
+                ChangedTask(
+                    task=task.name,
+                    set_name=task.set_name,
+                    question=read_question(task.a),
+                    answer=task.a.get("answer"),
+                    a=a,
+                    b=b,
+                    a_sample=_read_sample(task.a, best=not won),
+                    b_sample=_read_sample(task.b, best=won),
+                )
+            )
+    return changed
+
+
+def _read_sample(task: StoredTask, *, best: bool) -> str:
+    """Return what the best or the worst sample of a task says."""
+    choose = max if best else min
+    return str(choose(task["samples"], key=lambda sample: float(sample["accuracy"])).get("completion", ""))
+
+
+def _count_samples(tasks: Sequence[StoredTask]) -> str:
+    counts = Counter(len(task["samples"]) for task in tasks)
+    return str(min(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+
+
+def _note(only_a: int, only_b: int, reworded: bool) -> list[str]:
+    notes = []
+    if only_a or only_b:
+        notes.append(f"left out: {only_a:,} {'task' if only_a == 1 else 'tasks'} that only A has, {only_b:,} that only B has")
+    if reworded:
+        notes.append("the prompts around the questions differ between A and B, and are part of what is compared")
+    return notes
+
+
+def _as_dict(found: PairedComparison) -> dict[str, Any]:
+    values = vars(found) | {name: _ends(getattr(found, name)) for name in ("interval", "a_interval", "b_interval")}
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()} | {
+        "higher_one": found.higher_one
+    }
+
+
+def _ends(interval: Interval) -> list[float | None]:
+    return [end if math.isfinite(end) else None for end in (interval.low, interval.high)]

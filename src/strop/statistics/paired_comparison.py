@@ -1,0 +1,200 @@
+"""Two evaluations on the same tasks: their difference, how far it may be off, and what it would take to decide."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from strop.statistics.intervals import Interval, confidence_interval
+from strop.statistics.sign_flip_test import sign_flip_p_value
+from strop.statistics.student_t import NORMAL, student_t_quantile
+
+POWER = 0.8
+PRIOR_PAIRS = 2.0  # as Bonett and Price (2012) add to paired proportions: a pair that A wins, and one that B wins
+FEW = 5  # tasks that differ, below which nothing is known of how far they differ
+MOST = 10_000_000  # a forecast beyond this is none
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedValues:
+    """What a metric is of each task in two evaluations.
+
+    ``a_noise`` and ``b_noise`` are the variances of these values over further samples of the same task, estimated from its samples; None
+    where one sample is all there is.
+    """
+
+    a: Sequence[float]
+    b: Sequence[float]
+    a_noise: Sequence[float] | None = None
+    b_noise: Sequence[float] | None = None
+    bounds: tuple[float, float] | None = None  # of the metric: (0, 1) for shares
+    clusters: Sequence[Hashable] | None = None  # of the tasks, where some depend on each other
+
+    @property
+    def differences(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.a, self.b, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedComparison:
+    """The means of two evaluations, and whether their difference is more than chance."""
+
+    tasks: int
+    a: float
+    b: float
+    a_interval: Interval
+    b_interval: Interval
+    difference: float  # b - a, paired by task
+    interval: Interval  # of the difference
+    p_value: float  # of the paired permutation test
+    adjusted_p_value: float  # for the number of sets that are compared
+    level: float
+    higher: int  # tasks where B is higher
+    lower: int
+    variance: float  # of the difference of one task
+    sampling_variance: float | None  # the part of it that more samples of each task would reduce; None: unknown
+    more_tasks: int | None  # that tell a difference of this size from none with probability 0.8; None: too many, or it is 0
+    more_samples: float | None  # how many times as many samples of each task would do that; None: no number would, or unknown
+    detectable: float  # the least difference that this many tasks tell from none with probability 0.8
+
+    @property
+    def higher_one(self) -> Literal["a", "b"] | None:
+        """Which of the two is higher, where both the test and the interval say so."""
+        if self.adjusted_p_value > 1.0 - self.level or 0.0 in self.interval:
+            return None
+        return "b" if self.difference > 0 else "a"
+
+    def is_equivalent(self, margin: float) -> bool:
+        """Whether the difference is smaller than a margin, whatever of the interval is true."""
+        return -margin < self.interval.low and self.interval.high < margin
+
+    def with_adjusted_p_value(self, p_value: float) -> PairedComparison:
+        return replace(self, adjusted_p_value=p_value)
+
+
+def compare_paired(values: PairedValues, *, level: float = 0.95, margin: float | None = None) -> PairedComparison:
+    """Compare two evaluations on the same tasks. What is needed to decide is forecast for a difference of ``margin``; None: that found.
+
+    The interval is a paired t interval whose variance counts two more pairs, one that each of the two wins by as much as the tasks that
+    differ do: without them few wins, and none, would have intervals that are too narrow. The test is exact (``sign_flip_p_value``).
+
+    Raises ValueError if there are no tasks.
+    """
+    if not values.a:
+        raise ValueError("a comparison needs at least one task")
+    differences, count = values.differences, len(values.a)
+    totals = _sum_clusters(differences, values.clusters)
+    sampling = None
+    if values.a_noise is not None and values.b_noise is not None:
+        sampling = math.fsum([*values.a_noise, *values.b_noise]) / count
+    mean = math.fsum(differences) / count
+    spread = _spread(values, mean)
+    variance = (
+        math.fsum(each * each for each in spread) / (len(spread) - 1) * count / len(spread) if len(spread) > 1 else math.inf
+    )
+    p_value, sought = sign_flip_p_value(totals), mean if margin is None else margin
+    a_interval, b_interval = (
+        confidence_interval(side, level=level, bounds=values.bounds, clusters=values.clusters) for side in (values.a, values.b)
+    )
+    return PairedComparison(
+        tasks=count,
+        a=math.fsum(values.a) / count,
+        b=math.fsum(values.b) / count,
+        a_interval=a_interval,
+        b_interval=b_interval,
+        difference=mean,
+        interval=_difference_interval(values, spread, mean, level),
+        p_value=p_value,
+        adjusted_p_value=p_value,
+        level=level,
+        higher=sum(difference > 0 for difference in differences),
+        lower=sum(difference < 0 for difference in differences),
+        variance=variance,
+        sampling_variance=sampling,
+        more_tasks=forecast_more_tasks(sought, variance, count, level=level),
+        more_samples=forecast_more_samples(sought, variance, sampling, count, level=level),
+        detectable=math.sqrt(forecast_tasks(1.0, variance, level=level) / count),
+    )
+
+
+def forecast_tasks(difference: float, variance: float, *, level: float = 0.95, power: float = POWER) -> float:
+    """Return how many tasks tell a difference of means from none with probability ``power``; infinite for none.
+
+    ``variance`` is that of the difference of one task.
+    """
+    if difference == 0:
+        return math.inf
+    reach = NORMAL.inv_cdf((1.0 + level) / 2.0) + NORMAL.inv_cdf(power)
+    return reach * reach * variance / (difference * difference)
+
+
+def forecast_more_tasks(
+    difference: float, variance: float, tasks: int, *, level: float = 0.95, power: float = POWER
+) -> int | None:
+    """Return how many tasks beyond those of an evaluation are needed. None: there is nothing to tell apart, or too many."""
+    fewest = 1 - math.log2(1.0 - level)  # whose differences, all of one sign, the exact test tells from none
+    needed = max(forecast_tasks(difference, variance, level=level, power=power), fewest)
+    return max(math.ceil(needed) - tasks, 0) if needed <= MOST else None
+
+
+def forecast_more_samples(
+    difference: float,
+    variance: float,
+    sampling: float | None,
+    tasks: int,
+    *,
+    level: float = 0.95,
+    power: float = POWER,
+) -> float | None:
+    """Return how many times as many samples of each task are needed, at this number of tasks.
+
+    ``sampling`` is the part of the variance that n times as many samples divide by n. None where no number of samples would do, because
+    the tasks themselves differ too much, or where it is unknown.
+    """
+    if sampling is None or difference == 0 or not math.isfinite(variance):
+        return None
+    sampling = min(sampling, variance)
+    affordable = variance * tasks / max(forecast_tasks(difference, variance, level=level, power=power), 1e-300)
+    between = variance - sampling
+    if affordable >= variance:
+        return 1.0
+    times = sampling / (affordable - between) if affordable > between else math.inf
+    return times if times <= MOST else None
+
+
+def _spread(values: PairedValues, mean: float) -> list[float]:
+    """Return how far the difference of each task, or of a cluster as if all were of one size, is from the mean."""
+    totals = _sum_clusters([difference - mean for difference in values.differences], values.clusters)
+    return [total * len(totals) / len(values.a) for total in totals]
+
+
+def _difference_interval(values: PairedValues, spread: Sequence[float], mean: float, level: float) -> Interval:
+    count = len(spread)
+    pooled = [*values.a, *values.b] if values.bounds is None else list(values.bounds)
+    largest = max(pooled) - min(pooled)  # how far two values of one task may be apart
+    squares = math.fsum(each * each for each in spread)
+    most_common = Counter(round(each, 12) for each in spread).most_common(1)[0][1]
+    few = count - most_common < min(FEW, max(count // 2, 1))
+    if (few and values.bounds is not None) or squares <= 1e-24 * count:
+        of_one = largest * largest if values.bounds is not None or mean == 0 else mean * mean
+    else:
+        of_one = math.fsum(each**4 for each in spread) / squares  # the mean square of differences, as those weigh that matter
+    if count == 1:
+        reach = math.inf
+    else:
+        error = math.sqrt((squares + PRIOR_PAIRS * of_one) / (count * (count - 1 + PRIOR_PAIRS)))
+        reach = student_t_quantile((1.0 + level) / 2.0, count - 1) * error
+    low, high = mean - reach, mean + reach
+    return Interval(low, high) if values.bounds is None else Interval(max(low, -largest), min(high, largest))
+
+
+def _sum_clusters(values: Sequence[float], clusters: Sequence[Hashable] | None) -> list[float]:
+    if clusters is None:
+        return list(values)
+    sums: dict[Hashable, list[float]] = defaultdict(list)
+    for value, cluster in zip(values, clusters, strict=True):
+        sums[cluster].append(value)
+    return [math.fsum(each) for each in sums.values()]

@@ -1,0 +1,128 @@
+"""Which tasks of two evaluations are the same: by their names, and by what was asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from strop.statistics.not_comparable import NotComparable
+
+StoredTask = Mapping[str, Any]
+_Key = tuple[str, str, int]  # the set, the name, and which of the tasks of that name: data may be repeated
+SHOWN = 80
+REPAIR = "compare evaluations of the same data: the same data set, split, size and seed"
+
+
+class OtherTasks(NotComparable):
+    """The tasks of two evaluations are not the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchedTask:
+    """A task in two evaluations, each with its samples."""
+
+    name: str
+    set_name: str
+    a: StoredTask
+    b: StoredTask
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchedTasks:
+    """The tasks that two evaluations share, and how many only one of them has."""
+
+    tasks: tuple[MatchedTask, ...]
+    only_a: int
+    only_b: int
+    reworded: bool  # the questions stand in other prompts
+
+
+def match_tasks(a: Sequence[StoredTask], b: Sequence[StoredTask]) -> MatchedTasks:
+    """Match the tasks of two evaluations by set and name, and those of one name in their order.
+
+    The prompts may differ in what stands around every question, as the instructions of two runs do.
+
+    Raises OtherTasks if no task is in both, or tasks of one name ask something else or expect another answer.
+    """
+    with_sets = all(any("set" in task for task in tasks) for tasks in (a, b))  # where both say which set a task is of
+    ours, theirs = (_by_name(tasks, with_sets) for tasks in (a, b))
+    shared = [key for key in ours if key in theirs]
+    if not shared:
+        raise OtherTasks(f"no task is in both evaluations: A has {_name_some(ours)} and B has {_name_some(theirs)}; {REPAIR}")
+    reworded = _check_questions({key: (ours[key], theirs[key]) for key in shared})
+    tasks = tuple(MatchedTask(name=key[1], set_name=key[0] or _name_set(ours[key]), a=ours[key], b=theirs[key]) for key in shared)
+    return MatchedTasks(tasks=tasks, only_a=len(ours) - len(shared), only_b=len(theirs) - len(shared), reworded=reworded)
+
+
+def read_question(task: StoredTask) -> str:
+    """Return the prompt of a stored task: the messages before what the policy wrote."""
+    sample = next((sample for sample in task["samples"] if sample.get("messages")), None)
+    if sample is None:
+        return ""
+    messages = sample["messages"]
+    if sample.get("turns"):
+        count = len(messages) - sum(turn.get("path", 0) == 0 for turn in sample["turns"])
+    else:
+        count = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    return "\n".join(str(message.get("content", "")) for message in messages[:count])
+
+
+def _by_name(tasks: Sequence[StoredTask], with_sets: bool) -> dict[_Key, StoredTask]:
+    found: dict[_Key, StoredTask] = {}
+    times: Counter[tuple[str, str]] = Counter()
+    for task in tasks:
+        name = (str(task.get("set", "")) if with_sets else "", str(task["task"]))
+        found[*name, times[name]] = task
+        times[name] += 1
+    return found
+
+
+def _name_set(task: StoredTask) -> str:
+    return str(task.get("set") or task["environment"])
+
+
+def _check_questions(pairs: Mapping[_Key, tuple[StoredTask, StoredTask]]) -> bool:
+    """Raise OtherTasks for tasks of one name that differ. Return whether the prompts around the questions do."""
+    answers = {key: (str(a.get("answer")), str(b.get("answer"))) for key, (a, b) in pairs.items()}
+    _raise_if_different(answers, "expects", "the answer")
+    whole = {key: (read_question(a), read_question(b)) for key, (a, b) in pairs.items()}
+    whole = {key: texts for key, texts in whole.items() if all(texts)}  # a task whose samples all failed has no prompt
+    if any(a == b for a, b in whole.values()) or not whole:
+        _raise_if_different(whole, "asks", "the question")
+        return False
+    ours, theirs = (_strip_common([texts[side] for texts in whole.values()]) for side in (0, 1))
+    _raise_if_different(dict(zip(whole, zip(ours, theirs, strict=True), strict=True)), "asks", "the question")
+    return True
+
+
+def _strip_common(texts: Sequence[str]) -> list[str]:
+    """Return what differs between texts, without the prompt that is around all of them."""
+    if len(texts) == 1:
+        return list(texts)
+    rest = [text[_count_common(texts) :] for text in texts]
+    end = _count_common([text[::-1] for text in rest])
+    return [text[: len(text) - end].strip() for text in rest]
+
+
+def _count_common(texts: Sequence[str]) -> int:
+    """Return how many characters all texts begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(min(texts), max(texts), strict=False)))
+
+
+def _raise_if_different(pairs: Mapping[_Key, tuple[str, str]], does: str, what: str) -> None:
+    different = [key for key, (a, b) in pairs.items() if a != b]
+    if different:
+        key = different[0]
+        a, b = (f"{text[:SHOWN]}..." if len(text) > SHOWN else text for text in pairs[key])
+        raise OtherTasks(
+            f"{len(different)} of {len(pairs)} tasks have the same name and are not the same: {what} that {key[1]!r} {does} is {a!r} in A "
+            f"and {b!r} in B; {REPAIR}"
+        )
+
+
+def _name_some(tasks: Mapping[_Key, StoredTask]) -> str:
+    names = [f"{set_name}: {name}" if set_name else name for set_name, name, _ in tasks]
+    return ", ".join(map(repr, names[:2])) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
