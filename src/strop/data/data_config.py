@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, field_serializer, model_validator
 
 from strop.base_config import BaseConfig, default_of, fields_of, follows, subsection, to_tree
+from strop.data.sources.dataset_class import is_dataset_class
 from strop.data.sources.files import FILE_SUFFIXES, is_url
 from strop.problems import Problem
 
@@ -19,8 +20,11 @@ class DataEntryConfig(BaseConfig):
 
     dataset_name: str | None = Field(
         None,
-        description="A built-in dataset, OWNER/NAME on the hub, or a .jsonl, .json, .csv, .parquet or .arrow file; null for an "
-        "environment that generates its tasks.",
+        description="A built-in dataset, OWNER/NAME on the hub, a .jsonl, .json, .csv, .parquet or .arrow file, or a class or function "
+        "that makes rows (package.module.Class, module:name, file.py:name); null for an environment that generates its tasks.",
+    )
+    dataset_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the class or the function that dataset_name names."
     )
     subset: str | None = Field(None, description="Configuration of a hub dataset; null is its default.")
     split: str | None = Field(
@@ -99,6 +103,12 @@ class DataEntryConfig(BaseConfig):
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_files(key)
         yield from self._check_system_prompt(key)
+        if self.dataset_kwargs and not is_dataset_class(self.dataset_name or ""):
+            yield Problem(
+                f"{key}.dataset_kwargs",
+                f"found {', '.join(self.dataset_kwargs)}, but {self.data_name} is no class or function, which alone takes arguments",
+                "Set dataset_name to package.module.Class, module:name or file.py:name, or remove dataset_kwargs.",
+            )
 
     def _check_files(self, key: str) -> Iterator[Problem]:
         for name in ("prompt_file", "system_prompt_file", *(("dataset_name",) if self.is_file else ())):

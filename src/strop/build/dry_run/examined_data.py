@@ -12,9 +12,10 @@ from strop.config.schema.run_config import environment_alias
 from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig
 from strop.data.recorded.examples import EXAMPLE_READERS
+from strop.data.sources.dataset_class import is_dataset_class
 from strop.data.sources.peek import Peek, peek_dataset
 from strop.data.sources.records import DataError
-from strop.data.sources.source import DataSource
+from strop.data.sources.source import DataSource, is_local
 from strop.environments.base import DatasetEnvironment, Environment, EnvironmentConfigError
 from strop.environments.registry import make_environment
 from strop.environments.verifiers.held_out_grader import make_grader
@@ -81,6 +82,8 @@ def _list_entries(config: TrainingRunConfig | EvalRunConfig) -> Iterator[tuple[s
 
 def _peek(key: str, entry: DataEntryConfig, found: DataExamination) -> Peek | None:
     assert entry.dataset_name is not None
+    if is_dataset_class(entry.dataset_name) and not is_local(entry.dataset_name):
+        return _find_code(key, entry, found)
     try:
         peek = peek_dataset(entry.dataset_name, entry.subset, entry.split)
     except DataError as error:
@@ -91,6 +94,16 @@ def _peek(key: str, entry: DataEntryConfig, found: DataExamination) -> Peek | No
             f"{key}: {entry.dataset_name} is of the hub and not in the local cache: its columns were not looked at"
         )
     return peek
+
+
+def _find_code(key: str, entry: DataEntryConfig, found: DataExamination) -> None:
+    """Find out whether the code that makes an entry's rows can be called as configured. It may take long, and is not called here."""
+    try:
+        DataSource.from_entry(entry, seed=0, part="train").check_arguments()
+    except DataError as error:
+        found.problems.append(Problem(key, str(error)))
+    else:
+        found.notes.append(f"{key}: {entry.dataset_name} makes its rows when the run starts: its columns were not looked at")
 
 
 def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExamination) -> dict[str, Environment[Any]]:

@@ -17,6 +17,13 @@ from strop.data.data_config import DataEntryConfig
 from strop.data.messages import get_prompt_text, get_text_or_messages, last_message_text
 from strop.data.prompt_template import PromptTemplate, parse_prompt_template, read_text_file
 from strop.data.sources.choices import read_choices
+from strop.data.sources.dataset_class import (
+    call_dataset_class,
+    choose_arguments,
+    find_dataset_class,
+    is_dataset_class,
+    open_made_rows,
+)
 from strop.data.sources.files import FILE_SUFFIXES, is_url, open_file
 from strop.data.sources.in_memory import open_rows
 from strop.data.sources.records import DataError, Record, Records, get_text, has_key
@@ -53,7 +60,10 @@ class DataSource:
     Environments that generate their tasks use ``size``, ``seed``, ``part`` and the prompt options.
     """
 
-    dataset_name: str | None = None  # a .jsonl/.json/.csv/.parquet/.arrow file, a built-in name, or OWNER/NAME on the hub
+    dataset_name: str | None = None  # a .jsonl/.json/.csv/.parquet/.arrow file, a built-in name, OWNER/NAME on the hub, or code
+    dataset_kwargs: Mapping[str, Any] = field(
+        default_factory=dict, hash=False
+    )  # arguments of a class or function that makes rows
     rows: Sequence[Record] | None = field(default=None, repr=False)  # in its place: a list of dicts, or a datasets.Dataset
     subset: str | None = None  # the hub's configuration name
     split: str | None = None  # default: the built-in's, else "train"
@@ -107,6 +117,11 @@ class DataSource:
         )
 
     @property
+    def is_made_by_code(self) -> bool:
+        """Whether a class or a function of the user makes the rows."""
+        return self.dataset_name is not None and is_dataset_class(self.dataset_name)
+
+    @property
     def held_out(self) -> bool:
         """Whether generated tasks must come from the part that is not trained on."""
         return self.part == "validation" or (self.part == "all" and self.split in ("validation", "test"))
@@ -126,16 +141,12 @@ class DataSource:
     def load_rows(self, *, needs_answers: bool = True) -> Sequence[Row]:
         """Return the rows, read lazily. Raises DataError for invalid data; answers may be missing if ``needs_answers`` is false."""
         builtin, records = self.open_records()
-        if self.messages_key is not None and has_key(records[0], f"{self.messages_key}.1"):
-            return replace(  # a conversation of a question and its answer
-                self,
-                input_key=f"{self.messages_key}.0.content",
-                output_key=f"{self.messages_key}.1.content",
-                messages_key=None,
-            ).load_rows(needs_answers=needs_answers)
-        input_key = self.input_key or _find_column(records, "input_key", builtin.input_key, ("prompt",))
-        output_key = self.output_key or _find_column(records, "output_key", builtin.output_key, ("solution", "completion"))
-        has_answers = needs_answers or self.output_key is not None or has_key(records[0], output_key)
+        own_input, own_output = self.input_key, self.output_key
+        if (messages := self._find_messages(records)) is not None and has_key(records[0], f"{messages}.1"):
+            own_input, own_output = f"{messages}.0.content", f"{messages}.1.content"  # of a question and its answer
+        input_key = own_input or _find_column(records, "input_key", builtin.input_key, ("prompt",))
+        output_key = own_output or _find_column(records, "output_key", builtin.output_key, ("solution", "completion"))
+        has_answers = needs_answers or own_output is not None or has_key(records[0], output_key)
         if not has_answers:
             _warn_once(
                 f"{records.name} has no column {output_key!r}: task.answer is empty; set output_key to the reference answer"
@@ -154,12 +165,36 @@ class DataSource:
         validate_rows(rows, len(rows.indices), records)
         return rows
 
+    def _find_messages(self, records: Records) -> str | None:
+        """Return the column of conversations that rows are read from.
+
+        A class of data sets, which may have read ``input_key`` itself, need not name it."""
+        if self.messages_key is not None or not self.is_made_by_code:
+            return self.messages_key
+        columns = ("problem", "prompt") if self.input_key is None else (self.input_key,)
+        return None if any(has_key(records[0], key) for key in columns) else "messages"
+
     def select_records(self, indices: Sequence[int], questions: Callable[[], Iterable[str]]) -> Sequence[int]:
         """Select the records of this part from ``indices``, at most ``size``. ``questions()`` yields the question of each."""
         if self.part != "all" and self.split_validation_size:
             train, validation = split_by_question(questions(), self.split_validation_size, self.seed)
             indices = [indices[index] for index in (train if self.part == "train" else validation)]
         return indices[: self.size]
+
+    def _open_made_rows(self, name: str) -> Records:
+        """Open the rows that a class or a function makes. What is held out of them is chosen here, by the question."""
+        made = call_dataset_class(name, self._list_keys(), self.dataset_kwargs, self.purpose)
+        return open_made_rows(name, made, self.split, self.purpose)
+
+    def check_arguments(self) -> None:
+        """Raise DataError if the class or the function that makes the rows cannot be imported, or not be called with these keys."""
+        name = str(self.dataset_name)
+        choose_arguments(name, find_dataset_class(name), self._list_keys(), self.dataset_kwargs, self.purpose)
+
+    def _list_keys(self) -> dict[str, Any]:
+        """Return the keys of the entry that code which makes rows may have parameters for."""
+        ours = ("dataset_kwargs", "rows", "part", "purpose", "split_validation_size", "repeat")
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ours}
 
     def open_records(self) -> tuple[BuiltinDataset, Records]:
         """Open the dataset. Return the defaults of its name, and its records. Raises DataError."""
@@ -172,6 +207,8 @@ class DataSource:
             builtin = BUILTIN_DATASETS[name]
         elif is_local(name):
             return BuiltinDataset(""), open_file(Path(name))
+        elif is_dataset_class(name):
+            return BuiltinDataset(""), self._open_made_rows(name)
         else:
             check_hub_name(name)
             builtin = BuiltinDataset(name)
