@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, field_serializer, model_validator
 
 from strop.base_config import BaseConfig, default_of, fields_of, follows, subsection, to_tree
+from strop.data.prompt_template import AUTO_PROMPT
 from strop.data.sources.dataset_class import is_dataset_class
 from strop.data.sources.files import FILE_SUFFIXES, is_url
 from strop.problems import Problem
@@ -29,6 +30,10 @@ class DataEntryConfig(BaseConfig):
     subset: str | None = Field(None, description="Configuration of a hub dataset; null is its default.")
     split: str | None = Field(
         None, description="Split of a hub dataset; null is the built-in dataset's own, else train, for validation too."
+    )
+    revision: str | None = Field(
+        None,
+        description="Revision of a hub dataset, a commit, a tag or a branch; null is the built-in dataset's, else the newest.",
     )
     input_key: str | None = Field(
         None,
@@ -59,8 +64,9 @@ class DataEntryConfig(BaseConfig):
     )
     prompt_file: str | None = Field(
         None,
-        description="Text file with {question} or {} where the question goes; null is the question alone. Like system_prompt_file, "
-        "it is relative to the working directory, or else to the folder of the configuration that names it or one above.",
+        description="Text file with {question} or {} where the question goes; null is the question alone, and auto the usual wording of a "
+        "built-in dataset that has one. Like system_prompt_file, it is relative to the working directory, or else to the folder of the "
+        "configuration that names it or one above.",
     )
     system_prompt_file: str | None = Field(None, description="Text file with the system prompt; null is none.")
     system_prompt: str | None = Field(None, description="The system prompt; null is none.")
@@ -113,7 +119,7 @@ class DataEntryConfig(BaseConfig):
     def _check_files(self, key: str) -> Iterator[Problem]:
         for name in ("prompt_file", "system_prompt_file", *(("dataset_name",) if self.is_file else ())):
             path = getattr(self, name)
-            if path is not None and not _is_file(path):
+            if path is not None and not (name == "prompt_file" and path == AUTO_PROMPT) and not _is_file(path):
                 beside = "" if name == "dataset_name" else ", nor in the folder of the configuration that names it or one above"
                 where = "" if Path(path).is_absolute() else f" in the working directory {Path.cwd()}{beside}"
                 yield Problem(
@@ -230,6 +236,12 @@ def _merge_entries(entries: Any, default: Any) -> Any:
 class EvalDataConfig(DataEntryConfig):
     """The tasks to evaluate on."""
 
+    prompt_file: str | None = Field(
+        AUTO_PROMPT,
+        description="Text file with {question} or {} where the question goes; auto is the usual wording of a built-in dataset that has one, "
+        "else the question alone; null is the question alone. Like system_prompt_file, it is relative to the working directory, or else to "
+        "the folder of the configuration that names it or one above.",
+    )
     max_input_seq_length: int = follows(
         "..generation.vllm_cfg.max_model_len",
         standalone=2048,

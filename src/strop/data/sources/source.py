@@ -15,7 +15,7 @@ from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import BuiltinDataset, Choices, Purpose
 from strop.data.data_config import DataEntryConfig
 from strop.data.messages import get_prompt_text, get_text_or_messages, last_message_text
-from strop.data.prompt_template import PromptTemplate, parse_prompt_template, read_text_file
+from strop.data.prompt_template import AUTO_PROMPT, PromptTemplate, parse_prompt_template, read_text_file
 from strop.data.sources.choices import read_choices
 from strop.data.sources.dataset_class import (
     call_dataset_class,
@@ -67,6 +67,7 @@ class DataSource:
     rows: Sequence[Record] | None = field(default=None, repr=False)  # in its place: a list of dicts, or a datasets.Dataset
     subset: str | None = None  # the hub's configuration name
     split: str | None = None  # default: the built-in's, else "train"
+    revision: str | None = None  # of the hub: a commit, a tag or a branch; default: the built-in's, else the newest
     input_key: str | None = None  # default: the built-in's, else "problem", else "prompt"; may be dotted: prompt.0.content
     output_key: str | None = None  # default: the built-in's, else "answer", else "solution" or "completion"
     messages_key: str | None = None  # recorded data: a column of conversations; default: messages, or conversations
@@ -76,7 +77,9 @@ class DataSource:
     system_key: str | None = None  # recorded data: a system prompt to put before the messages
     tool_key: str | None = None  # recorded data: definitions of tools; default: tools, if present
     margin_key: str | None = None  # pairs: by how much the chosen one is better; default: margin, if present
-    prompt_file: str | None = None  # text with {question} (or {}) where the question goes
+    prompt_file: str | None = (
+        None  # text with {question} (or {}) where the question goes; auto: as the built-in set is usually worded
+    )
     system_prompt: str | None = None
     system_prompt_file: str | None = None
     size: int | None = None  # use at most this many rows; the number of generated tasks
@@ -130,10 +133,12 @@ class DataSource:
         """Load the prompt template. Raises DataError if a file is missing or has no placeholder for the question."""
         file = self.system_prompt_file
         system_prompt = read_text_file(file, "system_prompt_file").strip() if file else self.system_prompt
-        if self.prompt_file is None:
+        builtin = BUILTIN_DATASETS.get(self.dataset_name or "")
+        if self.prompt_file == AUTO_PROMPT and builtin is not None and builtin.prompt is not None:
+            return parse_prompt_template(builtin.prompt, f"of {self.dataset_name}", system_prompt)
+        if self.prompt_file in (None, AUTO_PROMPT):
             return PromptTemplate(system=system_prompt)
         text = read_text_file(self.prompt_file, "prompt_file")
-        builtin = BUILTIN_DATASETS.get(self.dataset_name or "")
         if builtin is not None and builtin.choices is not None and "{question}" not in text and "{}" not in text:
             return PromptTemplate(f"{text}\n\n", system=system_prompt)  # an instruction, above the question and its options
         return parse_prompt_template(text, repr(self.prompt_file), system_prompt)
@@ -214,7 +219,8 @@ class DataSource:
             builtin = BuiltinDataset(name)
         from strop.data.sources.hub import open_hub
 
-        return builtin, open_hub(builtin.hub, self.subset or builtin.subset, self.split or builtin.splits.choose(self.purpose))
+        split = self.split or builtin.splits.choose(self.purpose)
+        return builtin, open_hub(builtin.hub, self.subset or builtin.subset, split, self.revision or builtin.revision)
 
 
 def is_local(name: str) -> bool:

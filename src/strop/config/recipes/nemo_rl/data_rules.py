@@ -14,6 +14,7 @@ from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule, Unused, is_switched_off
 from strop.config.source.yaml_source import get_at
 from strop.data.data_config import DataEntryConfig
+from strop.data.prompt_template import AUTO_PROMPT
 from strop.data.sources.dataset_class import is_dataset_class
 
 PROMPT = "prompt_file, the system prompt and the chat template make a prompt of a question, as it does"
@@ -241,6 +242,8 @@ def find_named_files(recipe: Recipe) -> None:
 
 
 def _is_missing_path(value: str, *, template: bool) -> bool:
+    if value == AUTO_PROMPT:
+        return False
     try:
         return (not template or value.endswith(".jinja")) and "\n" not in value and not Path(value).is_file()
     except (OSError, ValueError):  # a name that no file can have
