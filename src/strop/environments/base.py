@@ -596,7 +596,7 @@ class DatasetEnvironment(Environment[PromptedTask]):
             messages = make_prompt(row.prompt, template, row.id)
             return PromptedTask(id=row.id, question=row.question, answer=row.answer, metadata=row.metadata, messages=messages)
 
-        if len(rows):
+        if len(rows) and data.opened is None:
             make(0)  # a prompt file that does not fit the prompts is an error now, not in each rollout
         return GeneratedTasks(len(rows), make)
 

@@ -88,6 +88,7 @@ class DataSource:
     split_validation_size: float = 0.0  # rows to hold out: below 1 a fraction, from 1 on a number
     part: Part | Literal["all"] = "all"  # of the validation split
     purpose: Purpose = "train"  # chooses the split of a built-in set
+    opened: tuple[BuiltinDataset, Records] | None = field(default=None, repr=False, compare=False)  # by strop data check
 
     def __post_init__(self) -> None:
         if self.dataset_name is not None and self.rows is not None:
@@ -111,7 +112,12 @@ class DataSource:
         split come from what is trained on.
         """
         generated = entry.dataset_name is None and entry.rows is None
-        keys = {field.name for field in fields(cls)} - {"seed", "part", "purpose"}  # all others are keys of an entry, too
+        keys = {field.name for field in fields(cls)} - {
+            "seed",
+            "part",
+            "purpose",
+            "opened",
+        }  # all others are keys of an entry, too
         return cls(
             **{key: getattr(entry, key) for key in keys},
             seed=seed if entry.seed is None else entry.seed,
@@ -198,11 +204,13 @@ class DataSource:
 
     def _list_keys(self) -> dict[str, Any]:
         """Return the keys of the entry that code which makes rows may have parameters for."""
-        ours = ("dataset_kwargs", "rows", "part", "purpose", "split_validation_size", "repeat")
+        ours = ("dataset_kwargs", "rows", "part", "purpose", "split_validation_size", "repeat", "opened")
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ours}
 
     def open_records(self) -> tuple[BuiltinDataset, Records]:
         """Open the dataset. Return the defaults of its name, and its records. Raises DataError."""
+        if self.opened is not None:
+            return self.opened
         if self.rows is not None:
             return BuiltinDataset(""), open_rows(self.rows)
         name = self.dataset_name
@@ -246,6 +254,8 @@ def check_hub_name(name: str) -> None:
 
 def validate_rows(rows: Sequence[object], count: int, records: Records) -> None:
     """Read the first ``count`` rows, or only one of uniform records, so that errors in them are raised before the run starts."""
+    if records.lenient:
+        return
     for index in range(1 if records.uniform else count):
         rows[index]
 
