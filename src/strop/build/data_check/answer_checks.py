@@ -12,12 +12,14 @@ from strop.build.data_check.row_checks import Faults
 from strop.environments.base import Environment
 from strop.environments.math import MathEnvironment
 from strop.environments.math_multi_reward import MathMultiReward
-from strop.environments.verifiers.math_verifier import MathMethod, verify_math
+from strop.environments.scoring.scoring_pool import ScoringError
+from strop.environments.verifiers.math_verifier import verify_math
 from strop.environments.verifiers.multiple_choice import CHOICE_EXTRACTORS
 
 MOST_ANSWERS = 2000  # different ones that are graded; the others are taken to be like them
 CONCURRENT = 64
 FORMS = ("\\boxed{{{}}}", "Answer: {}", "The answer is {}")  # in which a policy may give an answer
+WRONG = "\\boxed{{-98765.4321}}"
 OPTION = re.compile(r"^\s*\(?([A-Z])[).:]\s+\S", re.MULTILINE)
 KNOWN_OPTIONS = 2  # lines that look like options from which on a question is taken to have some
 
@@ -46,33 +48,43 @@ def check_answers(environment: Environment[Any], answers: Mapping[str, tuple[str
     chosen = list(answers)
     if len(chosen) > MOST_ANSWERS:
         chosen = Random(seed).sample(chosen, MOST_ANSWERS)
-    for answer, equal in zip(chosen, asyncio.run(_grade_all(environment, chosen)), strict=True):
+    for answer, reason in zip(chosen, asyncio.run(_grade_all(environment, chosen)), strict=True):
         location, question, rows = answers[answer]
-        if not equal:
-            reason = "the grader does not take the reference answer for itself"
+        if reason is not None:
             faults.add("answer", reason, location, f"{answer!r} to: {question}", rows)
     return len(chosen)
 
 
-async def _grade_all(environment: Environment[Any], answers: Sequence[str]) -> list[bool]:
+async def _grade_all(environment: Environment[Any], answers: Sequence[str]) -> list[str | None]:
     slots = asyncio.Semaphore(CONCURRENT)
 
-    async def grade(answer: str) -> bool:
+    async def grade(answer: str) -> str | None:
         async with slots:
-            return await _equals_itself(environment, answer)
+            try:
+                return (
+                    None
+                    if await _equals_itself(environment, answer)
+                    else "the grader does not take the reference answer for itself"
+                )
+            except ScoringError:
+                return "the grader cannot read the reference answer"
 
     return list(await asyncio.gather(*map(grade, answers)))
 
 
 async def _equals_itself(environment: Environment[Any], answer: str) -> bool:
+    """Grade an answer in the forms in which it may be given. Raises ScoringError if the grader cannot read it."""
     if isinstance(environment, MathMultiReward):
         return answer.strip() == answer and answer.isdigit()
     assert isinstance(environment, MathEnvironment)
-    method: MathMethod = environment.verifier
-    for form in FORMS:
+    for form in (WRONG, *FORMS):  # a wrong answer first: letters that agree are not looked into
         graded = await verify_math(
-            method, answer, form.format(answer), num_workers=environment.num_workers, timeout_s=environment.timeout_s
+            environment.verifier,
+            answer,
+            form.format(answer),
+            num_workers=environment.num_workers,
+            timeout_s=environment.timeout_s,
         )
-        if graded.value:
+        if graded.value and form != WRONG:
             return True
     return False

@@ -137,6 +137,7 @@ def _choose_reader(
 ) -> tuple[DataKind, Environment[Any] | None, Callable[[DataSource], Sequence[Task]]]:
     if isinstance(config, RecordedRunConfig):
         kind = find_algorithm(config.algorithm.name).recorded_data
+        assert kind
         return kind, None, EXAMPLE_READERS[kind]
     assert isinstance(config, RolloutRunConfig | EvalRunConfig)
     environment = _make_environment(place.entry, config.env)

@@ -32,7 +32,7 @@ from strop.build.data_check.data_report import (
     Lengths,
 )
 from strop.build.data_check.evaluation_questions import EvaluationQuestions, read_questions
-from strop.build.data_check.row_checks import CheckedRow, Faults, RowChecker, RowsChecked, shorten_text
+from strop.build.data_check.row_checks import CheckedRow, Faults, RowChecker, shorten_text
 from strop.build.data_check.row_tokens import RowTokens, load_row_tokens
 from strop.build.data_check.unread_fields import find_unread_fields
 from strop.config import EvalRunConfig
@@ -125,8 +125,8 @@ class EntryCheck:
         except ValueError as error:  # DataError and EnvironmentConfigError
             self.report.error = str(error)
             return
-        for error in self.opened.errors:
-            self._faults.add("unreadable", _strip_location(error), _find_location(error))
+        for said in self.opened.errors:
+            self._faults.add("unreadable", _strip_location(said), _find_location(said))
         self._check_rows(self.opened)
         self._check_answers(self.opened)
         for check, reason, count, examples in self._faults:
@@ -283,7 +283,7 @@ class EntryCheck:
                 )
                 for each in closest
             )
-            word = "" if len(exact) == len(questions) else f", {len(exact)} of them word for word"
+            word = "" if len(exact) == len(questions) else f", {len(exact) or 'none'} of them word for word"
             said = f"{len(questions)} question{'s' * (len(questions) > 1)} of {name} {'are' if len(questions) > 1 else 'is'} in "
             self._find("contamination", f"{said}{_count_rows(len(rows))}{word}", len(rows), examples)
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -196,7 +197,7 @@ class RowChecker:
                 faults.add("empty", "a reply is empty", row.location, row.question)
                 usable = False
                 break
-        text = "\n".join([*contents, row.answer])
+        text = "\n".join(contents if row.example is not None else [*contents, row.answer])
         if text.isascii() and text.isprintable():
             return usable
         if control := _CONTROLS.search(text):
@@ -251,7 +252,7 @@ def _list_texts(row: CheckedRow) -> list[str]:
 
 def _find_odd_roles(messages: Messages) -> Iterator[str]:
     roles = [message.role for message in messages]
-    for before, after in zip(roles, roles[1:], strict=False):
+    for before, after in pairwise(roles):
         if before == after and after in _STEP_BY_STEP:
             yield f"two messages by {after!r} follow each other"
             break

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 DOTTED_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\.[A-Z]\w*")  # as NeMo-RL names its users' classes
 CODE_NAME = re.compile(r"(.+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):[A-Za-z_]\w*", re.DOTALL)
 ROW_KEYS = ("subset", "split")  # say which rows are read, so that code that cannot take them would read others
-WANTED = "return a list of dicts, a datasets.Dataset, another sequence with dicts, or an object that has one of them as its attribute dataset"
+WANTED = "return a list of dicts, a datasets.Dataset, another sequence of dicts, or an object with one of them as its attribute dataset"
 
 
 def is_dataset_class(name: str) -> bool:

@@ -22,6 +22,8 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width:
     for row in rows:
         table.add_row(*map(Text, row))
     out = io.StringIO()
-    system = "standard" if colour else None
-    Console(file=out, width=max(width, 60), force_terminal=colour, color_system=system, legacy_windows=False).print(table)
+    console = Console(
+        file=out, width=max(width, 60), force_terminal=colour, color_system="standard" if colour else None, legacy_windows=False
+    )
+    console.print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().replace("\u2500", "-").strip("\n").split("\n"))

@@ -127,7 +127,10 @@ FORGETTING = (  # as templates that leave out what was thought before the last q
     "{{ message['content'].split('</think>')[-1] if not loop.last else message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ENDLESS = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+ENDLESS = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 LONG = "word " * 500
 CHOICE = ("env.math.verifier=english_multichoice",)
 OPTIONS = "Which is the largest?\nA) 1\nB) 2\nC) 3\n(number {})"
@@ -139,7 +142,9 @@ FAULTS: Mapping[str, tuple[str, list[Row | str], tuple[str, ...], dict[str, int]
     "a line that is no JSON": ("sft", [*chats(5), '{"messages": ['], (), {"unreadable": 1}, "is not JSON"),
     "a missing column": ("grpo", [*problems(5), {"problem": "2+2?"}], (), {"unreadable": 1}, "has no key 'answer'"),
     "an unknown role": ("sft", [*chats(5), {"messages": [{"role": "narrator", "content": "x"}]}], (), {"unreadable": 1}, "unknown role"),
-    "half of a character": ("sft", [*chats(5), '{"messages": [{"role": "user", "content": "\\ud83d"}]}'], (), {"unreadable": 1}, "lone surrogate"),
+    "half of a character": (
+        "sft", [*chats(5), '{"messages": [{"role": "user", "content": "\\ud83d"}]}'], (), {"unreadable": 1}, "lone surrogate"
+    ),
     "equal completions": ("dpo", [*pairs(5), {"prompt": "?", "chosen": "a", "rejected": "a"}], (), {"unreadable": 1}, "are equal"),
     "a margin below 0": ("dpo", [*pairs(5, margin=1), *pairs(6, margin=-1)[5:]], (), {"unreadable": 1}, "the margin is"),
     "a problem without tests": ("grpo", [*TESTS, NO_TESTS], ("env.math.type=code",), {"unreadable": 1}, "test"),
@@ -148,20 +153,23 @@ FAULTS: Mapping[str, tuple[str, list[Row | str], tuple[str, ...], dict[str, int]
         "grpo", problems(5), ("data.max_input_seq_length=20",), {"too_long": 5}, "(data.max_input_seq_length)"
     ),
     "a long conversation": ("sft", [*chats(5), chat("Hi", LONG)], (), {"too_long": 1}, "more than 400 tokens"),
-    "a long completion": ("dpo", [*pairs(5), {"prompt": "?", "chosen": "a", "rejected": LONG}], (), {"too_long": 1}, "more than 400 tokens"),
+    "a long completion": (
+        "dpo", [*pairs(5), {"prompt": "?", "chosen": "a", "rejected": LONG}], (), {"too_long": 1}, "more than 400 tokens"
+    ),
     "an empty question": ("grpo", [*problems(5), {"problem": " ", "answer": "1"}], (), {"empty": 1}, "is empty; a row needs a question"),
     "an empty reply": ("sft", [*chats(5), chat("Hi", "", "Are you there?", "Yes")], (), {"empty": 1}, "a reply is empty"),
     "an empty completion": ("dpo", [*pairs(5), {"prompt": "Hi", "chosen": "", "rejected": "a"}], (), {"empty": 1}, "a reply is empty"),
     "no reference answer": ("grpo", [*problems(5), {"problem": "2+2?", "answer": ""}], (), {"answer": 1}, "there is no reference answer"),
     "an answer that the grader cannot read": (
-        "grpo", [*problems(5), {"problem": "1/2?", "answer": "$$"}], (), {"answer": 1}, "does not take the reference answer for itself"
+        "grpo", [*problems(5), {"problem": "1/2?", "answer": "$$"}], (), {"answer": 1}, "the grader cannot read the reference answer"
     ),
     "a letter that is no option": (
         "grpo", [*({"problem": OPTIONS.format(n), "answer": "CBA"[n]} for n in range(3)), {"problem": OPTIONS.format(4), "answer": "E"}],
         CHOICE, {"answer": 1}, "none of the options"
     ),
     "a reply that the template changes later": (
-        "sft", [*chats(5), chat("Hi", "<think>Hm</think>Hello", "2+2?", "4")], (f"policy.tokenizer.chat_template={json.dumps(FORGETTING)}",),
+        "sft", [*chats(5), chat("Hi", "<think>Hm</think>Hello", "2+2?", "4")],
+        (f"policy.tokenizer.chat_template={json.dumps(FORGETTING)}",),
         {"template": 1, "rewritten": 1}, "differently when more messages follow"
     ),
     "a text that the template drops": (
@@ -214,7 +222,7 @@ def test_a_planted_fault_is_found_and_nothing_else(check: Check, planted: str) -
     if len(rows) == 6:  # the last one was planted
         assert all(finding.examples[0].location == "train.jsonl:6" for finding in report.findings)
     lost = sum(finding.count for finding in report.findings if finding.severity == "error" and finding.check != "template")
-    assert report.entries[0].usable <= len(rows) - (0 if "options" in words or "for itself" in words else lost)
+    assert report.entries[0].usable <= len(rows) - (0 if "options" in words or "the grader" in words else lost)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "sft", "dpo"])
@@ -261,7 +269,9 @@ def test_a_sample_is_drawn_by_the_seed_and_said(check: Check) -> None:
 
 
 def test_generated_tasks_may_look_alike(check: Check) -> None:
-    report = check("grpo", [], "data.train={dataset_name: null, size: 1500}", "env.math.type=arithmetic", "env.math.max_operand=3")
+    report = check(
+        "grpo", [], "data.train={dataset_name: null, size: 1500}", "env.math.type=arithmetic", "env.math.max_operand=3"
+    )
     assert report.status == "ok" and report.entries[0].looked_at == 1000
     assert report.entries[0].notes == ["the first 1,000 of 1,500 generated tasks were looked at (--rows N looks at others)"]
 
@@ -287,6 +297,7 @@ def test_rows_of_a_class_are_checked_too(check: Check) -> None:
     assert [finding.examples[0].location for finding in report.findings] == ["mine.py:rows, row 7"]
 
 
+@pytest.mark.exhaustive
 def test_worker_processes_find_the_same(check: Check) -> None:
     rows = [*chats(1100), *chats(2), chat("Hi", LONG), {"messages": []}, chat("Hi\x07", "Hello")]
     alone, together = (check("sft", rows, options={"workers": workers}) for workers in (1, 2))
