@@ -41,6 +41,14 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) 
     return folder
 
 
+@pytest.fixture
+def local_hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of local copies of the hub's data sets, which are read in place of the hub during the test."""
+    from support.hub import use_local_hub
+
+    return use_local_hub(monkeypatch, tmp_path_factory.mktemp("datasets-cache"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def clusters_of_its_own() -> Iterator[None]:
     """Strop joins a Ray cluster that was started on this machine: not one of another worker. Ray's sockets want a short path."""

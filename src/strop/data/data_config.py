@@ -26,6 +26,10 @@ class DataEntryConfig(BaseConfig):
     split: str | None = Field(
         None, description="Split of a hub dataset; null is the built-in dataset's own, else train, for validation too."
     )
+    revision: str | None = Field(
+        None,
+        description="Revision of a hub dataset, a commit, a tag or a branch; null is the built-in dataset's, else the newest.",
+    )
     input_key: str | None = Field(
         None,
         description="Column of the prompt; null is the built-in dataset's, else problem, else prompt (in recorded data, prompt "

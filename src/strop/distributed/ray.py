@@ -30,6 +30,7 @@ from ray import exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from strop.data.sources.local_copies import COPIES_VARIABLE, copies_folder
 from strop.distributed.base import ActorDied, ActorOptions, NodeLost, RemoteActor
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.guardian import Guardian
@@ -134,6 +135,8 @@ class RayCluster:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[device] for device in options.devices)
         if trusts_remote_code():
             variables.setdefault(TRUST_VARIABLE, "1")
+        if (copies := copies_folder()) is not None:  # for environments, which read their data in their own process
+            variables.setdefault(COPIES_VARIABLE, str(copies))
         runtime_env: dict[str, Any] = {"env_vars": {name: str(value) for name, value in variables.items()}}
         if role.pip:
             runtime_env["pip"] = list(role.pip)

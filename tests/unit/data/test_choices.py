@@ -19,11 +19,11 @@ GPQA = {"Question": "2+2?", "Correct Answer": "4", **{f"Incorrect Answer {n}": s
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     asked: list[tuple[object, ...]] = []
 
-    def load(name: str, subset: str | None, split: str) -> object:
+    def load(name: str, subset: str | None, split: str, revision: str | None) -> object:
         asked.append((name, subset, split))
         return datasets.Dataset.from_list([MMLU_PRO if "Pro" in name else GPQA if "gpqa" in name else {**MMLU, "D": "6"}])
 
-    monkeypatch.setattr(hub, "_check_hub", lambda name: None)
+    monkeypatch.setattr(hub, "_check_hub", lambda name, revision: None)
     monkeypatch.setattr(hub, "_load_split", load)
     return asked
 
@@ -47,11 +47,11 @@ def test_options_without_letters_are_shuffled_by_the_question(rows) -> None:
 
 
 def test_subsets_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_check_hub", lambda name: None)
+    monkeypatch.setattr(hub, "_check_hub", lambda name, revision: None)
     monkeypatch.setattr(
         datasets,
         "load_dataset",
-        lambda name, subset, split: datasets.Dataset.from_list([{"question": f"{subset} {split}?", "answer": "1"}]),
+        lambda name, subset, split, revision: datasets.Dataset.from_list([{"question": f"{subset} {split}?", "answer": "1"}]),
     )
     assert [row.question for row in DataSource(dataset_name="AIME2025").load_rows()] == ["AIME2025-I test?", "AIME2025-II test?"]
 

@@ -113,10 +113,10 @@ def test_squad_is_built_in(monkeypatch):
     datasets = pytest.importorskip("datasets")
     row = {"context": "It is 19.", "question": "What?", "answers": {"text": ["19"], "answer_start": [6]}}
     asked = []
-    monkeypatch.setattr(hub, "_check_hub", lambda name: None)
+    monkeypatch.setattr(hub, "_check_hub", lambda name, revision: None)
     monkeypatch.setattr(hub, "_load_split", lambda *place: asked.append(place) or datasets.Dataset.from_list([row] * 3))
     assert conversations(DataSource(dataset_name="squad", split="validation"))[2].id == "rajpurkar/squad:2"
-    assert asked == [("rajpurkar/squad", None, "validation")]
+    assert asked == [("rajpurkar/squad", None, "validation", None)]
     assert DataSource(dataset_name="squad").load_rows()[0].answer == "19"
 
 

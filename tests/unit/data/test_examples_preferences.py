@@ -160,11 +160,11 @@ def test_responses_without_a_preference_are_left_out_and_counted(tmp_path, caplo
 def test_known_data_sets_need_no_keys(name, row, place, monkeypatch):
     datasets = pytest.importorskip("datasets")
     asked = []
-    monkeypatch.setattr(hub, "_check_hub", lambda name: None)
+    monkeypatch.setattr(hub, "_check_hub", lambda name, revision: None)
     monkeypatch.setattr(hub, "_load_split", lambda *found: asked.append(found) or datasets.Dataset.from_list([row]))
     (pair,) = preferences(DataSource(dataset_name=name))
     assert (pair.prompt, pair.chosen, pair.rejected) == ((user("12 + 7?"),), (assistant("19"),), (assistant("20"),))
-    assert asked == [place]
+    assert asked == [(*place, None)]
 
 
 def test_held_out_pairs_share_no_prompt_with_training(tmp_path):

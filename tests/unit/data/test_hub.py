@@ -37,7 +37,7 @@ def test_an_unreachable_hub_is_said_at_once_and_says_what_to_do(unreachable):
 
 def test_a_cached_copy_is_used_with_a_warning_when_the_hub_is_away(unreachable, monkeypatch):
     table = datasets.Dataset.from_list([{"question": "1+1?", "answer": "Add.\n#### 2", "x": 1}] * 3)
-    monkeypatch.setattr(hub, "_load_split", lambda name, subset, split: table)
+    monkeypatch.setattr(hub, "_load_split", lambda name, subset, split, revision: table)
     with pytest.warns(UserWarning, match="cached copy of 'openai/gsm8k'"):
         rows = DataSource(dataset_name="gsm8k").load_rows()
     whole = {"question": "1+1?", "answer": "Add.\n#### 2", "x": 1}
@@ -47,13 +47,13 @@ def test_a_cached_copy_is_used_with_a_warning_when_the_hub_is_away(unreachable, 
 def test_a_built_in_name_sets_what_was_not_set(monkeypatch):
     asked = []
 
-    def load(name, subset, split):
+    def load(name, subset, split, revision):
         asked.append((name, subset, split))
         return datasets.Dataset.from_list(
             [{"prompt": [{"content": f"q{n}"}], "reward_model": {"ground_truth": "7"}} for n in range(10)]
         )
 
-    monkeypatch.setattr(hub, "_check_hub", lambda name: None)
+    monkeypatch.setattr(hub, "_check_hub", lambda name, revision: None)
     monkeypatch.setattr(hub, "_load_split", load)
     assert DataSource(dataset_name="DAPOMath17K").load_rows()[1].question == "q1"
     held = DataSource(dataset_name="DAPOMath17K", split_validation_size=0.3, part="validation", split="other").load_rows()
@@ -62,7 +62,7 @@ def test_a_built_in_name_sets_what_was_not_set(monkeypatch):
 
 
 def test_a_missing_column_names_the_keys_there_are(monkeypatch):
-    monkeypatch.setattr(hub, "_check_hub", lambda name: None)
+    monkeypatch.setattr(hub, "_check_hub", lambda name, revision: None)
     monkeypatch.setattr(hub, "_load_split", lambda *arguments: datasets.Dataset.from_list([{"question": "q", "answer": "a"}]))
     with pytest.raises(DataError, match=r"has no key 'problem'; its keys are \['answer', 'question'\]"):
         DataSource(dataset_name="someone/something").load_rows()

@@ -161,3 +161,10 @@ def test_more_nodes_than_there_are_are_refused_with_what_was_found(room: Room) -
 
     with pytest.raises(PlacementError, match=r"cluster\.num_nodes is 4"):
         choose_nodes(list_nodes(), 4, 2, on_cpu=True)
+
+
+def test_actors_read_the_local_copies_that_the_driver_reads(local_hub: Path) -> None:
+    cluster = object.__new__(RayCluster)
+    cluster.on_cpu = True
+    variables = cluster._actor_options(ActorOptions(name="environment-0"))["runtime_env"]["env_vars"]
+    assert variables["STROP_DATASETS"] == str(local_hub)

@@ -82,7 +82,7 @@ def _list_entries(config: TrainingRunConfig | EvalRunConfig) -> Iterator[tuple[s
 def _peek(key: str, entry: DataEntryConfig, found: DataExamination) -> Peek | None:
     assert entry.dataset_name is not None
     try:
-        peek = peek_dataset(entry.dataset_name, entry.subset, entry.split)
+        peek = peek_dataset(entry.dataset_name, entry.subset, entry.split, revision=entry.revision)
     except DataError as error:
         found.problems.append(Problem(key, str(error)))
         return None

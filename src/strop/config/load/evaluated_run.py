@@ -35,7 +35,7 @@ COLUMNS = (
     "system_prompt",
 )  # ends of keys that other data of a run share
 OTHER_DATA: Mapping[str, Any] = {  # what does not carry over to other data
-    **dict.fromkeys(("dataset_name", "subset", "split", "size", "seed")),
+    **dict.fromkeys(("dataset_name", "subset", "split", "revision", "size", "seed")),
     "split_validation_size": 0.0,
     "repeat": 1,
 }

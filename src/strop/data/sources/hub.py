@@ -1,7 +1,7 @@
 """Datasets of the Hugging Face hub.
 
 The hub is queried once, with a timeout, before a dataset is loaded, because ``datasets`` retries an unreachable hub for minutes. If the hub
-is unreachable, a cached copy is used, with a warning.
+is unreachable, a cached copy is used, with a warning. What is among the local copies (``local_copies``) is read from there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from strop.data.sources.files import is_url
 from strop.data.sources.in_memory import DatasetRecords
+from strop.data.sources.local_copies import COPIES_VARIABLE, find_copy
 from strop.data.sources.records import DataError, Records
 
 logger = logging.getLogger(__name__)
@@ -23,37 +24,42 @@ TIMEOUT_S = 10.0  # for the first answer of the hub
 URL_LOADERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # by the ending of an address; others are JSON
 
 
-def open_hub(name: str, subset: str | None, split: str) -> Records:
+def open_hub(name: str, subset: str | None, split: str, revision: str | None = None) -> Records:
     """Open a split of a dataset on the hub, or a file at an address.
 
     Raises DataError if it does not exist, needs a login, or is unreachable and not cached.
     """
-    if is_url(name):
-        return _open_split(name, subset, split)
-    unreachable = _check_hub(name)
+    if is_url(name) or find_copy(name, revision) is not None:
+        return _open_split(name, subset, split, revision)
+    unreachable = _check_hub(name, revision)
     if unreachable is None:
-        return _open_split(name, subset, split)
+        return _open_split(name, subset, split, revision)
     try:
         with _force_offline():
-            records = _open_split(name, subset, split)
+            records = _open_split(name, subset, split, revision)
     except DataError:
         raise DataError(
             f"the hub is unreachable ({unreachable}), and the dataset {name!r} is not in the local cache. "
-            "Download it on a machine with network access, and set dataset_name to the local .jsonl, .json, .csv or .parquet file"
+            "Download it on a machine with network access, and set dataset_name to the local .jsonl, .json, .csv or .parquet file, "
+            f"or {COPIES_VARIABLE} to the folder that has it as {name}"
         ) from unreachable
     warnings.warn(f"the hub is unreachable ({unreachable}); using the cached copy of {name!r}", stacklevel=2)
     return records
 
 
-def _check_hub(name: str) -> Exception | None:
+def _check_hub(name: str, revision: str | None) -> Exception | None:
     """Return None if the hub has the dataset, or the error if it is unreachable. Raises DataError if the hub denies it."""
     import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        huggingface_hub.HfApi().dataset_info(name, timeout=TIMEOUT_S)
+        huggingface_hub.HfApi().dataset_info(name, revision=revision, timeout=TIMEOUT_S)
     except GatedRepoError as error:
         raise DataError(f"the dataset {name!r} is gated: accept its terms on the hub and log in with `hf auth login`") from error
+    except RevisionNotFoundError as error:
+        raise DataError(
+            f"the dataset {name!r} has no revision {revision!r}; set revision to a commit, a tag or a branch of it, or to null"
+        ) from error
     except RepositoryNotFoundError as error:
         raise DataError(f"the hub has no dataset {name!r}, or you have no access to it: check dataset_name") from error
     except Exception as error:  # the HTTP client has other error classes in other versions; all mean that there was no answer
@@ -61,25 +67,27 @@ def _check_hub(name: str) -> Exception | None:
     return None
 
 
-def _open_split(name: str, subset: str | None, split: str) -> Records:
-    dataset = _load_split(name, subset, split)
+def _open_split(name: str, subset: str | None, split: str, revision: str | None) -> Records:
+    dataset = _load_split(name, subset, split, revision)
     if len(dataset) == 0:
         raise DataError(f"the split {split!r} of the dataset {name!r} has no rows")
     return DatasetRecords(name, dataset)
 
 
-def _load_split(name: str, subset: str | None, split: str) -> Any:
+def _load_split(name: str, subset: str | None, split: str, revision: str | None) -> Any:
     import datasets  # type: ignore[import-untyped,unused-ignore]
 
+    copy = find_copy(name, revision)
+    path, revision = (name, revision) if copy is None else (str(copy), None)
+    subsets = [None] if subset is None else subset.split(",")
     try:
         if is_url(name):
-            return datasets.load_dataset(URL_LOADERS.get(Path(name).suffix, "json"), data_files=name, split=split)
-        if "," in (subset or ""):
-            parts = (datasets.load_dataset(name, each, split=split) for each in str(subset).split(","))
-            return datasets.concatenate_datasets(list(parts))
-        return datasets.load_dataset(name, subset, split=split)
+            return datasets.load_dataset(URL_LOADERS.get(Path(name).suffix, "json"), data_files=path, split=split)
+        parts = [datasets.load_dataset(path, each, split=split, revision=revision) for each in subsets]
+        return datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
     except Exception as error:  # datasets raises many classes; their messages list the splits or subsets
-        raise DataError(f"the dataset {name!r} (subset {subset!r}, split {split!r}) cannot be loaded: {error}") from error
+        why = error if copy is None else f"in its local copy {copy}, {error}"
+        raise DataError(f"the dataset {name!r} (subset {subset!r}, split {split!r}) cannot be loaded: {why}") from error
 
 
 @contextmanager

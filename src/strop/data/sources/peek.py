@@ -13,6 +13,7 @@ from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import BuiltinDataset, Purpose
 from strop.data.sources.files import check_file, iter_csv, open_file, parse_object, refuse_utf16, shorten_path
 from strop.data.sources.in_memory import ListRecords
+from strop.data.sources.local_copies import find_copy
 from strop.data.sources.records import DataError, Record, Records
 from strop.data.sources.source import check_hub_name, is_local
 
@@ -41,14 +42,24 @@ class FirstRecords(ListRecords):
         return self._locations[index]
 
 
-def peek_dataset(name: str, subset: str | None = None, split: str | None = None, purpose: Purpose = "train") -> Peek | None:
-    """Return the beginning of a dataset; None for one of the hub that is not in the local cache. Raises DataError."""
+def peek_dataset(
+    name: str,
+    subset: str | None = None,
+    split: str | None = None,
+    purpose: Purpose = "train",
+    revision: str | None = None,
+) -> Peek | None:
+    """Return the beginning of a dataset; None for one of the hub without a local copy, in the cache or elsewhere. Raises DataError."""
     if name not in BUILTIN_DATASETS and is_local(name):
         return peek_file(Path(name))
     if name not in BUILTIN_DATASETS:
         check_hub_name(name)
     builtin = BUILTIN_DATASETS.get(name) or BuiltinDataset(name)
-    file = _find_cached(builtin.hub, subset or builtin.subset, split or builtin.splits.choose(purpose))
+    subset, split = subset or builtin.subset, split or builtin.splits.choose(purpose)
+    copy = find_copy(builtin.hub, revision or builtin.revision)
+    if copy is not None:
+        return peek_file(copy) if copy.is_file() else _peek_copy(name, copy, subset, split)
+    file = _find_cached(builtin.hub, subset, split)
     return None if file is None else _peek_arrow_files(name, [file])
 
 
@@ -129,6 +140,22 @@ def _peek_parquet(path: Path) -> Peek:
     if not rows:
         raise DataError(f"the data file {str(path)!r} has no rows; a dataset needs at least one")
     return Peek(ListRecords(str(path), first), rows)
+
+
+def _peek_copy(name: str, copy: Path, subset: str | None, split: str) -> Peek:
+    import datasets  # type: ignore[import-untyped,unused-ignore]
+
+    one, wanted = None if subset is None else subset.split(",")[0], split.partition("[")[0]  # train[:10%]
+    try:
+        rows = datasets.load_dataset(str(copy), one, split=wanted, streaming=True)
+        first = list(rows.take(FIRST_ROWS))
+    except Exception as error:  # datasets raises many classes; their messages list the splits or subsets
+        raise DataError(
+            f"the dataset {name!r} (subset {subset!r}, split {split!r}) cannot be read from its local copy {copy}: {error}"
+        ) from error
+    if not first:
+        raise DataError(f"the split {split!r} of the dataset {name!r} has no rows")
+    return Peek(ListRecords(name, first, uniform=True), None)
 
 
 def _peek_arrow_files(name: str, files: Sequence[Path]) -> Peek:

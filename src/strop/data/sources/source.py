@@ -57,6 +57,7 @@ class DataSource:
     rows: Sequence[Record] | None = field(default=None, repr=False)  # in its place: a list of dicts, or a datasets.Dataset
     subset: str | None = None  # the hub's configuration name
     split: str | None = None  # default: the built-in's, else "train"
+    revision: str | None = None  # of the hub: a commit, a tag or a branch; default: the built-in's, else the newest
     input_key: str | None = None  # default: the built-in's, else "problem", else "prompt"; may be dotted: prompt.0.content
     output_key: str | None = None  # default: the built-in's, else "answer", else "solution" or "completion"
     messages_key: str | None = None  # recorded data: a column of conversations; default: messages, or conversations
@@ -177,7 +178,8 @@ class DataSource:
             builtin = BuiltinDataset(name)
         from strop.data.sources.hub import open_hub
 
-        return builtin, open_hub(builtin.hub, self.subset or builtin.subset, self.split or builtin.splits.choose(self.purpose))
+        split = self.split or builtin.splits.choose(self.purpose)
+        return builtin, open_hub(builtin.hub, self.subset or builtin.subset, split, self.revision or builtin.revision)
 
 
 def is_local(name: str) -> bool:
