@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,16 @@ from strop.build.lifecycle import make_checkpoints, make_early_stop, make_health
 from strop.build.models import TokenizerBundle
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
+from strop.checkpointing.base import Restorable
 from strop.config import RecordedRunConfig
 from strop.config.schema.recorded_config import RmConfig, SftConfig
 from strop.data.data_config import DataEntryConfig
+from strop.data.data_state import DataState
 from strop.data.interleaving import Interleaving
 from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
+from strop.data.sources.streaming.streamed import count_items, has_item, is_streamed
 from strop.distributed.base import Cluster
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
@@ -37,7 +40,7 @@ from strop.trainer.column_sources import ColumnSources
 from strop.trainer.health.health_rules import HealthFinding
 from strop.trainer.health.start_checks import check_epochs, check_validation
 from strop.trainer.loss_validation import LossValidator
-from strop.trainer.run import TrainingRun, TrainOptions
+from strop.trainer.run import DATA, TrainingRun, TrainOptions
 from strop.types import Group, Task
 from strop.weight_sync.in_process import InProcessWeights
 
@@ -57,9 +60,34 @@ class RecordedExamples:
         return sum(len(part) for part in self.parts)
 
     @property
+    def epoch_size(self) -> int | None:
+        """Number of examples of an epoch; None if some are streamed."""
+        return self.interleaving.epoch_size
+
+    @property
     def size(self) -> int | None:
-        """Number of examples over all epochs; None without a limit on epochs."""
-        return None if self.interleaving.max_epochs is None else self.interleaving.max_epochs * len(self)
+        """Number of examples over all epochs; None without a limit on epochs, or if some are streamed."""
+        return self.interleaving.size
+
+    def has(self, index: int) -> bool:
+        """Return whether there is an example at a position of the stream."""
+        if self.interleaving.max_epochs is None or self.size is not None:
+            return self.size is None or index < self.size
+        part, position = self.interleaving.locate(index)
+        return has_item(self.parts[part], position, self.interleaving.max_epochs)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether some are streamed, so that a checkpoint holds where they are read."""
+        return any(is_streamed(part) for part in self.parts)
+
+    def state(self) -> Mapping[str, Any]:
+        return {str(number): part.state() for number, part in enumerate(self.parts) if is_streamed(part)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for number, part in enumerate(self.parts):
+            if is_streamed(part) and str(number) in state:
+                part.load_state(state[str(number)])
 
     def read_group(self, index: int) -> Group:
         """Return the group at a position of the stream. An unusable example gives a group that records the error."""
@@ -80,7 +108,9 @@ class RecordedExamples:
                 return preference_group(index, name, example, template, self.rules)
             case _:
                 # The example after this one may be the other completion of the same prompt, so take the second next.
-                other: Any = examples[(position + 2) % len(examples)]
+                other: Any = (
+                    examples.beside(position) if is_streamed(examples) else examples[(position + 2) % len(examples)]
+                )
                 return unpaired_preference_group(index, name, example, other, template, self.rules)
 
     def read_all(self) -> list[Group]:
@@ -104,9 +134,10 @@ async def build_recorded_run(
     examples = join_examples(config, config.data.train, parts, algorithm, backend.bundle)
     validation_groups = make_validation_groups(config, held_out_parts, algorithm, backend.bundle, tracker)
     held_out = f", {len(validation_groups)} to validate on" if validation_groups else ""
-    tracker.note(f"{len(examples)} examples to train on{held_out}")
+    counted = "examples of a stream" if examples.epoch_size is None else f"{examples.epoch_size} examples"
+    tracker.note(f"{counted} to train on{held_out}")
     share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
-    options = make_recorded_options(config, len(examples), share_prefixes=share_prefixes)
+    options = make_recorded_options(config, examples.epoch_size, share_prefixes=share_prefixes)
     learners = await backend.build_learners(algorithm, Sampling(), count_optimizer_steps(options, examples.size))
     scorers = await make_scorers(
         config, backend, algorithm, learners, tracker, lambda: [*examples.read_all(), *validation_groups]
@@ -115,7 +146,8 @@ async def build_recorded_run(
 
     checkpoints = make_checkpoints(config, backend.bundle.tokenizer.save_pretrained)
     store = RolloutStore(Path(config.logger.log_dir), "none")
-    state = restore_checkpoint(config, checkpoints, learners, tracker, store)
+    parts_with_state: dict[str, Restorable] = {DATA: DataState(examples)} if examples.resumable else {}
+    state = restore_checkpoint(config, checkpoints, {**learners, **parts_with_state}, tracker, store)
     evaluator = None
     if validation_groups:
         evaluator = LossValidator(
@@ -130,6 +162,7 @@ async def build_recorded_run(
         algorithm=algorithm,
         stream=make_recorded_stream(examples, options, state.stream if state else None),
         learners=learners,
+        parts=parts_with_state,
         columns=columns,
         weights=InProcessWeights([]),
         tracker=tracker,
@@ -165,10 +198,11 @@ def read_examples(
     config: RecordedRunConfig, entries: Sequence[DataEntryConfig], part: Part, algorithm: Algorithm
 ) -> tuple[Sequence[Task], ...]:
     """Read the examples of data entries. Raises DataError for an entry without any that the algorithm can learn from."""
-    sources = (DataSource.from_entry(entry, seed=config.recorded_training.seed, part=part) for entry in entries)
+    seed, shuffle = config.recorded_training.seed, part == "train" and config.data.shuffle
+    sources = (DataSource.from_entry(entry, seed=seed, part=part, shuffle=shuffle) for entry in entries)
     parts = tuple(EXAMPLE_READERS[algorithm.recorded_data](source) for source in sources)
     for entry, examples in zip(entries, parts, strict=True):
-        if not len(examples):
+        if not examples:
             raise DataError(f"data.{part}: {entry.data_name} has no example that {config.algorithm.name} can learn from")
     return parts
 
@@ -183,7 +217,7 @@ def join_examples(
     """Interleave the examples of data entries by their weights."""
     training = config.recorded_training
     interleaving = Interleaving(
-        sizes=tuple(map(len, parts)),
+        sizes=tuple(map(count_items, parts)),
         weights=tuple(entry.weight if len(entries) > 1 else None for entry in entries),
         seed=training.seed,
         shuffle=config.data.shuffle,
@@ -222,16 +256,16 @@ def make_recorded_stream(examples: RecordedExamples, options: TrainOptions, stat
     async def read(index: int) -> Group:
         return examples.read_group(index)
 
-    return RolloutStream(read, slots=options.groups_per_step, size=examples.size, state=state)
+    return RolloutStream(read, slots=options.groups_per_step, size=examples.size, has=examples.has, state=state)
 
 
-def make_recorded_options(config: RecordedRunConfig, examples: int, *, share_prefixes: bool) -> TrainOptions:
+def make_recorded_options(config: RecordedRunConfig, examples: int | None, *, share_prefixes: bool) -> TrainOptions:
     training = config.recorded_training
     return TrainOptions(
         section=config.section,
         batch_key="policy.train_global_batch_size",
         max_steps=training.last_step,
-        groups_per_step=config.policy.train_global_batch_size or min(32, examples),
+        groups_per_step=config.policy.train_global_batch_size or min(32, 32 if examples is None else examples),
         max_errors_in_a_row=training.max_errors_in_a_row,
         val_period=training.val_period,
         val_at_start=training.val_at_start,

@@ -61,7 +61,7 @@ async def build_rollout_run(
     train_source = make_training_tasks(config, remote_environments)
     validation_source = make_validation_tasks(config, remote_environments)
     held_out = "" if validation_source is None else f", {len(validation_source)} to validate on"
-    tracker.note(f"{len(train_source)} tasks to train on{held_out}")
+    tracker.note(f"{describe_count(train_source.epoch_size, 'tasks')} to train on{held_out}")
     environments = [each.environment for source in (train_source, validation_source) if source for each in source.components]
     if any(each.needs_sandbox for each in environments):
         tracker.progress("trying the sandbox")
@@ -72,7 +72,7 @@ async def build_rollout_run(
         config,
         share_prefixes=config.policy.sequence_packing.prefix_sharing and backend.packed,
         filters=getattr(algorithm, "drop_constant_groups", type(algorithm).keep is not Algorithm.keep),
-        tasks=len(train_source),
+        tasks=train_source.epoch_size,
     )
     if said := describe_tool_calls(environments, backend.bundle.template, config.policy.tokenizer.tool_call_format):
         tracker.note(said)
@@ -142,6 +142,10 @@ async def build_rollout_run(
     if selves is not None:
         run.on_close.append(selves.close)
     return resume_run(run, state), generator
+
+
+def describe_count(count: int | None, what: str) -> str:
+    return f"{what} of a stream" if count is None else f"{count} {what}"
 
 
 def make_past_selves(backend: Backend, environments: Sequence[Environment[Any]]) -> TorchPastSelves | None:
@@ -220,6 +224,7 @@ def make_rollout_stream(
         run,
         slots=count_slots(config, options),
         size=source.size,
+        has=source.has,
         state=state,
         refill_on_release=options.max_staleness > 0,
         order=make_order(config, options),

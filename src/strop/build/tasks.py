@@ -51,7 +51,10 @@ def make_mixture(
 ) -> Mixture:
     """Make a mixture of the tasks of data entries; several entries of training tasks are mixed by their weights."""
     weighted = part == "train" and len(entries) > 1
-    components = [_make_component(entry, env, seed, part, remote, weight=entry.weight if weighted else None) for entry in entries]
+    components = []
+    for entry in entries:
+        data = DataSource.from_entry(entry, seed=seed, part=part, shuffle=shuffle)
+        components.append(_make_component(entry, env, data, remote, weight=entry.weight if weighted else None))
     return Mixture(tuple(components), seed=seed, shuffle=shuffle, max_epochs=max_epochs)
 
 
@@ -66,7 +69,7 @@ def describe_environments(config: RolloutRunConfig) -> Mapping[str, EnvironmentD
     for part, entries in parts:
         for entry in entries:
             known = sources.setdefault(resolve_alias(entry, env), [])
-            source = DataSource.from_entry(entry, seed=seed, part=part)
+            source = DataSource.from_entry(entry, seed=seed, part=part, shuffle=part == "train" and config.data.shuffle)
             known += [] if source in known else [source]
     return {
         alias: EnvironmentDescription(
@@ -81,14 +84,14 @@ def describe_environments(config: RolloutRunConfig) -> Mapping[str, EnvironmentD
 
 
 def _make_component(
-    entry: DataEntryConfig, env: EnvironmentConfigs, seed: int, part: Part, remote: RemoteEnvironments, *, weight: float | None
+    entry: DataEntryConfig, env: EnvironmentConfigs, data: DataSource, remote: RemoteEnvironments, *, weight: float | None
 ) -> Component:
     alias = resolve_alias(entry, env)
     config = _environment_config(env, alias)
     environment = remote.get(alias) or _call_for_alias(alias, make_environment, config.type_of(alias), config.options)
     try:
         with contain_exits():
-            tasks = environment.tasks(DataSource.from_entry(entry, seed=seed, part=part))
+            tasks = environment.tasks(data)
     except (DataError, EnvironmentConfigError):
         raise
     except Exception as error:  # user-defined environments may raise anything

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from glob import has_magic
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -71,6 +72,14 @@ class DataEntryConfig(BaseConfig):
     size: int | None = Field(
         None, ge=1, description="Number of tasks to generate, or to take from the dataset; null is all (tasks)."
     )
+    streaming: bool = Field(
+        False,
+        description="Read the dataset in order, a few blocks of it in memory, whatever its size: a file, a folder of files, a pattern "
+        "such as data/*.jsonl, or a hub set, which is not downloaded as a whole.",
+    )
+    shuffle_buffer: int = Field(
+        10_000, ge=1, description="Rows of a block of a streamed dataset, within which they are shuffled (rows)."
+    )
     seed: int | None = Field(None, ge=0, description="Seed of generated tasks and of splits; null is the run's.")
     repeat: int = Field(1, ge=1, description="How often each task appears (times).")
     split_validation_size: float = Field(
@@ -98,11 +107,12 @@ class DataEntryConfig(BaseConfig):
     @property
     def is_file(self) -> bool:
         name = self.dataset_name
-        return name is not None and name.endswith(FILE_SUFFIXES) and not is_url(name)
+        return name is not None and name.endswith(FILE_SUFFIXES) and not is_url(name) and not (self.streaming and has_magic(name))
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_files(key)
         yield from self._check_system_prompt(key)
+        yield from self._check_streaming(key)
 
     def _check_files(self, key: str) -> Iterator[Problem]:
         for name in ("prompt_file", "system_prompt_file", *(("dataset_name",) if self.is_file else ())):
@@ -115,6 +125,16 @@ class DataEntryConfig(BaseConfig):
                     f"there is no file {path}{where}",
                     "Set the path of an existing file, absolute or relative to the working directory.",
                 )
+
+    def _check_streaming(self, key: str) -> Iterator[Problem]:
+        if self.streaming and self.data_name is None:
+            yield Problem(f"{key}.streaming", "there is no dataset_name", "Set dataset_name, or streaming=false for generated tasks.")
+        if self.streaming and self.split_validation_size >= 1:
+            yield Problem(
+                f"{key}.split_validation_size",
+                f"{self.split_validation_size:g} rows are to be held out of a streamed dataset, whose number of rows is not known",
+                "Set a fraction below 1: which rows it holds out follows from their questions.",
+            )
 
     def _check_system_prompt(self, key: str) -> Iterator[Problem]:
         if self.system_prompt is not None and self.system_prompt_file is not None:
@@ -176,6 +196,20 @@ class DataConfig(BaseConfig):
                 "some entries have a weight and some have weight=null",
                 "Set the weight of each entry, or of none.",
             )
+        streamed = [entry for entry in self.train if entry.streaming]
+        if streamed and len(self.train) > 1 and self.train[0].weight is None:
+            yield Problem(
+                f"{key}.train",
+                f"{streamed[0].data_name} is streamed, so its size, by which entries without a weight are mixed, is not known",
+                "Set the weight of each entry.",
+            )
+        for entry in self.validation_entries:
+            if entry.streaming and entry.size is None:
+                yield Problem(
+                    f"{key}.validation",
+                    f"{entry.data_name} is streamed, and all of its validation rows would be read into memory",
+                    "Set data.validation to an entry of its own, with the same split_validation_size if there is one, and with size=N.",
+                )
 
     @property
     def validation_entries(self) -> tuple[DataEntryConfig, ...]:

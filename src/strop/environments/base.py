@@ -27,7 +27,8 @@ from numbers import Real
 from typing import Any, Generic, TypeVar, overload
 
 from strop.data.messages import make_prompt
-from strop.data.sources.source import DataSource
+from strop.data.sources.source import DataSource, Row
+from strop.data.sources.streaming.streamed import is_streamed
 from strop.environments.games.policy_client import PastSelvesRule
 from strop.environments.verifiers.gate import Gate, find_closed_gate, multiply_gates
 from strop.environments.verifiers.weight_schedule import WeightSchedule
@@ -591,14 +592,15 @@ class DatasetEnvironment(Environment[PromptedTask]):
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
         rows, template = data.load_rows(needs_answers=self.needs_answers), data.load_template()
 
-        def make(index: int) -> PromptedTask:
-            row = rows[index]
+        def make(row: Row) -> PromptedTask:
             messages = make_prompt(row.prompt, template, row.id)
             return PromptedTask(id=row.id, question=row.question, answer=row.answer, metadata=row.metadata, messages=messages)
 
+        if is_streamed(rows):
+            return rows.map(make)
         if len(rows):
-            make(0)  # a prompt file that does not fit the prompts is an error now, not in each rollout
-        return GeneratedTasks(len(rows), make)
+            make(rows[0])  # a prompt file that does not fit the prompts is an error now, not in each rollout
+        return GeneratedTasks(len(rows), lambda index: make(rows[index]))
 
     def prompt(self, task: PromptedTask) -> Messages:
         return task.messages

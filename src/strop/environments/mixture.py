@@ -1,4 +1,7 @@
-"""Mix the tasks of several environments. The task at position i of the stream depends on i alone (strop.data.interleaving)."""
+"""Mix the tasks of several environments. The task at position i of the stream depends on i alone (strop.data.interleaving).
+
+Of tasks that are streamed the number is not known. A mixture with such tasks ends with the last epoch of the first of them that ends.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any, Protocol, cast
 
 from strop.data.data_state import Resumable
 from strop.data.interleaving import Interleaving
+from strop.data.sources.streaming.streamed import count_items, has_item
 from strop.environments.base import Environment, EnvironmentConfigError
 from strop.types import Task
 
@@ -47,7 +51,7 @@ class Mixture:
         if not self.components:
             raise EnvironmentConfigError("there is no environment to take tasks from; name one in the data section (env_name)")
         for component in self.components:
-            if len(component.tasks) == 0:
+            if count_items(component.tasks) == 0:
                 raise EnvironmentConfigError(f"the environment {component.name} has no tasks")
         if None in weights and any(weight is not None for weight in weights):
             raise EnvironmentConfigError(f"some environments have a weight and some do not ({weights}); give each one or none")
@@ -58,9 +62,21 @@ class Mixture:
         return sum(len(component.tasks) for component in self.components)
 
     @property
+    def epoch_size(self) -> int | None:
+        """The number of tasks of an epoch; None if some are streamed."""
+        return self._interleaving.epoch_size
+
+    @property
     def size(self) -> int | None:
-        """The number of tasks of all epochs, or None without a limit."""
-        return None if self.max_epochs is None else self.max_epochs * len(self)
+        """The number of tasks of all epochs; None without a limit, or if some are streamed."""
+        return self._interleaving.size
+
+    def has(self, index: int) -> bool:
+        """Return whether there is a task at ``index``."""
+        if self.max_epochs is None or self.size is not None:
+            return self.size is None or index < self.size
+        component_index, task_index = self._interleaving.locate(index)
+        return has_item(self.components[component_index].tasks, task_index, self.max_epochs)
 
     def at(self, index: int) -> tuple[str, Environment[Any], Task]:
         component_index, task_index = self._interleaving.locate(index)
@@ -89,7 +105,7 @@ class Mixture:
     @cached_property
     def _interleaving(self) -> Interleaving:
         return Interleaving(
-            sizes=tuple(len(component.tasks) for component in self.components),
+            sizes=tuple(count_items(component.tasks) for component in self.components),
             weights=tuple(component.weight for component in self.components),
             seed=self.seed,
             shuffle=self.shuffle,

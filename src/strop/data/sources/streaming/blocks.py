@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
     epoch: int
     records: Sequence[StreamedRecord]
-    index: int  # of the record in the block
+    number: int  # of the record in the block
     copy: int
 
 
@@ -75,6 +75,12 @@ class StreamBlocks:
     def length(self) -> int | None:
         """The number of positions of an epoch; None as long as it is not known."""
         return None if self._length is None else self._length * self._copies
+
+    def with_copies(self, count: int) -> StreamBlocks:
+        """Return the same blocks with ``count`` copies in place of each. Nothing must have been read yet."""
+        return StreamBlocks(
+            self._stream, rows=self._rows, seed=self._seed, keep=self._keep, limit=self._limit, copies=self._copies * count
+        )
 
     def locate(self, position: int) -> Place:
         """Return what stands at a position, of any epoch. Raises DataError."""

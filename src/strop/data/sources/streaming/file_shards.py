@@ -184,10 +184,8 @@ class _ArrowReader(_FileReader):
     kind = "Arrow"
 
     def _read(self, file: BinaryIO) -> Iterator[StreamedRecord]:
-        import pyarrow
-
         first, skip, before = self.position or (0, 0, 0)
-        for number, batch in enumerate(self._iter_batches(pyarrow, file)):
+        for number, batch in enumerate(self._iter_batches(file)):
             if number < first:
                 continue
             for row, content in enumerate(batch.slice(skip).to_pylist(), start=skip):
@@ -195,7 +193,7 @@ class _ArrowReader(_FileReader):
                 yield self._row(before + row, content)
             before, skip = before + len(batch), 0
 
-    def _iter_batches(self, pyarrow: Any, file: BinaryIO) -> Iterator[Any]:
+    def _iter_batches(self, file: BinaryIO) -> Iterator[Any]:
         import pyarrow.ipc  # type: ignore[import-untyped,unused-ignore]
 
         try:

@@ -26,11 +26,12 @@ def list_shards(name: str, rows: Any) -> Sequence[Shard]:
             f"{name} is of the type {type(rows).__name__}, which cannot be read again for the next epoch or after a restart; pass an object "
             "whose __iter__ begins anew"
         )
+    stream: Any = rows
     if not is_iterable_dataset(rows):
-        return [IterableShard(name, lambda: copy(rows))]
-    count = rows.num_shards
+        return [IterableShard(name, lambda: copy(stream))]
+    count = stream.num_shards
     return [
-        IterableShard(name if count == 1 else f"{name}, shard {number}", partial(rows.shard, count, number))
+        IterableShard(name if count == 1 else f"{name}, shard {number}", partial(stream.shard, count, number))
         for number in range(count)
     ]
 
@@ -53,6 +54,8 @@ class _IterableReader(ShardReader):
     def __init__(self, name: str, rows: Any, position: Any) -> None:
         self._name, self._rows = name, rows
         self._has_state = hasattr(rows, "state_dict") and hasattr(rows, "load_state_dict")
+        self._number: int
+        self._state: Any
         self._number, self._state = position or (0, None)
         super().__init__()
 

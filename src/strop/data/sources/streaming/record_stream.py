@@ -36,6 +36,7 @@ class StreamReader(Iterator[StreamedRecord]):
 
     def __init__(self, shards: Sequence[Shard], position: Any = None) -> None:
         self._shards = shards
+        self._number: int
         self._number, start = position or (0, None)
         self._open(start)
 
@@ -49,7 +50,8 @@ class StreamReader(Iterator[StreamedRecord]):
 
     def __next__(self) -> StreamedRecord:
         while True:
-            if (record := next(self._records, None)) is not None:
+            record: StreamedRecord | None = next(self._records, None)
+            if record is not None:
                 return record
             if self._number + 1 == len(self._shards):
                 raise StopIteration

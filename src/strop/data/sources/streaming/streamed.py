@@ -21,8 +21,8 @@ class StreamedRecords(Records):
 
     def __init__(self, stream: RecordStream) -> None:
         self.name, self.stream = stream.name, stream
-        self._first = stream.read_first()
-        self._first.read()  # an error in it is raised before the run starts
+        self.first = stream.read_first()
+        self.first.read()  # an error in it is raised before the run starts
 
     def __len__(self) -> int:
         raise _no_length(self.name)
@@ -30,14 +30,14 @@ class StreamedRecords(Records):
     def __getitem__(self, index: Any) -> Any:
         if index != 0:
             raise _no_length(self.name)
-        return self._first.read()
+        return self.first.read()
 
     def read_record(self, index: int) -> Record:
         record: Record = self[index]
         return record
 
     def location(self, index: int) -> str:
-        return self._first.where
+        return self.first.where
 
 
 class Streamed(Sequence[T], Generic[T]):
@@ -61,15 +61,20 @@ class Streamed(Sequence[T], Generic[T]):
         if isinstance(position, slice):
             raise _no_length(self._blocks.name)
         place = self._blocks.locate(position)
-        return self._make(place.records[place.index], place.copy)
+        return self._make(place.records[place.number], place.copy)
 
     def beside(self, position: int) -> T:
         """Return an item of the next record of the block: one that has nothing to do with the item at ``position``."""
         place = self._blocks.locate(position)
-        return self._make(place.records[(place.index + 1) % len(place.records)], place.copy)
+        return self._make(place.records[(place.number + 1) % len(place.records)], place.copy)
 
     def epoch(self, position: int) -> int:
         return self._blocks.locate(position).epoch
+
+    def expand(self, count: int, change: Callable[[T, int], U]) -> Streamed[U]:
+        """Return ``change(item, number)`` for ``number`` in range(count), in place of each item."""
+        make = self._make
+        return Streamed(self._blocks.with_copies(count), lambda record, copy: change(make(record, copy // count), copy % count))
 
     def map(self, change: Callable[[T], U]) -> Streamed[U]:
         make = self._make
@@ -96,6 +101,17 @@ def is_streamed(items: Sequence[T]) -> TypeGuard[Streamed[T]]:
 def count_items(items: Sequence[Any]) -> int | None:
     """Return how many items there are in an epoch; None if they are streamed."""
     return None if is_streamed(items) else len(items)
+
+
+def has_item(items: Sequence[Any], position: int, max_epochs: int) -> bool:
+    """Return whether a position is in the epochs that are read of streamed items; other items are read as often as needed.
+
+    Where the stream cannot be read, True: whoever reads the item finds the error.
+    """
+    try:
+        return not is_streamed(items) or items.epoch(position) < max_epochs
+    except DataError:
+        return True
 
 
 def _no_length(name: str) -> DataError:
