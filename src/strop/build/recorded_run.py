@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from strop.algorithms.base import Algorithm
@@ -27,14 +29,18 @@ from strop.distributed.base import Cluster
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import make_failed_group
+from strop.rollouts.groups_ahead import GroupsAhead
 from strop.rollouts.recorded import (
-    ExampleTooLong,
-    RecordedRules,
-    demonstration_group,
-    preference_group,
-    unpaired_preference_group,
+    PlannedGroup,
+    make_group,
+    plan_demonstration,
+    plan_preference,
+    plan_unpaired_preference,
 )
+from strop.rollouts.recorded_tokens import ExampleTooLong, RecordedRules
 from strop.rollouts.stream import RolloutStream, StreamState
+from strop.rollouts.tokenizing_pool import TokenizingPool, choose_num_workers
+from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.health.health_rules import HealthFinding
@@ -99,19 +105,23 @@ class RecordedExamples:
 
     def make_group(self, index: int, part: int, position: int) -> Group:
         """Return the group of example ``position`` of entry ``part``."""
-        examples, name, template = self.parts[part], self.names[part], self.bundle.template
+        return make_group(self.plan_group(index, part, position), self.bundle.template, self.rules)
+
+    def plan_group(self, index: int, part: int, position: int) -> PlannedGroup:
+        """Return what the group of example ``position`` of entry ``part`` is made of."""
+        examples, name = self.parts[part], self.names[part]
         example: Any = examples[position]
         match self.kind:
             case "conversations":
-                return demonstration_group(index, name, example, template, self.rules)
+                return plan_demonstration(index, name, example, self.rules)
             case "preferences":
-                return preference_group(index, name, example, template, self.rules)
+                return plan_preference(index, name, example, self.rules)
             case _:
                 # The example after this one may be the other completion of the same prompt, so take the second next.
                 other: Any = (
                     examples.beside(position) if is_streamed(examples) else examples[(position + 2) % len(examples)]
                 )
-                return unpaired_preference_group(index, name, example, other, template, self.rules)
+                return plan_unpaired_preference(index, name, example, other, self.rules)
 
     def read_all(self) -> list[Group]:
         """Return the group of every usable example once, in order."""
@@ -148,6 +158,7 @@ async def build_recorded_run(
     store = RolloutStore(Path(config.logger.log_dir), "none")
     parts_with_state: dict[str, Restorable] = {DATA: DataState(examples)} if examples.resumable else {}
     state = restore_checkpoint(config, checkpoints, {**learners, **parts_with_state}, tracker, store)
+    ahead = make_examples_ahead(config, examples, options)
     evaluator = None
     if validation_groups:
         evaluator = LossValidator(
@@ -160,7 +171,7 @@ async def build_recorded_run(
     run = TrainingRun(
         options=options,
         algorithm=algorithm,
-        stream=make_recorded_stream(examples, options, state.stream if state else None),
+        stream=make_recorded_stream(examples, options, state.stream if state else None, ahead),
         learners=learners,
         parts=parts_with_state,
         columns=columns,
@@ -172,6 +183,8 @@ async def build_recorded_run(
         health=make_health(config, find_at_start(config, options, examples.size)),
         checkpoints=make_saver(config, checkpoints),
     )
+    if ahead is not None:
+        run.on_close.append(ahead.close)
     return resume_run(run, state)
 
 
@@ -252,11 +265,44 @@ def make_validation_groups(
     return groups[:limit]
 
 
-def make_recorded_stream(examples: RecordedExamples, options: TrainOptions, state: StreamState | None) -> RolloutStream:
+def make_recorded_stream(
+    examples: RecordedExamples, options: TrainOptions, state: StreamState | None, ahead: ExamplesAhead | None = None
+) -> RolloutStream:
+    """Make the stream of groups. ``ahead`` None: each is made when the loop asks for it."""
+
     async def read(index: int) -> Group:
         return examples.read_group(index)
 
-    return RolloutStream(read, slots=options.groups_per_step, size=examples.size, has=examples.has, state=state)
+    read_group = read if ahead is None else ahead.groups.read
+    return RolloutStream(read_group, slots=options.groups_per_step, size=examples.size, has=examples.has, state=state)
+
+
+class ExamplesAhead:
+    """Reads and tokenizes examples beside the loop, ahead of it."""
+
+    def __init__(self, examples: RecordedExamples, *, num_workers: int, prefetch: int) -> None:
+        self._examples, self._lock = examples, Lock()
+        self.pool = TokenizingPool(examples.bundle.template, examples.rules, num_workers)
+        self.groups = GroupsAhead(self._make_group, examples.has, ahead=prefetch, threads=max(1, num_workers))
+
+    def _make_group(self, index: int) -> Group:
+        try:
+            with self._lock, contain_exits():  # data sets of users need not know of threads
+                plan = self._examples.plan_group(index, *self._examples.interleaving.locate(index))
+            return plan.make(self.pool.tokenize(plan.conversations))
+        except Exception as error:
+            return make_failed_group(index, 0, error)
+
+    async def close(self) -> None:
+        await self.groups.close()
+        await asyncio.to_thread(self.pool.close)
+
+
+def make_examples_ahead(config: RecordedRunConfig, examples: RecordedExamples, options: TrainOptions) -> ExamplesAhead | None:
+    prefetch = options.groups_per_step if config.data.prefetch is None else config.data.prefetch
+    if not prefetch:
+        return None
+    return ExamplesAhead(examples, num_workers=choose_num_workers(config.data.num_workers), prefetch=prefetch)
 
 
 def make_recorded_options(config: RecordedRunConfig, examples: int | None, *, share_prefixes: bool) -> TrainOptions:

@@ -172,6 +172,19 @@ class DataConfig(BaseConfig):
         description="Skip and count tasks with a longer prompt (tokens).",
     )
     shuffle: bool = Field(True, description="Shuffle the training tasks, by the run's seed.")
+    num_workers: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="Processes that tokenize recorded data ahead of the training loop; 0 is a thread, null is one for each eight "
+        "processor cores and at most four (processes).",
+    )
+    prefetch: int | None = Field(
+        None,
+        ge=0,
+        description="How far ahead of the training loop data is tokenized, beyond the step in progress; 0 is not at all, null is one step "
+        "(groups).",
+    )
     add_eos: bool = Field(
         True, description="In recorded data, end the loss tokens with a stop token where the chat template does not."
     )
