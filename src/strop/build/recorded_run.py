@@ -87,6 +87,13 @@ class RecordedExamples:
         """Whether some are streamed, so that a checkpoint holds where they are read."""
         return any(is_streamed(part) for part in self.parts)
 
+    def reach(self, index: int) -> None:
+        """Note that the run has come to a position, which a checkpoint then leads to."""
+        part, position = self.interleaving.locate(index)
+        examples = self.parts[part]
+        if is_streamed(examples):
+            examples.reach(position)
+
     def state(self) -> Mapping[str, Any]:
         return {str(number): part.state() for number, part in enumerate(self.parts) if is_streamed(part)}
 
@@ -110,7 +117,7 @@ class RecordedExamples:
     def plan_group(self, index: int, part: int, position: int) -> PlannedGroup:
         """Return what the group of example ``position`` of entry ``part`` is made of."""
         examples, name = self.parts[part], self.names[part]
-        example: Any = examples[position]
+        example: Any = examples.peek(position) if is_streamed(examples) else examples[position]
         match self.kind:
             case "conversations":
                 return plan_demonstration(index, name, example, self.rules)
@@ -271,10 +278,10 @@ def make_recorded_stream(
     """Make the stream of groups. ``ahead`` None: each is made when the loop asks for it."""
 
     async def read(index: int) -> Group:
-        return examples.read_group(index)
+        examples.reach(index)
+        return examples.read_group(index) if ahead is None else await ahead.groups.read(index)
 
-    read_group = read if ahead is None else ahead.groups.read
-    return RolloutStream(read_group, slots=options.groups_per_step, size=examples.size, has=examples.has, state=state)
+    return RolloutStream(read, slots=options.groups_per_step, size=examples.size, has=examples.has, state=state)
 
 
 class ExamplesAhead:

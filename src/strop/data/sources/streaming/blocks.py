@@ -26,7 +26,8 @@ from strop.data.sources.streaming.record_stream import RecordStream, StreamReade
 from strop.sampling import mix_seed
 
 BLOCKS_IN_MEMORY = 3  # the one before, this one and the next
-STARTS = 64  # of the latest blocks
+ROWS_IN_MEMORY = 4096  # more blocks than that, if they are smaller
+STARTS, SAVED_STARTS = 256, 32  # of the latest blocks
 
 
 class BlockKey(NamedTuple):
@@ -65,6 +66,7 @@ class StreamBlocks:
         self.name, self._stream, self._rows, self._seed = stream.name, stream, rows, seed
         self._keep, self._limit, self._copies = keep, limit, copies
         self._length: int | None = None  # records of an epoch
+        self._reached = 0  # the newest position that the run itself has asked for
         self._blocks: OrderedDict[BlockKey, Future[Sequence[StreamedRecord]]] = OrderedDict()
         self._starts: OrderedDict[BlockKey, BlockStart] = OrderedDict()
         self._lock = RLock()
@@ -82,6 +84,10 @@ class StreamBlocks:
             self._stream, rows=self._rows, seed=self._seed, keep=self._keep, limit=self._limit, copies=self._copies * count
         )
 
+    def reach(self, position: int) -> None:
+        """Note that the run has come to a position, and does not only read ahead."""
+        self._reached = max(self._reached, position)
+
     def locate(self, position: int) -> Place:
         """Return what stands at a position, of any epoch. Raises DataError."""
         block = self._rows * self._copies
@@ -97,12 +103,20 @@ class StreamBlocks:
             assert self.length is not None, "a block that is cut short ends its epoch"
 
     def state(self) -> Mapping[str, Any]:
+        """Return where the latest blocks began, up to the one that the run has reached: what was read ahead does not matter."""
         with self._lock:
-            return {"length": self._length, "blocks": [[*key, *start] for key, start in self._starts.items()]}
+            epoch, rest = (0, self._reached) if self.length is None else divmod(self._reached, self.length)
+            newest = BlockKey(epoch, rest // (self._rows * self._copies))
+            known = sorted(each for each in self._starts if each <= newest)[-SAVED_STARTS:]
+            return {
+                "reached": self._reached,
+                "length": self._length if epoch else None,
+                "blocks": [[*key, *self._starts[key]] for key in known],
+            }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         with self._lock:
-            self._length = state["length"]
+            self._reached, self._length = state["reached"], state["length"]
             self._blocks.clear()
             self._starts.update(
                 (BlockKey(epoch, number), BlockStart(position, first)) for epoch, number, position, first in state["blocks"]
@@ -121,7 +135,7 @@ class StreamBlocks:
         with self._lock:
             self._request(self._after(key))
             self._blocks.move_to_end(key)
-            while len(self._blocks) > BLOCKS_IN_MEMORY:
+            while len(self._blocks) > max(BLOCKS_IN_MEMORY, ROWS_IN_MEMORY // self._rows):
                 self._blocks.popitem(last=False)
         return records
 

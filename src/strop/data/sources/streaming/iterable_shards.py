@@ -57,11 +57,12 @@ class _IterableReader(ShardReader):
         self._number: int
         self._state: Any
         self._number, self._state = position or (0, None)
+        self._started = False
         super().__init__()
 
     @property
     def position(self) -> Any:  # type: ignore[override]
-        return (self._number, self._rows.state_dict() if self._has_state and self._number else None)
+        return (self._number, self._rows.state_dict() if self._has_state and self._started else self._state)
 
     def _iterate(self) -> Iterator[StreamedRecord]:
         iterator: Iterator[Any] | None = None
@@ -70,6 +71,7 @@ class _IterableReader(ShardReader):
             try:
                 iterator = iterator or self._start()
                 record = next(iterator)
+                self._started = True
             except StopIteration:
                 return
             except Exception as error:  # user code and libraries may raise anything

@@ -60,8 +60,17 @@ class Streamed(Sequence[T], Generic[T]):
     def __getitem__(self, position: int | slice) -> T | Sequence[T]:
         if isinstance(position, slice):
             raise _no_length(self._blocks.name)
+        self.reach(position)
+        return self.peek(position)
+
+    def peek(self, position: int) -> T:
+        """Return an item ahead of the run, which has not come to it."""
         place = self._blocks.locate(position)
         return self._make(place.records[place.number], place.copy)
+
+    def reach(self, position: int) -> None:
+        """Note that the run has come to a position, which a checkpoint then leads to."""
+        self._blocks.reach(position)
 
     def beside(self, position: int) -> T:
         """Return an item of the next record of the block: one that has nothing to do with the item at ``position``."""
