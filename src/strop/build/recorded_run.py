@@ -238,7 +238,7 @@ def join_examples(
     training = config.recorded_training
     interleaving = Interleaving(
         sizes=tuple(map(count_items, parts)),
-        weights=tuple(entry.weight if len(entries) > 1 else None for entry in entries),
+        weights=tuple(entry.share if len(entries) > 1 else None for entry in entries),
         seed=training.seed,
         shuffle=config.data.shuffle,
         max_epochs=training.max_num_epochs,

@@ -17,7 +17,7 @@ from strop.build.engines import GeneratorSpec
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_hacking_monitor, make_health, make_saver
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
-from strop.build.tasks import list_reward_marks, make_training_tasks, make_validation_tasks
+from strop.build.tasks import count_slots, list_reward_marks, make_training_tasks, make_validation_tasks
 from strop.checkpointing.base import Restorable
 from strop.config import RolloutRunConfig
 from strop.config.checks.device_counts import count_devices
@@ -61,7 +61,7 @@ async def build_rollout_run(
     train_source = make_training_tasks(config, remote_environments)
     validation_source = make_validation_tasks(config, remote_environments)
     held_out = "" if validation_source is None else f", {len(validation_source)} to validate on"
-    tracker.note(f"{describe_count(train_source.epoch_size, 'tasks')} to train on{held_out}")
+    tracker.note(f"{describe_count(train_source.epoch_size, 'tasks')} to train on{held_out}{describe_order(config)}")
     environments = [each.environment for source in (train_source, validation_source) if source for each in source.components]
     if any(each.needs_sandbox for each in environments):
         tracker.progress("trying the sandbox")
@@ -148,6 +148,15 @@ def describe_count(count: int | None, what: str) -> str:
     return f"{what} of a stream" if count is None else f"{count} {what}"
 
 
+def describe_order(config: RolloutRunConfig) -> str:
+    """Say what a curriculum changes; empty without one."""
+    name, limit = config.data.curriculum.name, config.training.max_num_epochs
+    if not config.data.curriculum.enabled:
+        return ""
+    epochs = "" if limit is None else f", {limit} (max_num_epochs) in all"
+    return f", chosen by the curriculum {name}: drawn with replacement, an epoch is as many draws as there are tasks{epochs}"
+
+
 def make_past_selves(backend: Backend, environments: Sequence[Environment[Any]]) -> TorchPastSelves | None:
     """Make the earlier selves of the policy that environments play against, None if none does. Raises ValueError if they do not agree."""
     rules = {environment.past_selves for environment in environments} - {None}
@@ -204,8 +213,10 @@ def make_rollout_stream(
             with contain_exits():
                 name, environment, task = source.at(index)
         except Exception as error:
-            return make_failed_group(index, generator.version, error)
-        return await run_group(
+            group = make_failed_group(index, generator.version, error)
+            source.observe(group)
+            return group
+        group = await run_group(
             index,
             name,
             environment,
@@ -219,10 +230,12 @@ def make_rollout_stream(
             greedy_baseline=greedy,
             past=past,
         )
+        source.observe(group)
+        return group
 
     return RolloutStream(
         run,
-        slots=count_slots(config, options),
+        slots=count_slots(config),
         size=source.size,
         has=source.has,
         state=state,
@@ -230,13 +243,6 @@ def make_rollout_stream(
         order=make_order(config, options),
         version=lambda: generator.version,
     )
-
-
-def count_slots(config: RolloutRunConfig, options: TrainOptions) -> int:
-    """Return how many groups may be started and not yet trained on."""
-    full = (options.max_staleness + 1) * options.groups_per_step
-    configured = config.rollout_training.async_config.slots if options.max_staleness else None
-    return full if configured is None else configured
 
 
 def make_order(config: RolloutRunConfig, options: TrainOptions) -> GroupOrder:

@@ -28,9 +28,19 @@ def make_training_tasks(config: RolloutRunConfig, remote: RemoteEnvironments = M
     """Make the mixture of training tasks."""
     configure_sandbox(config.sandbox)  # before an environment asks for it
     training, data = config.rollout_training, config.data
-    return make_mixture(
+    mixture = make_mixture(
         data.train, config.env, "train", remote, seed=training.seed, shuffle=data.shuffle, max_epochs=training.max_num_epochs
     )
+    if not data.curriculum.enabled:
+        return mixture
+    return mixture.with_curriculum(data.curriculum, slots=count_slots(config), groups_per_step=training.num_prompts_per_step)
+
+
+def count_slots(config: RolloutRunConfig) -> int:
+    """Return how many groups may be started and not yet trained on."""
+    training = config.rollout_training
+    configured = training.async_config.slots if training.max_staleness else None
+    return (training.max_staleness + 1) * training.num_prompts_per_step if configured is None else configured
 
 
 def make_validation_tasks(config: RolloutRunConfig, remote: RemoteEnvironments = MappingProxyType({})) -> Mixture | None:
@@ -49,12 +59,12 @@ def make_mixture(
     shuffle: bool = False,
     max_epochs: int | None = None,
 ) -> Mixture:
-    """Make a mixture of the tasks of data entries; several entries of training tasks are mixed by their weights."""
+    """Make a mixture of the tasks of data entries; several entries of training tasks are mixed by their shares."""
     weighted = part == "train" and len(entries) > 1
     components = []
     for entry in entries:
         data = DataSource.from_entry(entry, seed=seed, part=part, shuffle=shuffle)
-        components.append(_make_component(entry, env, data, remote, weight=entry.weight if weighted else None))
+        components.append(_make_component(entry, env, data, remote, weight=entry.share if weighted else None))
     return Mixture(tuple(components), seed=seed, shuffle=shuffle, max_epochs=max_epochs)
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, field_serializer, model_validator
 
 from strop.base_config import BaseConfig, default_of, fields_of, follows, subsection, to_tree
+from strop.data.curriculum.curriculum_config import CurriculumConfig
 from strop.data.sources.files import FILE_SUFFIXES, is_url
 from strop.problems import Problem
 
@@ -69,6 +70,12 @@ class DataEntryConfig(BaseConfig):
     weight: float | None = Field(
         1.0, gt=0, description="Share of this entry in the mix, relative to the other weights; null of all is by their sizes."
     )
+    prompts_per_step: int | None = Field(
+        None,
+        ge=1,
+        description="Exactly so many groups of each step are of this entry, in place of weight; those of all entries add up to a step's "
+        "(prompts).",
+    )
     size: int | None = Field(
         None, ge=1, description="Number of tasks to generate, or to take from the dataset; null is all (tasks)."
     )
@@ -103,6 +110,11 @@ class DataEntryConfig(BaseConfig):
     def data_name(self) -> str | None:
         """The data in messages: ``dataset_name``, or "rows"."""
         return self.dataset_name if self.rows is None else "rows"
+
+    @property
+    def share(self) -> float | None:
+        """Share of this entry in the mix, relative to the others; None of all is by their sizes."""
+        return self.weight if self.prompts_per_step is None else self.prompts_per_step
 
     @property
     def is_file(self) -> bool:
@@ -201,6 +213,7 @@ class DataConfig(BaseConfig):
         None, description="One entry, or a list of entries; null is what split_validation_size holds out of train, if anything."
     )
     default: DefaultEntryConfig = subsection(DefaultEntryConfig)
+    curriculum: CurriculumConfig = subsection(CurriculumConfig)
 
     def errors(self, key: str) -> Iterator[Problem]:
         if len({entry.weight is None for entry in self.train}) > 1:
@@ -209,8 +222,12 @@ class DataConfig(BaseConfig):
                 "some entries have a weight and some have weight=null",
                 "Set the weight of each entry, or of none.",
             )
+        yield from self._check_quotas(key)
+        yield from self._check_streamed(key)
+
+    def _check_streamed(self, key: str) -> Iterator[Problem]:
         streamed = [entry for entry in self.train if entry.streaming]
-        if streamed and len(self.train) > 1 and self.train[0].weight is None:
+        if streamed and len(self.train) > 1 and self.train[0].share is None:
             yield Problem(
                 f"{key}.train",
                 f"{streamed[0].data_name} is streamed, so its size, by which entries without a weight are mixed, is not known",
@@ -223,6 +240,28 @@ class DataConfig(BaseConfig):
                     f"{entry.data_name} is streamed, and all of its validation rows would be read into memory",
                     "Set data.validation to an entry of its own, with the same split_validation_size if there is one, and with size=N.",
                 )
+
+    def _check_quotas(self, key: str) -> Iterator[Problem]:
+        quotas = [entry.prompts_per_step for entry in self.train]
+        if None in quotas and any(quotas):
+            yield Problem(
+                f"{key}.train",
+                f"some entries have prompts_per_step and some do not ({quotas})",
+                "Set prompts_per_step of each entry, or of none.",
+            )
+        for place, entry in zip(entry_keys(f"{key}.train", len(self.train)), self.train, strict=True):
+            if entry.prompts_per_step is not None and entry.weight not in (default_of(entry, "weight"), None):
+                yield Problem(
+                    f"{place}.weight",
+                    f"found {entry.weight}, beside prompts_per_step={entry.prompts_per_step}, which says the share of this entry by itself",
+                    "Remove one of the two.",
+                )
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        places = entry_keys(f"{key}.validation", len(self.validation or ()))
+        for place, entry in zip(places, self.validation or (), strict=True):
+            if entry.prompts_per_step not in (None, self.default.prompts_per_step):
+                yield Problem(f"{place}.prompts_per_step", "it has no effect: validation goes through the tasks in their order")
 
     @property
     def validation_entries(self) -> tuple[DataEntryConfig, ...]:
@@ -252,6 +291,11 @@ class DataConfig(BaseConfig):
     @field_serializer("default")
     def _serialize_default(self, default: DataEntryConfig) -> dict[str, Any]:
         return _changed_values(default)
+
+
+def entry_keys(key: str, count: int) -> tuple[str, ...]:
+    """Return the keys of ``count`` entries of a list, as they are named in messages: the only one has no number."""
+    return (key,) if count == 1 else tuple(f"{key}.{index}" for index in range(count))
 
 
 def _changed_values(entry: DataEntryConfig) -> dict[str, Any]:
