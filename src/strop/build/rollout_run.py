@@ -33,6 +33,7 @@ from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import EpisodeRules, make_failed_group, run_group
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
+from strop.rollouts.prompts_ahead import PromptsAhead
 from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
 from strop.rollouts.tool_turns import describe_tool_calls
 from strop.safety.exits import contain_exits
@@ -111,6 +112,8 @@ async def build_rollout_run(
             max_staleness=options.max_staleness,
             order=make_order(config, options),
         )
+    prefetch = options.groups_per_step if config.data.prefetch is None else config.data.prefetch
+    ahead = PromptsAhead(train_source.peek_messages, bundle.template, ahead=prefetch) if prefetch else None
     run = TrainingRun(
         options=options,
         algorithm=algorithm,
@@ -124,6 +127,7 @@ async def build_rollout_run(
             stream_state,
             greedy=algorithm.greedy_baseline,
             past=selves,
+            ahead=ahead,
         ),
         learners=learners,
         parts=parts,
@@ -139,8 +143,7 @@ async def build_rollout_run(
         monitor=monitor,
         checkpoints=make_saver(config, checkpoints),
     )
-    if selves is not None:
-        run.on_close.append(selves.close)
+    run.on_close += [each.close for each in (selves, ahead) if each is not None]
     return resume_run(run, state), generator
 
 
@@ -205,10 +208,13 @@ def make_rollout_stream(
     *,
     greedy: bool = False,
     past: PastSelves | None = None,
+    ahead: PromptsAhead | None = None,
 ) -> RolloutStream:
     rules = make_episode_rules(config)
 
     async def run(index: int) -> Group:
+        if ahead is not None:
+            ahead.advance(index)
         try:
             with contain_exits():
                 name, environment, task = source.at(index)

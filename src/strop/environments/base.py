@@ -257,6 +257,11 @@ class Environment(ToolOptions, ABC, Generic[TaskT]):
         return None
 
     @property
+    def prompts_are_of_rows(self) -> bool:
+        """Whether the messages of a ``PromptedTask`` are its prompt as it stands, so that it may be tokenized ahead."""
+        return False
+
+    @property
     def needs_sandbox(self) -> bool:
         """Whether this process's sandbox runs programs that the policy writes."""
         return any(getattr(each, "needs_sandbox", False) for _, each in self.tool_sets)
@@ -601,6 +606,12 @@ class DatasetEnvironment(Environment[PromptedTask]):
         if len(rows):
             make(rows[0])  # a prompt file that does not fit the prompts is an error now, not in each rollout
         return GeneratedTasks(len(rows), lambda index: make(rows[index]))
+
+    @property
+    def prompts_are_of_rows(self) -> bool:
+        kind = type(self)
+        given = (kind.prompt, kind.first_messages) == (DatasetEnvironment.prompt, Environment.first_messages)
+        return given and not (self.has_tools or self.is_agent)
 
     def prompt(self, task: PromptedTask) -> Messages:
         return task.messages

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from threading import Lock
 from typing import Any, Protocol, cast
 
 from strop.data.curriculum.curriculum_config import CurriculumConfig
@@ -17,10 +18,10 @@ from strop.data.curriculum.curriculum_factory import make_curriculum
 from strop.data.curriculum.task_chooser import TaskChooser
 from strop.data.data_state import Resumable
 from strop.data.interleaving import Interleaving
-from strop.data.sources.streaming.streamed import count_items, has_item
-from strop.environments.base import Environment, EnvironmentConfigError
+from strop.data.sources.streaming.streamed import count_items, has_item, is_streamed
+from strop.environments.base import Environment, EnvironmentConfigError, PromptedTask
 from strop.safety.exits import contain_exits
-from strop.types import Group, Rollout, Task
+from strop.types import Group, Messages, Rollout, Task
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Mixture:
     max_epochs: int | None = None  # None: no limit
     chooser: TaskChooser | None = field(default=None, compare=False)  # of a curriculum
     scored_by: str | None = None  # the reward that the curriculum sees; None: the accuracy
+    _reading: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)  # data sets of users need not know of threads
 
     def __post_init__(self) -> None:
         weights = [component.weight for component in self.components]
@@ -93,7 +95,24 @@ class Mixture:
     def at(self, index: int) -> tuple[str, Environment[Any], Task]:
         component_index, task_index = (self.chooser or self._interleaving).locate(index)
         component = self.components[component_index]
-        return component.name, component.environment, component.tasks[task_index]
+        with self._reading:
+            return component.name, component.environment, component.tasks[task_index]
+
+    def peek_messages(self, index: int) -> Messages | None:
+        """Return the prompt of a task that the run has not come to, in any thread.
+
+        None where that would change something or be another prompt: by a curriculum, by code of an environment, or without such a task.
+        """
+        if self.chooser is not None or not self.has(index):
+            return None
+        component_index, task_index = self._interleaving.locate(index)
+        component = self.components[component_index]
+        if not component.environment.prompts_are_of_rows:
+            return None
+        with self._reading:
+            tasks = component.tasks
+            task = tasks.peek(task_index) if is_streamed(tasks) else tasks[task_index]
+        return task.messages if isinstance(task, PromptedTask) else None
 
     @property
     def resumable(self) -> bool:
