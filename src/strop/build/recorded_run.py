@@ -125,9 +125,7 @@ class RecordedExamples:
                 return plan_preference(index, name, example, self.rules)
             case _:
                 # The example after this one may be the other completion of the same prompt, so take the second next.
-                other: Any = (
-                    examples.beside(position) if is_streamed(examples) else examples[(position + 2) % len(examples)]
-                )
+                other: Any = examples.beside(position) if is_streamed(examples) else examples[(position + 2) % len(examples)]
                 return plan_unpaired_preference(index, name, example, other, self.rules)
 
     def read_all(self) -> list[Group]:

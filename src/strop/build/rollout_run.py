@@ -63,7 +63,9 @@ async def build_rollout_run(
     validation_source = make_validation_tasks(config, remote_environments)
     held_out = "" if validation_source is None else f", {len(validation_source)} to validate on"
     tracker.note(f"{describe_count(train_source.epoch_size, 'tasks')} to train on{held_out}{describe_order(config)}")
-    environments = [each.environment for source in (train_source, validation_source) if source for each in source.components]
+    environments = [
+        each.environment for source in (train_source, validation_source) if source is not None for each in source.components
+    ]
     if any(each.needs_sandbox for each in environments):
         tracker.progress("trying the sandbox")
         tracker.note(await try_sandbox())

@@ -140,7 +140,9 @@ class DataEntryConfig(BaseConfig):
 
     def _check_streaming(self, key: str) -> Iterator[Problem]:
         if self.streaming and self.data_name is None:
-            yield Problem(f"{key}.streaming", "there is no dataset_name", "Set dataset_name, or streaming=false for generated tasks.")
+            yield Problem(
+                f"{key}.streaming", "there is no dataset_name", "Set dataset_name, or streaming=false for generated tasks."
+            )
         if self.streaming and self.split_validation_size >= 1:
             yield Problem(
                 f"{key}.split_validation_size",

@@ -23,7 +23,9 @@ class Interleaving:
     """Interleaves the rows of sources by weight. One epoch has as many positions as all sources have rows."""
 
     sizes: tuple[int | None, ...]  # None: unknown
-    weights: tuple[float | None, ...]  # each source's share of the stream; all None: proportional to the sizes, which must be known
+    weights: tuple[
+        float | None, ...
+    ]  # each source's share of the stream; all None: proportional to the sizes, which must be known
     seed: int = 0
     shuffle: bool = True
     max_epochs: int | None = None  # None: endless

@@ -58,7 +58,9 @@ class Mixture:
     max_epochs: int | None = None  # None: no limit
     chooser: TaskChooser | None = field(default=None, compare=False)  # of a curriculum
     scored_by: str | None = None  # the reward that the curriculum sees; None: the accuracy
-    _reading: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)  # data sets of users need not know of threads
+    _reading: Lock = field(
+        default_factory=Lock, init=False, repr=False, compare=False
+    )  # data sets of users need not know of threads
 
     def __post_init__(self) -> None:
         weights = [component.weight for component in self.components]

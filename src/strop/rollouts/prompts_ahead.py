@@ -1,7 +1,7 @@
 """Prompts that are rendered and tokenized before their groups are started, in a thread.
 
-Only what is certain is made ahead: prompts that are rows of data. An episode asks the chat template for its prompt as ever, which then knows
-the tokens.
+Only what is certain is made ahead: prompts that are rows of data. An episode asks the chat template for its prompt as ever, which then
+knows the tokens.
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ class PlannedGroup:
         if isinstance(tokenized, str):
             log.debug("example %s cannot be used for training: %s", self.task.id, tokenized)
             reason, empty = f"example {self.task.id!r}: {tokenized}", torch.zeros(0, dtype=torch.int64)
-            return self._group([Rollout(task=self.task, sample=0, seed=0, messages=(), prompt=empty, ending=Ending.ERROR, error=reason)])
+            return self._group(
+                [Rollout(task=self.task, sample=0, seed=0, messages=(), prompt=empty, ending=Ending.ERROR, error=reason)]
+            )
         rollouts: list[Rollout] = []
         for sample, tokens in enumerate(tokenized):
             rollout = self._make_rollout(sample, tokens)
@@ -106,18 +108,14 @@ def plan_demonstration(index: int, name: str, example: Conversation, rules: Reco
 
 
 def plan_preference(index: int, name: str, example: Preference, rules: RecordedRules) -> PlannedGroup:
-    conversations = tuple(
-        _join_completion(example, completion, rules) for completion in (example.chosen, example.rejected)
-    )
+    conversations = tuple(_join_completion(example, completion, rules) for completion in (example.chosen, example.rejected))
     return PlannedGroup(index, name, example, conversations, (1.0 if example.margin is None else example.margin, 0.0))
 
 
 def plan_unpaired_preference(
     index: int, name: str, example: UnpairedPreference, other: UnpairedPreference, rules: RecordedRules
 ) -> PlannedGroup:
-    conversations = tuple(
-        _join_completion(example, completion, rules) for completion in (example.completion, other.completion)
-    )
+    conversations = tuple(_join_completion(example, completion, rules) for completion in (example.completion, other.completion))
     return PlannedGroup(index, name, example, conversations, (float(example.desirable), 0.0))
 
 

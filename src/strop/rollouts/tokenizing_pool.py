@@ -120,7 +120,9 @@ class TokenizingPool:
         if answer == READY:
             return worker
         if not self._closed:
-            log.warning("examples are tokenized by a thread, which shares a processor with the run: no worker could start (%s)", answer)
+            log.warning(
+                "examples are tokenized by a thread, which shares a processor with the run: no worker could start (%s)", answer
+            )
         return None
 
     def _end(self, worker: subprocess.Popen[bytes]) -> int:

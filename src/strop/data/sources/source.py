@@ -205,7 +205,9 @@ class DataSource:
         if self.in_memory and self.size is None:
             raise DataError(f"{records.name} is streamed, and all of its rows would be read into memory here; set size")
         if divided and self.split_validation_size >= 1:
-            raise DataError(f"split_validation_size is {self.split_validation_size:g}, but {records.name} is streamed; set a fraction below 1")
+            raise DataError(
+                f"split_validation_size is {self.split_validation_size:g}, but {records.name} is streamed; set a fraction below 1"
+            )
         blocks = StreamBlocks(
             records.stream,
             rows=self.shuffle_buffer,

@@ -127,9 +127,9 @@ def test_a_malformed_row_costs_its_own_position_and_says_its_line(tmp_path: Path
     lines[6] = '{"problem": "no answer"}'
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     rows = stream(dataset_name=str(tmp_path / "rows.jsonl"), shuffle=False, part="train", split_validation_size=0.00001)
-    with pytest.raises(DataError, match="rows.jsonl:5 is not JSON"):
+    with pytest.raises(DataError, match=r"rows.jsonl:5 is not JSON"):
         rows[4]
-    with pytest.raises(DataError, match="rows.jsonl:7 has no key 'answer'"):
+    with pytest.raises(DataError, match=r"rows.jsonl:7 has no key 'answer'"):
         rows[6]
     assert rows[8].question == ROWS[8]["problem"]
 
@@ -137,14 +137,14 @@ def test_a_malformed_row_costs_its_own_position_and_says_its_line(tmp_path: Path
 def test_a_csv_row_with_too_few_fields_costs_its_own_position(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("problem,answer\na,1\nb\nc,3\n")
     rows = stream(dataset_name=str(tmp_path / "rows.csv"), shuffle=False)
-    with pytest.raises(DataError, match="rows.csv:3 does not have the 2 fields of the header"):
+    with pytest.raises(DataError, match=r"rows.csv:3 does not have the 2 fields of the header"):
         rows[1]
     assert rows[2].question == "c"
 
 
 def test_a_first_row_without_the_columns_is_an_error_at_the_start(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", [{"question": "?"}])
-    with pytest.raises(DataError, match="rows.jsonl:1 has no key 'answer'"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1 has no key 'answer'"):
         stream(dataset_name=str(tmp_path / "rows.jsonl"))
 
 
@@ -215,7 +215,10 @@ def test_recorded_examples_are_those_of_the_whole_file(kind: str, tmp_path: Path
         ({"train": {"streaming": True, "env_name": "math"}}, "data.train.streaming"),
         ({"train": {"streaming": True, "dataset_name": "a/b", "split_validation_size": 7}}, "data.train.split_validation_size"),
         ({"train": {"dataset_name": "a/b"}, "validation": {"dataset_name": "a/b", "streaming": True}}, "data.validation"),
-        ({"train": [{"dataset_name": "a/b", "streaming": True, "weight": None}, {"dataset_name": "a/c", "weight": None}]}, "data.train"),
+        (
+            {"train": [{"dataset_name": "a/b", "streaming": True, "weight": None}, {"dataset_name": "a/c", "weight": None}]},
+            "data.train",
+        ),
     ],
 )
 def test_settings_that_need_a_number_of_rows_are_refused(section: Mapping[str, Any], key: str) -> None:

@@ -55,7 +55,8 @@ def _make_shard(path: Path) -> Shard:
             return FileShard(path, _ArrowReader)
         case ".json":
             raise DataError(
-                f"{str(path)!r} is a single JSON value, which cannot be streamed; write one object per line (.jsonl), or set streaming=false"
+                f"{str(path)!r} is a single JSON value, which cannot be streamed; write one object per line (.jsonl), or set "
+                "streaming=false"
             )
         case suffix:
             raise DataError(

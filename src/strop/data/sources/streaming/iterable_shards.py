@@ -23,8 +23,8 @@ def list_shards(name: str, rows: Any) -> Sequence[Shard]:
     """Return the shards of data that is iterated over. Raises DataError if that is possible only once."""
     if isinstance(rows, Iterator) or not isinstance(rows, Iterable):
         raise DataError(
-            f"{name} is of the type {type(rows).__name__}, which cannot be read again for the next epoch or after a restart; pass an object "
-            "whose __iter__ begins anew"
+            f"{name} is of the type {type(rows).__name__}, which cannot be read again for the next epoch or after a restart; pass an "
+            "object whose __iter__ begins anew"
         )
     stream: Any = rows
     if not is_iterable_dataset(rows):
