@@ -94,7 +94,7 @@ async def evaluate_job(
 ) -> EvaluationReport:
     """Sample every task, score the samples and store them."""
     configure_sandbox(job.sandbox)
-    source = make_mixture(job.entries, job.env, "validation", seed=job.task_seed)
+    source = make_mixture(job.entries, job.env, "validation", seed=job.task_seed, purpose=job.purpose)
     environments = [each.environment for each in source.components]
     if any(each.needs_sandbox for each in environments):
         note(await try_sandbox())

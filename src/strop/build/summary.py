@@ -223,6 +223,7 @@ def _format_teacher(teacher: TeacherConfig) -> str:
 
 
 def _summarize_evaluation(config: EvalRunConfig) -> list[str]:
+    config = config.with_graders()
     generation = config.generation
     device, precision = _format_device(generation.device, generation.num_threads), _format_precision(generation.precision)
     alias = environment_alias(config, config.data)

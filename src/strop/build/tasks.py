@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from strop.config import RolloutRunConfig
+from strop.data.builtin.builtin_dataset import Purpose
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
@@ -58,13 +59,17 @@ def make_mixture(
     seed: int,
     shuffle: bool = False,
     max_epochs: int | None = None,
+    purpose: Purpose | None = None,
 ) -> Mixture:
-    """Make a mixture of the tasks of data entries; several entries of training tasks are mixed by their shares."""
+    """Make a mixture of the tasks of data entries; several entries of training tasks are mixed by their shares.
+
+    ``purpose``: chooses the split of a built-in set; None: what the part is for."""
     weighted = part == "train" and len(entries) > 1
-    components = []
-    for entry in entries:
-        data = DataSource.from_entry(entry, seed=seed, part=part, shuffle=shuffle)
-        components.append(_make_component(entry, env, data, remote, weight=entry.share if weighted else None))
+    sources = [DataSource.from_entry(entry, seed=seed, part=part, purpose=purpose, shuffle=shuffle) for entry in entries]
+    components = [
+        _make_component(entry, env, source, remote, weight=entry.share if weighted else None)
+        for entry, source in zip(entries, sources, strict=True)
+    ]
     return Mixture(tuple(components), seed=seed, shuffle=shuffle, max_epochs=max_epochs)
 
 
@@ -94,14 +99,14 @@ def describe_environments(config: RolloutRunConfig) -> Mapping[str, EnvironmentD
 
 
 def _make_component(
-    entry: DataEntryConfig, env: EnvironmentConfigs, data: DataSource, remote: RemoteEnvironments, *, weight: float | None
+    entry: DataEntryConfig, env: EnvironmentConfigs, source: DataSource, remote: RemoteEnvironments, *, weight: float | None
 ) -> Component:
     alias = resolve_alias(entry, env)
     config = _environment_config(env, alias)
     environment = remote.get(alias) or _call_for_alias(alias, make_environment, config.type_of(alias), config.options)
     try:
         with contain_exits():
-            tasks = environment.tasks(data)
+            tasks = environment.tasks(source)
     except (DataError, EnvironmentConfigError):
         raise
     except Exception as error:  # user-defined environments may raise anything

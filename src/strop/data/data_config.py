@@ -12,6 +12,8 @@ from pydantic import Field, field_serializer, model_validator
 
 from strop.base_config import BaseConfig, default_of, fields_of, follows, subsection, to_tree
 from strop.data.curriculum.curriculum_config import CurriculumConfig
+from strop.data.prompt_template import AUTO_PROMPT
+from strop.data.sources.dataset_class import is_dataset_class
 from strop.data.sources.files import FILE_SUFFIXES, is_url
 from strop.problems import Problem
 
@@ -21,8 +23,11 @@ class DataEntryConfig(BaseConfig):
 
     dataset_name: str | None = Field(
         None,
-        description="A built-in dataset, OWNER/NAME on the hub, or a .jsonl, .json, .csv, .parquet or .arrow file; null for an "
-        "environment that generates its tasks.",
+        description="A built-in dataset, OWNER/NAME on the hub, a .jsonl, .json, .csv, .parquet or .arrow file, or a class or function "
+        "that makes rows (package.module.Class, module:name, file.py:name); null for an environment that generates its tasks.",
+    )
+    dataset_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the class or the function that dataset_name names."
     )
     subset: str | None = Field(None, description="Configuration of a hub dataset; null is its default.")
     split: str | None = Field(
@@ -61,8 +66,9 @@ class DataEntryConfig(BaseConfig):
     )
     prompt_file: str | None = Field(
         None,
-        description="Text file with {question} or {} where the question goes; null is the question alone. Like system_prompt_file, "
-        "it is relative to the working directory, or else to the folder of the configuration that names it or one above.",
+        description="Text file with {question} or {} where the question goes; null is the question alone, and auto the usual wording of a "
+        "built-in dataset that has one. Like system_prompt_file, it is relative to the working directory, or else to the folder of the "
+        "configuration that names it or one above.",
     )
     system_prompt_file: str | None = Field(None, description="Text file with the system prompt; null is none.")
     system_prompt: str | None = Field(None, description="The system prompt; null is none.")
@@ -125,11 +131,17 @@ class DataEntryConfig(BaseConfig):
         yield from self._check_files(key)
         yield from self._check_system_prompt(key)
         yield from self._check_streaming(key)
+        if self.dataset_kwargs and not is_dataset_class(self.dataset_name or ""):
+            yield Problem(
+                f"{key}.dataset_kwargs",
+                f"found {', '.join(self.dataset_kwargs)}, but {self.data_name} is no class or function, which alone takes arguments",
+                "Set dataset_name to package.module.Class, module:name or file.py:name, or remove dataset_kwargs.",
+            )
 
     def _check_files(self, key: str) -> Iterator[Problem]:
         for name in ("prompt_file", "system_prompt_file", *(("dataset_name",) if self.is_file else ())):
             path = getattr(self, name)
-            if path is not None and not _is_file(path):
+            if path is not None and not (name == "prompt_file" and path == AUTO_PROMPT) and not _is_file(path):
                 beside = "" if name == "dataset_name" else ", nor in the folder of the configuration that names it or one above"
                 where = "" if Path(path).is_absolute() else f" in the working directory {Path.cwd()}{beside}"
                 yield Problem(
@@ -317,6 +329,12 @@ def _merge_entries(entries: Any, default: Any) -> Any:
 class EvalDataConfig(DataEntryConfig):
     """The tasks to evaluate on."""
 
+    prompt_file: str | None = Field(
+        AUTO_PROMPT,
+        description="Text file with {question} or {} where the question goes; auto is the usual wording of a built-in dataset that has one, "
+        "else the question alone; null is the question alone. Like system_prompt_file, it is relative to the working directory, or else to "
+        "the folder of the configuration that names it or one above.",
+    )
     max_input_seq_length: int = follows(
         "..generation.vllm_cfg.max_model_len",
         standalone=2048,

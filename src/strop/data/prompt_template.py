@@ -9,6 +9,8 @@ from pathlib import Path
 from strop.data.sources.records import DataError
 from strop.types import Message, system, user
 
+AUTO_PROMPT = "auto"  # in place of a prompt file: the usual wording of a built-in set, if it has one
+
 
 @dataclass(frozen=True)
 class PromptTemplate:

@@ -603,7 +603,7 @@ class DatasetEnvironment(Environment[PromptedTask]):
 
         if is_streamed(rows):
             return rows.map(make)
-        if len(rows):
+        if len(rows) and data.opened is None:
             make(rows[0])  # a prompt file that does not fit the prompts is an error now, not in each rollout
         return GeneratedTasks(len(rows), lambda index: make(rows[index]))
 

@@ -203,8 +203,12 @@ class ChatTemplate:
 
     def encode_conversation(self, messages: Messages, *, trailing: bool = True, tools: Tools = ()) -> list[int]:
         """Encode a complete conversation, such as for a reward model; without ``trailing``, up to the template's trailing white space."""
-        text = _join_messages(messages) if self.joins_plain_text else self._render(messages, open_turn=False, tools=tools)
+        text = self.render_conversation(messages, tools=tools)
         return self._encode(text if trailing else text.rstrip())
+
+    def render_conversation(self, messages: Messages, *, tools: Tools = ()) -> str:
+        """Return a complete conversation as text."""
+        return _join_messages(messages) if self.joins_plain_text else self._render(messages, open_turn=False, tools=tools)
 
     def encode_spans(self, messages: Messages, *, loss_from: int = 0, opened: bool = True, tools: Tools = ()) -> list[TokenSpan]:
         """Split a recorded conversation into spans: a prompt, then loss spans and context spans in alternation.

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -126,6 +127,20 @@ def find_stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     for value in (tokenizer.eos_token_id, getattr(generation, "eos_token_id", None), model.config.eos_token_id):
         ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
     return tuple(sorted(ids))
+
+
+def find_configured_stop_ids(name: str, tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids that end a turn, without loading the model. Raises ModelNotFound."""
+    from transformers import AutoConfig, GenerationConfig
+
+    folder, gguf = locate_model(name)
+    options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
+    config = load_base_config(Path(folder)) or from_pretrained(AutoConfig, folder, **options)
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+    except OSError:  # a model may have none
+        generation = None
+    return find_stop_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
 
 
 def load_generation_config(folder: Path) -> Any | None:

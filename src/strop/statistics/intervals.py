@@ -1,12 +1,110 @@
-"""How far an estimate may be off."""
+"""How far an estimate may be off: standard errors and confidence intervals of means over tasks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from strop.statistics.student_t import NORMAL, student_t_quantile
+
+# Tasks' worth of prior evidence that means of tasks vary as single outcomes of 0 or 1 do, the most they can: without it a few equal
+# tasks near a bound would have intervals of no width.
+PRIOR_TASKS = 1.0
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean of independent values, of which there are at least two."""
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+@dataclass(frozen=True)
+class Interval:
+    """A range that holds the true value of an estimate with the probability it was made for."""
+
+    low: float
+    high: float
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+    @property
+    def is_bounded(self) -> bool:
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+
+def standard_error(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> float:
+    """Return the standard error of the mean of values, of which there are at least two.
+
+    The values are independent, or, with ``clusters`` (the name of the cluster of each value: of all questions about one passage, say),
+    those of different clusters are.
+    """
+    mean = math.fsum(values) / len(values)
+    sums = _sum_clusters([value - mean for value in values], clusters)
+    return math.sqrt(math.fsum(each * each for each in sums) * len(sums) / (len(sums) - 1)) / len(values)
+
+
+def confidence_interval(
+    values: Sequence[float],
+    *,
+    level: float = 0.95,
+    bounds: tuple[float, float] | None = None,
+    clusters: Sequence[Hashable] | None = None,
+) -> Interval:
+    """Return the confidence interval of a mean over tasks.
+
+    Of accuracies, pass@k and other shares give the ``bounds`` (0, 1): the interval stays inside, and has a width where all values are
+    equal. It is Wilson's where each value is 0 or 1. Other means within bounds have Wilson's with an effective number of tasks: as many
+    outcomes of 0 or 1 as would vary as much, with the quantile of Student's t. Without bounds it is the t interval, and infinite for a
+    single value.
+
+    Args:
+        values: One for each task: the mean over its samples.
+        level: The probability that the interval holds the true mean.
+        bounds: The least and the largest possible value, if there are such.
+        clusters: The cluster of each value, if values of one cluster depend on each other.
+
+    Raises ValueError if there are no values, or one is out of bounds.
+    """
+    if not values:
+        raise ValueError("an interval needs at least one value")
+    mean = math.fsum(values) / len(values)
+    count = len(values) if clusters is None else len(set(clusters))
+    if bounds is not None:
+        return _score_interval(values, mean, count, level, bounds, clusters)
+    if count == 1:
+        return Interval(-math.inf, math.inf)
+    reach = student_t_quantile((1.0 + level) / 2.0, count - 1) * standard_error(values, clusters)
+    return Interval(mean - reach, mean + reach)
+
+
+def _score_interval(
+    values: Sequence[float],
+    mean: float,
+    count: int,
+    level: float,
+    bounds: tuple[float, float],
+    clusters: Sequence[Hashable] | None,
+) -> Interval:
+    low, high = bounds
+    if not all(low <= value <= high for value in values):
+        raise ValueError(f"found values from {min(values)} to {max(values)}, outside of the bounds {low} and {high}")
+    share = min(max((mean - low) / (high - low), 0.0), 1.0)
+    quantile = NORMAL.inv_cdf((1.0 + level) / 2.0)
+    size = float(count)
+    binary = clusters is None and all(value in bounds for value in values)
+    if not binary and count > 1 and 0.0 < share < 1.0:
+        largest = (high - low) ** 2 * share * (1.0 - share) / (count - 1)  # the squared error of outcomes at the bounds
+        effect = standard_error(values, clusters) ** 2 / largest
+        effect = ((count - 1) * effect + PRIOR_TASKS) / (count - 1 + PRIOR_TASKS)
+        size = count / effect * (quantile / student_t_quantile((1.0 + level) / 2.0, count - 1)) ** 2
+    square = quantile * quantile / size
+    center = (share + square / 2.0) / (1.0 + square)
+    reach = math.sqrt(square * (share * (1.0 - share) + square / 4.0)) / (1.0 + square)
+    ends = (0.0 if share == 0.0 else max(center - reach, 0.0), 1.0 if share == 1.0 else min(center + reach, 1.0))
+    return Interval(low + (high - low) * ends[0], low + (high - low) * ends[1])
+
+
+def _sum_clusters(values: Sequence[float], clusters: Sequence[Hashable] | None) -> list[float]:
+    if clusters is None:
+        return list(values)
+    sums: dict[Hashable, float] = defaultdict(float)
+    for value, cluster in zip(values, clusters, strict=True):
+        sums[cluster] += value
+    return list(sums.values())

@@ -189,7 +189,6 @@ def test_a_tie_of_ranks_says_what_to_do() -> None:
     [
         (["data.train.dataset_name=ResponseDataset"], "data.train.dataset_name: found ResponseDataset, but no data_path to read"),
         (["data.train.dataset_name=open_assistant"], "its trees of messages are not cut into conversations"),
-        (["data.train.dataset_name=my_pkg.data.MyDataset"], "a class of NeMo-RL's data sets cannot be loaded"),
         (["data.default.processor=my_processor"], "data.default.processor: found 'my_processor': a processor is code of NeMo-RL"),
         (["data.default.processor=helpsteer3_data_processor"], "it writes the preferred answer into the prompt"),
         (["data.use_multiple_dataloader=true", "data.custom_dataloader=a.b.mine"], "drawn by weight, not by code"),

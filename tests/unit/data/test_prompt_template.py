@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from strop.data.prompt_template import parse_prompt_template
+from strop.config import EvalRunConfig, load_config
+from strop.data.builtin.builtin_dataset import BuiltinDataset
+from strop.data.data_config import DataEntryConfig
+from strop.data.prompt_template import PromptTemplate, parse_prompt_template
+from strop.data.sources import source
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.types import system, user
@@ -42,3 +46,25 @@ def test_files_are_read_and_a_missing_one_is_named(tmp_path):
         DataSource(prompt_file=str(tmp_path / "missing.txt")).load_template()
     with pytest.raises(DataError, match=r"^system_prompt_file .*missing"):
         DataSource(system_prompt_file=str(tmp_path / "missing.txt")).load_template()
+
+
+def test_auto_is_the_usual_wording_of_a_built_in_set_and_else_the_question_alone(monkeypatch) -> None:
+    known = {"worded": BuiltinDataset("o/n", prompt="Solve.\n{question}\nWrite \\boxed{}."), "plain": BuiltinDataset("o/n")}
+    monkeypatch.setattr(source, "BUILTIN_DATASETS", known)
+    for name, prompt_file, expected in (
+        ("worded", "auto", "Solve.\n1+1?\nWrite \\boxed{}."),
+        ("worded", None, "1+1?"),
+        ("plain", "auto", "1+1?"),
+        ("owner/name", "auto", "1+1?"),
+    ):
+        template = DataSource(dataset_name=name, prompt_file=prompt_file).load_template()
+        assert template.render("1+1?")[0].content == expected
+    rows = [{"problem": "1+1?", "answer": "2"}]
+    assert DataSource(rows=rows, prompt_file="auto").load_template() == PromptTemplate()
+
+
+def test_only_an_evaluation_has_the_usual_wording_by_default(tmp_path) -> None:
+    values = {"generation": {"model_name": "m"}, "env": {"math": {}}, "data": {"dataset_name": "gsm8k"}}
+    assert load_config(None, [], root=EvalRunConfig, values=values).config.data.prompt_file == "auto"
+    assert load_config(None, ["data.prompt_file=null"], root=EvalRunConfig, values=values).config.data.prompt_file is None
+    assert DataEntryConfig().prompt_file is None  # so that a run goes on from a checkpoint of before

@@ -10,8 +10,10 @@ from strop.algorithm_factory import find_algorithm
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import environment_alias
 from strop.data.builtin.all_sets import BUILTIN_DATASETS
+from strop.data.builtin.builtin_dataset import Purpose
 from strop.data.data_config import DataEntryConfig
 from strop.data.recorded.examples import EXAMPLE_READERS
+from strop.data.sources.dataset_class import is_dataset_class
 from strop.data.sources.peek import Peek, peek_dataset, peek_file
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, is_local
@@ -35,6 +37,8 @@ def examine_data(
     config: TrainingRunConfig | EvalRunConfig, entries: Iterable[tuple[str, DataEntryConfig]] | None = None
 ) -> DataExamination:
     """Look at the environments of a run and its data: all of them, or ``entries`` with their keys."""
+    config = config.with_graders() if isinstance(config, EvalRunConfig) else config
+    purpose: Purpose = "evaluation" if isinstance(config, EvalRunConfig) else "train"
     found = DataExamination()
     environments = _make_environments(config, found) if isinstance(config, RolloutRunConfig | EvalRunConfig) else {}
     if isinstance(config, RolloutRunConfig | EvalRunConfig):
@@ -43,7 +47,7 @@ def examine_data(
         _make_graders(config, found)
     for key, entry in _list_entries(config) if entries is None else entries:
         known = isinstance(config, RecordedRunConfig) and entry.dataset_name in BUILTIN_DATASETS
-        if entry.dataset_name is None or known or (peek := _peek(key, entry, found)) is None:
+        if entry.dataset_name is None or known or (peek := _peek(key, entry, found, purpose)) is None:
             continue
         if not len(peek.records):
             found.notes.append(f"{key}: {entry.dataset_name} is too large to be looked at")
@@ -80,12 +84,15 @@ def _list_entries(config: TrainingRunConfig | EvalRunConfig) -> Iterator[tuple[s
             yield f"data.{part}" if len(entries) == 1 else f"data.{part}.{index}", entry
 
 
-def _peek(key: str, entry: DataEntryConfig, found: DataExamination) -> Peek | None:
+def _peek(key: str, entry: DataEntryConfig, found: DataExamination, purpose: Purpose) -> Peek | None:
     assert entry.dataset_name is not None
+    if is_dataset_class(entry.dataset_name) and not is_local(entry.dataset_name):
+        _find_code(key, entry, found)
+        return None
     try:
         if entry.streaming and (is_local(entry.dataset_name) or is_pattern(entry.dataset_name)):
             return peek_file(list_files(entry.dataset_name)[0])
-        peek = peek_dataset(entry.dataset_name, entry.subset, entry.split, revision=entry.revision)
+        peek = peek_dataset(entry.dataset_name, entry.subset, entry.split, purpose, revision=entry.revision)
     except DataError as error:
         found.problems.append(Problem(key, str(error)))
         return None
@@ -94,6 +101,16 @@ def _peek(key: str, entry: DataEntryConfig, found: DataExamination) -> Peek | No
             f"{key}: {entry.dataset_name} is of the hub and not in the local cache: its columns were not looked at"
         )
     return peek
+
+
+def _find_code(key: str, entry: DataEntryConfig, found: DataExamination) -> None:
+    """Find out whether the code that makes an entry's rows can be called as configured. It may take long, and is not called here."""
+    try:
+        DataSource.from_entry(entry, seed=0, part="train").check_arguments()
+    except DataError as error:
+        found.problems.append(Problem(key, str(error)))
+    else:
+        found.notes.append(f"{key}: {entry.dataset_name} makes its rows when the run starts: its columns were not looked at")
 
 
 def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExamination) -> dict[str, Environment[Any]]:

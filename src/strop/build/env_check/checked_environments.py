@@ -77,7 +77,9 @@ def make_checked_environments(config: CheckedConfig, only: str | None = None) ->
 def _make_parts(config: CheckedConfig) -> tuple[tuple[Component, ...], tuple[Component, ...]]:
     """Return the components of training and of validation; what an evaluation reads takes the place of training."""
     if isinstance(config, EvalRunConfig):
-        return make_mixture([config.data], config.env, "validation", seed=config.eval.seed).components, ()
+        config = config.with_graders()
+        tasks = make_mixture([config.data], config.env, "validation", seed=config.eval.seed, purpose="evaluation")
+        return tasks.components, ()
     data, seed = config.data, config.rollout_training.seed
     entries = data.validation_entries
     train: Mixture = make_mixture(data.train, config.env, "train", seed=seed)

@@ -17,6 +17,7 @@ from strop.checkpointing.saved_model import SavedModel
 from strop.config import EvalRunConfig, RolloutRunConfig
 from strop.config.load.evaluated_run import EvaluatedRun
 from strop.config.schema.evaluation_config import EvalConfig
+from strop.data.builtin.builtin_dataset import Purpose
 from strop.data.data_config import DataEntryConfig
 from strop.environments.environment_config import EnvironmentConfig
 from strop.generation.generation_config import GenerationConfig
@@ -48,6 +49,7 @@ class EvaluationJob:
     scoring: EvalConfig
     concurrent_tasks: int | None
     folder: Path | None  # of the samples
+    purpose: Purpose = "evaluation"
 
     def with_model(self, folder: str) -> EvaluationJob:
         """Return the same job with the model in a folder, and its tokenizer if it is there."""
@@ -58,6 +60,7 @@ class EvaluationJob:
 
 
 def make_evaluation_job(config: EvalRunConfig) -> EvaluationJob:
+    config = config.with_graders()
     generation = config.generation
     model = {name: getattr(generation, name) for name in ("model_name", "device", "num_threads", "precision")}
     length = generation.max_total_sequence_length
@@ -107,6 +110,7 @@ def make_run_evaluation_job(run: EvaluatedRun, model: SavedModel) -> EvaluationJ
         samples=training.val_num_generations_per_prompt,
         max_tasks=training.max_val_samples,
         scoring=scoring,
+        purpose=run.purpose,
         concurrent_tasks=_count_concurrent(run.evaluation),
         folder=Path(scoring.save_path) if scoring.save_path else choose_folder(model),
     ).with_model(model.weights)

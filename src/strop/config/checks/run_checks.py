@@ -162,6 +162,7 @@ def check_curriculum(config: RecordedRunConfig) -> Problems:
 
 
 def check_environments(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    config = config.with_graders() if isinstance(config, EvalRunConfig) else config
     aliases = ", ".join(config.env) or "nothing"
     for key, entry in iter_sections(config.data, "data"):
         if not isinstance(entry, DataEntryConfig) or isinstance(entry, DefaultEntryConfig):

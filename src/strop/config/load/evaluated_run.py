@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ from strop.base_config import iter_sections
 from strop.config.load.auto_backend import resolve_auto_backend
 from strop.config.load.evaluation_keys import nest, translate_overrides, translate_values
 from strop.config.load.load import load_config
+from strop.config.schema.graders import assign_graders
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.source.yaml_source import OVERRIDE, get_at, merge_sections, read_config_file
+from strop.data.builtin.builtin_dataset import Purpose
 from strop.problems import ConfigError, Problem
 
 ONE_PROCESS: Mapping[str, Any] = {
@@ -51,6 +53,7 @@ class EvaluatedRun:
     evaluation: EvalRunConfig  # only the keys that the run does not have are used
     seed: int  # of sampling
     notes: tuple[str, ...]
+    purpose: Purpose = "validation"  # evaluation: of other data than those of the run
 
 
 def load_evaluated_run(
@@ -84,16 +87,21 @@ def load_evaluated_run(
     for tree in (read_config_file(file).values if file is not None else {}, values or {}):
         kept, evaluation = translate_values(tree, section=section)
         given, own = merge_sections(given, kept), merge_sections(own, evaluation)
-    base = _prepare_values(saved, section, root, _changed_data(given, translated.overrides), fresh=fresh_data)
+    changed = _changed_data(given, translated.overrides)
+    base = _prepare_values(saved, section, root, changed, fresh=fresh_data)
     config = load_config(
         config_file, translated.overrides, root=TRAINING_RUNS[section], values=merge_sections(base, given), check=False
     ).config
     config = resolve_auto_backend(config)
+    others = "dataset_name" in changed
+    if others and isinstance(config, RolloutRunConfig):
+        entries, env = assign_graders(config.data.validation_entries, config.env)
+        config = replace(config, data=replace(config.data, validation=entries), env=env)
     evaluation_config = _load_own_keys(config, own, translated.evaluation)
     _check(config, evaluation_config)
     seeded = "seed" in own.get("eval", {}) or any(text.startswith("eval.seed=") for text in translated.evaluation)
     seed = evaluation_config.eval.seed if seeded else config.training.seed
-    return EvaluatedRun(config, evaluation_config, seed, translated.notes)
+    return EvaluatedRun(config, evaluation_config, seed, translated.notes, "evaluation" if others else "validation")
 
 
 def _prepare_values(saved: Mapping[str, Any], section: str, root: Path, changed: Sequence[str], *, fresh: bool) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from dataclasses import replace
+from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -16,6 +17,7 @@ from strop.config.schema.distillation_config import (
     TeacherConfig,
 )
 from strop.config.schema.evaluation_config import EvalClusterConfig, EvalConfig, EvalGenerationConfig, EvalTokenizerConfig
+from strop.config.schema.graders import assign_graders
 from strop.config.schema.grpo_config import AlgorithmConfig, GrpoConfig, LossConfig
 from strop.config.schema.policy_config import PolicyConfig, RecordedPolicyConfig
 from strop.config.schema.ppo_config import PpoAlgorithmConfig, PpoConfig, ValueConfig, ValueLossConfig
@@ -184,6 +186,11 @@ class EvalRunConfig(BaseConfig):
     sandbox: SandboxConfig = subsection(SandboxConfig)
     gateway: GatewayConfig = subsection(GatewayConfig)
     cluster: EvalClusterConfig = subsection(EvalClusterConfig)
+
+    def with_graders(self) -> Self:
+        """Return the configuration with the environments that grade its built-in sets as they are usually reported."""
+        (data,), env = assign_graders([self.data], self.env)
+        return replace(self, data=data, env=env)
 
 
 TRAINING_RUNS: Mapping[str, type[TrainingRunConfig]] = {

@@ -56,3 +56,4 @@ class BuiltinDataset:
     answer_marker: str | None = None  # the reference answer follows the last occurrence
     choices: Choices | None = None
     grader: Grader | None = None  # None: the environment of the run
+    prompt: str | None = None  # how a question is usually worded, with {question} where it goes; None: the question alone

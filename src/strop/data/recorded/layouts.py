@@ -283,6 +283,8 @@ def find_conversation_layout(source: DataSource, builtin: BuiltinDataset, record
     messages = _messages_column(source, record)
     named = source.input_key is not None or source.output_key is not None
     named = named and not (source.messages_key is not None and has_key(record, source.messages_key))
+    if source.is_made_by_code and messages is not None and not has_key(record, str(source.input_key)):
+        named = False  # its class has read the columns
     if not named and source.messages_key is None and all(key in record for key in ("context", "question", "answers")):
         return SquadLayout()
     if messages is not None and not named:

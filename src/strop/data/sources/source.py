@@ -15,8 +15,16 @@ from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import BuiltinDataset, Choices, Purpose
 from strop.data.data_config import DataEntryConfig
 from strop.data.messages import get_prompt_text, get_text_or_messages, last_message_text
-from strop.data.prompt_template import PromptTemplate, parse_prompt_template, read_text_file
+from strop.data.prompt_template import AUTO_PROMPT, PromptTemplate, parse_prompt_template, read_text_file
 from strop.data.sources.choices import read_choices
+from strop.data.sources.dataset_class import (
+    call_dataset_class,
+    choose_arguments,
+    choose_split,
+    find_dataset_class,
+    is_dataset_class,
+    open_made_rows,
+)
 from strop.data.sources.files import FILE_SUFFIXES, is_url, open_file
 from strop.data.sources.in_memory import open_rows
 from strop.data.sources.records import DataError, Record, Records, get_text, has_key
@@ -60,7 +68,10 @@ class DataSource:
     Environments that generate their tasks use ``size``, ``seed``, ``part`` and the prompt options.
     """
 
-    dataset_name: str | None = None  # a .jsonl/.json/.csv/.parquet/.arrow file, a built-in name, or OWNER/NAME on the hub
+    dataset_name: str | None = None  # a .jsonl/.json/.csv/.parquet/.arrow file, a built-in name, OWNER/NAME on the hub, or code
+    dataset_kwargs: Mapping[str, Any] = field(
+        default_factory=dict, hash=False
+    )  # arguments of a class or function that makes rows
     rows: Sequence[Record] | None = field(default=None, repr=False)  # in its place: a list of dicts, or a datasets.Dataset
     subset: str | None = None  # the hub's configuration name
     split: str | None = None  # default: the built-in's, else "train"
@@ -74,7 +85,9 @@ class DataSource:
     system_key: str | None = None  # recorded data: a system prompt to put before the messages
     tool_key: str | None = None  # recorded data: definitions of tools; default: tools, if present
     margin_key: str | None = None  # pairs: by how much the chosen one is better; default: margin, if present
-    prompt_file: str | None = None  # text with {question} (or {}) where the question goes
+    prompt_file: str | None = (
+        None  # text with {question} (or {}) where the question goes; auto: as the built-in set is usually worded
+    )
     system_prompt: str | None = None
     system_prompt_file: str | None = None
     size: int | None = None  # use at most this many rows; the number of generated tasks
@@ -87,6 +100,7 @@ class DataSource:
     shuffle_buffer: int = 10_000  # rows of a block of a stream
     shuffle: bool = False  # a stream, within its blocks, and its shards
     in_memory: bool = False  # of a stream, the first ``size`` rows, which are read once
+    opened: tuple[BuiltinDataset, Records] | None = field(default=None, repr=False, compare=False)  # by strop data check
 
     def __post_init__(self) -> None:
         if self.dataset_name is not None and self.rows is not None:
@@ -112,7 +126,7 @@ class DataSource:
         split come from what is trained on. ``shuffle``: what is streamed; other data is shuffled by whoever reads it.
         """
         generated = entry.dataset_name is None and entry.rows is None
-        others = {"seed", "part", "purpose", "shuffle", "in_memory"}
+        others = {"seed", "part", "purpose", "shuffle", "in_memory", "opened"}
         keys = {field.name for field in fields(cls)} - others  # all others are keys of an entry, too
         return cls(
             **{key: getattr(entry, key) for key in keys},
@@ -124,6 +138,11 @@ class DataSource:
         )
 
     @property
+    def is_made_by_code(self) -> bool:
+        """Whether a class or a function of the user makes the rows."""
+        return self.dataset_name is not None and is_dataset_class(self.dataset_name)
+
+    @property
     def held_out(self) -> bool:
         """Whether generated tasks must come from the part that is not trained on."""
         return self.part == "validation" or (self.part == "all" and self.split in ("validation", "test"))
@@ -132,10 +151,12 @@ class DataSource:
         """Load the prompt template. Raises DataError if a file is missing or has no placeholder for the question."""
         file = self.system_prompt_file
         system_prompt = read_text_file(file, "system_prompt_file").strip() if file else self.system_prompt
-        if self.prompt_file is None:
+        builtin = BUILTIN_DATASETS.get(self.dataset_name or "")
+        if self.prompt_file == AUTO_PROMPT and builtin is not None and builtin.prompt is not None:
+            return parse_prompt_template(builtin.prompt, f"of {self.dataset_name}", system_prompt)
+        if self.prompt_file in (None, AUTO_PROMPT):
             return PromptTemplate(system=system_prompt)
         text = read_text_file(self.prompt_file, "prompt_file")
-        builtin = BUILTIN_DATASETS.get(self.dataset_name or "")
         if builtin is not None and builtin.choices is not None and "{question}" not in text and "{}" not in text:
             return PromptTemplate(f"{text}\n\n", system=system_prompt)  # an instruction, above the question and its options
         return parse_prompt_template(text, repr(self.prompt_file), system_prompt)
@@ -143,16 +164,12 @@ class DataSource:
     def load_rows(self, *, needs_answers: bool = True) -> Sequence[Row]:
         """Return the rows, read lazily. Raises DataError for invalid data; answers may be missing if ``needs_answers`` is false."""
         builtin, records = self.open_records()
-        if self.messages_key is not None and has_key(records[0], f"{self.messages_key}.1"):
-            return replace(  # a conversation of a question and its answer
-                self,
-                input_key=f"{self.messages_key}.0.content",
-                output_key=f"{self.messages_key}.1.content",
-                messages_key=None,
-            ).load_rows(needs_answers=needs_answers)
-        input_key = self.input_key or _find_column(records, "input_key", builtin.input_key, ("prompt",))
-        output_key = self.output_key or _find_column(records, "output_key", builtin.output_key, ("solution", "completion"))
-        has_answers = needs_answers or self.output_key is not None or has_key(records[0], output_key)
+        own_input, own_output = self.input_key, self.output_key
+        if (messages := self._find_messages(records)) is not None and has_key(records[0], f"{messages}.1"):
+            own_input, own_output = f"{messages}.0.content", f"{messages}.1.content"  # of a question and its answer
+        input_key = own_input or _find_column(records, "input_key", builtin.input_key, ("prompt",))
+        output_key = own_output or _find_column(records, "output_key", builtin.output_key, ("solution", "completion"))
+        has_answers = needs_answers or own_output is not None or has_key(records[0], output_key)
         if not has_answers:
             _warn_once(
                 f"{records.name} has no column {output_key!r}: task.answer is empty; set output_key to the reference answer"
@@ -221,6 +238,15 @@ class DataSource:
             make(records.first, 0)
         return items.read_epoch() if self.in_memory else items
 
+    def _find_messages(self, records: Records) -> str | None:
+        """Return the column of conversations that rows are read from.
+
+        A class of data sets, which may have read ``input_key`` itself, need not name it."""
+        if self.messages_key is not None or not self.is_made_by_code:
+            return self.messages_key
+        columns = ("problem", "prompt") if self.input_key is None else (self.input_key,)
+        return None if any(has_key(records[0], key) for key in columns) else "messages"
+
     def select_records(self, indices: Sequence[int], questions: Callable[[], Iterable[str]]) -> Sequence[int]:
         """Select the records of this part from ``indices``, at most ``size``. ``questions()`` yields the question of each."""
         if self.part != "all" and self.split_validation_size:
@@ -228,8 +254,27 @@ class DataSource:
             indices = [indices[index] for index in (train if self.part == "train" else validation)]
         return indices[: self.size]
 
+    def _open_made_rows(self, name: str) -> Records:
+        """Open the rows that a class or a function makes. What is held out of them is chosen here, by the question."""
+        made = call_dataset_class(name, self._list_keys(), self.dataset_kwargs, self.purpose)
+        if self.streaming:
+            return StreamedRecords(RecordStream(name, list_shards(name, choose_split(name, made, self.split, self.purpose))))
+        return open_made_rows(name, made, self.split, self.purpose)
+
+    def check_arguments(self) -> None:
+        """Raise DataError if the class or the function that makes the rows cannot be imported, or not be called with these keys."""
+        name = str(self.dataset_name)
+        choose_arguments(name, find_dataset_class(name), self._list_keys(), self.dataset_kwargs, self.purpose)
+
+    def _list_keys(self) -> dict[str, Any]:
+        """Return the keys of the entry that code which makes rows may have parameters for."""
+        ours = ("shuffle", "in_memory", "dataset_kwargs", "rows", "part", "purpose", "split_validation_size", "repeat", "opened")
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ours}
+
     def open_records(self) -> tuple[BuiltinDataset, Records]:
         """Open the dataset. Return the defaults of its name, and its records. Raises DataError."""
+        if self.opened is not None:
+            return self.opened
         if self.rows is not None:
             return BuiltinDataset(""), self._open_rows(self.rows)
         name = self.dataset_name
@@ -239,6 +284,8 @@ class DataSource:
             builtin = BUILTIN_DATASETS[name]
         elif is_local(name) or (self.streaming and is_pattern(name)):
             return BuiltinDataset(""), self._open_file(name)
+        elif is_dataset_class(name):
+            return BuiltinDataset(""), self._open_made_rows(name)
         else:
             check_hub_name(name)
             builtin = BuiltinDataset(name)
@@ -278,6 +325,8 @@ def check_hub_name(name: str) -> None:
 
 def validate_rows(rows: Sequence[object], count: int, records: Records) -> None:
     """Read the first ``count`` rows, or only one of uniform records, so that errors in them are raised before the run starts."""
+    if records.lenient:
+        return
     for index in range(1 if records.uniform else count):
         rows[index]
 

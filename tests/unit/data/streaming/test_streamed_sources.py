@@ -237,3 +237,15 @@ def test_opening_a_large_file_reads_its_beginning_only(tmp_path: Path) -> None:
     rows = stream(dataset_name=str(tmp_path / "rows.jsonl"), shuffle_buffer=50)
     assert sorted(questions(rows, 50)) == sorted(row["problem"] for row in ROWS)
     assert time.perf_counter() - started < 5
+
+
+def test_a_class_of_ones_own_is_streamed(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(
+        "class Sums:\n"
+        "    def __init__(self, count):\n        self.count = count\n"
+        "    def __iter__(self):\n"
+        "        return ({'problem': f'{n} + 1?', 'answer': str(n + 1)} for n in range(self.count))\n"
+    )
+    name = f"{tmp_path / 'endless.py'}:Sums"
+    rows = stream(dataset_name=name, dataset_kwargs={"count": 10_000_000}, shuffle_buffer=100)
+    assert sorted(row.answer for row in map(rows.__getitem__, range(100))) == sorted(str(n + 1) for n in range(100))

@@ -14,6 +14,8 @@ from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule, Unused, is_switched_off
 from strop.config.source.yaml_source import get_at
 from strop.data.data_config import DataEntryConfig
+from strop.data.prompt_template import AUTO_PROMPT
+from strop.data.sources.dataset_class import is_dataset_class
 
 PROMPT = "prompt_file, the system prompt and the chat template make a prompt of a question, as it does"
 PROCESSORS = {
@@ -56,8 +58,7 @@ def translate_entries(recipe: Recipe) -> None:
 
 
 def _is_own_name(name: Any) -> bool:
-    foreign = not isinstance(name, str) or "${" in name or name in DATASET_FORMATS or name in MISSING_DATASETS
-    return not foreign and not _describe_class(name)
+    return isinstance(name, str) and "${" not in name and name not in DATASET_FORMATS and name not in MISSING_DATASETS
 
 
 def _list_entries(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -103,7 +104,9 @@ def _translate_dataset(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> No
         return
     if kind := DATASET_FORMATS.get(str(name)):
         _name_path(recipe, key, str(name), kind, entry)
-    elif why := MISSING_DATASETS.get(str(name)) or _describe_class(name):
+    elif is_dataset_class(str(name)):
+        _pass_arguments(recipe, key, str(name), entry)
+    elif why := MISSING_DATASETS.get(str(name)):
         for option in ("data_files", "text_key", "characters_per_sample"):
             recipe.unused_if_set(f"{key}.{option}", f"it is an option of {name}")
         fix = f"Write the rows to a file, such as rows.jsonl, and set {key}.dataset_name=rows.jsonl."
@@ -115,6 +118,15 @@ def _translate_dataset(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> No
         recipe.rename(_place(recipe, key, "data_path"), f"{key}.dataset_name", path)
     else:
         recipe.unused_if_set(f"{key}.data_path", f"{name} is not read from a path")
+
+
+def _pass_arguments(recipe: Recipe, key: str, name: str, entry: Mapping[str, Any]) -> None:
+    """Hand every key that only a user's class can know to the class, as NeMo-RL does."""
+    for option in [option for option in entry if option != "processor" and not recipe.is_own_key(f"{key}.{option}")]:
+        recipe.set(f"{key}.dataset_kwargs.{option}", entry[option], because=_place(recipe, key, option))
+        recipe.note(_place(recipe, key, option), Effect.RENAMED, f"{key}.dataset_kwargs.{option} here, an argument of {name}")
+        recipe.drop(f"{key}.{option}")
+        recipe.drop(f"data.default.{option}")
 
 
 def _name_path(recipe: Recipe, key: str, name: str, kind: DatasetFormat, entry: Mapping[str, Any]) -> None:
@@ -257,17 +269,12 @@ def find_named_files(recipe: Recipe) -> None:
 
 
 def _is_missing_path(value: str, *, template: bool) -> bool:
+    if value == AUTO_PROMPT:
+        return False
     try:
         return (not template or value.endswith(".jinja")) and "\n" not in value and not Path(value).is_file()
     except (OSError, ValueError):  # a name that no file can have
         return False
-
-
-def _describe_class(name: Any) -> str:
-    """Why an importable class of a data set is refused; empty for other names."""
-    parts = str(name).split(".")
-    is_class = len(parts) > 1 and all(part.isidentifier() for part in parts) and parts[-1][:1].isupper()
-    return "a class of NeMo-RL's data sets cannot be loaded here" if is_class else ""
 
 
 def _place(recipe: Recipe, key: str, option: str) -> str:
