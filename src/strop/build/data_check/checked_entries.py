@@ -29,6 +29,8 @@ from strop.user_code import describe_error
 CheckableConfig = TrainingRunConfig | EvalRunConfig
 _ENDS_OF_IDS = re.compile(r":(\d+)(?::(?:chosen|rejected))?$")
 
+STREAMED_ROWS = 10_000  # are looked at of data that is streamed
+
 
 @dataclass(frozen=True)
 class EntryPlace:
@@ -99,8 +101,11 @@ def list_entries(config: CheckableConfig) -> Iterator[EntryPlace]:
 def open_entry(config: CheckableConfig, place: EntryPlace) -> OpenedEntry:
     """Open an entry. Raises DataError, EnvironmentConfigError for one that cannot be opened at all."""
     source = DataSource.from_entry(place.entry, seed=_read_seed(config), part=place.part, purpose=place.purpose)
-    source, records, errors = open_leniently(source)
     kind, environment, read = _choose_reader(config, place)
+    if source.streaming:
+        first = replace(source, in_memory=True, size=min(source.size or STREAMED_ROWS, STREAMED_ROWS))
+        return OpenedEntry(place, kind, _read_tasks(read, first), environment, None, [])
+    source, records, errors = open_leniently(source)
     try:
         tasks = _read_tasks(read, source)
     except DataError as error:

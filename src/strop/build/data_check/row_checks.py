@@ -17,7 +17,8 @@ from strop.data.messages import first_reply_index
 from strop.data.overlap import Overlap, QuestionIndex
 from strop.data.recorded.examples import Conversation, Preference, UnpairedPreference
 from strop.models.chat_template import ChatTemplate
-from strop.rollouts.recorded import RecordedRules, demonstration_group, preference_group, unpaired_preference_group
+from strop.rollouts.recorded import demonstration_group, preference_group, unpaired_preference_group
+from strop.rollouts.recorded_tokens import RecordedRules
 from strop.types import Group, Message, Messages, Rollout, Task
 from strop.user_code import describe_error
 

@@ -12,7 +12,7 @@ from strop.build.recorded_run import make_recorded_rules
 from strop.config import EvalRunConfig, RecordedRunConfig
 from strop.models.chat_template import ChatTemplate
 from strop.models.loading import ModelNotFound, find_configured_stop_ids, load_tokenizer
-from strop.rollouts.recorded import RecordedRules
+from strop.rollouts.recorded_tokens import RecordedRules
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from strop.data.builtin.builtin_dataset import Purpose
 from strop.data.data_config import DataEntryConfig
 from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.dataset_class import is_dataset_class
-from strop.data.sources.peek import Peek, peek_dataset
+from strop.data.sources.peek import Peek, peek_dataset, peek_file
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, is_local
+from strop.data.sources.streaming.file_shards import is_pattern, list_files
 from strop.environments.base import DatasetEnvironment, Environment, EnvironmentConfigError
 from strop.environments.registry import make_environment
 from strop.environments.verifiers.held_out_grader import make_grader
@@ -71,7 +72,7 @@ def _only_first_rows(entry: DataEntryConfig, peek: Peek) -> DataSource:
         source = replace(source, input_key=keys[0], output_key=keys[1])
         if builtin.choices is not None:  # the rows alone do not say that their prompt file has no place for the question
             source = replace(source, prompt_file=None)
-    return replace(source, dataset_name=None, rows=peek.records, part="all", split_validation_size=0)
+    return replace(source, dataset_name=None, rows=peek.records, part="all", split_validation_size=0, streaming=False)
 
 
 def _list_entries(config: TrainingRunConfig | EvalRunConfig) -> Iterator[tuple[str, DataEntryConfig]]:
@@ -89,6 +90,8 @@ def _peek(key: str, entry: DataEntryConfig, found: DataExamination, purpose: Pur
         _find_code(key, entry, found)
         return None
     try:
+        if entry.streaming and (is_local(entry.dataset_name) or is_pattern(entry.dataset_name)):
+            return peek_file(list_files(entry.dataset_name)[0])
         peek = peek_dataset(entry.dataset_name, entry.subset, entry.split, purpose, revision=entry.revision)
     except DataError as error:
         found.problems.append(Problem(key, str(error)))

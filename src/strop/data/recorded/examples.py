@@ -21,8 +21,9 @@ from strop.data.recorded.layouts import (
     find_pair_layout,
     find_unpaired_layout,
 )
-from strop.data.sources.records import DataError, Records
+from strop.data.sources.records import DataError, Record, Records
 from strop.data.sources.source import DataSource, validate_rows
+from strop.data.sources.streaming.streamed import StreamedRecords, is_streamed
 from strop.types import Message, Messages, Task
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,8 @@ def unpaired_preferences(source: DataSource) -> Sequence[UnpairedPreference]:
     builtin, records = source.open_records()
     layout = find_unpaired_layout(source, builtin, records)
     if layout is None:
-        return PairsAsUnpaired(preferences(source))
+        pairs = preferences(source)
+        return pairs.expand(2, take_side) if is_streamed(pairs) else PairsAsUnpaired(pairs)
     return _load_examples(source, records, layout, lambda parts: parts.prompt, make)
 
 
@@ -109,23 +111,32 @@ def _load_examples(
     layout: Layout[PartsT],
     get_prompt: Callable[[PartsT], Messages],
     make: Callable[[str, PartsT, ToolDefinitions, dict[str, Any]], TaskT],
-) -> Examples[TaskT]:
+) -> Sequence[TaskT]:
     """Return the examples of ``records``. ``get_prompt`` returns a prompt, by which no question is both trained on and held out."""
     template = source.load_template()
     tool_key = source.tool_key or TOOLS
 
     def read(index: int) -> TaskT:
-        record, where = records[index], records.location(index)
+        return read_record(records[index], f"{records.name}:{index}", records.location(index))
+
+    def read_record(record: Record, id: str, where: str) -> TaskT:
         metadata = {key: value for key, value in record.items() if key not in layout.columns and key != tool_key}
         if source.tool_key is not None and tool_key not in record:
             raise DataError(f"{where} has no key {tool_key!r}, which tool_key names; it has {sorted(record)}")
         tools = parse_tools(record.get(tool_key), f"{where}: {tool_key!r}")
-        return make(f"{records.name}:{index}", layout.read(record, template, where), tools, metadata)
+        return make(id, layout.read(record, template, where), tools, metadata)
 
     def questions() -> Iterator[str]:
         for index in selected:
             yield join_text(get_prompt(layout.read(records[index], template, records.location(index))))
 
+    if isinstance(records, StreamedRecords):
+        return source.stream(
+            records,
+            lambda record, _: read_record(record.read(), record.id, record.where),
+            lambda record: join_text(get_prompt(layout.read(record.read(), template, record.where))),
+            (lambda record: layout.is_example(record.read(), record.where)) if layout.skips else None,
+        )
     selected = layout.example_indices(records)
     if not selected:
         raise DataError(f"none of the {len(records)} records of {records.name!r} prefers one of its responses")
@@ -179,17 +190,21 @@ class PairsAsUnpaired(Sequence[UnpairedPreference]):
         if isinstance(position, slice):
             return [self[i] for i in range(*position.indices(len(self)))]
         index, side = divmod(range(len(self))[position], 2)
-        pair = self.pairs[index]
-        return UnpairedPreference(
-            id=f"{pair.id}:{'rejected' if side else 'chosen'}",
-            question=pair.question,
-            answer="" if side else pair.answer,
-            metadata=pair.metadata,
-            prompt=pair.prompt,
-            completion=pair.rejected if side else pair.chosen,
-            desirable=not side,
-            tools=pair.tools,
-        )
+        return take_side(self.pairs[index], side)
+
+
+def take_side(pair: Preference, side: int) -> UnpairedPreference:
+    """Return the chosen completion of a pair (side 0), or the rejected one (side 1)."""
+    return UnpairedPreference(
+        id=f"{pair.id}:{'rejected' if side else 'chosen'}",
+        question=pair.question,
+        answer="" if side else pair.answer,
+        metadata=pair.metadata,
+        prompt=pair.prompt,
+        completion=pair.rejected if side else pair.chosen,
+        desirable=not side,
+        tools=pair.tools,
+    )
 
 
 EXAMPLE_READERS: Mapping[str, Callable[[DataSource], Sequence[Any]]] = {  # by an algorithm's ``recorded_data``

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from strop.data.builtin.builtin_dataset import BuiltinDataset
 from strop.data.messages import (
@@ -43,6 +43,12 @@ class Layout(Protocol[PartsT]):
 
     def example_indices(self, records: Records) -> Sequence[int]:
         """Return the indices of the records that are examples."""
+        ...
+
+    skips: ClassVar[bool]  # whether there may be records that are none
+
+    def is_example(self, record: Record, where: str) -> bool:
+        """Return whether a record is one."""
         ...
 
 
@@ -88,6 +94,11 @@ class _ColumnLayout:
 
     def example_indices(self, records: Records) -> Sequence[int]:
         return range(len(records))
+
+    skips: ClassVar[bool] = False
+
+    def is_example(self, record: Record, where: str) -> bool:
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +227,12 @@ class HelpSteer3Layout(_ColumnLayout):
         """Return the indices of records without a tie."""
         texts = records.iter_column(self.preference.key, self.preference.option)
         return [index for index, text in enumerate(texts) if self._parse_preference(text, records.location(index))]
+
+    skips: ClassVar[bool] = True
+
+    def is_example(self, record: Record, where: str) -> bool:
+        preference = get_value(record, self.preference.key, self.preference.option, where)
+        return self._parse_preference(preference, where) != 0
 
     def read(self, record: Record, template: PromptTemplate, where: str) -> CompletionPair:
         prompt = self.prompt.get_text_or_messages(record, where)

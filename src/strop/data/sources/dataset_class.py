@@ -95,8 +95,7 @@ def call_dataset_class(name: str, keys: Mapping[str, Any], options: Mapping[str,
 
 def open_made_rows(name: str, rows: Any, split: str | None, purpose: Purpose) -> Records:
     """Open what a class or a function returned. Raises DataError."""
-    if type(rows).__name__ in ("DatasetDict", "IterableDatasetDict"):
-        rows = _choose_split(name, rows, split, purpose)
+    rows = choose_split(name, rows, split, purpose)
     if isinstance(rows, Records):
         return rows
     readable = isinstance(rows, Sequence) or (hasattr(rows, "__len__") and hasattr(rows, "__getitem__"))
@@ -115,7 +114,10 @@ def open_made_rows(name: str, rows: Any, split: str | None, purpose: Purpose) ->
     return ListRecords(name, rows) if isinstance(rows, list) and _are_records(name, rows) else MadeRecords(name, rows)
 
 
-def _choose_split(name: str, rows: Mapping[str, Any], split: str | None, purpose: Purpose) -> Any:
+def choose_split(name: str, rows: Any, split: str | None, purpose: Purpose) -> Any:
+    """Return the rows, of several splits those that are wanted. Raises DataError."""
+    if type(rows).__name__ not in ("DatasetDict", "IterableDatasetDict"):
+        return rows
     usual = {"train": ("train",), "validation": ("validation", "test"), "evaluation": ("test", "validation")}[purpose]
     wanted = [split] if split else [each for each in usual if each in rows]
     if not wanted or wanted[0] not in rows:

@@ -17,6 +17,9 @@ from strop.data.sources.files import is_url
 from strop.data.sources.in_memory import DatasetRecords
 from strop.data.sources.local_copies import COPIES_VARIABLE, find_copy
 from strop.data.sources.records import DataError, Records
+from strop.data.sources.streaming.iterable_shards import list_shards
+from strop.data.sources.streaming.record_stream import RecordStream
+from strop.data.sources.streaming.streamed import StreamedRecords
 
 logger = logging.getLogger(__name__)
 
@@ -24,19 +27,19 @@ TIMEOUT_S = 10.0  # for the first answer of the hub
 URL_LOADERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # by the ending of an address; others are JSON
 
 
-def open_hub(name: str, subset: str | None, split: str, revision: str | None = None) -> Records:
-    """Open a split of a dataset on the hub, or a file at an address.
+def open_hub(name: str, subset: str | None, split: str, revision: str | None = None, *, streaming: bool = False) -> Records:
+    """Open a split of a dataset on the hub, or a file at an address. With ``streaming``, it is downloaded while it is read.
 
     Raises DataError if it does not exist, needs a login, or is unreachable and not cached.
     """
     if is_url(name) or find_copy(name, revision) is not None:
-        return _open_split(name, subset, split, revision)
+        return _open_split(name, subset, split, revision, streaming)
     unreachable = _check_hub(name, revision)
     if unreachable is None:
-        return _open_split(name, subset, split, revision)
+        return _open_split(name, subset, split, revision, streaming)
     try:
         with _force_offline():
-            records = _open_split(name, subset, split, revision)
+            records = _open_split(name, subset, split, revision, False)  # the cache has all of it, or nothing
     except DataError:
         raise DataError(
             f"the hub is unreachable ({unreachable}), and the dataset {name!r} is not in the local cache. "
@@ -67,14 +70,17 @@ def _check_hub(name: str, revision: str | None) -> Exception | None:
     return None
 
 
-def _open_split(name: str, subset: str | None, split: str, revision: str | None) -> Records:
+def _open_split(name: str, subset: str | None, split: str, revision: str | None, streaming: bool) -> Records:
+    if streaming:
+        stream = _load_split(name, subset, split, revision, streaming=True)
+        return StreamedRecords(RecordStream(name, list_shards(name, stream)))
     dataset = _load_split(name, subset, split, revision)
     if len(dataset) == 0:
         raise DataError(f"the split {split!r} of the dataset {name!r} has no rows")
     return DatasetRecords(name, dataset)
 
 
-def _load_split(name: str, subset: str | None, split: str, revision: str | None) -> Any:
+def _load_split(name: str, subset: str | None, split: str, revision: str | None, *, streaming: bool = False) -> Any:
     import datasets  # type: ignore[import-untyped,unused-ignore]
 
     copy = find_copy(name, revision)
@@ -82,8 +88,9 @@ def _load_split(name: str, subset: str | None, split: str, revision: str | None)
     subsets = [None] if subset is None else subset.split(",")
     try:
         if is_url(name):
-            return datasets.load_dataset(URL_LOADERS.get(Path(name).suffix, "json"), data_files=path, split=split)
-        parts = [datasets.load_dataset(path, each, split=split, revision=revision) for each in subsets]
+            loader = URL_LOADERS.get(Path(name).suffix, "json")
+            return datasets.load_dataset(loader, data_files=path, split=split, streaming=streaming)
+        parts = [datasets.load_dataset(path, each, split=split, revision=revision, streaming=streaming) for each in subsets]
         return datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
     except Exception as error:  # datasets raises many classes; their messages list the splits or subsets
         why = error if copy is None else f"in its local copy {copy}, {error}"

@@ -98,7 +98,7 @@ def _suggest_rows(rows: Any) -> str:
         case "DatasetDict":
             return f": one of its splits {sorted(rows)}"
         case "IterableDataset":
-            return ", which can be read by index: list(rows.take(1000)) are its first 1000 rows"
+            return "; set streaming=True to read it in order, or pass list(rows.take(1000)), its first 1000 rows"
         case "DataFrame":
             return ": rows.to_dict('records')"
     return ""

@@ -30,7 +30,9 @@ PROCESSORS = {
 }
 MISSING_PROCESSORS = {"helpsteer3_data_processor": "it writes the preferred answer into the prompt that the policy is to answer"}
 SEPARATE_SYSTEM_PROMPT = ("math_data_processor", "multichoice_qa_processor")
+CUSTOM_LOADER = "data.custom_dataloader"
 EXAMPLE_DATALOADER = "example_custom_dataloader"
+CHOOSING_DATALOADER = "example_custom_dataloader_with_chosen_task"
 
 
 def translate_entries(recipe: Recipe) -> None:
@@ -174,31 +176,56 @@ def translate_preference_validation(recipe: Recipe) -> None:
 
 
 def translate_dataloaders(recipe: Recipe) -> None:
-    """Several data loaders: as many tasks of each entry in a step, which is what equal weights are."""
-    loader, number = "data.custom_dataloader", "data.num_prompts_per_dataloader"
-    switch = "data.use_multiple_dataloader"
+    """Several data loaders: so many tasks of each entry in a step, and each entry has an order and epochs of its own."""
+    loader, number, switch = CUSTOM_LOADER, "data.num_prompts_per_dataloader", "data.use_multiple_dataloader"
     if not recipe.is_set(switch):
         return
     entries = recipe.value("data.train")
-    unweighted = isinstance(entries, list) and len(entries) > 1 and not any(entry.get("weight") for entry in entries)
     if not recipe.value(switch):
-        if unweighted:
+        if isinstance(entries, list) and len(entries) > 1 and not any(entry.get("weight") for entry in entries):
             for index in range(len(entries)):
                 recipe.set(f"data.train.{index}.weight", None, because=switch)
         for key in (switch, loader, number):
             recipe.unused_if_set(key, "the entries of data.train are joined, and a larger one has a larger share")
         return
-    name = str(recipe.value(loader, ""))
-    if name.rpartition(".")[2] != EXAMPLE_DATALOADER:
-        recipe.refuse(
-            loader if recipe.is_set(loader) else switch,
-            f"found {name or True!r:.80}, but which entry a task is of is drawn by weight, not by code",
-            "Set data.train.N.weight of each entry, and data.use_multiple_dataloader=false.",
-        )
+    if str(recipe.value(loader, "")).rpartition(".")[2] == EXAMPLE_DATALOADER:
+        _set_quotas(recipe, entries, number, switch)
     else:
-        recipe.note(switch, Effect.RENAMED, "equal weights of the entries of data.train say it here")
+        _refuse_loader(recipe, loader if recipe.is_set(loader) else switch)
     for key in (switch, loader, number):
         recipe.drop(key)
+
+
+def _set_quotas(recipe: Recipe, entries: Any, number: str, switch: str) -> None:
+    quota = recipe.value(number)
+    if quota is None:
+        fix = "Set it to the tasks of each entry in a step."
+        return recipe.refuse(switch, f"found true, but {number} is not set, which says how many tasks each loader gives", fix)
+    several = isinstance(entries, list) and len(entries) > 1
+    for index in range(len(entries) if isinstance(entries, list) else 1):
+        recipe.set(f"data.train.{index}.prompts_per_step" if several else "data.train.prompts_per_step", quota, because=number)
+    recipe.note(number, Effect.RENAMED, f"prompts_per_step={quota} of each entry of data.train")
+    note = "the entries of data.train take turns within a step, and the last tasks of an entry's epoch are not left out"
+    recipe.note(switch, Effect.RENAMED, note)
+    for epochs in (f"{section}.max_num_epochs" for section in ("grpo", "ppo", "distillation")):
+        if recipe.value(epochs) is not None:
+            recipe.set(epochs, None, because=switch)
+            recipe.note(epochs, Effect.CHANGED, "null here: with several data loaders NeMo-RL ends after max_num_steps alone")
+
+
+def _refuse_loader(recipe: Recipe, key: str) -> None:
+    name = str(recipe.value(CUSTOM_LOADER, ""))
+    why = "it joins batches of NeMo-RL out of iterators, and has no position to continue from"
+    if not name:
+        why = "data.custom_dataloader is not set, without which NeMo-RL does not run either"
+    elif name.rpartition(".")[2] == CHOOSING_DATALOADER:
+        why = "it is told by a changed training loop of which entries a step is (set_records)"
+    recipe.refuse(
+        key,
+        f"found {name or True!r:.80}, but which entry a task is of is drawn by weight, not by code: {why}",
+        "Set data.use_multiple_dataloader=false and data.train.N.prompts_per_step or weight of each entry, or write a class that chooses "
+        "among the tasks of an entry, data.curriculum.name=file.py:Class.",
+    )
 
 
 def drop_stray_keys(recipe: Recipe) -> None:
