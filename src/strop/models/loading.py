@@ -129,17 +129,22 @@ def find_stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def find_configured_stop_ids(name: str, tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that end a turn, without loading the model. Raises ModelNotFound."""
+def read_stop_token_ids(name: str, tokenizer: Any, *, overrides: Mapping[str, Any] | None = None) -> tuple[int, ...]:
+    """Return the ids that end a turn of a model that is not loaded, also of adapters. Raises ModelNotFound."""
     from transformers import AutoConfig, GenerationConfig
 
+    if (adapters := adapter_folder(name)) is not None:
+        config, name = load_base_config(adapters), base_model_name(adapters)
+    else:
+        config = None
     folder, gguf = locate_model(name)
     options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
-    config = load_base_config(Path(folder)) or from_pretrained(AutoConfig, folder, **options)
-    try:
-        generation = GenerationConfig.from_pretrained(folder)
-    except OSError:  # a model may have none
-        generation = None
+    with quiet_transformers():
+        config = apply_overrides(config or from_pretrained(AutoConfig, folder, **options), overrides)
+        try:
+            generation = None if gguf else GenerationConfig.from_pretrained(folder)
+        except OSError:  # it has none
+            generation = None
     return find_stop_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
 
 

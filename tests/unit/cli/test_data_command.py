@@ -56,7 +56,7 @@ def test_warnings_fail_a_strict_check_only(config) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run.yaml", "data.train.dataset_nme=x"], "did you mean"),
+        (["run.yaml", "data.train.dataset_nme=x"], "Did you mean data.train.dataset_name?"),
         (["run.yaml", "--against", "gone.jsonl"], "--against gone.jsonl: there is no data file 'gone.jsonl'"),
         (["gone.yaml"], "gone.yaml"),
     ],

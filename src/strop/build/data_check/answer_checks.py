@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from strop.build.data_check.row_checks import Faults
+from strop.environments.answers import is_integer
 from strop.environments.base import Environment
 from strop.environments.math import MathEnvironment
 from strop.environments.math_multi_reward import MathMultiReward
@@ -77,7 +78,8 @@ async def _equals_itself(environment: Environment[Any], answer: str) -> bool:
     if isinstance(environment, MathMultiReward):
         return answer.strip() == answer and answer.isdigit()
     assert isinstance(environment, MathEnvironment)
-    for form in (WRONG, *FORMS):  # a wrong answer first: letters that agree are not looked into
+    # A wrong answer first, for letters that agree are not looked into, and two integers neither.
+    for form in FORMS if is_integer(answer.strip()) else (WRONG, *FORMS):
         graded = await verify_math(
             environment.verifier,
             answer,

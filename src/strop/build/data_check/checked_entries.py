@@ -21,7 +21,9 @@ from strop.data.sources.records import DataError, Records
 from strop.data.sources.source import DataSource, Part, is_local
 from strop.environments.base import DatasetEnvironment, Environment, EnvironmentConfigError
 from strop.environments.environment_config import EnvironmentConfig
+from strop.environments.function_environment import FunctionEnvironment
 from strop.environments.registry import make_environment
+from strop.environments.reward_model_environment import RewardModelEnvironment
 from strop.safety.exits import contain_exits
 from strop.types import Messages, Task
 from strop.user_code import describe_error
@@ -83,7 +85,9 @@ class OpenedEntry:
 def list_entries(config: CheckableConfig) -> Iterator[EntryPlace]:
     """Yield every entry of a configuration, validation first, for what is trained on is compared with it."""
     if isinstance(config, EvalRunConfig):
-        yield EntryPlace("data", config.data, "validation", "evaluation")
+        sets = getattr(config.data, "sets", ())  # else a single one
+        for number, entry in enumerate(sets or (config.data,)):
+            yield EntryPlace(f"data.sets.{number}" if sets else "data", entry, "validation", "evaluation")
         return
     data = config.data
     held_out = data.validation is None
@@ -146,12 +150,8 @@ def _choose_reader(
         return kind, None, EXAMPLE_READERS[kind]
     assert isinstance(config, RolloutRunConfig | EvalRunConfig)
     environment = _make_environment(place.entry, config.env)
-    if isinstance(environment, DatasetEnvironment) and type(environment).__module__.startswith("strop."):
-        return (
-            "tasks",
-            environment,
-            lambda source: DatasetEnvironment.tasks(environment, source),
-        )  # what a subclass adds loads models
+    if isinstance(environment, FunctionEnvironment | RewardModelEnvironment):  # their own load models
+        return "tasks", environment, lambda source: DatasetEnvironment.tasks(environment, source)
     return "tasks", environment, environment.tasks
 
 

@@ -133,12 +133,12 @@ class RowChecker:
     def _check_row(self, row: CheckedRow, faults: Faults) -> tuple[bool, tuple[int, int]]:
         conversations = _list_conversations(row)
         usable = self._check_texts(row, conversations, faults)
-        for messages in conversations[:1]:
+        for messages in () if _is_raw_text(row) else conversations[:1]:
             for reason in _find_odd_roles(messages):
                 faults.add("roles", reason, row.location, row.question)
         if self.template is None:
             return usable, (-1, -1)
-        if row.thorough:
+        if row.thorough and not _is_raw_text(row):
             for messages in conversations:
                 self._check_rendering(row, messages, faults)
         if row.example is None:
@@ -187,7 +187,8 @@ class RowChecker:
         """Look for empty and damaged texts. Return whether the row can be used."""
         usable = True
         contents = [message.content for messages in conversations for message in messages]
-        if not any(content.strip() for content in (contents if row.example is None else _list_prompt_texts(row.example))):
+        prompts = contents if row.example is None or _is_raw_text(row) else _list_prompt_texts(row.example)
+        if not any(content.strip() for content in prompts):
             faults.add("empty", "the prompt is empty", row.location, row.answer)
             usable = False
         if row.example is None and self.needs_answer and not row.answer.strip():
@@ -219,6 +220,11 @@ class RowChecker:
                 reason = f"the chat template drops or rewrites the text of messages by {message.role!r}"
                 faults.add("rewritten", reason, row.location, message.content)
                 return
+
+
+def _is_raw_text(row: CheckedRow) -> bool:
+    """Whether a row is a text without a prompt, which is trained on as it stands."""
+    return getattr(row.example, "is_raw_text", False)
 
 
 def _list_conversations(row: CheckedRow) -> list[Messages]:

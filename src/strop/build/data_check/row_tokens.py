@@ -11,7 +11,7 @@ from strop.build.models import TokenizerBundle
 from strop.build.recorded_run import make_recorded_rules
 from strop.config import EvalRunConfig, RecordedRunConfig
 from strop.models.chat_template import ChatTemplate
-from strop.models.loading import ModelNotFound, find_configured_stop_ids, load_tokenizer
+from strop.models.loading import ModelNotFound, load_tokenizer, read_stop_token_ids
 from strop.rollouts.recorded_tokens import RecordedRules
 
 
@@ -39,7 +39,7 @@ def load_row_tokens(config: CheckableConfig) -> tuple[RowTokens | None, list[str
             warnings.simplefilter("always")
             tokenizer = load_tokenizer(section.name or name, chat_template=section.chat_template)
             template = ChatTemplate(tokenizer, options=section.chat_template_kwargs)
-            stops = find_configured_stop_ids(name, tokenizer) if isinstance(config, RecordedRunConfig) else ()
+            stops = read_stop_token_ids(name, tokenizer) if isinstance(config, RecordedRunConfig) else ()
     except (ModelNotFound, OSError, ValueError) as error:
         return None, [f"tokens and the chat template were not looked at: {error}"]
     notes = list(dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, UserWarning)))
