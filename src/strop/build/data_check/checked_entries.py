@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from strop.data.builtin.builtin_dataset import BuiltinDataset, Purpose
 from strop.data.data_config import DataEntryConfig
 from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.files import JsonLinesRecords
+from strop.data.sources.peek import FirstRecords
 from strop.data.sources.records import DataError, Records
 from strop.data.sources.source import DataSource, Part, is_local
+from strop.data.sources.streaming.streamed import StreamedRecords
 from strop.environments.base import DatasetEnvironment, Environment, EnvironmentConfigError
 from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.function_environment import FunctionEnvironment
@@ -102,14 +105,11 @@ def list_entries(config: CheckableConfig) -> Iterator[EntryPlace]:
             yield EntryPlace(f"{key} (held out)" if held_out and part == "validation" else key, entry, part, part)
 
 
-def open_entry(config: CheckableConfig, place: EntryPlace) -> OpenedEntry:
-    """Open an entry. Raises DataError, EnvironmentConfigError for one that cannot be opened at all."""
+def open_entry(config: CheckableConfig, place: EntryPlace, most: int = STREAMED_ROWS) -> OpenedEntry:
+    """Open an entry, of a stream the first ``most`` rows. Raises DataError, EnvironmentConfigError for one that cannot be opened at all."""
     source = DataSource.from_entry(place.entry, seed=_read_seed(config), part=place.part, purpose=place.purpose)
     kind, environment, read = _choose_reader(config, place)
-    if source.streaming:
-        first = replace(source, in_memory=True, size=min(source.size or STREAMED_ROWS, STREAMED_ROWS))
-        return OpenedEntry(place, kind, _read_tasks(read, first), environment, None, [])
-    source, records, errors = open_leniently(source)
+    source, records, errors = open_leniently(source, most)
     try:
         tasks = _read_tasks(read, source)
     except DataError as error:
@@ -120,18 +120,35 @@ def open_entry(config: CheckableConfig, place: EntryPlace) -> OpenedEntry:
     return OpenedEntry(place, kind, tasks, environment, records, errors)
 
 
-def open_leniently(source: DataSource) -> tuple[DataSource, Records | None, list[str]]:
+def open_leniently(source: DataSource, most: int) -> tuple[DataSource, Records | None, list[str]]:
     """Open the records of a source so that faulty ones are left out, or are met when they are read."""
     if source.dataset_name is None and source.rows is None:
         return source, None, []
     malformed: list[DataError] = []
     name = str(source.dataset_name)
-    if name not in BUILTIN_DATASETS and is_local(name) and name.endswith(".jsonl") and Path(name).is_file():
+    is_lines = name not in BUILTIN_DATASETS and name.endswith(".jsonl") and is_local(name) and Path(name).is_file()
+    if is_lines and not source.streaming:
         builtin, records = BuiltinDataset(""), _open_lines(Path(name), malformed)
     else:
         builtin, records = source.open_records()
+    if isinstance(records, StreamedRecords):
+        records = _read_beginning(records, most, malformed)
+        source = replace(source, streaming=False)
     records.lenient = records.uniform = True
     return replace(source, opened=(builtin, records)), records, [str(error) for error in malformed]
+
+
+def _read_beginning(streamed: StreamedRecords, most: int, malformed: list[DataError]) -> Records:
+    """Return the first records of a stream."""
+    records, locations = [], []
+    for each in islice(streamed.stream.open(), most):
+        try:
+            records.append(each.read())
+        except DataError as error:
+            malformed.append(error)
+        else:
+            locations.append(each.where)
+    return FirstRecords(streamed.name, records, locations)
 
 
 def _open_lines(path: Path, malformed: list[DataError]) -> Records:

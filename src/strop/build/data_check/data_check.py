@@ -14,7 +14,14 @@ import numpy as np
 
 from strop.build.data_check.answer_checks import MOST_ANSWERS, check_answers, find_missing_option, is_graded
 from strop.build.data_check.check_workers import check_rows
-from strop.build.data_check.checked_entries import CheckableConfig, EntryPlace, OpenedEntry, list_entries, open_entry
+from strop.build.data_check.checked_entries import (
+    STREAMED_ROWS,
+    CheckableConfig,
+    EntryPlace,
+    OpenedEntry,
+    list_entries,
+    open_entry,
+)
 from strop.build.data_check.compared_rows import (
     Columns,
     find_conflicts,
@@ -121,7 +128,7 @@ class EntryCheck:
 
     def run(self) -> None:
         try:
-            self.opened = open_entry(self.config, self.place)
+            self.opened = open_entry(self.config, self.place, self.options.rows or STREAMED_ROWS)
         except ValueError as error:  # DataError and EnvironmentConfigError
             self.report.error = str(error)
             return
@@ -141,7 +148,7 @@ class EntryCheck:
     def _check_rows(self, opened: OpenedEntry) -> None:
         total = len(opened.tasks)
         positions = self._choose_positions(opened, total)
-        self.report.rows = total + len(opened.errors)
+        self.report.rows = None if opened.place.entry.streaming else total + len(opened.errors)
         self.report.looked_at = len(positions) + len(opened.errors)
         checker = self._make_checker(opened)
         chunks, overlaps = [], []
@@ -157,6 +164,11 @@ class EntryCheck:
 
     def _choose_positions(self, opened: OpenedEntry, total: int) -> Sequence[int]:
         most = self.options.rows
+        if opened.place.entry.streaming:
+            self.report.notes.append(
+                f"it is streamed: the first {total + len(opened.errors):,} rows were looked at (--rows N looks at more)"
+            )
+            return range(total)
         if not opened.has_rows and most is None and total > GENERATED:
             self.report.notes.append(
                 f"the first {GENERATED:,} of {total:,} generated tasks were looked at (--rows N looks at others)"

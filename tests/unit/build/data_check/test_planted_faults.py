@@ -268,6 +268,17 @@ def test_a_sample_is_drawn_by_the_seed_and_said(check: Check) -> None:
     assert reports[0].notes == ["20 of 200 rows were looked at, drawn at random: repeated rows are found in part"]
 
 
+def test_of_a_stream_the_first_rows_are_looked_at(check: Check) -> None:
+    rows = [*chats(30), "{", *chats(1), *chats(20, first=50)]
+    (entry,) = check("sft", rows, "data.train.streaming=true", options={"rows": 40}).entries
+    assert {finding.check: finding.examples[0].location for finding in entry.findings} == {
+        "unreadable": "train.jsonl:31",
+        "duplicate": "train.jsonl:32",
+    }
+    assert entry.rows is None and entry.looked_at == 40
+    assert entry.notes == ["it is streamed: the first 40 rows were looked at (--rows N looks at more)"]
+
+
 def test_generated_tasks_may_look_alike(check: Check) -> None:
     report = check(
         "grpo", [], "data.train={dataset_name: null, size: 1500}", "env.math.type=arithmetic", "env.math.max_operand=3"
