@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from strop.algorithms.base import Algorithm
@@ -13,31 +15,38 @@ from strop.build.lifecycle import make_checkpoints, make_early_stop, make_health
 from strop.build.models import TokenizerBundle
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
+from strop.checkpointing.base import Restorable
 from strop.config import RecordedRunConfig
 from strop.config.schema.recorded_config import RmConfig, SftConfig
 from strop.data.data_config import DataEntryConfig
+from strop.data.data_state import DataState
 from strop.data.interleaving import Interleaving
 from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
+from strop.data.sources.streaming.streamed import count_items, has_item, is_streamed
 from strop.distributed.base import Cluster
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import make_failed_group
+from strop.rollouts.groups_ahead import GroupsAhead
 from strop.rollouts.recorded import (
-    ExampleTooLong,
-    RecordedRules,
-    demonstration_group,
-    preference_group,
-    unpaired_preference_group,
+    PlannedGroup,
+    make_group,
+    plan_demonstration,
+    plan_preference,
+    plan_unpaired_preference,
 )
+from strop.rollouts.recorded_tokens import ExampleTooLong, RecordedRules
 from strop.rollouts.stream import RolloutStream, StreamState
+from strop.rollouts.tokenizing_pool import TokenizingPool, choose_num_workers
+from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.health.health_rules import HealthFinding
 from strop.trainer.health.start_checks import check_epochs, check_validation
 from strop.trainer.loss_validation import LossValidator
-from strop.trainer.run import TrainingRun, TrainOptions
+from strop.trainer.run import DATA, TrainingRun, TrainOptions
 from strop.types import Group, Task
 from strop.weight_sync.in_process import InProcessWeights
 
@@ -57,9 +66,41 @@ class RecordedExamples:
         return sum(len(part) for part in self.parts)
 
     @property
+    def epoch_size(self) -> int | None:
+        """Number of examples of an epoch; None if some are streamed."""
+        return self.interleaving.epoch_size
+
+    @property
     def size(self) -> int | None:
-        """Number of examples over all epochs; None without a limit on epochs."""
-        return None if self.interleaving.max_epochs is None else self.interleaving.max_epochs * len(self)
+        """Number of examples over all epochs; None without a limit on epochs, or if some are streamed."""
+        return self.interleaving.size
+
+    def has(self, index: int) -> bool:
+        """Return whether there is an example at a position of the stream."""
+        if self.interleaving.max_epochs is None or self.size is not None:
+            return self.size is None or index < self.size
+        part, position = self.interleaving.locate(index)
+        return has_item(self.parts[part], position, self.interleaving.max_epochs)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether some are streamed, so that a checkpoint holds where they are read."""
+        return any(is_streamed(part) for part in self.parts)
+
+    def reach(self, index: int) -> None:
+        """Note that the run has come to a position, which a checkpoint then leads to."""
+        part, position = self.interleaving.locate(index)
+        examples = self.parts[part]
+        if is_streamed(examples):
+            examples.reach(position)
+
+    def state(self) -> Mapping[str, Any]:
+        return {str(number): part.state() for number, part in enumerate(self.parts) if is_streamed(part)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for number, part in enumerate(self.parts):
+            if is_streamed(part) and str(number) in state:
+                part.load_state(state[str(number)])
 
     def read_group(self, index: int) -> Group:
         """Return the group at a position of the stream. An unusable example gives a group that records the error."""
@@ -71,17 +112,21 @@ class RecordedExamples:
 
     def make_group(self, index: int, part: int, position: int) -> Group:
         """Return the group of example ``position`` of entry ``part``."""
-        examples, name, template = self.parts[part], self.names[part], self.bundle.template
-        example: Any = examples[position]
+        return make_group(self.plan_group(index, part, position), self.bundle.template, self.rules)
+
+    def plan_group(self, index: int, part: int, position: int) -> PlannedGroup:
+        """Return what the group of example ``position`` of entry ``part`` is made of."""
+        examples, name = self.parts[part], self.names[part]
+        example: Any = examples.peek(position) if is_streamed(examples) else examples[position]
         match self.kind:
             case "conversations":
-                return demonstration_group(index, name, example, template, self.rules)
+                return plan_demonstration(index, name, example, self.rules)
             case "preferences":
-                return preference_group(index, name, example, template, self.rules)
+                return plan_preference(index, name, example, self.rules)
             case _:
                 # The example after this one may be the other completion of the same prompt, so take the second next.
-                other: Any = examples[(position + 2) % len(examples)]
-                return unpaired_preference_group(index, name, example, other, template, self.rules)
+                other: Any = examples.beside(position) if is_streamed(examples) else examples[(position + 2) % len(examples)]
+                return plan_unpaired_preference(index, name, example, other, self.rules)
 
     def read_all(self) -> list[Group]:
         """Return the group of every usable example once, in order."""
@@ -104,9 +149,10 @@ async def build_recorded_run(
     examples = join_examples(config, config.data.train, parts, algorithm, backend.bundle)
     validation_groups = make_validation_groups(config, held_out_parts, algorithm, backend.bundle, tracker)
     held_out = f", {len(validation_groups)} to validate on" if validation_groups else ""
-    tracker.note(f"{len(examples)} examples to train on{held_out}")
+    counted = "examples of a stream" if examples.epoch_size is None else f"{examples.epoch_size} examples"
+    tracker.note(f"{counted} to train on{held_out}")
     share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
-    options = make_recorded_options(config, len(examples), share_prefixes=share_prefixes)
+    options = make_recorded_options(config, examples.epoch_size, share_prefixes=share_prefixes)
     learners = await backend.build_learners(algorithm, Sampling(), count_optimizer_steps(options, examples.size))
     scorers = await make_scorers(
         config, backend, algorithm, learners, tracker, lambda: [*examples.read_all(), *validation_groups]
@@ -115,7 +161,9 @@ async def build_recorded_run(
 
     checkpoints = make_checkpoints(config, backend.bundle.tokenizer.save_pretrained)
     store = RolloutStore(Path(config.logger.log_dir), "none")
-    state = restore_checkpoint(config, checkpoints, learners, tracker, store)
+    parts_with_state: dict[str, Restorable] = {DATA: DataState(examples)} if examples.resumable else {}
+    state = restore_checkpoint(config, checkpoints, {**learners, **parts_with_state}, tracker, store)
+    ahead = make_examples_ahead(config, examples, options)
     evaluator = None
     if validation_groups:
         evaluator = LossValidator(
@@ -128,8 +176,9 @@ async def build_recorded_run(
     run = TrainingRun(
         options=options,
         algorithm=algorithm,
-        stream=make_recorded_stream(examples, options, state.stream if state else None),
+        stream=make_recorded_stream(examples, options, state.stream if state else None, ahead),
         learners=learners,
+        parts=parts_with_state,
         columns=columns,
         weights=InProcessWeights([]),
         tracker=tracker,
@@ -139,6 +188,8 @@ async def build_recorded_run(
         health=make_health(config, find_at_start(config, options, examples.size)),
         checkpoints=make_saver(config, checkpoints),
     )
+    if ahead is not None:
+        run.on_close.append(ahead.close)
     return resume_run(run, state)
 
 
@@ -165,10 +216,11 @@ def read_examples(
     config: RecordedRunConfig, entries: Sequence[DataEntryConfig], part: Part, algorithm: Algorithm
 ) -> tuple[Sequence[Task], ...]:
     """Read the examples of data entries. Raises DataError for an entry without any that the algorithm can learn from."""
-    sources = (DataSource.from_entry(entry, seed=config.recorded_training.seed, part=part) for entry in entries)
+    seed, shuffle = config.recorded_training.seed, part == "train" and config.data.shuffle
+    sources = (DataSource.from_entry(entry, seed=seed, part=part, shuffle=shuffle) for entry in entries)
     parts = tuple(EXAMPLE_READERS[algorithm.recorded_data](source) for source in sources)
     for entry, examples in zip(entries, parts, strict=True):
-        if not len(examples):
+        if not examples:
             raise DataError(f"data.{part}: {entry.data_name} has no example that {config.algorithm.name} can learn from")
     return parts
 
@@ -183,8 +235,8 @@ def join_examples(
     """Interleave the examples of data entries by their weights."""
     training = config.recorded_training
     interleaving = Interleaving(
-        sizes=tuple(map(len, parts)),
-        weights=tuple(entry.weight if len(entries) > 1 else None for entry in entries),
+        sizes=tuple(map(count_items, parts)),
+        weights=tuple(entry.share if len(entries) > 1 else None for entry in entries),
         seed=training.seed,
         shuffle=config.data.shuffle,
         max_epochs=training.max_num_epochs,
@@ -218,20 +270,53 @@ def make_validation_groups(
     return groups[:limit]
 
 
-def make_recorded_stream(examples: RecordedExamples, options: TrainOptions, state: StreamState | None) -> RolloutStream:
+def make_recorded_stream(
+    examples: RecordedExamples, options: TrainOptions, state: StreamState | None, ahead: ExamplesAhead | None = None
+) -> RolloutStream:
+    """Make the stream of groups. ``ahead`` None: each is made when the loop asks for it."""
+
     async def read(index: int) -> Group:
-        return examples.read_group(index)
+        examples.reach(index)
+        return examples.read_group(index) if ahead is None else await ahead.groups.read(index)
 
-    return RolloutStream(read, slots=options.groups_per_step, size=examples.size, state=state)
+    return RolloutStream(read, slots=options.groups_per_step, size=examples.size, has=examples.has, state=state)
 
 
-def make_recorded_options(config: RecordedRunConfig, examples: int, *, share_prefixes: bool) -> TrainOptions:
+class ExamplesAhead:
+    """Reads and tokenizes examples beside the loop, ahead of it."""
+
+    def __init__(self, examples: RecordedExamples, *, num_workers: int, prefetch: int) -> None:
+        self._examples, self._lock = examples, Lock()
+        self.pool = TokenizingPool(examples.bundle.template, examples.rules, num_workers)
+        self.groups = GroupsAhead(self._make_group, examples.has, ahead=prefetch, threads=max(1, num_workers))
+
+    def _make_group(self, index: int) -> Group:
+        try:
+            with self._lock, contain_exits():  # data sets of users need not know of threads
+                plan = self._examples.plan_group(index, *self._examples.interleaving.locate(index))
+            return plan.make(self.pool.tokenize(plan.conversations))
+        except Exception as error:
+            return make_failed_group(index, 0, error)
+
+    async def close(self) -> None:
+        await self.groups.close()
+        await asyncio.to_thread(self.pool.close)
+
+
+def make_examples_ahead(config: RecordedRunConfig, examples: RecordedExamples, options: TrainOptions) -> ExamplesAhead | None:
+    prefetch = options.groups_per_step if config.data.prefetch is None else config.data.prefetch
+    if not prefetch:
+        return None
+    return ExamplesAhead(examples, num_workers=choose_num_workers(config.data.num_workers), prefetch=prefetch)
+
+
+def make_recorded_options(config: RecordedRunConfig, examples: int | None, *, share_prefixes: bool) -> TrainOptions:
     training = config.recorded_training
     return TrainOptions(
         section=config.section,
         batch_key="policy.train_global_batch_size",
         max_steps=training.last_step,
-        groups_per_step=config.policy.train_global_batch_size or min(32, examples),
+        groups_per_step=config.policy.train_global_batch_size or min(32, 32 if examples is None else examples),
         max_errors_in_a_row=training.max_errors_in_a_row,
         val_period=training.val_period,
         val_at_start=training.val_at_start,

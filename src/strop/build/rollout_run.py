@@ -17,7 +17,7 @@ from strop.build.engines import GeneratorSpec
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_hacking_monitor, make_health, make_saver
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
-from strop.build.tasks import list_reward_marks, make_training_tasks, make_validation_tasks
+from strop.build.tasks import count_slots, list_reward_marks, make_training_tasks, make_validation_tasks
 from strop.checkpointing.base import Restorable
 from strop.config import RolloutRunConfig
 from strop.config.checks.device_counts import count_devices
@@ -33,6 +33,7 @@ from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import EpisodeRules, make_failed_group, run_group
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
+from strop.rollouts.prompts_ahead import PromptsAhead
 from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
 from strop.rollouts.tool_turns import describe_tool_calls
 from strop.safety.exits import contain_exits
@@ -61,8 +62,10 @@ async def build_rollout_run(
     train_source = make_training_tasks(config, remote_environments)
     validation_source = make_validation_tasks(config, remote_environments)
     held_out = "" if validation_source is None else f", {len(validation_source)} to validate on"
-    tracker.note(f"{len(train_source)} tasks to train on{held_out}")
-    environments = [each.environment for source in (train_source, validation_source) if source for each in source.components]
+    tracker.note(f"{describe_count(train_source.epoch_size, 'tasks')} to train on{held_out}{describe_order(config)}")
+    environments = [
+        each.environment for source in (train_source, validation_source) if source is not None for each in source.components
+    ]
     if any(each.needs_sandbox for each in environments):
         tracker.progress("trying the sandbox")
         tracker.note(await try_sandbox())
@@ -72,7 +75,7 @@ async def build_rollout_run(
         config,
         share_prefixes=config.policy.sequence_packing.prefix_sharing and backend.packed,
         filters=getattr(algorithm, "drop_constant_groups", type(algorithm).keep is not Algorithm.keep),
-        tasks=len(train_source),
+        tasks=train_source.epoch_size,
     )
     if said := describe_tool_calls(environments, backend.bundle.template, config.policy.tokenizer.tool_call_format):
         tracker.note(said)
@@ -111,6 +114,8 @@ async def build_rollout_run(
             max_staleness=options.max_staleness,
             order=make_order(config, options),
         )
+    prefetch = options.groups_per_step if config.data.prefetch is None else config.data.prefetch
+    ahead = PromptsAhead(train_source.peek_messages, bundle.template, ahead=prefetch) if prefetch else None
     run = TrainingRun(
         options=options,
         algorithm=algorithm,
@@ -124,6 +129,7 @@ async def build_rollout_run(
             stream_state,
             greedy=algorithm.greedy_baseline,
             past=selves,
+            ahead=ahead,
         ),
         learners=learners,
         parts=parts,
@@ -139,9 +145,21 @@ async def build_rollout_run(
         monitor=monitor,
         checkpoints=make_saver(config, checkpoints),
     )
-    if selves is not None:
-        run.on_close.append(selves.close)
+    run.on_close += [each.close for each in (selves, ahead) if each is not None]
     return resume_run(run, state), generator
+
+
+def describe_count(count: int | None, what: str) -> str:
+    return f"{what} of a stream" if count is None else f"{count} {what}"
+
+
+def describe_order(config: RolloutRunConfig) -> str:
+    """Say what a curriculum changes; empty without one."""
+    name, limit = config.data.curriculum.name, config.training.max_num_epochs
+    if not config.data.curriculum.enabled:
+        return ""
+    epochs = "" if limit is None else f", {limit} (max_num_epochs) in all"
+    return f", chosen by the curriculum {name}: drawn with replacement, an epoch is as many draws as there are tasks{epochs}"
 
 
 def make_past_selves(backend: Backend, environments: Sequence[Environment[Any]]) -> TorchPastSelves | None:
@@ -192,16 +210,21 @@ def make_rollout_stream(
     *,
     greedy: bool = False,
     past: PastSelves | None = None,
+    ahead: PromptsAhead | None = None,
 ) -> RolloutStream:
     rules = make_episode_rules(config)
 
     async def run(index: int) -> Group:
+        if ahead is not None:
+            ahead.advance(index)
         try:
             with contain_exits():
                 name, environment, task = source.at(index)
         except Exception as error:
-            return make_failed_group(index, generator.version, error)
-        return await run_group(
+            group = make_failed_group(index, generator.version, error)
+            source.observe(group)
+            return group
+        group = await run_group(
             index,
             name,
             environment,
@@ -215,23 +238,19 @@ def make_rollout_stream(
             greedy_baseline=greedy,
             past=past,
         )
+        source.observe(group)
+        return group
 
     return RolloutStream(
         run,
-        slots=count_slots(config, options),
+        slots=count_slots(config),
         size=source.size,
+        has=source.has,
         state=state,
         refill_on_release=options.max_staleness > 0,
         order=make_order(config, options),
         version=lambda: generator.version,
     )
-
-
-def count_slots(config: RolloutRunConfig, options: TrainOptions) -> int:
-    """Return how many groups may be started and not yet trained on."""
-    full = (options.max_staleness + 1) * options.groups_per_step
-    configured = config.rollout_training.async_config.slots if options.max_staleness else None
-    return full if configured is None else configured
 
 
 def make_order(config: RolloutRunConfig, options: TrainOptions) -> GroupOrder:

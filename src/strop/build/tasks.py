@@ -31,9 +31,19 @@ def make_training_tasks(config: RolloutRunConfig, remote: RemoteEnvironments = M
     """Make the mixture of training tasks."""
     configure_sandbox(config.sandbox)  # before an environment asks for it
     training, data = config.rollout_training, config.data
-    return make_mixture(
+    mixture = make_mixture(
         data.train, config.env, "train", remote, seed=training.seed, shuffle=data.shuffle, max_epochs=training.max_num_epochs
     )
+    if not data.curriculum.enabled:
+        return mixture
+    return mixture.with_curriculum(data.curriculum, slots=count_slots(config), groups_per_step=training.num_prompts_per_step)
+
+
+def count_slots(config: RolloutRunConfig) -> int:
+    """Return how many groups may be started and not yet trained on."""
+    training = config.rollout_training
+    configured = training.async_config.slots if training.max_staleness else None
+    return (training.max_staleness + 1) * training.num_prompts_per_step if configured is None else configured
 
 
 def make_validation_tasks(config: RolloutRunConfig, remote: RemoteEnvironments = MappingProxyType({})) -> Mixture | None:
@@ -53,13 +63,13 @@ def make_mixture(
     max_epochs: int | None = None,
     purpose: Purpose | None = None,
 ) -> Mixture:
-    """Make a mixture of the tasks of data entries; several entries of training tasks are mixed by their weights.
+    """Make a mixture of the tasks of data entries; several entries of training tasks are mixed by their shares.
 
     ``purpose``: chooses the split of a built-in set; None: what the part is for."""
     weighted = part == "train" and len(entries) > 1
-    sources = [DataSource.from_entry(entry, seed=seed, part=part, purpose=purpose) for entry in entries]
+    sources = [DataSource.from_entry(entry, seed=seed, part=part, purpose=purpose, shuffle=shuffle) for entry in entries]
     components = [
-        _make_component(entry, env, source, remote, weight=entry.weight if weighted else None)
+        _make_component(entry, env, source, remote, weight=entry.share if weighted else None)
         for entry, source in zip(entries, sources, strict=True)
     ]
     return Mixture(tuple(components), seed=seed, shuffle=shuffle, max_epochs=max_epochs)
@@ -76,7 +86,7 @@ def describe_environments(config: RolloutRunConfig) -> Mapping[str, EnvironmentD
     for part, entries in parts:
         for entry in entries:
             known = sources.setdefault(resolve_alias(entry, env), [])
-            source = DataSource.from_entry(entry, seed=seed, part=part)
+            source = DataSource.from_entry(entry, seed=seed, part=part, shuffle=part == "train" and config.data.shuffle)
             known += [] if source in known else [source]
     return {
         alias: EnvironmentDescription(

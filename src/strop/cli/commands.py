@@ -17,6 +17,7 @@ from pathlib import Path
 
 from strop import __version__
 from strop.cli.checks.cluster_command import cluster
+from strop.cli.checks.data_command import data
 from strop.cli.checks.doctor_command import doctor
 from strop.cli.checks.env_command import env
 from strop.cli.checks.sandbox_command import sandbox
@@ -65,6 +66,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "doctor": Command(doctor, "say whether a run is alive, and what went wrong"),
         "sandbox": Command(sandbox, "check or serve what runs programs that a model wrote"),
         "env": Command(env, "check tasks and rewards without a model: strop env check"),
+        "data": Command(data, "check data before a run: strop data check"),
         "cluster": Command(cluster, "check the nodes before a run: strop cluster check"),
     },
 }

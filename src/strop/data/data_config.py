@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from glob import has_magic
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, field_serializer, model_validator
 
 from strop.base_config import BaseConfig, default_of, fields_of, follows, subsection, to_tree
+from strop.data.curriculum.curriculum_config import CurriculumConfig
 from strop.data.prompt_template import AUTO_PROMPT
+from strop.data.sources.dataset_class import is_dataset_class
 from strop.data.sources.files import FILE_SUFFIXES, is_url
 from strop.problems import Problem
 
@@ -20,8 +23,11 @@ class DataEntryConfig(BaseConfig):
 
     dataset_name: str | None = Field(
         None,
-        description="A built-in dataset, OWNER/NAME on the hub, or a .jsonl, .json, .csv, .parquet or .arrow file; null for an "
-        "environment that generates its tasks.",
+        description="A built-in dataset, OWNER/NAME on the hub, a .jsonl, .json, .csv, .parquet or .arrow file, or a class or function "
+        "that makes rows (package.module.Class, module:name, file.py:name); null for an environment that generates its tasks.",
+    )
+    dataset_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the class or the function that dataset_name names."
     )
     subset: str | None = Field(None, description="Configuration of a hub dataset; null is its default.")
     split: str | None = Field(
@@ -82,8 +88,22 @@ class DataEntryConfig(BaseConfig):
     weight: float | None = Field(
         1.0, gt=0, description="Share of this entry in the mix, relative to the other weights; null of all is by their sizes."
     )
+    prompts_per_step: int | None = Field(
+        None,
+        ge=1,
+        description="Exactly so many groups of each step are of this entry, in place of weight; those of all entries add up to a step's "
+        "(prompts).",
+    )
     size: int | None = Field(
         None, ge=1, description="Number of tasks to generate, or to take from the dataset; null is all (tasks)."
+    )
+    streaming: bool = Field(
+        False,
+        description="Read the dataset in order, a few blocks of it in memory, whatever its size: a file, a folder of files, a pattern "
+        "such as data/*.jsonl, or a hub set, which is not downloaded as a whole.",
+    )
+    shuffle_buffer: int = Field(
+        10_000, ge=1, description="Rows of a block of a streamed dataset, within which they are shuffled (rows)."
     )
     seed: int | None = Field(None, ge=0, description="Seed of generated tasks and of splits; null is the run's.")
     repeat: int = Field(1, ge=1, description="How often each task appears (times).")
@@ -110,13 +130,25 @@ class DataEntryConfig(BaseConfig):
         return self.dataset_name if self.rows is None else "rows"
 
     @property
+    def share(self) -> float | None:
+        """Share of this entry in the mix, relative to the others; None of all is by their sizes."""
+        return self.weight if self.prompts_per_step is None else self.prompts_per_step
+
+    @property
     def is_file(self) -> bool:
         name = self.dataset_name
-        return name is not None and name.endswith(FILE_SUFFIXES) and not is_url(name)
+        return name is not None and name.endswith(FILE_SUFFIXES) and not is_url(name) and not (self.streaming and has_magic(name))
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_files(key)
         yield from self._check_system_prompt(key)
+        yield from self._check_streaming(key)
+        if self.dataset_kwargs and not is_dataset_class(self.dataset_name or ""):
+            yield Problem(
+                f"{key}.dataset_kwargs",
+                f"found {', '.join(self.dataset_kwargs)}, but {self.data_name} is no class or function, which alone takes arguments",
+                "Set dataset_name to package.module.Class, module:name or file.py:name, or remove dataset_kwargs.",
+            )
 
     def _check_files(self, key: str) -> Iterator[Problem]:
         for name in ("prompt_file", "system_prompt_file", *(("dataset_name",) if self.is_file else ())):
@@ -129,6 +161,18 @@ class DataEntryConfig(BaseConfig):
                     f"there is no file {path}{where}",
                     "Set the path of an existing file, absolute or relative to the working directory.",
                 )
+
+    def _check_streaming(self, key: str) -> Iterator[Problem]:
+        if self.streaming and self.data_name is None:
+            yield Problem(
+                f"{key}.streaming", "there is no dataset_name", "Set dataset_name, or streaming=false for generated tasks."
+            )
+        if self.streaming and self.split_validation_size >= 1:
+            yield Problem(
+                f"{key}.split_validation_size",
+                f"{self.split_validation_size:g} rows are to be held out of a streamed dataset, whose number of rows is not known",
+                "Set a fraction below 1: which rows it holds out follows from their questions.",
+            )
 
     def _check_system_prompt(self, key: str) -> Iterator[Problem]:
         if self.system_prompt is not None and self.system_prompt_file is not None:
@@ -166,6 +210,19 @@ class DataConfig(BaseConfig):
         description="Skip and count tasks with a longer prompt (tokens).",
     )
     shuffle: bool = Field(True, description="Shuffle the training tasks, by the run's seed.")
+    num_workers: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="Processes that tokenize recorded data ahead of the training loop; 0 is a thread, null is one for each eight "
+        "processor cores and at most four (processes).",
+    )
+    prefetch: int | None = Field(
+        None,
+        ge=0,
+        description="How far ahead of the training loop data is tokenized, beyond the step in progress; 0 is not at all, null is one step "
+        "(groups).",
+    )
     add_eos: bool = Field(
         True, description="In recorded data, end the loss tokens with a stop token where the chat template does not."
     )
@@ -182,6 +239,7 @@ class DataConfig(BaseConfig):
         None, description="One entry, or a list of entries; null is what split_validation_size holds out of train, if anything."
     )
     default: DefaultEntryConfig = subsection(DefaultEntryConfig)
+    curriculum: CurriculumConfig = subsection(CurriculumConfig)
 
     def errors(self, key: str) -> Iterator[Problem]:
         if len({entry.weight is None for entry in self.train}) > 1:
@@ -190,6 +248,46 @@ class DataConfig(BaseConfig):
                 "some entries have a weight and some have weight=null",
                 "Set the weight of each entry, or of none.",
             )
+        yield from self._check_quotas(key)
+        yield from self._check_streamed(key)
+
+    def _check_streamed(self, key: str) -> Iterator[Problem]:
+        streamed = [entry for entry in self.train if entry.streaming]
+        if streamed and len(self.train) > 1 and self.train[0].share is None:
+            yield Problem(
+                f"{key}.train",
+                f"{streamed[0].data_name} is streamed, so its size, by which entries without a weight are mixed, is not known",
+                "Set the weight of each entry.",
+            )
+        for entry in self.validation_entries:
+            if entry.streaming and entry.size is None:
+                yield Problem(
+                    f"{key}.validation",
+                    f"{entry.data_name} is streamed, and all of its validation rows would be read into memory",
+                    "Set data.validation to an entry of its own, with the same split_validation_size if there is one, and with size=N.",
+                )
+
+    def _check_quotas(self, key: str) -> Iterator[Problem]:
+        quotas = [entry.prompts_per_step for entry in self.train]
+        if None in quotas and any(quotas):
+            yield Problem(
+                f"{key}.train",
+                f"some entries have prompts_per_step and some do not ({quotas})",
+                "Set prompts_per_step of each entry, or of none.",
+            )
+        for place, entry in zip(entry_keys(f"{key}.train", len(self.train)), self.train, strict=True):
+            if entry.prompts_per_step is not None and entry.weight not in (default_of(entry, "weight"), None):
+                yield Problem(
+                    f"{place}.weight",
+                    f"found {entry.weight}, beside prompts_per_step={entry.prompts_per_step}, which says the share of this entry by itself",
+                    "Remove one of the two.",
+                )
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        places = entry_keys(f"{key}.validation", len(self.validation or ()))
+        for place, entry in zip(places, self.validation or (), strict=True):
+            if entry.prompts_per_step not in (None, self.default.prompts_per_step):
+                yield Problem(f"{place}.prompts_per_step", "it has no effect: validation goes through the tasks in their order")
 
     @property
     def validation_entries(self) -> tuple[DataEntryConfig, ...]:
@@ -219,6 +317,11 @@ class DataConfig(BaseConfig):
     @field_serializer("default")
     def _serialize_default(self, default: DataEntryConfig) -> dict[str, Any]:
         return _changed_values(default)
+
+
+def entry_keys(key: str, count: int) -> tuple[str, ...]:
+    """Return the keys of ``count`` entries of a list, as they are named in messages: the only one has no number."""
+    return (key,) if count == 1 else tuple(f"{key}.{index}" for index in range(count))
 
 
 def _changed_values(entry: DataEntryConfig) -> dict[str, Any]:

@@ -4,7 +4,8 @@
     weights 3:1   A  A  A  B  A  A  A  B  ...      evenly spaced, not random
     within A      its rows, shuffled in every epoch by (seed, source, epoch)
 
-The map is stateless, so a run that resumes at i continues exactly.
+The map is stateless, so a run that resumes at i continues exactly. A source of unknown size gives its rows in the order of its own: its
+row is the position in it, over all epochs.
 """
 
 from __future__ import annotations
@@ -21,25 +22,43 @@ from strop.sampling import mix_seed
 class Interleaving:
     """Interleaves the rows of sources by weight. One epoch has as many positions as all sources have rows."""
 
-    sizes: tuple[int, ...]
-    weights: tuple[float | None, ...]  # each source's share of the stream; all None: proportional to the sizes
+    sizes: tuple[int | None, ...]  # None: unknown
+    weights: tuple[
+        float | None, ...
+    ]  # each source's share of the stream; all None: proportional to the sizes, which must be known
     seed: int = 0
     shuffle: bool = True
     max_epochs: int | None = None  # None: endless
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return (source, row) at a position. Raises IndexError outside the epochs."""
-        if index < 0 or (self.max_epochs is not None and index >= self.max_epochs * sum(self.sizes)):
-            raise IndexError(f"position {index} lies outside the stream: {self.max_epochs} epochs of {sum(self.sizes)} tasks")
+        if index < 0 or (self.size is not None and index >= self.size):
+            raise IndexError(f"position {index} lies outside the stream: {self.max_epochs} epochs of {self.epoch_size} tasks")
         chosen, position = self._locate_source(index)
-        epoch, row = divmod(position, self.sizes[chosen])
+        size = self.sizes[chosen]
+        if size is None:
+            return chosen, position
+        epoch, row = divmod(position, size)
         if self.shuffle:
-            row = permute_index(row, self.sizes[chosen], mix_seed(self.seed, chosen, epoch))
+            row = permute_index(row, size, mix_seed(self.seed, chosen, epoch))
         return chosen, row
+
+    @cached_property
+    def epoch_size(self) -> int | None:
+        """The number of positions of an epoch; None if it is unknown."""
+        known = [size for size in self.sizes if size is not None]
+        return sum(known) if len(known) == len(self.sizes) else None
+
+    @property
+    def size(self) -> int | None:
+        """The number of positions of all epochs; None if it is unknown or without a limit."""
+        return None if self.max_epochs is None or self.epoch_size is None else self.max_epochs * self.epoch_size
 
     @cached_property
     def _shares(self) -> tuple[Fraction, ...]:
         """Each source's share of the positions that earlier sources leave, as exact fractions, so that no position is lost."""
+        if len(self.sizes) == 1:
+            return (Fraction(1),)
         weights = [
             Fraction(str(size if weight is None else weight)) for size, weight in zip(self.sizes, self.weights, strict=True)
         ]

@@ -27,7 +27,8 @@ from numbers import Real
 from typing import Any, Generic, TypeVar, overload
 
 from strop.data.messages import make_prompt
-from strop.data.sources.source import DataSource
+from strop.data.sources.source import DataSource, Row
+from strop.data.sources.streaming.streamed import is_streamed
 from strop.environments.games.policy_client import PastSelvesRule
 from strop.environments.verifiers.gate import Gate, find_closed_gate, multiply_gates
 from strop.environments.verifiers.weight_schedule import WeightSchedule
@@ -254,6 +255,11 @@ class Environment(ToolOptions, ABC, Generic[TaskT]):
     def past_selves(self) -> PastSelvesRule | None:
         """Which earlier selves of the policy it plays against (``strop.environments.games.policy_client``). Default: none."""
         return None
+
+    @property
+    def prompts_are_of_rows(self) -> bool:
+        """Whether the messages of a ``PromptedTask`` are its prompt as it stands, so that it may be tokenized ahead."""
+        return False
 
     @property
     def needs_sandbox(self) -> bool:
@@ -591,14 +597,21 @@ class DatasetEnvironment(Environment[PromptedTask]):
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
         rows, template = data.load_rows(needs_answers=self.needs_answers), data.load_template()
 
-        def make(index: int) -> PromptedTask:
-            row = rows[index]
+        def make(row: Row) -> PromptedTask:
             messages = make_prompt(row.prompt, template, row.id)
             return PromptedTask(id=row.id, question=row.question, answer=row.answer, metadata=row.metadata, messages=messages)
 
-        if len(rows):
-            make(0)  # a prompt file that does not fit the prompts is an error now, not in each rollout
-        return GeneratedTasks(len(rows), make)
+        if is_streamed(rows):
+            return rows.map(make)
+        if len(rows) and data.opened is None:
+            make(rows[0])  # a prompt file that does not fit the prompts is an error now, not in each rollout
+        return GeneratedTasks(len(rows), lambda index: make(rows[index]))
+
+    @property
+    def prompts_are_of_rows(self) -> bool:
+        kind = type(self)
+        given = (kind.prompt, kind.first_messages) == (DatasetEnvironment.prompt, Environment.first_messages)
+        return given and not (self.has_tools or self.is_agent)
 
     def prompt(self, task: PromptedTask) -> Messages:
         return task.messages

@@ -1,16 +1,31 @@
-"""Mix the tasks of several environments. The task at position i of the stream depends on i alone (strop.data.interleaving)."""
+"""Mix the tasks of several environments. The task at position i of the stream depends on i alone (strop.data.interleaving), or is chosen
+by a curriculum (strop.data.curriculum.task_chooser).
+
+Of tasks that are streamed the number is not known. A mixture with such tasks ends with the last epoch of the first of them that ends.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from threading import Lock
 from typing import Any, Protocol, cast
 
+from strop.data.curriculum.curriculum_config import CurriculumConfig
+from strop.data.curriculum.curriculum_factory import make_curriculum
+from strop.data.curriculum.task_chooser import TaskChooser
 from strop.data.data_state import Resumable
 from strop.data.interleaving import Interleaving
-from strop.environments.base import Environment, EnvironmentConfigError
-from strop.types import Task
+from strop.data.sources.streaming.streamed import count_items, has_item, is_streamed
+from strop.environments.base import Environment, EnvironmentConfigError, PromptedTask
+from strop.safety.exits import contain_exits
+from strop.types import Group, Messages, Rollout, Task
+
+log = logging.getLogger(__name__)
+
+CURRICULUM = "curriculum"  # in the state, and before the names of its metrics
 
 
 class TaskSource(Protocol):
@@ -42,13 +57,18 @@ class Mixture:
     seed: int = 0
     shuffle: bool = True
     max_epochs: int | None = None  # None: no limit
+    chooser: TaskChooser | None = field(default=None, compare=False)  # of a curriculum
+    scored_by: str | None = None  # the reward that the curriculum sees; None: the accuracy
+    _reading: Lock = field(
+        default_factory=Lock, init=False, repr=False, compare=False
+    )  # data sets of users need not know of threads
 
     def __post_init__(self) -> None:
         weights = [component.weight for component in self.components]
         if not self.components:
             raise EnvironmentConfigError("there is no environment to take tasks from; name one in the data section (env_name)")
         for component in self.components:
-            if len(component.tasks) == 0:
+            if count_items(component.tasks) == 0:
                 raise EnvironmentConfigError(f"the environment {component.name} has no tasks")
         if None in weights and any(weight is not None for weight in weights):
             raise EnvironmentConfigError(f"some environments have a weight and some do not ({weights}); give each one or none")
@@ -59,14 +79,43 @@ class Mixture:
         return sum(len(component.tasks) for component in self.components)
 
     @property
+    def epoch_size(self) -> int | None:
+        """The number of tasks of an epoch; None if some are streamed."""
+        return self._interleaving.epoch_size
+
+    @property
     def size(self) -> int | None:
-        """The number of tasks of all epochs, or None without a limit."""
-        return None if self.max_epochs is None else self.max_epochs * len(self)
+        """The number of tasks of all epochs; None without a limit, or if some are streamed."""
+        return self._interleaving.size
+
+    def has(self, index: int) -> bool:
+        """Return whether there is a task at ``index``."""
+        if self.max_epochs is None or self.size is not None:
+            return self.size is None or index < self.size
+        component_index, task_index = self._interleaving.locate(index)
+        return has_item(self.components[component_index].tasks, task_index, self.max_epochs)
 
     def at(self, index: int) -> tuple[str, Environment[Any], Task]:
+        component_index, task_index = (self.chooser or self._interleaving).locate(index)
+        component = self.components[component_index]
+        with self._reading:
+            return component.name, component.environment, component.tasks[task_index]
+
+    def peek_messages(self, index: int) -> Messages | None:
+        """Return the prompt of a task that the run has not come to, in any thread.
+
+        None where that would change something or be another prompt: by a curriculum, by code of an environment, or without such a task.
+        """
+        if self.chooser is not None or not self.has(index):
+            return None
         component_index, task_index = self._interleaving.locate(index)
         component = self.components[component_index]
-        return component.name, component.environment, component.tasks[task_index]
+        if not component.environment.prompts_are_of_rows:
+            return None
+        with self._reading:
+            tasks = component.tasks
+            task = tasks.peek(task_index) if is_streamed(tasks) else tasks[task_index]
+        return task.messages if isinstance(task, PromptedTask) else None
 
     def name_set(self, index: int) -> str:
         """Return the name of the data set that the task at ``index`` comes from."""
@@ -75,16 +124,51 @@ class Mixture:
     @property
     def resumable(self) -> bool:
         """Whether tasks depend on more than their position in the stream, so that a checkpoint must hold a state."""
-        return any(hasattr(component.tasks, "load_state") for component in self.components)
+        return self.chooser is not None or any(hasattr(component.tasks, "load_state") for component in self.components)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the states of the components that have one, by their number."""
-        return {str(number): tasks.state() for number, tasks in self._resumable_tasks()}
+        """Return the states of the components that have one, by their number, and that of the curriculum."""
+        curriculum = {} if self.chooser is None else {CURRICULUM: self.chooser.state()}
+        return {**{str(number): tasks.state() for number, tasks in self._resumable_tasks()}, **curriculum}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for number, tasks in self._resumable_tasks():
             if str(number) in state:
                 tasks.load_state(state[str(number)])
+        if self.chooser is not None and CURRICULUM in state:
+            self.chooser.load_state(state[CURRICULUM])
+        elif self.chooser is not None:
+            log.warning("the checkpoint has no state of a curriculum: it starts without results")
+
+    def with_curriculum(self, config: CurriculumConfig, *, slots: int, groups_per_step: int) -> Mixture:
+        """Return the mixture with a curriculum for each component. ``slots`` are those of the stream. Raises DataError."""
+        curricula = [make_curriculum(config, each.tasks, each.name, self.seed) for each in self.components]
+        chooser = TaskChooser(
+            config.name, curricula, self._interleaving, seed=self.seed, slots=slots, groups_per_step=groups_per_step
+        )
+        return replace(self, chooser=chooser, scored_by=config.reward)
+
+    def observe(self, group: Group) -> None:
+        """Tell the curriculum what came of a group, and add its metrics of the choice to those of the rollouts."""
+        placed = None if self.chooser is None else self.chooser.find(group.index)
+        if self.chooser is None or placed is None:
+            return
+        environment = self.components[placed.entry].environment
+        valid = [rollout for rollout in group.rollouts if rollout.error is None]
+        for rollout in valid:
+            rollout.metrics.update({f"{CURRICULUM}/{name}": value for name, value in placed.metrics.items()})
+        self.chooser.record(group.index, self._score(environment, valid))
+
+    def _score(self, environment: Environment[Any], rollouts: Sequence[Rollout]) -> list[float]:
+        """Return the score of each rollout; none if the environment cannot say."""
+        try:
+            with contain_exits():
+                if self.scored_by is None:
+                    return [float(environment.accuracy(rollout)) for rollout in rollouts]
+        except Exception as error:  # an environment of a user's own may override it
+            log.warning("the curriculum has no result of a group: %s.accuracy raised %r", environment.title, error)
+            return []
+        return [rollout.rewards[self.scored_by] for rollout in rollouts if self.scored_by in rollout.rewards]
 
     def _resumable_tasks(self) -> Iterator[tuple[int, Resumable]]:
         for number, component in enumerate(self.components):
@@ -94,7 +178,7 @@ class Mixture:
     @cached_property
     def _interleaving(self) -> Interleaving:
         return Interleaving(
-            sizes=tuple(len(component.tasks) for component in self.components),
+            sizes=tuple(count_items(component.tasks) for component in self.components),
             weights=tuple(component.weight for component in self.components),
             seed=self.seed,
             shuffle=self.shuffle,

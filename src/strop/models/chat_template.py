@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -22,6 +23,7 @@ _REPLY_MARKER = "\u241e\u2418\u241e"
 _CALL_MARKER = "strop-call-marker"  # the same for calls; no template escapes it
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, as templates name it
 TOOL_ROLES = ("tool", "function", "ipython")
+_REMEMBERED_TOKENS = 2**20  # of prompts that were encoded lately
 _CONTEXT_CHARACTERS = 64  # characters before a text that can affect how it is tokenized
 
 
@@ -61,6 +63,8 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.options = dict(options or {})
         self.reads_images = reads_images
+        self._prompts: dict[tuple[Message, ...], array[int]] = {}
+        self._prompt_tokens = 0  # in ``_prompts``
         self.joins_plain_text = not getattr(tokenizer, "chat_template", None)
         if self.joins_plain_text:
             warnings.warn(
@@ -72,6 +76,26 @@ class ChatTemplate:
         """Encode the conversation so far and the start of the policy's turn. Raises ValueError if it is empty."""
         if not messages:
             raise ValueError("a prompt needs at least one message; the environment returned none")
+        if tools:
+            return self._encode_prompt(messages, tools)
+        try:
+            known = self._prompts.get(tuple(messages))
+        except TypeError:  # a message with calls has no hash
+            return self._encode_prompt(messages, ())
+        if known is not None:
+            return known.tolist()
+        ids = self._encode_prompt(messages, ())
+        self.remember_prompt(messages, ids)
+        return ids
+
+    def remember_prompt(self, messages: Messages, ids: Sequence[int]) -> None:
+        """Keep the tokens of a prompt for the other samples of its task."""
+        if self._prompt_tokens > _REMEMBERED_TOKENS:
+            self._prompts, self._prompt_tokens = {}, 0
+        self._prompts[tuple(messages)] = array("q", ids)
+        self._prompt_tokens += len(ids)
+
+    def _encode_prompt(self, messages: Messages, tools: Tools) -> list[int]:
         if self.joins_plain_text:
             ids: list[int] = self.tokenizer(_join_messages(messages))["input_ids"]
             return ids
@@ -182,8 +206,12 @@ class ChatTemplate:
 
     def encode_conversation(self, messages: Messages, *, trailing: bool = True, tools: Tools = ()) -> list[int]:
         """Encode a complete conversation, such as for a reward model; without ``trailing``, up to the template's trailing white space."""
-        text = _join_messages(messages) if self.joins_plain_text else self._render(messages, open_turn=False, tools=tools)
+        text = self.render_conversation(messages, tools=tools)
         return self._encode(text if trailing else text.rstrip())
+
+    def render_conversation(self, messages: Messages, *, tools: Tools = ()) -> str:
+        """Return a complete conversation as text."""
+        return _join_messages(messages) if self.joins_plain_text else self._render(messages, open_turn=False, tools=tools)
 
     def encode_spans(self, messages: Messages, *, loss_from: int = 0, opened: bool = True, tools: Tools = ()) -> list[TokenSpan]:
         """Split a recorded conversation into spans: a prompt, then loss spans and context spans in alternation.

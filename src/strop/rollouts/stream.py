@@ -84,6 +84,7 @@ class RolloutStream:
         *,
         slots: int,
         size: int | None = None,
+        has: Callable[[int], bool] = lambda index: True,
         state: StreamState | None = None,
         refill_on_release: bool = False,
         order: GroupOrder | None = None,
@@ -91,7 +92,8 @@ class RolloutStream:
     ) -> None:
         """Create a stream.
 
-        ``run_group(index)`` runs the index-th task; ``size`` is the number of tasks, None if unbounded. With ``refill_on_release``, a freed
+        ``run_group(index)`` runs the index-th task; ``size`` is the number of tasks, None if unbounded or unknown;
+        ``has(index)`` then says whether there is such a task. With ``refill_on_release``, a freed
         slot is filled at once (asynchronous training). Otherwise groups are started when the next one is requested, so that nothing runs
         while a synchronous run validates or saves. ``order`` None is FIFO. ``version()`` returns the generators' weight version, from which
         an order computes the age of a group.
@@ -99,6 +101,7 @@ class RolloutStream:
         self._run_group = run_group
         self._free_slots = slots
         self._size = size
+        self._has = has
         self._refill_on_release = refill_on_release
         self._order = order or Fifo()
         self._version = version
@@ -117,7 +120,7 @@ class RolloutStream:
     @property
     def _has_more(self) -> bool:
         """Whether there is a task to start."""
-        return bool(self._restart) or self._size is None or self._next < self._size
+        return bool(self._restart) or (self._has(self._next) if self._size is None else self._next < self._size)
 
     def _fill(self) -> None:
         """Start a task in every free slot."""

@@ -57,12 +57,16 @@ def group_metrics(
 
 
 def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return ``environments/NAME/METRIC``: the mean of each metric that an environment set, over its rollouts that have it."""
+    """Return ``environments/NAME/METRIC``: the mean of each metric that an environment set, over its rollouts that have it.
+
+    Those of a curriculum, ``curriculum/METRIC``, are of all environments together.
+    """
     values: dict[str, list[float]] = {}
     for group in groups:
         for rollout in group.rollouts:
             for name, value in rollout.metrics.items() if rollout.error is None else ():
-                values.setdefault(f"environments/{group.environment}/{name}", []).append(value)
+                where = "" if name.startswith("curriculum/") else f"environments/{group.environment}/"
+                values.setdefault(f"{where}{name}", []).append(value)
     return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
 
 

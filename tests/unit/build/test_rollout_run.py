@@ -21,12 +21,11 @@ from strop.build.engines import offloads_learner
 from strop.build.lifecycle import make_checkpoints, make_tracker, resolve_metric
 from strop.build.resume.restore import restore_checkpoint
 from strop.build.rollout_run import (
-    count_slots,
     make_episode_rules,
     make_order,
     make_train_options,
 )
-from strop.build.tasks import make_training_tasks, make_validation_tasks
+from strop.build.tasks import count_slots, make_training_tasks, make_validation_tasks
 from strop.checkpointing.base import RunState
 from strop.config import GrpoRunConfig, load_config
 from strop.config.identity import find_changes
@@ -110,7 +109,7 @@ ASYNCHRONOUS = ("grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_
 def test_the_stream_has_the_order_and_the_slots_that_the_configuration_asks_for(overrides, order, slots):
     found = config(*ASYNCHRONOUS, *(f"grpo.async_grpo.{override}" for override in overrides))
     options = make_train_options(found, share_prefixes=True)
-    assert make_order(found, options) == order and count_slots(found, options) == slots
+    assert make_order(found, options) == order and count_slots(found) == slots
     assert options.drop_stale == order.drops_stale
 
 

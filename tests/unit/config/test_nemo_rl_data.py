@@ -193,9 +193,17 @@ def test_a_tie_of_ranks_says_what_to_do() -> None:
             ["data.train.dataset_name=NuminaMath-1.5", "data.train.require_valid=false"],
             "data.train.require_valid: found False, but NuminaMath-1.5 is read without the rows that cannot be checked",
         ),
-        (["data.train.dataset_name=my_pkg.data.MyDataset"], "a class of NeMo-RL's data sets cannot be loaded"),
         (["data.default.processor=my_processor"], "data.default.processor: found 'my_processor': a processor is code of NeMo-RL"),
         (["data.use_multiple_dataloader=true", "data.custom_dataloader=a.b.mine"], "drawn by weight, not by code"),
+        (
+            ["data.use_multiple_dataloader=true", "data.custom_dataloader=a.example_custom_dataloader_with_chosen_task"],
+            "it is told by a changed training loop of which entries a step is (set_records)",
+        ),
+        (["data.use_multiple_dataloader=true"], "data.custom_dataloader is not set, without which NeMo-RL does not run either"),
+        (
+            ["data.use_multiple_dataloader=true", "data.custom_dataloader=a.example_custom_dataloader"],
+            "data.num_prompts_per_dataloader is not set",
+        ),
     ],
 )
 def test_what_is_not_here_is_refused_once_by_the_true_reason(overrides: list[str], said: str) -> None:
@@ -256,6 +264,26 @@ def test_entries_of_a_recipe_are_joined_or_take_equal_turns_as_it_says() -> None
     ]
     assert [entry.weight for entry in load("grpo", two, *turns).config.data.train] == [1.0, 1.0]
     assert [entry.weight for entry in load("grpo", two, "~data.use_multiple_dataloader").config.data.train] == [1.0, 1.0]
+
+
+def test_several_loaders_give_as_many_prompts_of_each_entry_in_every_step() -> None:
+    two = "data.train=[{dataset_name: gsm8k}, {dataset_name: DeepScaler, processor: math_hf_data_processor}]"
+    loaders = ["data.use_multiple_dataloader=true", "data.custom_dataloader=a.example_custom_dataloader"]
+    loaded = load(
+        "grpo",
+        two,
+        *loaders,
+        "data.num_prompts_per_dataloader=16",
+        "grpo.num_prompts_per_step=32",
+        "policy.train_global_batch_size=64",
+    )
+    assert [entry.prompts_per_step for entry in loaded.config.data.train] == [16, 16]
+    assert loaded.config.grpo.max_num_epochs is None
+    assert "ends after max_num_steps alone" in differences(loaded, Effect.CHANGED)["grpo.max_num_epochs"]
+    one = load("grpo", *loaders, "data.num_prompts_per_dataloader=2").config
+    assert [entry.prompts_per_step for entry in one.data.train] == [2]
+    (problem,) = refusals("grpo", two, *loaders, "data.num_prompts_per_dataloader=2")
+    assert "have 2 + 2 = 4 of a step, and grpo.num_prompts_per_step is 2" in problem
 
 
 def test_a_number_of_samples_becomes_a_size_and_says_how_it_differs() -> None:
@@ -349,4 +377,6 @@ def test_add_bos_and_add_generation_prompt_are_keys_of_recorded_data() -> None:
 def test_an_evaluation_is_asked_and_graded_as_there_and_not_as_the_set_is_reported_here() -> None:
     config = load("eval").config
     assert config.data.prompt_file is None and config.env["math"].options["verifier"] == "math_verify"
-    assert load("eval", "env.math.verifier_type=english_multichoice").config.env["math"].options["verifier"] == "english_multichoice"
+    assert (
+        load("eval", "env.math.verifier_type=english_multichoice").config.env["math"].options["verifier"] == "english_multichoice"
+    )

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from strop.data.recorded.examples import Conversation, Preference, UnpairedPreference
 from strop.models.chat_template import ChatTemplate
-from strop.rollouts.recorded import RecordedRules, demonstration_group, preference_group, unpaired_preference_group
+from strop.rollouts.recorded import demonstration_group, preference_group, unpaired_preference_group
+from strop.rollouts.recorded_tokens import RecordedRules
 from strop.types import Ending, Group, Message, Rollout, assistant, system, user
 from support.chat_templates import FAMILIES, GEMMA, GLM, LLAMA3, QWEN3, Family, make_tokenizer
 from support.rollouts import pack_grpo

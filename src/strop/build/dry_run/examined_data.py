@@ -13,9 +13,11 @@ from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import Purpose
 from strop.data.data_config import DataEntryConfig
 from strop.data.recorded.examples import EXAMPLE_READERS
-from strop.data.sources.peek import Peek, peek_dataset
+from strop.data.sources.dataset_class import is_dataset_class
+from strop.data.sources.peek import Peek, peek_dataset, peek_file
 from strop.data.sources.records import DataError
-from strop.data.sources.source import DataSource
+from strop.data.sources.source import DataSource, is_local
+from strop.data.sources.streaming.file_shards import is_pattern, list_files
 from strop.environments.base import DatasetEnvironment, Environment, EnvironmentConfigError
 from strop.environments.registry import make_environment
 from strop.environments.verifiers.held_out_grader import make_grader
@@ -66,7 +68,9 @@ def _only_first_rows(entry: DataEntryConfig, peek: Peek) -> DataSource:
     """Return an entry's source with the first rows in place of the whole dataset."""
     source = DataSource.from_entry(entry, seed=0, part="train")
     rows_of = BUILTIN_DATASETS.get(str(entry.dataset_name))
-    return replace(source, dataset_name=None, rows=peek.records, rows_of=rows_of, part="all", split_validation_size=0)
+    return replace(
+        source, dataset_name=None, rows=peek.records, rows_of=rows_of, part="all", split_validation_size=0, streaming=False
+    )
 
 
 def _list_entries(config: TrainingRunConfig | EvalRunConfig) -> Iterator[tuple[str, DataEntryConfig]]:
@@ -81,7 +85,12 @@ def _list_entries(config: TrainingRunConfig | EvalRunConfig) -> Iterator[tuple[s
 
 def _peek(key: str, entry: DataEntryConfig, found: DataExamination, purpose: Purpose) -> Peek | None:
     assert entry.dataset_name is not None
+    if is_dataset_class(entry.dataset_name) and not is_local(entry.dataset_name):
+        _find_code(key, entry, found)
+        return None
     try:
+        if entry.streaming and (is_local(entry.dataset_name) or is_pattern(entry.dataset_name)):
+            return peek_file(list_files(entry.dataset_name)[0])
         peek = peek_dataset(entry.dataset_name, entry.subset, entry.split, purpose, revision=entry.revision)
     except DataError as error:
         found.problems.append(Problem(key, str(error)))
@@ -91,6 +100,16 @@ def _peek(key: str, entry: DataEntryConfig, found: DataExamination, purpose: Pur
             f"{key}: {entry.dataset_name} is of the hub and not in the local cache: its columns were not looked at"
         )
     return peek
+
+
+def _find_code(key: str, entry: DataEntryConfig, found: DataExamination) -> None:
+    """Find out whether the code that makes an entry's rows can be called as configured. It may take long, and is not called here."""
+    try:
+        DataSource.from_entry(entry, seed=0, part="train").check_arguments()
+    except DataError as error:
+        found.problems.append(Problem(key, str(error)))
+    else:
+        found.notes.append(f"{key}: {entry.dataset_name} makes its rows when the run starts: its columns were not looked at")
 
 
 def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExamination) -> dict[str, Environment[Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 from strop.build.env_check.check_report import EnvironmentReport
 from strop.build.env_check.task_digests import digest_task
 from strop.build.env_check.time_limit import NeverReturned, limit_time
+from strop.data.folded_text import fold_text
 from strop.environments.base import DatasetEnvironment, Environment
 from strop.types import Messages, Task
 from strop.user_code import describe_error
@@ -129,7 +130,7 @@ def check_distinct(environment: Environment[Any], read: Sequence[CheckedTask], r
     answers: dict[str, set[str]] = {}
     for each in read:
         by_id.setdefault(each.task.id, set()).add(each.prompt)
-        answers.setdefault(normalize(each.prompt), set()).add(each.task.answer)
+        answers.setdefault(fold_text(each.prompt), set()).add(each.task.answer)
     if shared := [name for name, prompts in by_id.items() if len(prompts) > 1 or not name]:
         report.fault("task_ids", f"different tasks have the id {shared[0]!r}, so stored rollouts cannot be told apart")
     if torn := [prompt for prompt, known in answers.items() if len(known) > 1]:
@@ -144,17 +145,12 @@ def check_distinct(environment: Environment[Any], read: Sequence[CheckedTask], r
         (report.fault if fault else report.note)("duplicates", message)
 
 
-def normalize(prompt: str) -> str:
-    """Return a prompt without what does not make it another one: case, white space, marks at the ends of words."""
-    return " ".join(re.sub(r"[.,;:!?\"'`]+(?=\s|$)", " ", prompt).casefold().split())
-
-
 def check_splits(train: Sequence[CheckedTask], validation: Sequence[CheckedTask], report: EnvironmentReport) -> None:
     """Check that the tasks of validation are not those of training."""
     known, asked = ([each.prompt for each in part] for part in (train, validation))
-    exact, near = set(known), {normalize(prompt) for prompt in known}
+    exact, near = set(known), {fold_text(prompt) for prompt in known}
     same = [prompt for prompt in asked if prompt in exact]
-    alike = [prompt for prompt in asked if prompt not in exact and normalize(prompt) in near]
+    alike = [prompt for prompt in asked if prompt not in exact and fold_text(prompt) in near]
     for found, what in (
         (same, "are training tasks, too"),
         (alike, "differ from training tasks in case, white space or marks only"),

@@ -24,7 +24,7 @@ from strop.config.schema.run_config import (
     generation_section,
     list_trained_models,
 )
-from strop.data.data_config import DataEntryConfig, DefaultEntryConfig, EvalDataConfig, EvalSetConfig
+from strop.data.data_config import DataEntryConfig, DefaultEntryConfig, EvalDataConfig, EvalSetConfig, entry_keys
 from strop.problems import Problem
 
 Problems = Iterator[Problem]
@@ -130,6 +130,34 @@ def check_training_data(config: TrainingRunConfig) -> Problems:
             "Set data.train.dataset_name."
             if isinstance(config, RecordedRunConfig)
             else "Set data.train.dataset_name, or data.train.env_name for an environment that generates its tasks.",
+        )
+
+
+def check_quotas(config: TrainingRunConfig) -> Problems:
+    """The groups of a step are those of its entries."""
+    quotas = [entry.prompts_per_step for entry in config.data.train]
+    if not quotas or None in quotas:
+        return
+    total, of_each = sum(quota or 0 for quota in quotas), " + ".join(map(str, quotas))
+    if isinstance(config, RolloutRunConfig):
+        key, wanted = f"{config.section}.num_prompts_per_step", config.rollout_training.num_prompts_per_step
+    elif isinstance(config, RecordedRunConfig):
+        key, wanted = "policy.train_global_batch_size", config.policy.train_global_batch_size or 0
+    if total != wanted:
+        yield Problem(
+            f"{entry_keys('data.train', len(quotas))[0]}.prompts_per_step",
+            f"the entries of data.train have {of_each} = {total} of a step, and {key} is {wanted or 'null'}",
+            f"Set {key}={total}{f', or prompts_per_step of the entries so that they add up to {wanted}' if wanted else ''}.",
+        )
+
+
+def check_curriculum(config: RecordedRunConfig) -> Problems:
+    if config.data.curriculum.enabled:
+        yield Problem(
+            "data.curriculum.name",
+            f"found {config.data.curriculum.name}, but a curriculum chooses the tasks that are sampled, and {config.section} reads "
+            "recorded data",
+            "Set it to none; data.shuffle=false keeps the order of the rows.",
         )
 
 
@@ -268,6 +296,8 @@ ERROR_CHECKS: tuple[Check, ...] = (
     check_teachers,
     check_token_budget,
     check_lengths,
+    check_quotas,
+    check_curriculum,
     check_environments,
     check_past_opponents,
     check_eval_sampling,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
+from strop.data.builtin.builtin_dataset import BuiltinDataset
 from strop.data.messages import first_reply_index, join_text, last_message_text, parse_tools
 from strop.data.recorded.layouts import (
     CompletionPair,
@@ -22,9 +23,11 @@ from strop.data.recorded.layouts import (
     find_unpaired_layout,
 )
 from strop.data.recorded.raw_text import PackedTexts
-from strop.data.sources.records import DataError, Records
-from strop.data.sources.row_readers import select_rows
+from strop.data.sources.records import DataError, Record, Records
+from strop.data.sources.row_readers import keeps_row, select_rows
 from strop.data.sources.source import DataSource, validate_rows
+from strop.data.sources.streaming.base import StreamedRecord
+from strop.data.sources.streaming.streamed import StreamedRecords, is_streamed
 from strop.types import Message, Messages, Task
 
 logger = logging.getLogger(__name__)
@@ -78,9 +81,14 @@ def conversations(source: DataSource) -> Sequence[Conversation]:
 
     builtin, records = source.open_records()
     if source.text_key is not None and source.characters_per_sample is not None:
+        if isinstance(records, StreamedRecords):
+            raise DataError(
+                f"characters_per_sample is {source.characters_per_sample}, but {records.name} is streamed, and samples of several "
+                "texts need the lengths of all; set streaming=false, or characters_per_sample to null"
+            )
         records = PackedTexts(records, source.text_key, source.characters_per_sample)
     layout = find_conversation_layout(source, builtin, records)
-    return _load_examples(source, select_rows(builtin, records), records, layout, _prompt_messages, make)
+    return _load_examples(source, builtin, records, layout, _prompt_messages, make)
 
 
 def preferences(source: DataSource) -> Sequence[Preference]:
@@ -92,7 +100,7 @@ def preferences(source: DataSource) -> Sequence[Preference]:
 
     builtin, records = source.open_records()
     layout = find_pair_layout(source, builtin, records)
-    return _load_examples(source, select_rows(builtin, records), records, layout, lambda pair: pair.prompt, make)
+    return _load_examples(source, builtin, records, layout, lambda pair: pair.prompt, make)
 
 
 def unpaired_preferences(source: DataSource) -> Sequence[UnpairedPreference]:
@@ -109,19 +117,20 @@ def unpaired_preferences(source: DataSource) -> Sequence[UnpairedPreference]:
     builtin, records = source.open_records()
     layout = find_unpaired_layout(source, builtin, records)
     if layout is None:
-        return PairsAsUnpaired(preferences(source))
-    return _load_examples(source, select_rows(builtin, records), records, layout, lambda parts: parts.prompt, make)
+        pairs = preferences(source)
+        return pairs.expand(2, take_side) if is_streamed(pairs) else PairsAsUnpaired(pairs)
+    return _load_examples(source, builtin, records, layout, lambda parts: parts.prompt, make)
 
 
 def _load_examples(
     source: DataSource,
-    kept: Sequence[int],
+    builtin: BuiltinDataset,
     records: Records,
     layout: Layout[PartsT],
     get_prompt: Callable[[PartsT], Messages],
     make: Callable[[str, PartsT, ToolDefinitions, dict[str, Any]], TaskT],
-) -> Examples[TaskT]:
-    """Return the examples among the ``kept`` of ``records``.
+) -> Sequence[TaskT]:
+    """Return the examples of ``records``: of a built-in set, those that it uses.
 
     ``get_prompt`` returns a prompt, by which no question is both trained on and held out.
     """
@@ -129,17 +138,31 @@ def _load_examples(
     tool_key = source.tool_key or TOOLS
 
     def read(index: int) -> TaskT:
-        record, where = records[index], records.location(index)
+        return read_record(records[index], f"{records.name}:{index}", records.location(index))
+
+    def read_record(record: Record, id: str, where: str) -> TaskT:
         metadata = {key: value for key, value in record.items() if key not in layout.columns and key != tool_key}
         if source.tool_key is not None and tool_key not in record:
             raise DataError(f"{where} has no key {tool_key!r}, which tool_key names; it has {sorted(record)}")
         tools = parse_tools(record.get(tool_key), f"{where}: {tool_key!r}")
-        return make(f"{records.name}:{index}", layout.read(record, template, where), tools, metadata)
+        return make(id, layout.read(record, template, where), tools, metadata)
 
     def questions() -> Iterator[str]:
         for index in selected:
             yield join_text(get_prompt(layout.read(records[index], template, records.location(index))))
 
+    def is_example(record: StreamedRecord) -> bool:
+        content = record.read()
+        return keeps_row(builtin.keep, content) and layout.is_example(content, record.where)
+
+    if isinstance(records, StreamedRecords):
+        return source.stream(
+            records,
+            lambda record, _: read_record(record.read(), record.id, record.where),
+            lambda record: join_text(get_prompt(layout.read(record.read(), template, record.where))),
+            is_example if layout.skips or builtin.keep else None,
+        )
+    kept = select_rows(builtin, records)
     selected = layout.example_indices(records)
     if not selected:
         raise DataError(f"none of the {len(records)} records of {records.name!r} prefers one of its responses")
@@ -195,17 +218,21 @@ class PairsAsUnpaired(Sequence[UnpairedPreference]):
         if isinstance(position, slice):
             return [self[i] for i in range(*position.indices(len(self)))]
         index, side = divmod(range(len(self))[position], 2)
-        pair = self.pairs[index]
-        return UnpairedPreference(
-            id=f"{pair.id}:{'rejected' if side else 'chosen'}",
-            question=pair.question,
-            answer="" if side else pair.answer,
-            metadata=pair.metadata,
-            prompt=pair.prompt,
-            completion=pair.rejected if side else pair.chosen,
-            desirable=not side,
-            tools=pair.tools,
-        )
+        return take_side(self.pairs[index], side)
+
+
+def take_side(pair: Preference, side: int) -> UnpairedPreference:
+    """Return the chosen completion of a pair (side 0), or the rejected one (side 1)."""
+    return UnpairedPreference(
+        id=f"{pair.id}:{'rejected' if side else 'chosen'}",
+        question=pair.question,
+        answer="" if side else pair.answer,
+        metadata=pair.metadata,
+        prompt=pair.prompt,
+        completion=pair.rejected if side else pair.chosen,
+        desirable=not side,
+        tools=pair.tools,
+    )
 
 
 EXAMPLE_READERS: Mapping[str, Callable[[DataSource], Sequence[Any]]] = {  # by an algorithm's ``recorded_data``

@@ -50,6 +50,12 @@ class Layout(Protocol[PartsT]):
         """Return the indices of the records that are examples."""
         ...
 
+    skips: ClassVar[bool]  # whether there may be records that are none
+
+    def is_example(self, record: Record, where: str) -> bool:
+        """Return whether a record is one."""
+        ...
+
 
 @dataclass(frozen=True)
 class CompletionPair:
@@ -95,6 +101,11 @@ class _ColumnLayout:
 
     def example_indices(self, records: Records) -> Sequence[int]:
         return range(len(records))
+
+    skips: ClassVar[bool] = False
+
+    def is_example(self, record: Record, where: str) -> bool:
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +237,12 @@ class HelpSteer3Layout(_ColumnLayout):
         texts = records.iter_column(self.preference.key, self.preference.option)
         return [index for index, text in enumerate(texts) if self._parse_preference(text, records.location(index))]
 
+    skips: ClassVar[bool] = True
+
+    def is_example(self, record: Record, where: str) -> bool:
+        preference = get_value(record, self.preference.key, self.preference.option, where)
+        return self._parse_preference(preference, where) != 0
+
     def read(self, record: Record, template: PromptTemplate, where: str) -> CompletionPair:
         prompt = self.prompt.get_text_or_messages(record, where)
         preference = self._parse_preference(get_value(record, self.preference.key, self.preference.option, where), where)
@@ -286,6 +303,8 @@ def find_conversation_layout(source: DataSource, builtin: BuiltinDataset, record
     system_column = None if system_key is None else ColumnKey(system_key, "system_key")
     named = source.input_key is not None or source.output_key is not None
     named = named and not (source.messages_key is not None and has_key(record, source.messages_key))
+    if source.is_made_by_code and messages is not None and not has_key(record, str(source.input_key)):
+        named = False  # its class has read the columns
     if not named and source.messages_key is None and all(key in record for key in ("context", "question", "answers")):
         return SquadLayout()
     if not named and source.messages_key is None and _is_builtin(source) and _has_columns(record, builtin):

@@ -16,6 +16,7 @@ class TextLayout:
     """A text in one column. Records without one are no examples."""
 
     not_examples: ClassVar[str] = "have no text"
+    skips: ClassVar[bool] = True
 
     key: str
 
@@ -25,6 +26,9 @@ class TextLayout:
 
     def example_indices(self, records: Records) -> Sequence[int]:
         return find_texts(records, self.key)
+
+    def is_example(self, record: Record, where: str) -> bool:
+        return _is_text(record.get(self.key))
 
     def read(self, record: Record, template: PromptTemplate, where: str) -> tuple[Message, ...]:
         return (assistant(check_text(str(record[self.key]), self.key, where)),)

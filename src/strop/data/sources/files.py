@@ -74,7 +74,8 @@ class JsonLinesRecords(Records):
     """One JSON object per line. Blank lines are skipped. The file stays open, and is read by position: a file that is cut short during
     the run raises DataError, where a mapping of it into memory would end the process."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, malformed: list[DataError] | None = None) -> None:
+        """``malformed``: gets the errors of lines that are no records, which are left out; None: the first is raised."""
         self.name = str(path)
         self._file = path.open("rb")
         self._starts, self._lengths, self._lines = array("Q"), array("Q"), array("Q")
@@ -82,12 +83,21 @@ class JsonLinesRecords(Records):
         start = 3 if os.pread(self._file.fileno(), 3, 0) == b"\xef\xbb\xbf" else 0  # a byte order mark is not JSON
         self._file.seek(start)
         for number, line in enumerate(self._file, start=1):
-            if line.strip():
-                parse_object(line, f"{path}:{number}")
+            if line.strip() and self._is_record(line, f"{path}:{number}", malformed):
                 self._starts.append(start)
                 self._lengths.append(len(line))
                 self._lines.append(number)
             start += len(line)
+
+    def _is_record(self, line: bytes, where: str, malformed: list[DataError] | None) -> bool:
+        try:
+            parse_object(line, where)
+        except DataError as error:
+            if malformed is None:
+                raise
+            malformed.append(error)
+            return False
+        return True
 
     def __len__(self) -> int:
         return len(self._starts)

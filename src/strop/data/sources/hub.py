@@ -19,6 +19,9 @@ from strop.data.sources.files import is_url, parse_object
 from strop.data.sources.in_memory import DatasetRecords, ListRecords
 from strop.data.sources.local_copies import COPIES_VARIABLE, HUB_ADDRESS, find_copy
 from strop.data.sources.records import DataError, Records
+from strop.data.sources.streaming.iterable_shards import list_shards
+from strop.data.sources.streaming.record_stream import RecordStream
+from strop.data.sources.streaming.streamed import StreamedRecords
 
 logger = logging.getLogger(__name__)
 
@@ -36,21 +39,31 @@ def choose_files(builtin: BuiltinDataset, subset: str | None) -> tuple[str, ...]
     return builtin.files[subset]
 
 
-def open_hub(name: str, subset: str | None, split: str, revision: str | None = None, files: Sequence[str] = ()) -> Records:
-    """Open a split of a dataset on the hub, or a file at an address. ``files``: of the dataset, which hold the split.
+def open_hub(
+    name: str,
+    subset: str | None,
+    split: str,
+    revision: str | None = None,
+    files: Sequence[str] = (),
+    *,
+    streaming: bool = False,
+) -> Records:
+    """Open a split of a dataset on the hub, or a file at an address.
+
+    ``files``: of the dataset, which hold the split. With ``streaming``, it is downloaded while it is read.
 
     Raises DataError if it does not exist, needs a login, or is unreachable and not cached.
     """
     if name.startswith(HUB_ADDRESS) and name.endswith(PACKED_LINES):
         return _open_packed_lines(name, revision)
     if is_url(name) or find_copy(name, revision) is not None:
-        return _open_split(name, subset, split, revision, files)
+        return _open_split(name, subset, split, revision, files, streaming)
     unreachable = _check_hub(name, revision)
     if unreachable is None:
-        return _open_split(name, subset, split, revision, files)
+        return _open_split(name, subset, split, revision, files, streaming)
     try:
         with _force_offline():
-            records = _open_split(name, subset, split, revision, files)
+            records = _open_split(name, subset, split, revision, files, False)  # the cache has all of it, or nothing
     except DataError:
         raise DataError(
             f"the hub is unreachable ({unreachable}), and the dataset {name!r} is not in the local cache. "
@@ -103,14 +116,21 @@ def _check_hub(name: str, revision: str | None) -> Exception | None:
     return None
 
 
-def _open_split(name: str, subset: str | None, split: str, revision: str | None, files: Sequence[str]) -> Records:
+def _open_split(
+    name: str, subset: str | None, split: str, revision: str | None, files: Sequence[str], streaming: bool
+) -> Records:
+    if streaming:
+        if files:
+            raise DataError(f"{name!r} is read from some of its files, which cannot be streamed; set streaming=false")
+        stream = _load_split(name, subset, split, revision, streaming=True)
+        return StreamedRecords(RecordStream(name, list_shards(name, stream)))
     dataset = _load_files(name, files, split, revision) if files else _load_split(name, subset, split, revision)
     if len(dataset) == 0:
         raise DataError(f"the split {split!r} of the dataset {name!r} has no rows")
     return DatasetRecords(name, dataset)
 
 
-def _load_split(name: str, subset: str | None, split: str, revision: str | None) -> Any:
+def _load_split(name: str, subset: str | None, split: str, revision: str | None, *, streaming: bool = False) -> Any:
     import datasets  # type: ignore[import-untyped,unused-ignore]
 
     copy = find_copy(name, revision)
@@ -120,8 +140,8 @@ def _load_split(name: str, subset: str | None, split: str, revision: str | None)
         if is_url(name):
             loader = URL_LOADERS.get(Path(name).suffix, "json")
             kept = {"keep_default_na": False} if loader == "csv" else {}  # "None" and "NA" are texts, such as options of MMLU
-            return datasets.load_dataset(loader, data_files=path, split=split, **kept)
-        parts = [datasets.load_dataset(path, each, split=split, revision=revision) for each in subsets]
+            return datasets.load_dataset(loader, data_files=path, split=split, streaming=streaming, **kept)
+        parts = [datasets.load_dataset(path, each, split=split, revision=revision, streaming=streaming) for each in subsets]
         return datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
     except Exception as error:  # datasets raises many classes; their messages list the splits or subsets
         why = error if copy is None else f"in its local copy {copy}, {error}"

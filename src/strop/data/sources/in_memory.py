@@ -87,13 +87,13 @@ def open_rows(rows: Any) -> Records:
     """
     if isinstance(rows, Records):
         return rows
-    if not (_is_dataset(rows) or (isinstance(rows, Sequence) and not isinstance(rows, str | bytes))):
+    if not (is_dataset(rows) or (isinstance(rows, Sequence) and not isinstance(rows, str | bytes))):
         raise DataError(
             f"rows is of the type {type(rows).__name__}; pass a list of dicts or a datasets.Dataset{_suggest_rows(rows)}"
         )
     if len(rows) == 0:
         raise DataError("rows is empty; a dataset needs at least one row")
-    if _is_dataset(rows):
+    if is_dataset(rows):
         return DatasetRecords(_name_rows(rows), rows)
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -101,7 +101,7 @@ def open_rows(rows: Any) -> Records:
     return ListRecords(_name_rows(rows), rows)
 
 
-def _is_dataset(rows: Any) -> bool:
+def is_dataset(rows: Any) -> bool:
     """Whether this is a ``datasets.Dataset``; whoever has one has imported the library."""
     library = sys.modules.get("datasets")
     return library is not None and isinstance(rows, library.Dataset)
@@ -112,7 +112,7 @@ def _suggest_rows(rows: Any) -> str:
         case "DatasetDict":
             return f": one of its splits {sorted(rows)}"
         case "IterableDataset":
-            return ", which can be read by index: list(rows.take(1000)) are its first 1000 rows"
+            return "; set streaming=True to read it in order, or pass list(rows.take(1000)), its first 1000 rows"
         case "DataFrame":
             return ": rows.to_dict('records')"
     return ""

@@ -78,6 +78,14 @@ def _leave_out(peek: Peek, conditions: Sequence[Condition]) -> Peek:
     return Peek(FirstRecords(peek.records.name, [peek.records[index] for index in kept], locations), None)
 
 
+def is_on_this_machine(name: str) -> bool:
+    """Return whether the split of a built-in set that is reported has a local copy, or is in the cache of ``datasets``."""
+    builtin = BUILTIN_DATASETS[name]
+    if find_copy(builtin.hub, builtin.revision) is not None:
+        return True
+    return _find_cached(builtin.hub, builtin.subset, builtin.splits.choose("evaluation")) is not None
+
+
 def format_rows(name: str | None) -> str:
     """Format the number of rows of a local file; empty for other data and for a file that cannot be read."""
     if name is None or name in BUILTIN_DATASETS or not is_local(name):

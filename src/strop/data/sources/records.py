@@ -21,6 +21,7 @@ class Records(Sequence[Record]):
 
     name: str
     uniform: bool = False  # every record has the columns and types of the first
+    lenient: bool = False  # errors are raised when a record is read, not when the data is opened
 
     @abstractmethod
     def read_record(self, index: int) -> Record: ...

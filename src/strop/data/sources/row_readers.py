@@ -10,6 +10,7 @@ from typing import Any
 from strop.data.builtin.builtin_dataset import BuiltinDataset, Condition
 from strop.data.sources.in_memory import ListRecords
 from strop.data.sources.records import DataError, Record, Records, get_text
+from strop.data.sources.streaming.streamed import StreamedRecords
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,10 @@ def read_rows(builtin: BuiltinDataset, records: Records) -> Records:
     """Return the records as the entry's ``row_reader`` reads them: as many with further columns, or others in their place."""
     if builtin.row_reader is None:
         return records
+    if isinstance(records, StreamedRecords):
+        raise DataError(
+            f"the rows of {records.name} are read in another form than they have, so they cannot be streamed; set streaming=false"
+        )
     if builtin.row_reader == "conversation_trees":
         conversations = [each for index in range(len(records)) for each in _cut_tree(records, index)]
         if not conversations:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import BuiltinDataset, Choices, Purpose
@@ -17,14 +17,29 @@ from strop.data.data_config import DataEntryConfig
 from strop.data.messages import get_prompt_text, get_text_or_messages, last_message_text
 from strop.data.prompt_template import AUTO_PROMPT, PromptTemplate, parse_prompt_template, read_text_file
 from strop.data.sources.choices import read_choices
+from strop.data.sources.dataset_class import (
+    call_dataset_class,
+    choose_arguments,
+    choose_split,
+    find_dataset_class,
+    is_dataset_class,
+    open_made_rows,
+)
 from strop.data.sources.files import FILE_SUFFIXES, is_url, open_file
 from strop.data.sources.in_memory import open_rows
 from strop.data.sources.records import DataError, Record, Records, get_text, has_key
-from strop.data.sources.row_readers import read_rows, select_rows
-from strop.data.sources.split import split_by_question
+from strop.data.sources.row_readers import keeps_row, read_rows, select_rows
+from strop.data.sources.split import is_held_out, split_by_question
+from strop.data.sources.streaming.base import StreamedRecord
+from strop.data.sources.streaming.blocks import StreamBlocks
+from strop.data.sources.streaming.file_shards import find_shards, is_pattern
+from strop.data.sources.streaming.iterable_shards import list_shards
+from strop.data.sources.streaming.record_stream import RecordStream
+from strop.data.sources.streaming.streamed import Streamed, StreamedRecords
 from strop.types import Message
 from strop.user_code import suggest_names
 
+T = TypeVar("T")
 Part = Literal["train", "validation"]  # of the entry that ``split_validation_size`` divides
 
 log = logging.getLogger(__name__)
@@ -54,7 +69,10 @@ class DataSource:
     Environments that generate their tasks use ``size``, ``seed``, ``part`` and the prompt options.
     """
 
-    dataset_name: str | None = None  # a .jsonl/.json/.csv/.parquet/.arrow file, a built-in name, or OWNER/NAME on the hub
+    dataset_name: str | None = None  # a .jsonl/.json/.csv/.parquet/.arrow file, a built-in name, OWNER/NAME on the hub, or code
+    dataset_kwargs: Mapping[str, Any] = field(
+        default_factory=dict, hash=False
+    )  # arguments of a class or function that makes rows
     rows: Sequence[Record] | None = field(default=None, repr=False)  # in its place: a list of dicts, or a datasets.Dataset
     rows_of: BuiltinDataset | None = field(default=None, repr=False)  # the built-in set whose rows these are, some of them
     subset: str | None = None  # the hub's configuration name
@@ -83,6 +101,11 @@ class DataSource:
     split_validation_size: float = 0.0  # rows to hold out: below 1 a fraction, from 1 on a number
     part: Part | Literal["all"] = "all"  # of the validation split
     purpose: Purpose = "train"  # chooses the split of a built-in set
+    streaming: bool = False
+    shuffle_buffer: int = 10_000  # rows of a block of a stream
+    shuffle: bool = False  # a stream, within its blocks, and its shards
+    in_memory: bool = False  # of a stream, the first ``size`` rows, which are read once
+    opened: tuple[BuiltinDataset, Records] | None = field(default=None, repr=False, compare=False)  # by strop data check
 
     def __post_init__(self) -> None:
         if self.dataset_name is not None and self.rows is not None:
@@ -105,27 +128,32 @@ class DataSource:
             raise DataError(f"split_validation_size is {self.split_validation_size}; it must be 0 (off) or positive")
 
     @classmethod
-    def from_entry(cls, entry: DataEntryConfig, *, seed: int, part: Part, purpose: Purpose | None = None) -> DataSource:
+    def from_entry(
+        cls, entry: DataEntryConfig, *, seed: int, part: Part, purpose: Purpose | None = None, shuffle: bool = False
+    ) -> DataSource:
         """Return the source of an entry's rows: of one ``part`` if the entry holds out a validation split, else of all of them.
 
         Generated tasks, which have no rows to split, always belong to one part.
 
         ``seed``: of the run, for an entry without its own. ``purpose``: by default that of the part; both parts of an entry that is
-        split come from what is trained on.
+        split come from what is trained on. ``shuffle``: what is streamed; other data is shuffled by whoever reads it.
         """
         generated = entry.dataset_name is None and entry.rows is None
-        keys = {field.name for field in fields(cls)} - {
-            "rows_of",
-            "seed",
-            "part",
-            "purpose",
-        }  # all others are keys of an entry, too
+        others = {"rows_of", "seed", "part", "purpose", "shuffle", "in_memory", "opened"}
+        keys = {field.name for field in fields(cls)} - others  # all others are keys of an entry, too
         return cls(
             **{key: getattr(entry, key) for key in keys},
             seed=seed if entry.seed is None else entry.seed,
             part=part if entry.split_validation_size or generated else "all",
             purpose="train" if entry.split_validation_size else purpose or part,
+            shuffle=shuffle,
+            in_memory=part == "validation",
         )
+
+    @property
+    def is_made_by_code(self) -> bool:
+        """Whether a class or a function of the user makes the rows."""
+        return self.dataset_name is not None and is_dataset_class(self.dataset_name)
 
     @property
     def held_out(self) -> bool:
@@ -149,33 +177,89 @@ class DataSource:
     def load_rows(self, *, needs_answers: bool = True) -> Sequence[Row]:
         """Return the rows, read lazily. Raises DataError for invalid data; answers may be missing if ``needs_answers`` is false."""
         builtin, records = self.open_records()
-        if self.messages_key is not None and has_key(records[0], f"{self.messages_key}.1"):
-            return replace(  # a conversation of a question and its answer
-                self,
-                input_key=f"{self.messages_key}.0.content",
-                output_key=f"{self.messages_key}.1.content",
-                messages_key=None,
-            ).load_rows(needs_answers=needs_answers)
-        input_key = self.input_key or _find_column(records, "input_key", builtin.input_key, ("prompt",))
-        output_key = self.output_key or _find_column(records, "output_key", builtin.output_key, ("solution", "completion"))
-        has_answers = needs_answers or self.output_key is not None or has_key(records[0], output_key)
+        own_input, own_output = self.input_key, self.output_key
+        if (messages := self._find_messages(records)) is not None and has_key(records[0], f"{messages}.1"):
+            own_input, own_output = f"{messages}.0.content", f"{messages}.1.content"  # of a question and its answer
+        input_key = own_input or _find_column(records, "input_key", builtin.input_key, ("prompt",))
+        output_key = own_output or _find_column(records, "output_key", builtin.output_key, ("solution", "completion"))
+        has_answers = needs_answers or own_output is not None or has_key(records[0], output_key)
         if not has_answers and output_key:
             _warn_once(
                 f"{records.name} has no column {output_key!r}: task.answer is empty; set output_key to the reference answer"
             )
-        indices = select_rows(builtin, records)
-        rows = Rows(
-            records=records,
-            indices=self.select_records(indices, lambda: records.iter_column(input_key, "input_key", get_prompt_text, indices)),
-            repeat=self.repeat,
+        reader = RowReader(
             input_key=input_key,
             output_key=output_key if has_answers else None,
             answer_marker=builtin.answer_marker,
             choices=builtin.choices,
             choices_seed=self.seed if self.shuffle_choices else None,
         )
+        if isinstance(records, StreamedRecords):
+            return self.stream(
+                records,
+                lambda record, _: reader.read(record.read(), record.id, record.where),
+                lambda record: get_prompt_text(record.read(), input_key, "input_key", record.where),
+                (lambda record: keeps_row(builtin.keep, record.read())) if builtin.keep else None,
+            )
+        indices = select_rows(builtin, records)
+        rows = Rows(
+            records=records,
+            indices=self.select_records(indices, lambda: records.iter_column(input_key, "input_key", get_prompt_text, indices)),
+            repeat=self.repeat,
+            reader=reader,
+        )
         validate_rows(rows, len(rows.indices), records)
         return rows
+
+    def stream(
+        self,
+        records: StreamedRecords,
+        make: Callable[[StreamedRecord, int], T],
+        question: Callable[[StreamedRecord], str],
+        is_example: Callable[[StreamedRecord], bool] | None = None,
+    ) -> Sequence[T]:
+        """Return what is made of each record of this part, at most ``size`` in an epoch. Raises DataError if the first is invalid.
+
+        ``question(record)`` returns that of a record, by which it is held out or not; ``is_example``: which records count.
+        """
+
+        def keep(record: StreamedRecord) -> bool:
+            try:
+                if is_example is not None and not is_example(record):
+                    return False
+                held_out = divided and is_held_out(question(record), self.split_validation_size, self.seed)
+            except DataError:  # is raised again, and counted, when its turn to be trained on comes
+                held_out = False
+            return not divided or held_out == (self.part == "validation")
+
+        divided = self.part != "all" and self.split_validation_size > 0
+        if self.in_memory and self.size is None:
+            raise DataError(f"{records.name} is streamed, and all of its rows would be read into memory here; set size")
+        if divided and self.split_validation_size >= 1:
+            raise DataError(
+                f"split_validation_size is {self.split_validation_size:g}, but {records.name} is streamed; set a fraction below 1"
+            )
+        blocks = StreamBlocks(
+            records.stream,
+            rows=self.shuffle_buffer,
+            seed=self.seed if self.shuffle else None,
+            keep=keep if divided or is_example is not None else None,
+            limit=self.size,
+            copies=self.repeat,
+        )
+        items = Streamed(blocks, make)
+        if is_example is None or is_example(records.first):
+            make(records.first, 0)
+        return items.read_epoch() if self.in_memory else items
+
+    def _find_messages(self, records: Records) -> str | None:
+        """Return the column of conversations that rows are read from.
+
+        A class of data sets, which may have read ``input_key`` itself, need not name it."""
+        if self.messages_key is not None or not self.is_made_by_code:
+            return self.messages_key
+        columns = ("problem", "prompt") if self.input_key is None else (self.input_key,)
+        return None if any(has_key(records[0], key) for key in columns) else "messages"
 
     def select_records(self, indices: Sequence[int], questions: Callable[[], Iterable[str]]) -> Sequence[int]:
         """Select the records of this part from ``indices``, at most ``size``. ``questions()`` yields the question of each."""
@@ -184,18 +268,39 @@ class DataSource:
             indices = [indices[index] for index in (train if self.part == "train" else validation)]
         return indices[: self.size]
 
+    def _open_made_rows(self, name: str) -> Records:
+        """Open the rows that a class or a function makes. What is held out of them is chosen here, by the question."""
+        made = call_dataset_class(name, self._list_keys(), self.dataset_kwargs, self.purpose)
+        if self.streaming:
+            return StreamedRecords(RecordStream(name, list_shards(name, choose_split(name, made, self.split, self.purpose))))
+        return open_made_rows(name, made, self.split, self.purpose)
+
+    def check_arguments(self) -> None:
+        """Raise DataError if the class or the function that makes the rows cannot be imported, or not be called with these keys."""
+        name = str(self.dataset_name)
+        choose_arguments(name, find_dataset_class(name), self._list_keys(), self.dataset_kwargs, self.purpose)
+
+    def _list_keys(self) -> dict[str, Any]:
+        """Return the keys of the entry that code which makes rows may have parameters for."""
+        ours = ("shuffle", "in_memory", "dataset_kwargs", "rows", "part", "purpose", "split_validation_size", "repeat", "opened")
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ours}
+
     def open_records(self) -> tuple[BuiltinDataset, Records]:
         """Open the dataset. Return the defaults of its name, and its records. Raises DataError."""
+        if self.opened is not None:
+            return self.opened
         if self.rows is not None:
             builtin = self.rows_of or BuiltinDataset("")
-            return builtin, read_rows(builtin, open_rows(self.rows))
+            return builtin, read_rows(builtin, self._open_rows(self.rows))
         name = self.dataset_name
         if name is None:
             raise DataError("dataset_name is not set, but a dataset is needed here; set it to a file or a dataset of the hub")
         if name in BUILTIN_DATASETS:
             builtin = BUILTIN_DATASETS[name]
-        elif is_local(name):
-            return BuiltinDataset(""), open_file(Path(name))
+        elif is_local(name) or (self.streaming and is_pattern(name)):
+            return BuiltinDataset(""), self._open_file(name)
+        elif is_dataset_class(name):
+            return BuiltinDataset(""), self._open_made_rows(name)
         else:
             check_hub_name(name)
             builtin = BuiltinDataset(name)
@@ -203,7 +308,14 @@ class DataSource:
 
         split = self.split or builtin.splits.choose(self.purpose)
         subset, revision = self.subset or builtin.subset, self.revision or builtin.revision
-        return builtin, read_rows(builtin, open_hub(builtin.hub, subset, split, revision, choose_files(builtin, subset)))
+        files = choose_files(builtin, subset)
+        return builtin, read_rows(builtin, open_hub(builtin.hub, subset, split, revision, files, streaming=self.streaming))
+
+    def _open_rows(self, rows: Any) -> Records:
+        return StreamedRecords(RecordStream("rows", list_shards("rows", rows))) if self.streaming else open_rows(rows)
+
+    def _open_file(self, name: str) -> Records:
+        return StreamedRecords(RecordStream(name, find_shards(name))) if self.streaming else open_file(Path(name))
 
 
 def is_local(name: str) -> bool:
@@ -229,6 +341,8 @@ def check_hub_name(name: str) -> None:
 
 def validate_rows(rows: Sequence[object], count: int, records: Records) -> None:
     """Read the first ``count`` rows, or only one of uniform records, so that errors in them are raised before the run starts."""
+    if records.lenient:
+        return
     for index in range(1 if records.uniform else count):
         rows[index]
 
@@ -260,11 +374,7 @@ class Rows(Sequence[Row]):
     records: Records
     indices: Sequence[int]
     repeat: int
-    input_key: str
-    output_key: str | None  # None: without answers
-    answer_marker: str | None
-    choices: Choices | None = None
-    choices_seed: int | None = None  # None: the options stay in order
+    reader: RowReader
 
     def __len__(self) -> int:
         return len(self.indices) * self.repeat
@@ -277,7 +387,22 @@ class Rows(Sequence[Row]):
         if isinstance(position, slice):
             return [self[i] for i in range(*position.indices(len(self)))]
         index = self.indices[range(len(self))[position] % len(self.indices)]
-        record, where = self.records[index], self.records.location(index)
+        # The id is the position in the unsplit data: the same in every run.
+        return self.reader.read(self.records[index], f"{self.records.name}:{index}", self.records.location(index))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowReader:
+    """Reads a row from the columns of a record."""
+
+    input_key: str
+    output_key: str | None  # None: without answers
+    answer_marker: str | None
+    choices: Choices | None = None
+    choices_seed: int | None = None  # None: the options stay in order
+
+    def read(self, record: Record, id: str, where: str) -> Row:
+        """Return the row of a record. Raises DataError."""
         answer = "" if self.output_key is None else get_text(record, self.output_key, "output_key", where)
         if self.answer_marker is not None:
             answer = answer.rpartition(self.answer_marker)[2].strip()
@@ -287,5 +412,4 @@ class Rows(Sequence[Row]):
         if self.choices is not None and isinstance(prompt, str):
             prompt, answer, shown = read_choices(self.choices, record, prompt, answer, where, self.choices_seed)
             record = {**record, "choices": shown}
-        # The id is the position in the unsplit data: the same in every run.
-        return Row(id=f"{self.records.name}:{index}", prompt=prompt, answer=answer, metadata=dict(record))
+        return Row(id=id, prompt=prompt, answer=answer, metadata=dict(record))

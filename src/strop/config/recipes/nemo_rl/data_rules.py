@@ -15,6 +15,7 @@ from strop.config.recipes.rules import Rule, Unused, is_switched_off
 from strop.config.source.yaml_source import get_at
 from strop.data.data_config import DataEntryConfig
 from strop.data.prompt_template import AUTO_PROMPT
+from strop.data.sources.dataset_class import is_dataset_class
 
 PROMPT = "prompt_file, the system prompt and the chat template make a prompt of a question, as it does"
 PROCESSORS = {
@@ -33,7 +34,9 @@ ANSWERS_ARE_NOT_SHOWN = (
     "response into the prompt, too, for the policy to go on after it"
 )
 SEPARATE_SYSTEM_PROMPT = ("math_data_processor", "multichoice_qa_processor")
+CUSTOM_LOADER = "data.custom_dataloader"
 EXAMPLE_DATALOADER = "example_custom_dataloader"
+CHOOSING_DATALOADER = "example_custom_dataloader_with_chosen_task"
 
 
 def translate_entries(recipe: Recipe) -> None:
@@ -66,8 +69,7 @@ def translate_entries(recipe: Recipe) -> None:
 
 
 def _is_own_name(name: Any) -> bool:
-    foreign = not isinstance(name, str) or "${" in name or name in DATASET_FORMATS
-    return not foreign and not _describe_class(name)
+    return isinstance(name, str) and "${" not in name and name not in DATASET_FORMATS
 
 
 def _list_entries(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -114,9 +116,8 @@ def _translate_dataset(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> No
         return
     if kind := DATASET_FORMATS.get(str(name)):
         _name_path(recipe, key, str(name), kind, entry)
-    elif why := _describe_class(name):
-        fix = f"Write the rows to a file, such as rows.jsonl, and set {key}.dataset_name=rows.jsonl."
-        recipe.refuse(_place(recipe, key, "dataset_name"), f"found {name!r:.80}, but {why}", fix)
+    elif is_dataset_class(str(name)):
+        _pass_arguments(recipe, key, str(name), entry)
     elif path is not None and name is None:
         recipe.rename(_place(recipe, key, "data_path"), f"{key}.dataset_name", path)
     else:
@@ -153,6 +154,15 @@ def _read_whole_answers(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> N
         recipe.set(f"{key}.{own}", value, because=f"{key}.extract_answer")
     recipe.note(f"{key}.extract_answer", Effect.RENAMED, f"{key}.dataset_name=openai/gsm8k here, whose answers are read whole")
     recipe.drop(f"{key}.extract_answer")
+
+
+def _pass_arguments(recipe: Recipe, key: str, name: str, entry: Mapping[str, Any]) -> None:
+    """Hand every key that only a user's class can know to the class, as NeMo-RL does."""
+    for option in [option for option in entry if option != "processor" and not recipe.is_own_key(f"{key}.{option}")]:
+        recipe.set(f"{key}.dataset_kwargs.{option}", entry[option], because=_place(recipe, key, option))
+        recipe.note(_place(recipe, key, option), Effect.RENAMED, f"{key}.dataset_kwargs.{option} here, an argument of {name}")
+        recipe.drop(f"{key}.{option}")
+        recipe.drop(f"data.default.{option}")
 
 
 def _name_path(recipe: Recipe, key: str, name: str, kind: DatasetFormat, entry: Mapping[str, Any]) -> None:
@@ -202,31 +212,56 @@ def translate_preference_validation(recipe: Recipe) -> None:
 
 
 def translate_dataloaders(recipe: Recipe) -> None:
-    """Several data loaders: as many tasks of each entry in a step, which is what equal weights are."""
-    loader, number = "data.custom_dataloader", "data.num_prompts_per_dataloader"
-    switch = "data.use_multiple_dataloader"
+    """Several data loaders: so many tasks of each entry in a step, and each entry has an order and epochs of its own."""
+    loader, number, switch = CUSTOM_LOADER, "data.num_prompts_per_dataloader", "data.use_multiple_dataloader"
     if not recipe.is_set(switch):
         return
     entries = recipe.value("data.train")
-    unweighted = isinstance(entries, list) and len(entries) > 1 and not any(entry.get("weight") for entry in entries)
     if not recipe.value(switch):
-        if unweighted:
+        if isinstance(entries, list) and len(entries) > 1 and not any(entry.get("weight") for entry in entries):
             for index in range(len(entries)):
                 recipe.set(f"data.train.{index}.weight", None, because=switch)
         for key in (switch, loader, number):
             recipe.unused_if_set(key, "the entries of data.train are joined, and a larger one has a larger share")
         return
-    name = str(recipe.value(loader, ""))
-    if name.rpartition(".")[2] != EXAMPLE_DATALOADER:
-        recipe.refuse(
-            loader if recipe.is_set(loader) else switch,
-            f"found {name or True!r:.80}, but which entry a task is of is drawn by weight, not by code",
-            "Set data.train.N.weight of each entry, and data.use_multiple_dataloader=false.",
-        )
+    if str(recipe.value(loader, "")).rpartition(".")[2] == EXAMPLE_DATALOADER:
+        _set_quotas(recipe, entries, number, switch)
     else:
-        recipe.note(switch, Effect.RENAMED, "equal weights of the entries of data.train say it here")
+        _refuse_loader(recipe, loader if recipe.is_set(loader) else switch)
     for key in (switch, loader, number):
         recipe.drop(key)
+
+
+def _set_quotas(recipe: Recipe, entries: Any, number: str, switch: str) -> None:
+    quota = recipe.value(number)
+    if quota is None:
+        fix = "Set it to the tasks of each entry in a step."
+        return recipe.refuse(switch, f"found true, but {number} is not set, which says how many tasks each loader gives", fix)
+    several = isinstance(entries, list) and len(entries) > 1
+    for index in range(len(entries) if isinstance(entries, list) else 1):
+        recipe.set(f"data.train.{index}.prompts_per_step" if several else "data.train.prompts_per_step", quota, because=number)
+    recipe.note(number, Effect.RENAMED, f"prompts_per_step={quota} of each entry of data.train")
+    note = "the entries of data.train take turns within a step, and the last tasks of an entry's epoch are not left out"
+    recipe.note(switch, Effect.RENAMED, note)
+    for epochs in (f"{section}.max_num_epochs" for section in ("grpo", "ppo", "distillation")):
+        if recipe.value(epochs) is not None:
+            recipe.set(epochs, None, because=switch)
+            recipe.note(epochs, Effect.CHANGED, "null here: with several data loaders NeMo-RL ends after max_num_steps alone")
+
+
+def _refuse_loader(recipe: Recipe, key: str) -> None:
+    name = str(recipe.value(CUSTOM_LOADER, ""))
+    why = "it joins batches of NeMo-RL out of iterators, and has no position to continue from"
+    if not name:
+        why = "data.custom_dataloader is not set, without which NeMo-RL does not run either"
+    elif name.rpartition(".")[2] == CHOOSING_DATALOADER:
+        why = "it is told by a changed training loop of which entries a step is (set_records)"
+    recipe.refuse(
+        key,
+        f"found {name or True!r:.80}, but which entry a task is of is drawn by weight, not by code: {why}",
+        "Set data.use_multiple_dataloader=false and data.train.N.prompts_per_step or weight of each entry, or write a class that chooses "
+        "among the tasks of an entry, data.curriculum.name=file.py:Class.",
+    )
 
 
 def drop_stray_keys(recipe: Recipe) -> None:
@@ -276,13 +311,6 @@ def _is_missing_path(value: str, *, template: bool) -> bool:
         return (not template or value.endswith(".jinja")) and "\n" not in value and not Path(value).is_file()
     except (OSError, ValueError):  # a name that no file can have
         return False
-
-
-def _describe_class(name: Any) -> str:
-    """Why an importable class of a data set is refused; empty for other names."""
-    parts = str(name).split(".")
-    is_class = len(parts) > 1 and all(part.isidentifier() for part in parts) and parts[-1][:1].isupper()
-    return "a class of NeMo-RL's data sets cannot be loaded here" if is_class else ""
 
 
 def _place(recipe: Recipe, key: str, option: str) -> str:

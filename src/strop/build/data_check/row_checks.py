@@ -1,0 +1,306 @@
+"""Look at rows one by one: their tokens, their template, their texts. This is what worker processes do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from strop.build.data_check.data_report import MOST_EXAMPLES, DataKind, FaultyRow
+from strop.data.folded_text import fold_text
+from strop.data.messages import first_reply_index
+from strop.data.overlap import Overlap, QuestionIndex
+from strop.data.recorded.examples import Conversation, Preference, UnpairedPreference
+from strop.models.chat_template import ChatTemplate
+from strop.rollouts.recorded import demonstration_group, preference_group, unpaired_preference_group
+from strop.rollouts.recorded_tokens import RecordedRules
+from strop.types import Group, Message, Messages, Rollout, Task
+from strop.user_code import describe_error
+
+NO_LIMIT = 1 << 40
+MOST_REASONS = 8  # of one check in one entry that are reported apart
+LONGEST_TEXT = 120  # characters of an example
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_DAMAGED = re.compile(
+    "\ufffd|\u00e2\u20ac[\u2122\u0153\u009d\u201c\u201d\u02dc]|\u00c3[\u00a9\u00a8\u00bc\u00b6\u00a4\u00b1\u00a7\u00a0]"
+)
+_NUMBERS = re.compile(r"\d+")
+_EXAMPLE = re.compile(r"^example '.*?': \w+: ", re.DOTALL)
+_STEP_BY_STEP = ("user", "assistant")
+
+
+@dataclass(frozen=True)
+class CheckedRow:
+    """A row on its way to a worker process."""
+
+    position: int
+    location: str
+    question: str
+    answer: str
+    prompt: Messages = ()  # of a rollout
+    example: Task | None = None  # recorded
+    thorough: bool = False  # its template is looked at, too
+
+
+@dataclass
+class Faults:
+    """Faulty rows by check and reason: how many, and the first of them."""
+
+    found: dict[tuple[str, str], tuple[str, int, list[FaultyRow]]] = field(default_factory=dict)
+
+    def add(self, check: str, reason: str, location: str, text: str = "", count: int = 1) -> None:
+        key = (check, _NUMBERS.sub("#", reason)[:200])
+        if key not in self.found and sum(known == check for known, _ in self.found) >= MOST_REASONS:
+            key = (check, "")
+            reason = "other reasons"
+        said, before, examples = self.found.get(key, (reason, 0, []))
+        if len(examples) < MOST_EXAMPLES:
+            examples.append(FaultyRow(location, shorten_text(text)))
+        self.found[key] = (said, before + count, examples)
+
+    def merge(self, other: Faults) -> None:
+        for (check, _), (reason, count, examples) in other.found.items():
+            for number, example in enumerate(examples):
+                self.add(check, reason, example.location, example.text, count - len(examples) + 1 if number == 0 else 1)
+
+    def __iter__(self) -> Iterator[tuple[str, str, int, tuple[FaultyRow, ...]]]:
+        return ((check, reason, count, tuple(examples)) for (check, _), (reason, count, examples) in self.found.items())
+
+
+def shorten_text(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST_TEXT else f"{line[:LONGEST_TEXT]}..."
+
+
+@dataclass
+class RowsChecked:
+    """What was found of some rows of one entry. Texts are kept as digests."""
+
+    positions: list[int] = field(default_factory=list)
+    usable: list[bool] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)  # tokens; -1: unknown
+    completion: list[int] = field(default_factory=list)
+    whole: list[int] = field(default_factory=list)  # digests: of the example without case, marks and white space,
+    exact: list[int] = field(default_factory=list)  # as it stands,
+    question: list[int] = field(default_factory=list)  # of its prompt,
+    subject: list[int] = field(default_factory=list)  # of what is judged or asked; 0: nothing,
+    target: list[int] = field(default_factory=list)  # and of the judgement or the answer
+    faults: Faults = field(default_factory=Faults)
+    overlaps: list[Overlap] = field(default_factory=list)
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns as arrays, which are sent to the other process as they are."""
+        kinds = {"positions": np.int64, "usable": np.bool_, "prompt": np.int32, "completion": np.int32}
+        names = ("positions", "usable", "prompt", "completion", "whole", "exact", "question", "subject", "target")
+        return {name: np.array(getattr(self, name), dtype=kinds.get(name, np.uint64)) for name in names}
+
+
+@dataclass(frozen=True)
+class RowChecker:
+    """Everything that a worker process needs to look at the rows of one entry."""
+
+    kind: DataKind
+    template: ChatTemplate | None  # None: tokens are not counted
+    rules: RecordedRules | None  # of recorded data
+    limit: int | None  # tokens of a prompt, or of a whole recorded example
+    limit_keys: str
+    needs_answer: bool
+    index: QuestionIndex | None  # of evaluation questions
+
+    def check(self, rows: Sequence[CheckedRow]) -> RowsChecked:
+        found = RowsChecked()
+        for row in rows:
+            try:
+                usable, lengths = self._check_row(row, found.faults)
+            except Exception as error:  # chat templates may raise anything
+                usable, lengths = False, (-1, -1)
+                found.faults.add("template", describe_error(error), row.location, row.question)
+            found.positions.append(row.position)
+            found.usable.append(usable)
+            found.prompt.append(lengths[0])
+            found.completion.append(lengths[1])
+            _add_digests(row, found)
+        if self.index is not None:
+            texts = ((row.location, "\n".join(_list_texts(row))) for row in rows)
+            found.overlaps = list(self.index.search(texts))
+        return found
+
+    def _check_row(self, row: CheckedRow, faults: Faults) -> tuple[bool, tuple[int, int]]:
+        conversations = _list_conversations(row)
+        usable = self._check_texts(row, conversations, faults)
+        for messages in () if _is_raw_text(row) else conversations[:1]:
+            for reason in _find_odd_roles(messages):
+                faults.add("roles", reason, row.location, row.question)
+        if self.template is None:
+            return usable, (-1, -1)
+        if row.thorough and not _is_raw_text(row):
+            for messages in conversations:
+                self._check_rendering(row, messages, faults)
+        if row.example is None:
+            length = len(self.template.encode_prompt(row.prompt))
+            return self._fits(row, length, faults) and usable, (length, -1)
+        group = self._make_group(row.example)
+        if group.errors:
+            faults.add("template", _EXAMPLE.sub("", group.errors[0]), row.location, row.question)
+            return False, (-1, -1)
+        longest = max(group.rollouts, key=lambda rollout: rollout.length)
+        if not all(self._ends(rollout) for rollout in group.rollouts):
+            faults.add("no_stop", "the last reply does not end with a stop token", row.location, row.question)
+        fits = self._fits(row, longest.length, faults)
+        return fits and usable, (len(longest.prompt), longest.sampled_tokens)
+
+    def _fits(self, row: CheckedRow, length: int, faults: Faults) -> bool:
+        if self.limit is None or length <= self.limit:
+            return True
+        what = "the prompt has" if row.example is None else "it has"
+        faults.add(
+            "too_long",
+            f"{what} more than {self.limit} tokens ({self.limit_keys})",
+            row.location,
+            f"{length} tokens: {row.question}",
+        )
+        return False
+
+    def _make_group(self, example: Task) -> Group:
+        assert self.template is not None and self.rules is not None
+        rules = replace(self.rules, max_length=NO_LIMIT)  # compared here, so that the lengths of long ones are known
+        match example:
+            case Conversation():
+                return demonstration_group(0, "", example, self.template, rules)
+            case Preference():
+                return preference_group(0, "", example, self.template, rules)
+            case UnpairedPreference():
+                return unpaired_preference_group(0, "", example, example, self.template, rules)
+        raise TypeError(f"{type(example).__name__} is no recorded example")
+
+    def _ends(self, rollout: Rollout) -> bool:
+        assert self.template is not None and self.rules is not None
+        stops = self.rules.stop_ids or (self.template.tokenizer.eos_token_id,)
+        return bool(len(rollout.turns)) and int(rollout.turns[-1].tokens[-1]) in stops
+
+    def _check_texts(self, row: CheckedRow, conversations: Sequence[Messages], faults: Faults) -> bool:
+        """Look for empty and damaged texts. Return whether the row can be used."""
+        usable = True
+        contents = [message.content for messages in conversations for message in messages]
+        prompts = contents if row.example is None or _is_raw_text(row) else _list_prompt_texts(row.example)
+        if not any(content.strip() for content in prompts):
+            faults.add("empty", "the prompt is empty", row.location, row.answer)
+            usable = False
+        if row.example is None and self.needs_answer and not row.answer.strip():
+            faults.add("answer", "there is no reference answer", row.location, row.question)
+            usable = False
+        for message in (message for messages in conversations for message in messages if row.example is not None):
+            if message.role == "assistant" and not (message.content.strip() or message.tool_calls or message.reasoning):
+                faults.add("empty", "a reply is empty", row.location, row.question)
+                usable = False
+                break
+        text = "\n".join(contents if row.example is not None else [*contents, row.answer])
+        if text.isascii() and text.isprintable():
+            return usable
+        if control := _CONTROLS.search(text):
+            faults.add(
+                "encoding", f"it has the control character {control[0]!r}", row.location, text[max(control.start() - 40, 0) :]
+            )
+        if damaged := _DAMAGED.search(text):
+            where = text[max(damaged.start() - 40, 0) :]
+            faults.add("encoding", "it has characters that a wrong decoding leaves behind", row.location, where)
+        return usable
+
+    def _check_rendering(self, row: CheckedRow, messages: Messages, faults: Faults) -> None:
+        """Look for texts of messages that the chat template drops or changes."""
+        assert self.template is not None
+        rendered = self.template.render_conversation(messages, tools=getattr(row.example, "tools", ()))
+        for message in messages:
+            if message.content.strip() not in rendered:
+                reason = f"the chat template drops or rewrites the text of messages by {message.role!r}"
+                faults.add("rewritten", reason, row.location, message.content)
+                return
+
+
+def _is_raw_text(row: CheckedRow) -> bool:
+    """Whether a row is a text without a prompt, which is trained on as it stands."""
+    return getattr(row.example, "is_raw_text", False)
+
+
+def _list_conversations(row: CheckedRow) -> list[Messages]:
+    """Return the conversations of a row: its prompt, or each whole conversation of a recorded example."""
+    match row.example:
+        case None:
+            return [row.prompt]
+        case Conversation() as conversation:
+            return [conversation.messages]
+        case Preference() as pair:
+            return [(*pair.prompt, *pair.chosen), (*pair.prompt, *pair.rejected)]
+        case UnpairedPreference() as judged:
+            return [(*judged.prompt, *judged.completion)]
+        case other:
+            raise TypeError(f"{type(other).__name__} is no recorded example")
+
+
+def _list_prompt_texts(example: Task) -> list[str]:
+    messages: Sequence[Message] = (
+        example.messages[: first_reply_index(example.messages)]
+        if isinstance(example, Conversation)
+        else getattr(example, "prompt", ())
+    )
+    return [message.content for message in messages]
+
+
+def _list_texts(row: CheckedRow) -> list[str]:
+    if row.example is None:
+        return [row.question]
+    return [message.content for messages in _list_conversations(row)[:1] for message in messages]
+
+
+def _find_odd_roles(messages: Messages) -> Iterator[str]:
+    roles = [message.role for message in messages]
+    for before, after in pairwise(roles):
+        if before == after and after in _STEP_BY_STEP:
+            yield f"two messages by {after!r} follow each other"
+            break
+    if any(role == "system" for role in roles[1:]):
+        yield "a system message is not the first"
+    if roles and roles[0] == "assistant":
+        yield "the conversation begins with the assistant"
+
+
+def _add_digests(row: CheckedRow, found: RowsChecked) -> None:
+    if row.example is None:
+        asked, parts, subject, target = [row.question], [row.answer], [row.question], row.answer
+    else:
+        asked = _list_prompt_texts(row.example)
+        match row.example:
+            case Preference() as pair:
+                sides = [_join(pair.chosen), _join(pair.rejected)]
+                parts, subject, target = sides, [*asked, *sorted(sides)], sides[0]
+                if fold_text(sides[0]) == fold_text(sides[1]):
+                    reason = "chosen and rejected differ in case, marks and white space only"
+                    found.faults.add("labels", reason, row.location, sides[0])
+            case UnpairedPreference() as judged:
+                parts = [_join(judged.completion), str(judged.desirable)]
+                subject, target = [*asked, parts[0]], parts[1]
+            case _:
+                parts, subject, target = _list_texts(row)[len(asked) :], [], ""
+    normalized = _normalize(asked)
+    found.question.append(digest(normalized))
+    found.whole.append(digest(normalized + "\1" + _normalize(parts)))
+    found.exact.append(digest("\0".join([*asked, *parts])))
+    found.subject.append(digest(_normalize(subject)) if subject else 0)
+    found.target.append(digest(_normalize([target])))
+
+
+def _join(messages: Messages) -> str:
+    return "\n".join(message.content for message in messages)
+
+
+def _normalize(texts: Sequence[str]) -> str:
+    return "\0".join(map(fold_text, texts))
+
+
+def digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")

@@ -1,0 +1,50 @@
+"""How the rows of a run become tokens, without its model: tokenizer, chat template, stop tokens, limits."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from strop.build.data_check.checked_entries import CheckableConfig
+from strop.build.models import TokenizerBundle
+from strop.build.recorded_run import make_recorded_rules
+from strop.config import EvalRunConfig, RecordedRunConfig
+from strop.models.chat_template import ChatTemplate
+from strop.models.loading import ModelNotFound, load_tokenizer, read_stop_token_ids
+from strop.rollouts.recorded_tokens import RecordedRules
+
+
+@dataclass(frozen=True)
+class RowTokens:
+    template: ChatTemplate
+    rules: RecordedRules | None  # of recorded data
+    limit: int  # tokens of a prompt, or of a whole recorded example
+    limit_keys: str  # that set it
+
+
+def load_row_tokens(config: CheckableConfig) -> tuple[RowTokens | None, list[str]]:
+    """Return how rows become tokens, and what is to be said of it; None if the tokenizer is not on this machine."""
+    section: Any
+    if isinstance(config, EvalRunConfig):
+        name, section = config.generation.model_name, config.tokenizer
+        limits = {"generation.vllm_cfg.max_model_len": config.generation.max_total_sequence_length - 1}
+        limits["data.max_input_seq_length"] = config.data.max_input_seq_length
+    else:
+        name, section = config.policy.model_name, config.policy.tokenizer
+        limits = {"policy.max_total_sequence_length": config.policy.max_total_sequence_length - 1}
+        limits["data.max_input_seq_length"] = config.data.max_input_seq_length
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tokenizer = load_tokenizer(section.name or name, chat_template=section.chat_template)
+            template = ChatTemplate(tokenizer, options=section.chat_template_kwargs)
+            stops = read_stop_token_ids(name, tokenizer) if isinstance(config, RecordedRunConfig) else ()
+    except (ModelNotFound, OSError, ValueError) as error:
+        return None, [f"tokens and the chat template were not looked at: {error}"]
+    notes = list(dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, UserWarning)))
+    if isinstance(config, RecordedRunConfig):
+        rules = make_recorded_rules(config, TokenizerBundle(tokenizer, template, stops))
+        return RowTokens(template, rules, rules.max_length, "policy.max_total_sequence_length"), notes
+    key = min(limits, key=lambda each: limits[each])
+    return RowTokens(template, None, limits[key], key), notes

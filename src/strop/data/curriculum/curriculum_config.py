@@ -1,0 +1,118 @@
+"""Section ``data.curriculum``: which task of an entry is next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from strop.base_config import BaseConfig, changed_keys, subsection
+from strop.problems import Problem
+from strop.user_code import suggest_names
+
+NO_CURRICULUM = "none"
+BUILT_IN = ("difficulty", "success_rate")
+
+
+class DifficultyConfig(BaseConfig):
+    """From easy tasks to hard ones, over a number of steps."""
+
+    by: str | None = Field(
+        None,
+        description="What says how hard a task is: a column of numbers, dotted for one inside of another, or file.py:name, a function of "
+        "a task that returns a number.",
+    )
+    order: Literal["easy_to_hard", "hard_to_easy"] = Field("easy_to_hard", description="Which tasks come first.")
+    pacing: Literal["linear", "root", "step"] = Field(
+        "linear", description="How the window of tasks grows with the steps: evenly, with the square root, or in stages."
+    )
+    steps: int = Field(100, ge=1, description="When the window reaches the last task (steps).")
+    start: float = Field(0.2, gt=0, le=1, description="Window of the first step, as a share of the entry's tasks.")
+    stages: int = Field(5, ge=1, description="For pacing=step, how often the window grows (times).")
+    window: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Largest window, as a share of the entry's tasks: earlier ones leave it at the other end; null keeps them all.",
+    )
+
+
+class SuccessRateConfig(BaseConfig):
+    """Tasks that the policy solves sometimes, by its results on them."""
+
+    target: float = Field(0.5, gt=0, lt=1, description="Success rate of the tasks that are drawn most.")
+    width: float = Field(
+        0.25, gt=0, description="How fast the share of others falls: a task at rate p weighs exp(-(p - target)^2 / (2 width^2))."
+    )
+    exploration: float = Field(
+        0.25, gt=0, le=1, description="Share of the draws for tasks never seen, and for those whose rest is over."
+    )
+    smoothing: float = Field(
+        0.5, gt=0, le=1, description="Weight of a new result in a task's success rate; 1 is the last result alone."
+    )
+    solved: float = Field(0.95, gt=0, le=1, description="Success rate from which a task counts as solved, and rests.")
+    impossible: float = Field(0.05, ge=0, lt=1, description="Success rate up to which a task counts as impossible, and rests.")
+    rest: int = Field(
+        20,
+        ge=0,
+        description="How long a task rests that is solved, impossible or failed with an error, before it is tried again (steps).",
+    )
+    threshold: float | None = Field(
+        None, description="Score from which a rollout is a success; null is the score itself, between 0 and 1."
+    )
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        if not self.impossible < self.target < self.solved:
+            yield Problem(
+                f"{key}.target",
+                f"found {self.target}, which is not between {key}.impossible={self.impossible} and {key}.solved={self.solved}, so that the "
+                "tasks that are wanted most would rest",
+                "Set it between the two.",
+            )
+
+
+class CurriculumConfig(BaseConfig):
+    """The order of the training tasks of each entry; the share of an entry is its weight's."""
+
+    name: str = Field(
+        NO_CURRICULUM,
+        description="none is the shuffled order; difficulty, success_rate, or file.py:Class, a subclass of "
+        "strop.data.curriculum.base.Curriculum. Tasks are drawn with replacement then, and an epoch is as many draws as there are tasks.",
+        examples=[NO_CURRICULUM, *BUILT_IN],
+    )
+    reward: str | None = Field(
+        None,
+        description="Reward whose value is a rollout's score; null is the accuracy of the environment, else its whole reward.",
+    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Options of a class of one's own.")
+    difficulty: DifficultyConfig = subsection(DifficultyConfig)
+    success_rate: SuccessRateConfig = subsection(SuccessRateConfig)
+
+    @property
+    def enabled(self) -> bool:
+        return self.name != NO_CURRICULUM
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        if self.enabled and self.name not in BUILT_IN and ":" not in self.name:
+            yield Problem(
+                f"{key}.name",
+                f"found {self.name!r}, which is no curriculum{suggest_names(self.name, (NO_CURRICULUM, *BUILT_IN))}",
+                "Set it to one of these, or to a class as file.py:Class.",
+            )
+        if self.name == "difficulty" and self.difficulty.by is None:
+            yield Problem(
+                f"{key}.difficulty.by",
+                "found null, so that nothing says how hard a task is",
+                "Set it to a column of numbers, or to a function of a task as file.py:name.",
+            )
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        unused = [
+            changed for name in BUILT_IN if name != self.name for changed in changed_keys(f"{key}.{name}", getattr(self, name))
+        ]
+        unused += [f"{key}.reward"] if self.reward is not None and self.name in (NO_CURRICULUM, "difficulty") else []
+        unused += [f"{key}.kwargs"] if self.kwargs and self.name in (NO_CURRICULUM, *BUILT_IN) else []
+        if unused:
+            verb = "has" if len(unused) == 1 else "have"
+            yield Problem(unused[0], f"{', '.join(unused)} {verb} no effect: {key}.name is {self.name}")

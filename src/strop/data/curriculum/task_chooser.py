@@ -1,0 +1,149 @@
+"""The task of each position of the stream, chosen by curricula from results that are final.
+
+    position i is chosen from the outcomes of positions <= i - slots, seen in the order of their positions
+
+Of a stream in the order in which groups were started, at most ``slots`` - 1 groups are in flight when another one starts, so these
+outcomes are all there: which task stands where depends on the seed and the results, never on when groups finish. In other orders an
+outcome may come later; it is seen by the first choice after that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from random import Random
+from typing import Any
+
+from strop.data.curriculum.base import Choice, Curriculum, Draw, TaskOutcome
+from strop.data.interleaving import Interleaving
+from strop.data.sources.records import DataError
+from strop.sampling import mix_seed
+
+log = logging.getLogger(__name__)
+
+KEPT = 4  # times ``slots``: how long choices are kept, to be restarted, and how long an outcome is waited for
+
+
+@dataclass(frozen=True)
+class PlacedTask:
+    """The task of a position."""
+
+    entry: int
+    task: int
+    metrics: Mapping[str, float]
+
+
+class TaskChooser:
+    """Chooses (entry, task) of each position: the entry by the interleaving, the task by the curriculum of the entry."""
+
+    def __init__(
+        self,
+        name: str,
+        curricula: Sequence[Curriculum],
+        interleaving: Interleaving,
+        *,
+        seed: int,
+        slots: int,
+        groups_per_step: int,
+    ) -> None:
+        """``name`` is the curriculum's in the configuration; ``slots`` are those of the stream."""
+        self.name = name
+        self._curricula, self._interleaving, self._seed = curricula, interleaving, seed
+        self._slots, self._groups_per_step = slots, groups_per_step
+        self._next: int | None = None  # the first position without a task; None: nothing was chosen yet
+        self._placed: dict[int, PlacedTask] = {}  # of the newest positions
+        self._open: dict[int, tuple[float, ...] | None] = {}  # scores that no curriculum has seen; None: not known yet
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Return (entry, task) at a position. Raises IndexError outside the epochs, and what a curriculum raises."""
+        if position not in self._placed:
+            follows = self._next is not None and self._next <= position < self._next + self._slots
+            for each in range(self._next if follows and self._next is not None else position, position + 1):
+                self._place(each)
+        placed = self._placed[position]
+        return placed.entry, placed.task
+
+    def find(self, position: int) -> PlacedTask | None:
+        """Return the task of a position; None if it has none, or is too long ago."""
+        return self._placed.get(position)
+
+    def record(self, position: int, scores: Sequence[float]) -> None:
+        """Record the scores of the group at a position, of its rollouts without an error."""
+        if position in self._open:  # not a group that began again after a restart, whose outcome was seen
+            self._open[position] = tuple(scores)
+
+    def _place(self, position: int) -> None:
+        entry, usual = self._interleaving.locate(position)
+        self._observe(position - self._slots)
+        draw = Draw(
+            position=position,
+            step=self._step(position),
+            usual=usual,
+            in_flight=frozenset(self._placed[each].task for each in self._open if self._placed[each].entry == entry),
+            random=Random(mix_seed(self._seed, entry, position)),
+        )
+        choice = self._curricula[entry].choose(draw)
+        size = self._interleaving.sizes[entry] or 0  # of a stream, which has no curriculum
+        if not isinstance(choice, Choice) or not isinstance(choice.task, Integral) or not 0 <= choice.task < size:
+            raise DataError(
+                f"the curriculum {self.name} chose {choice!r:.80}; return Choice(task) with a task from 0 to {size - 1}"
+            )
+        self._placed[position], self._open[position] = PlacedTask(entry, int(choice.task), dict(choice.metrics)), None
+        self._next = max(position + 1, self._next or 0)
+        for each in [each for each in self._placed if each < self._next - KEPT * self._slots]:
+            self._forget(each)
+
+    def _observe(self, last: int) -> None:
+        """Show the curricula the outcomes of positions up to ``last``."""
+        for position in sorted(self._open):
+            scores = self._open[position]
+            if position <= last and scores is not None:
+                self._show(position, scores)
+
+    def _show(self, position: int, scores: tuple[float, ...]) -> None:
+        placed = self._placed[position]
+        del self._open[position]
+        outcome = TaskOutcome(task=placed.task, position=position, step=self._step(position), scores=scores)
+        self._curricula[placed.entry].observe(outcome)
+
+    def _forget(self, position: int) -> None:
+        """Drop a position; one without an outcome until now counts as failed."""
+        if position in self._open:
+            self._show(position, self._open[position] or ())
+        del self._placed[position]
+
+    def _step(self, position: int) -> int:
+        return position // self._groups_per_step
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the state as JSON has it."""
+        return {
+            "name": self.name,
+            "sizes": list(self._interleaving.sizes),
+            "next": self._next,
+            "placed": [[position, each.entry, each.task, dict(each.metrics)] for position, each in self._placed.items()],
+            "open": [[position, None if scores is None else list(scores)] for position, scores in self._open.items()],
+            "entries": [dict(curriculum.state()) for curriculum in self._curricula],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state. That of another curriculum is left out, with a warning. Raises DataError if it is of other data."""
+        if state["name"] != self.name:
+            log.warning(
+                "data.curriculum.name is %s, and the checkpoint has the state of %s: the curriculum starts without results",
+                self.name,
+                state["name"],
+            )
+            return
+        if state["sizes"] != list(self._interleaving.sizes):
+            raise DataError(
+                f"the curriculum of the checkpoint is over entries of {state['sizes']} tasks, and data.train has "
+                f"{list(self._interleaving.sizes)}; continue with the data of that run, or begin anew with checkpointing.resume=never"
+            )
+        self._next = state["next"]
+        self._placed = {position: PlacedTask(entry, task, metrics) for position, entry, task, metrics in state["placed"]}
+        self._open = {position: None if scores is None else tuple(scores) for position, scores in state["open"]}
+        for curriculum, saved in zip(self._curricula, state["entries"], strict=True):
+            curriculum.load_state(saved)

@@ -1,0 +1,56 @@
+"""What a stream reads from: shards, each in order, from its beginning or from a position that was noted before."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from strop.data.sources.files import parse_object
+from strop.data.sources.records import DataError, Record
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedRecord:
+    """A record where it was found in a shard. Lines are parsed when they are asked for, so that a malformed one costs its own row only."""
+
+    id: str  # the same whenever the record is read
+    where: str  # for error messages
+    content: Record | bytes | DataError
+
+    def read(self) -> Record:
+        """Return the record. Raises DataError for one that is malformed."""
+        if isinstance(self.content, bytes):
+            return parse_object(self.content, self.where)
+        if isinstance(self.content, DataError):
+            raise self.content
+        return self.content
+
+
+class ShardReader(ABC):
+    """Reads the records of a shard in order. ``position``: JSON, where the next record begins, as ``Shard.open`` takes it."""
+
+    position: Any = None
+
+    def __init__(self) -> None:
+        self._records = self._iterate()
+
+    def __iter__(self) -> Iterator[StreamedRecord]:
+        return self._records
+
+    @abstractmethod
+    def _iterate(self) -> Iterator[StreamedRecord]:
+        """Yield each record, with ``position`` behind it."""
+        ...
+
+
+class Shard(ABC):
+    """A part of a stream that is read in order."""
+
+    name: str
+
+    @abstractmethod
+    def open(self, position: Any = None) -> ShardReader:
+        """Return a reader of the records from a position on, by default the beginning."""
+        ...

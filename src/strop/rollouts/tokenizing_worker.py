@@ -1,0 +1,55 @@
+"""A process that tokenizes recorded conversations: ``python -m strop.rollouts.tokenizing_worker``.
+
+It reads messages from its standard input, each a pickle after its length: first (chat template, rules), which it answers with "ready", then
+the conversations of a group each, which it answers with their tokens. It ends when its input is closed, so it does not outlive the run.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import sys
+from typing import IO, Any
+
+from strop.rollouts.recorded_tokens import tokenize_group
+
+READY = "ready"
+LENGTH = struct.Struct("<Q")
+
+
+def write_message(pipe: IO[bytes], message: Any) -> None:
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    pipe.write(LENGTH.pack(len(data)) + data)
+    pipe.flush()
+
+
+def read_message(pipe: IO[bytes]) -> Any:
+    """Return the next message. Raises EOFError if the other side is gone."""
+    header = pipe.read(LENGTH.size)
+    data = pipe.read(LENGTH.unpack(header)[0]) if len(header) == LENGTH.size else b""
+    if not data:
+        raise EOFError
+    return pickle.loads(data)
+
+
+def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
+    try:
+        template, rules = read_message(requests)
+    except EOFError:
+        return
+    except Exception as error:  # the tokenizer's class may not be importable here
+        return write_message(replies, f"{type(error).__name__}: {error}")
+    write_message(replies, READY)
+    try:
+        while True:
+            write_message(replies, tokenize_group(read_message(requests), template, rules))
+    except (EOFError, BrokenPipeError):
+        return
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print must not stand among the answers
+    serve(sys.stdin.buffer, answers)
+    os._exit(0)

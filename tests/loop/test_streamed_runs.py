@@ -1,0 +1,159 @@
+"""Whole runs on data that is streamed: killed and resumed they end as if nothing had happened; workers and threads change nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from loop.killing import Kill
+from loop.kinds import SUMS, bitwise_equal, conversation, preference, start_run, train, train_to_end, write_rows
+from loop.runs import grpo, heed_interrupts, metrics_of, repeatable
+from support.sweep import sweep
+
+pytestmark = pytest.mark.slow
+
+STREAMED: Mapping[str, Any] = {
+    "data.train.dataset_name": "shards",
+    "data.train.streaming": True,
+    "data.train.shuffle_buffer": 5,
+}
+GRPO: Mapping[str, Any] = {
+    **STREAMED,
+    "env.arithmetic.max_operand": ...,
+    "env.arithmetic.wording": ...,
+    "env.mine.reward": "rewards.py:digits",
+    "data.train.env_name": ...,
+    "data.validation.env_name": ...,
+    "data.validation.size": 6,
+    "data.validation.streaming": True,
+    "data.validation.dataset_name": "held_out/*.jsonl",  # other prompts: those that the engine has in its cache round otherwise
+}
+
+
+def write_shards(folder: Path, kind: str) -> None:
+    """Write 16 rows in three shards of 5, 1 and 10."""
+    make = {"sft": conversation, "dpo": preference, "grpo": lambda a, b: {"problem": f"{a}+{b}=", "answer": str(a + b)}}[kind]
+    rows = [make(*pair) for pair in SUMS]
+    write_rows(folder / "held_out" / "0.jsonl", rows[16:])
+    for number, (start, end) in enumerate(((0, 5), (5, 6), (6, 16))):
+        write_rows(folder / "shards" / f"{number}.jsonl", rows[start:end])
+    (folder / "rewards.py").write_text(
+        "def digits(task, rollout):\n    return sum(each.isdigit() for each in rollout.text) / 4\n"
+    )
+
+
+def assert_same_run(folder: Path, wanted: Path) -> None:
+    """Every metric; weights, optimizer and the position of the data bit for bit."""
+    assert repeatable(metrics_of(folder / "logs")) == repeatable(metrics_of(wanted / "logs"))
+    checkpoint = wanted / "results" / "step_6"
+    files = [
+        path for path in sorted(checkpoint.rglob("*")) if path.suffix in (".safetensors", ".json") and path.name != "files.json"
+    ]
+    assert checkpoint / "data" / "state.json" in files
+    for path in files:
+        assert (folder / path.relative_to(wanted)).read_bytes() == path.read_bytes(), path
+    states = [torch.load(part / "results" / "step_6" / "policy" / "optimizer.pt", weights_only=True) for part in (folder, wanted)]
+    assert bitwise_equal(*states)
+
+
+KILLED: Mapping[str, tuple[str, Mapping[str, Any], list[Kill]]] = {
+    "sft in workers": (
+        "sft",
+        {"data.num_workers": 2, "data.prefetch": 7},
+        [Kill("at the optimizer step", 4)],
+    ),
+    "dpo in a thread": ("dpo", {"data.num_workers": 0}, [Kill("at the optimizer step", 3), Kill("at a save", 2)]),
+    "kto, in order": ("dpo", {"algorithm.name": "kto", "data.shuffle": False, "data.prefetch": 0}, [Kill("at the log", 3)]),
+    "grpo": ("grpo", GRPO, [Kill("at the optimizer step", 4)]),
+}
+
+
+@pytest.mark.parametrize("name", sweep(KILLED, "sft in workers", "grpo"))
+def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, tiny: Path, tmp_path: Path) -> None:
+    section, changes, kills = KILLED[name]
+    run = {"grpo": lambda folder, **more: grpo(tiny, folder, **more)}.get(
+        section, lambda folder, **more: train(section, tiny, folder, **more)
+    )
+    options = {**STREAMED, **changes, "checkpointing.keep_top_k": None}
+    for folder in ("whole", "parts"):
+        write_shards(tmp_path / folder, section)
+    whole = run(tmp_path / "whole", **options)
+    assert whole.code == 0, whole.err
+    for kill in kills:
+        outcome = run(tmp_path / "parts", before=kill, **options)
+        assert outcome.code == -signal.SIGKILL, f"it did not come to {kill}: {outcome}"
+    rest = run(tmp_path / "parts", **options)
+    assert rest.code == 0, rest.err
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("section", sweep(["sft", "dpo"], "sft"))
+def test_what_is_tokenized_ahead_is_what_the_loop_itself_would_make(section: str, tiny: Path, tmp_path: Path) -> None:
+    found = []
+    for name, changes in {"loop": {"data.prefetch": 0}, "thread": {}, "workers": {"data.num_workers": 1}}.items():
+        train_to_end(section, tiny, tmp_path / name, **{f"{section}.max_num_steps": 3, **changes})
+        found.append(repeatable(metrics_of(tmp_path / name / "logs")))
+    assert found[0] == found[1] == found[2] and found[0]
+
+
+def test_epochs_end_a_streamed_run(tiny: Path, tmp_path: Path) -> None:
+    write_shards(tmp_path, "sft")
+    epochs = {"sft.max_num_epochs": 2, "sft.max_num_steps": -1, "sft.val_period": 0}
+    output = train_to_end("sft", tiny, tmp_path, **{**STREAMED, **epochs})
+    assert max(metrics_of(tmp_path / "logs")) == 8 and "examples of a stream to train on" in output
+
+
+def test_streams_are_mixed_by_weight_with_data_of_a_known_size(tiny: Path, tmp_path: Path) -> None:
+    write_shards(tmp_path, "sft")
+    write_rows(tmp_path / "few.jsonl", [conversation(9, 9)])
+    entries = [{"dataset_name": "shards", "streaming": True, "weight": 3}, {"dataset_name": "few.jsonl", "weight": 1}]
+    settings = {"data.train.dataset_name": ..., "data.train": entries, "sft.max_num_epochs": 1, "sft.max_num_steps": -1}
+    train_to_end("sft", tiny, tmp_path, **settings, **{"sft.val_period": 0})
+    assert max(metrics_of(tmp_path / "logs")) == 5  # 16 rows of the stream, and 5 of the other
+
+
+def test_malformed_rows_are_dropped_and_counted(tiny: Path, tmp_path: Path) -> None:
+    write_shards(tmp_path, "sft")
+    with (tmp_path / "shards" / "1.jsonl").open("a") as file:
+        file.write("{\n")
+    train_to_end("sft", tiny, tmp_path, **STREAMED)
+    assert sum(line.get("train/groups_dropped_for_errors", 0) for line in metrics_of(tmp_path / "logs").values()) >= 1
+
+
+def test_nothing_is_left_of_the_workers_after_ctrl_c(tiny: Path, tmp_path: Path) -> None:
+    changes = {"data.num_workers": 2, "sft.max_num_steps": 10_000, "sft.val_period": 0, "checkpointing.save_period": 10_000}
+    running = start_run("sft", tiny, tmp_path, before=heed_interrupts, **changes)
+    run = psutil.Process(running.process.pid)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "logs" / "metrics.jsonl").exists() or not (workers := find_workers(run)):
+        assert time.monotonic() < deadline and running.process.is_alive(), (tmp_path / ".err").read_text()
+        time.sleep(0.05)
+    os.kill(run.pid, signal.SIGINT)
+    assert running.finish().code != 0
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
+
+
+def find_workers(run: psutil.Process) -> list[psutil.Process]:
+    return [each for each in run.children(recursive=True) if "tokenizing_worker" in " ".join(each.cmdline())]
+
+
+def test_a_position_of_other_data_is_refused(tiny: Path, tmp_path: Path) -> None:
+    write_shards(tmp_path, "sft")
+    train_to_end("sft", tiny, tmp_path, **{**STREAMED, "sft.max_num_steps": 2})
+    state = json.loads((tmp_path / "results" / "step_2" / "data" / "state.json").read_text())
+    assert state["0"]["blocks"]
+    shards = tmp_path / "shards"
+    for path in shards.iterdir():
+        write_rows(path, [conversation(7, 8)] * 9)
+    outcome = train("sft", tiny, tmp_path, **STREAMED)
+    assert outcome.code == 1 and "shards was changed since its position was noted" in outcome.err
