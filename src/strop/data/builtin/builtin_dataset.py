@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Purpose = Literal["train", "validation", "evaluation"]
-RowReader = Literal["preferred_response", "boxed_solution", "dialogues", "conversation_trees"]
+RowForm = Literal["preferred_response", "boxed_solution", "dialogues", "conversation_trees"]
 """How rows of another form are read (``strop.data.sources.row_readers``)."""
 
 
@@ -68,7 +68,7 @@ class BuiltinDataset:
     answer_marker: str | None = None  # the reference answer follows the last occurrence
     system_key: str | None = None  # the column of a system prompt to put before a conversation
     keep: tuple[Condition, ...] = ()  # rows that do not meet all of these are left out
-    row_reader: RowReader | None = None  # None: a row is read as it is
+    row_reader: RowForm | None = None  # None: a row is read as it is
     choices: Choices | None = None
     grader: Grader | None = None  # None: the environment of the run
     prompt: str | None = None  # how a question is usually worded, with {question} where it goes; None: the question alone

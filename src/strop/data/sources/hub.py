@@ -136,12 +136,14 @@ def _load_split(name: str, subset: str | None, split: str, revision: str | None,
     copy = find_copy(name, revision)
     path, revision = (name, revision) if copy is None else (str(copy), None)
     subsets = [None] if subset is None else subset.split(",")
+    options: dict[str, Any] = {"streaming": True} if streaming else {}
     try:
         if is_url(name):
             loader = URL_LOADERS.get(Path(name).suffix, "json")
-            kept = {"keep_default_na": False} if loader == "csv" else {}  # "None" and "NA" are texts, such as options of MMLU
-            return datasets.load_dataset(loader, data_files=path, split=split, streaming=streaming, **kept)
-        parts = [datasets.load_dataset(path, each, split=split, revision=revision, streaming=streaming) for each in subsets]
+            if loader == "csv":
+                options["keep_default_na"] = False  # "None" and "NA" are texts, such as options of MMLU
+            return datasets.load_dataset(loader, data_files=path, split=split, **options)
+        parts = [datasets.load_dataset(path, each, split=split, revision=revision, **options) for each in subsets]
         return datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
     except Exception as error:  # datasets raises many classes; their messages list the splits or subsets
         why = error if copy is None else f"in its local copy {copy}, {error}"
