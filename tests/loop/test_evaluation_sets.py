@@ -18,19 +18,8 @@ from strop.generation.torch.torch_engine import TorchEngine
 from strop.sampling import Sampling
 from support.evaluation_answers import SOLUTIONS
 
-SETS = [
-    "AIME2025",
-    "AMC",
-    "HMMT_Feb_2025",
-    "OlympiadBench",
-    "MinervaMath",
-    "gsm8k",
-    "mmlu",
-    "mmmlu_ZH-CN",
-    "mmlu_pro",
-    "gpqa_diamond",
-]
-OTHERS = [name for name in (*REPORTED, *REPORTED_CHOICES) if name not in SETS]
+NAMES = [*REPORTED, *REPORTED_CHOICES]
+TOGETHER = ["AIME2025", "AMC", "HMMT_Feb_2025", "OlympiadBench", "MinervaMath", "gsm8k", "mmlu", "mmlu_pro", "gpqa_diamond"]
 
 
 def write_solution(prompt: str, solution: str) -> str:
@@ -68,7 +57,7 @@ def answer_by_script(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, turns: Seq
 
 
 def evaluate(model: Path, name: str, capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, Any]:
-    options = ("generation.vllm_cfg.max_model_len=1024", "generation.temperature=1", "env.math={}", *overrides)
+    options = ("generation.vllm_cfg.max_model_len=1024", "generation.temperature=1", *overrides)
     code = cli.main(["eval", str(model), f"data.dataset_name={name}", *options, "--json"])
     captured = capsys.readouterr()
     assert code == 0, captured.err
@@ -76,18 +65,35 @@ def evaluate(model: Path, name: str, capsys: pytest.CaptureFixture[str], *overri
     return found
 
 
-def check_set(name: str, model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ("eval.num_tests_per_prompt=2", f"eval.save_path={folder / name}")
-    metrics = evaluate(model, name, capsys, *overrides)["metrics"]
-    (stored,) = (folder / name).rglob("step_*.json")
-    tasks = json.loads(stored.read_text())["tasks"]
-    assert (metrics["accuracy"], metrics["pass@2"], metrics["errors"]) == (0.5, 1.0, 0.0), (name, tasks)
-    for task in tasks:
+def check_samples(folder: Path) -> None:
+    """Of the two samples of a task one is right and one is wrong, and both have a vote."""
+    (stored,) = folder.rglob("step_*.json")
+    for task in json.loads(stored.read_text())["tasks"]:
         right, wrong = sorted(task["samples"], key=lambda sample: -sample["accuracy"])
-        assert (right["accuracy"], wrong["accuracy"]) == (1.0, 0.0), (name, task)
-        assert None not in (right["answer"], wrong["answer"]) and right["answer"] != wrong["answer"], (name, task)
+        assert (right["accuracy"], wrong["accuracy"], right["error"], wrong["error"]) == (1.0, 0.0, None, None), task
+        assert None not in (right["answer"], wrong["answer"]) and right["answer"] != wrong["answer"], task
 
 
+def test_sets_by_name_to_the_number(
+    tiny_model_folder: Path,
+    tokenizer: Any,
+    local_hub: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = answer_by_script(monkeypatch, tokenizer, (0, 1))
+    overrides = ("eval.num_tests_per_prompt=2", f"eval.save_path={tmp_path}")
+    metrics = evaluate(tiny_model_folder, ",".join(TOGETHER), capsys, *overrides)["metrics"]
+    assert metrics["errors"] == 0
+    for name in TOGETHER:
+        assert (metrics[f"{name}/accuracy"], metrics[f"{name}/pass@2"]) == (0.5, 1.0), name
+        before, after = str({**REPORTED, **REPORTED_CHOICES}[name].prompt).split("{question}")
+        assert any(before in each and after in each for each in asked)
+    check_samples(tmp_path)
+
+
+@pytest.mark.exhaustive
 def test_each_set_by_name_to_the_number(
     tiny_model_folder: Path,
     tokenizer: Any,
@@ -96,27 +102,12 @@ def test_each_set_by_name_to_the_number(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of the two samples of a task one is right and one is wrong."""
-    asked = answer_by_script(monkeypatch, tokenizer, (0, 1))
-    for name in SETS:
-        check_set(name, tiny_model_folder, tmp_path, capsys)
-        entry = {**REPORTED, **REPORTED_CHOICES}[name]
-        before, after = str(entry.prompt).split("{question}")
-        assert before in asked[-1] and after in asked[-1]
-
-
-@pytest.mark.exhaustive
-def test_each_other_set_by_name_to_the_number(
-    tiny_model_folder: Path,
-    tokenizer: Any,
-    local_hub: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     answer_by_script(monkeypatch, tokenizer, (0, 1))
-    for name in OTHERS:
-        check_set(name, tiny_model_folder, tmp_path, capsys)
+    for name in NAMES:
+        overrides = ("eval.num_tests_per_prompt=2", f"eval.save_path={tmp_path / name}")
+        metrics = evaluate(tiny_model_folder, name, capsys, *overrides)["metrics"]
+        assert (metrics["accuracy"], metrics["pass@2"], metrics["errors"]) == (0.5, 1.0, 0.0), name
+        check_samples(tmp_path / name)
 
 
 @pytest.mark.parametrize(("turn", "accuracy"), [(0, 1.0), (1, 0.0)])

@@ -344,3 +344,11 @@ def test_add_bos_and_add_generation_prompt_are_keys_of_recorded_data() -> None:
     assert (data.add_bos, data.add_eos, data.add_generation_prompt) == (True, True, False)
     data = load("dpo", "data.train.dataset_name=HelpSteer3").config.data
     assert (data.add_bos, data.add_eos, data.add_generation_prompt) == (False, True, True)
+
+
+def test_an_evaluation_is_asked_and_graded_as_there_and_not_as_the_set_is_reported_here() -> None:
+    config = load("eval").config
+    assert config.data.prompt_file is None and config.env["math"].options["verifier"] == "math_verify"
+    assert (
+        load("eval", "env.math.verifier_type=english_multichoice").config.env["math"].options["verifier"] == "english_multichoice"
+    )

@@ -17,6 +17,7 @@ from strop.config.source import yaml_text
 from strop.config.source.yaml_source import OVERRIDE, get_at, merge_sections, read_config_file
 from strop.data.builtin.builtin_dataset import Purpose
 from strop.data.data_config import split_names
+from strop.data.prompt_template import AUTO_PROMPT
 from strop.problems import ConfigError, Problem
 
 ONE_PROCESS: Mapping[str, Any] = {
@@ -129,7 +130,9 @@ def _prepare_values(saved: Mapping[str, Any], section: str, root: Path, changed:
     is_other = fresh or "dataset_name" in changed
     if is_other or (changed and not entries):
         pattern = (entries or _as_list(data.get("train")) or [{}])[0]
-        entries = [{**OTHER_DATA, **{key: value for key, value in pattern.items() if key.endswith(COLUMNS)}}]
+        shared = {key: value for key, value in pattern.items() if key.endswith(COLUMNS)}
+        prompt = shared.get("prompt_file") or AUTO_PROMPT  # a set that is graded as it is reported is asked as it is reported
+        entries = [{**OTHER_DATA, **shared, "prompt_file": prompt}]
     if not entries:
         raise ConfigError(
             [
