@@ -130,9 +130,9 @@ def _prepare_values(saved: Mapping[str, Any], section: str, root: Path, changed:
     is_other = fresh or "dataset_name" in changed
     if is_other or (changed and not entries):
         pattern = (entries or _as_list(data.get("train")) or [{}])[0]
-        entries = [{**OTHER_DATA, **{key: value for key, value in pattern.items() if key.endswith(COLUMNS)}}]
-        if entries[0].get("prompt_file") is None:  # a set that is graded as it is reported is asked as it is reported
-            entries[0]["prompt_file"] = AUTO_PROMPT
+        shared = {key: value for key, value in pattern.items() if key.endswith(COLUMNS)}
+        prompt = shared.get("prompt_file") or AUTO_PROMPT  # a set that is graded as it is reported is asked as it is reported
+        entries = [{**OTHER_DATA, **shared, "prompt_file": prompt}]
     if not entries:
         raise ConfigError(
             [
