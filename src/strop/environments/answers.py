@@ -43,7 +43,8 @@ def extract_last_boxes(text: str) -> str | None:
     """Return the contents of the boxes in the last line that has one, with commas between them, or None."""
     for line in reversed(text.splitlines()[-MOST_LINES:]):
         starts = [found.start() for found in _BOX.finditer(line)][-MOST_BOXES:]
-        boxes = [extract_last_boxed(line[start:end]) for start, end in zip(starts, [*starts[1:], len(line)], strict=True)]
+        ends = [*starts[1:], len(line)][: len(starts)]
+        boxes = [extract_last_boxed(line[start:end]) for start, end in zip(starts, ends, strict=True)]
         if any(boxes):
             return ", ".join(filter(None, boxes))
     return extract_last_boxed(text)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from strop.environments.answers import extract_last_boxes, extract_stated_number
 from strop.environments.scoring.scoring_pool import ScoringResult
 from strop.environments.scoring.scoring_worker import SCORER_LOADERS
 from strop.environments.verifiers import math_verifier
 from strop.environments.verifiers.math_verifier import find_math_answer, verify_math
+from strop.environments.verifiers.multiple_choice import extract_stated_choice
 from support.answer_pairs import (
     LIBRARIES,
     OURS,
@@ -97,3 +100,13 @@ def test_what_the_table_says_of_a_library_is_so(name: str, make: Callable[[], Ca
         pytest.skip(f"{name} is not installed")
     asked = [pair for pair in PAIRS if name in LIBRARIES.get(pair.method, ()) and not pair.hostile]
     assert find_false_claims(name, [(pair, decide_as(pair)) for pair in asked]) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["Answer: ", "\\boxed{", "\\boxed{A}", "answer ", "answer is ", "\\boxed{A}\n", "1,", "{,}", "####"]
+)
+def test_what_is_extracted_in_the_event_loop_takes_linear_time(text: str) -> None:
+    for extract in (extract_stated_choice, extract_last_boxes, extract_stated_number):
+        started = time.process_time()
+        extract(text * 40_000)
+        assert time.process_time() - started < 2, extract.__name__

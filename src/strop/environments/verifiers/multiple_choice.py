@@ -42,6 +42,7 @@ _LETTERS = str.maketrans(
 )
 _MARKUP = (*("**", "$\\boxed{", "}$", "\\$", "$\\text{", "$", "\\mathrm{", "\\{", "\\text", "\\(", "\\mathbf{", "{", "\\boxed"),)
 
+_STATEMENTS = 1000  # the last so many are read
 _STATEMENT = 200  # characters after "Answer:" in which the letter stands
 _STATED = re.compile(rf"answer[*_}}\s]*[:：]|answer\s+is\b\s*:?|{'|'.join(ANNOUNCEMENTS[2:])}", re.IGNORECASE)
 _BOX = re.compile(r"\\boxed\{")
@@ -71,9 +72,10 @@ def extract_stated_choice(text: str, options: int = len(ascii_uppercase)) -> str
     Strict: a statement is "Answer:", in any of its languages, or a ``\\boxed``, with the letter of one of the ``options`` and nothing but
     punctuation after it on the line; or a reply that is a letter alone.
     """
-    ends = [found.end() for found in _STATED.finditer(text)]
+    ends = [found.end() for found in _STATED.finditer(text)][-_STATEMENTS:]
     statements = [(end, text[end : end + _STATEMENT].lstrip().partition("\n")[0]) for end in ends]
-    boxes = ((found.start(), extract_last_boxed(text[found.start() :][:_STATEMENT])) for found in _BOX.finditer(text))
+    starts = [found.start() for found in _BOX.finditer(text)][-_STATEMENTS:]
+    boxes = ((start, extract_last_boxed(text[start : start + _STATEMENT])) for start in starts)
     statements += [(start, boxed) for start, boxed in boxes if boxed is not None]
     for _, statement in sorted(statements, reverse=True):
         if (letter := _read_letter_alone(statement, options)) is not None:
