@@ -99,7 +99,10 @@ def main() -> None:
             found = run(command, kill_after=None if kill_after is None else (root / folder / "tasks.jsonl", kill_after))
             path = root / folder / "step_000000.json"
             found["bytes"] = path.read_bytes() if path.exists() else b""
-            print(f"{folder:12} {found['seconds']:6.0f} s   this process {found['own_mib']:6} MiB   all {found['all_mib']:6} MiB")
+            print(
+                f"{folder:12} {found['seconds']:6.0f} s   this process {found['own_mib']:6} MiB   all {found['all_mib']:6} MiB",
+                flush=True,
+            )
             return found
 
         first = evaluate("first")

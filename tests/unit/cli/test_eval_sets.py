@@ -188,3 +188,27 @@ def test_several_sets_are_evaluated_in_python(tiny_model_folder: Path) -> None:
     assert set(found.samples["set"]) == {"small", "large"} and found.stored == Path("mine/step_000000.json")
     low, high = found.intervals["accuracy"]
     assert 0.5 < low < high == 1.0
+
+
+def test_an_environment_that_answers_the_policy_is_played_to_its_end(
+    tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("thrice.py").write_text(
+        "import string\n"
+        "from strop.environments.base import DatasetEnvironment, reward\n"
+        "from strop.types import user\n"
+        "class Thrice(DatasetEnvironment):\n"
+        "    def stop_strings(self, task, rollout):\n        return list(string.printable)\n"
+        "    async def respond(self, task, rollout):\n"
+        "        return (user('again'),) if len(rollout.policy_turns) < 3 else None\n"
+        "    @reward()\n"
+        "    def turns(self, task, rollout):\n        return float(len(rollout.policy_turns))\n"
+    )
+    given = [text for text in arguments(tiny_model_folder, "data.dataset_name=small.jsonl") if not text.startswith("env.")]
+    given = [text.replace("max_new_tokens=4", "max_new_tokens=20") for text in given]
+    given += ["env.mine.type=thrice.py:Thrice", "generation.vllm_cfg.max_model_len=200", "eval.num_tests_per_prompt=8"]
+    played = json.loads(Path(evaluate(capsys, *given)["stored_in"]).read_text())
+    turns = [sum(turn["sampled"] for turn in sample["turns"]) for task in played["tasks"] for sample in task["samples"]]
+    assert max(turns) == 3
+    limited = evaluate(capsys, *given, "eval.max_rollout_turns=1")
+    assert limited["metrics"]["reward"] <= 1.0
