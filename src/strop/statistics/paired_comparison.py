@@ -15,6 +15,7 @@ from strop.statistics.student_t import NORMAL, student_t_quantile
 POWER = 0.8
 PRIOR_PAIRS = 2.0  # as Bonett and Price (2012) add to paired proportions: a pair that A wins, and one that B wins
 FEW = 5  # tasks that differ, below which nothing is known of how far they differ
+SMALL_SAMPLE = 4  # tasks more than normal theory asks for, because of Student's quantiles and of the two pairs
 MOST = 10_000_000  # a forecast beyond this is none
 
 
@@ -117,7 +118,7 @@ def compare_paired(values: PairedValues, *, level: float = 0.95, margin: float |
         sampling_variance=sampling,
         more_tasks=forecast_more_tasks(sought, variance, count, level=level),
         more_samples=forecast_more_samples(sought, variance, sampling, count, level=level),
-        detectable=error * math.sqrt(forecast_tasks(1.0, 1.0, level=level)),
+        detectable=error * math.sqrt(_normal_tasks(1.0, 1.0, level, POWER)),
     )
 
 
@@ -126,6 +127,10 @@ def forecast_tasks(difference: float, variance: float, *, level: float = 0.95, p
 
     ``variance`` is that of the difference of one task.
     """
+    return _normal_tasks(difference, variance, level, power) + SMALL_SAMPLE
+
+
+def _normal_tasks(difference: float, variance: float, level: float, power: float) -> float:
     if difference == 0:
         return math.inf
     reach = NORMAL.inv_cdf((1.0 + level) / 2.0) + NORMAL.inv_cdf(power)
@@ -158,7 +163,7 @@ def forecast_more_samples(
     if sampling is None or difference == 0 or not math.isfinite(variance):
         return None
     sampling = min(sampling, variance)
-    affordable = variance * tasks / max(forecast_tasks(difference, variance, level=level, power=power), 1e-300)
+    affordable = variance * tasks / max(_normal_tasks(difference, variance, level, power), 1e-300)
     between = variance - sampling
     if affordable >= variance:
         return 1.0
