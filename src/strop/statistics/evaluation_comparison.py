@@ -16,7 +16,6 @@ from strop.statistics.paired_comparison import (
     compare_paired,
     forecast_more_samples,
     forecast_more_tasks,
-    forecast_tasks,
 )
 from strop.statistics.sign_flip_test import adjust_p_values, sign_flip_p_value
 from strop.statistics.task_matching import MatchedTask, StoredTask, match_tasks, read_question
@@ -195,7 +194,7 @@ def _average(sets: Mapping[str, PairedComparison], values: Mapping[str, PairedVa
         sampling_variance=sampling,
         more_tasks=forecast_more_tasks(sought, variance, tasks, level=level),
         more_samples=forecast_more_samples(sought, variance, sampling, tasks, level=level),
-        detectable=math.sqrt(forecast_tasks(1.0, variance, level=level) / tasks),
+        detectable=math.hypot(*(each.detectable for each in found)) / len(found),
     )
 
 

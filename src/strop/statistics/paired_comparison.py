@@ -15,6 +15,7 @@ from strop.statistics.student_t import NORMAL, student_t_quantile
 POWER = 0.8
 PRIOR_PAIRS = 2.0  # as Bonett and Price (2012) add to paired proportions: a pair that A wins, and one that B wins
 FEW = 5  # tasks that differ, below which nothing is known of how far they differ
+SMALL_SAMPLE = 4  # tasks more than normal theory asks for, because of Student's quantiles and of the two pairs
 MOST = 10_000_000  # a forecast beyond this is none
 
 
@@ -95,6 +96,7 @@ def compare_paired(values: PairedValues, *, level: float = 0.95, margin: float |
     variance = (
         math.fsum(each * each for each in spread) / (len(spread) - 1) * count / len(spread) if len(spread) > 1 else math.inf
     )
+    error = _standard_error(values, spread, mean)
     p_value, sought = sign_flip_p_value(totals), mean if margin is None else margin
     a_interval, b_interval = (
         confidence_interval(side, level=level, bounds=values.bounds, clusters=values.clusters) for side in (values.a, values.b)
@@ -106,7 +108,7 @@ def compare_paired(values: PairedValues, *, level: float = 0.95, margin: float |
         a_interval=a_interval,
         b_interval=b_interval,
         difference=mean,
-        interval=_difference_interval(values, spread, mean, level),
+        interval=_difference_interval(values, error, mean, len(spread), level),
         p_value=p_value,
         adjusted_p_value=p_value,
         level=level,
@@ -116,7 +118,7 @@ def compare_paired(values: PairedValues, *, level: float = 0.95, margin: float |
         sampling_variance=sampling,
         more_tasks=forecast_more_tasks(sought, variance, count, level=level),
         more_samples=forecast_more_samples(sought, variance, sampling, count, level=level),
-        detectable=math.sqrt(forecast_tasks(1.0, variance, level=level) / count),
+        detectable=error * math.sqrt(_normal_tasks(1.0, 1.0, level, POWER)),
     )
 
 
@@ -125,6 +127,10 @@ def forecast_tasks(difference: float, variance: float, *, level: float = 0.95, p
 
     ``variance`` is that of the difference of one task.
     """
+    return _normal_tasks(difference, variance, level, power) + SMALL_SAMPLE
+
+
+def _normal_tasks(difference: float, variance: float, level: float, power: float) -> float:
     if difference == 0:
         return math.inf
     reach = NORMAL.inv_cdf((1.0 + level) / 2.0) + NORMAL.inv_cdf(power)
@@ -157,7 +163,7 @@ def forecast_more_samples(
     if sampling is None or difference == 0 or not math.isfinite(variance):
         return None
     sampling = min(sampling, variance)
-    affordable = variance * tasks / max(forecast_tasks(difference, variance, level=level, power=power), 1e-300)
+    affordable = variance * tasks / max(_normal_tasks(difference, variance, level, power), 1e-300)
     between = variance - sampling
     if affordable >= variance:
         return 1.0
@@ -171,23 +177,30 @@ def _spread(values: PairedValues, mean: float) -> list[float]:
     return [total * len(totals) / len(values.a) for total in totals]
 
 
-def _difference_interval(values: PairedValues, spread: Sequence[float], mean: float, level: float) -> Interval:
+def _standard_error(values: PairedValues, spread: Sequence[float], mean: float) -> float:
+    """Return the standard error of the mean difference, with the two pairs more."""
     count = len(spread)
-    pooled = [*values.a, *values.b] if values.bounds is None else list(values.bounds)
-    largest = max(pooled) - min(pooled)  # how far two values of one task may be apart
+    if count == 1:
+        return math.inf
     squares = math.fsum(each * each for each in spread)
     most_common = Counter(round(each, 12) for each in spread).most_common(1)[0][1]
     few = count - most_common < min(FEW, max(count // 2, 1))
     if (few and values.bounds is not None) or squares <= 1e-24 * count:
-        of_one = largest * largest if values.bounds is not None or mean == 0 else mean * mean
+        of_one = _largest_difference(values) ** 2 if values.bounds is not None or mean == 0 else mean * mean
     else:
         of_one = math.fsum(each**4 for each in spread) / squares  # the mean square of differences, as those weigh that matter
-    if count == 1:
-        reach = math.inf
-    else:
-        error = math.sqrt((squares + PRIOR_PAIRS * of_one) / (count * (count - 1 + PRIOR_PAIRS)))
-        reach = student_t_quantile((1.0 + level) / 2.0, count - 1) * error
-    low, high = mean - reach, mean + reach
+    return math.sqrt((squares + PRIOR_PAIRS * of_one) / (count * (count - 1 + PRIOR_PAIRS)))
+
+
+def _largest_difference(values: PairedValues) -> float:
+    """Return how far two values of one task may be apart: by the bounds, or as far as all values are."""
+    pooled = [*values.a, *values.b] if values.bounds is None else list(values.bounds)
+    return max(pooled) - min(pooled)
+
+
+def _difference_interval(values: PairedValues, error: float, mean: float, count: int, level: float) -> Interval:
+    reach = math.inf if count == 1 else student_t_quantile((1.0 + level) / 2.0, count - 1) * error
+    low, high, largest = mean - reach, mean + reach, _largest_difference(values)
     return Interval(low, high) if values.bounds is None else Interval(max(low, -largest), min(high, largest))
 
 

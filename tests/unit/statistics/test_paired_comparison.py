@@ -179,7 +179,7 @@ def test_runs_that_are_equal_do_not_differ_and_the_interval_says_how_little_is_k
     assert found.interval.high < 0.01
     found = compare_paired(PairedValues(a=[1.0] * 100, b=[1.0] * 100, bounds=SHARE))
     assert found.interval.high > 1 - 0.05 ** (1 / 100) - 0.005  # a share of tasks that B loses and 100 do not show
-    assert not found.is_equivalent(0.01) and found.is_equivalent(0.1)
+    assert not found.is_equivalent(0.01) and found.is_equivalent(0.1) and 0.03 < found.detectable < 0.05
 
 
 def test_a_few_wins_are_not_enough() -> None:

@@ -149,7 +149,7 @@ async def _evaluate_missing(job: ComparisonJob, note: Note, console: ConsoleKind
             evaluated[index] = await _evaluate(job, side, note, console)
     first, second = evaluated
     assert first is not None and second is not None
-    if job.a.model is not None and not _share_tasks(first, second):  # what was stored of A is not what its run validates on
+    if job.a.model is not None and not _share_tasks(first, second):  # what was stored of A is not all that is evaluated
         first = await _evaluate(job, job.a, note, console)
     return first, second
 
@@ -160,11 +160,11 @@ def _first_validation(side: ComparedSide) -> StoredEvaluation:
 
 
 def _share_tasks(a: _Evaluated, b: _Evaluated) -> bool:
+    """Whether every task of B is one of A."""
     try:
-        match_tasks(a.tasks, b.tasks)
+        return not match_tasks(a.tasks, b.tasks).only_b
     except OtherTasks:
         return False
-    return True
 
 
 async def _evaluate(job: ComparisonJob, side: ComparedSide, note: Note, console: ConsoleKind) -> _Evaluated:

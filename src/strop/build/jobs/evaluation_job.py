@@ -160,7 +160,7 @@ def make_run_evaluation_job(run: EvaluatedRun, model: SavedModel) -> EvaluationJ
 
 def _is_of_run(model: SavedModel, config: RolloutRunConfig) -> bool:
     """Whether the run trained the model: a comparison evaluates others on what it validates on."""
-    return model.run_values.get("logger", {}).get("log_dir") == config.logger.log_dir
+    return bool(model.run_values.get("logger", {}).get("log_dir") == config.logger.log_dir)
 
 
 @contextmanager
