@@ -19,14 +19,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path.insert(0, str(TESTS))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from loop.kinds import recorded_config, write_rows
 from loop.mixed_tasks import LETTERS, mixed_config
 from loop.runs import metrics_of, overrides, strop
 from loop.tiny import build_tiny
 
+TESTS = Path(__file__).resolve().parents[1] / "tests"
 ANSWERS = "31415926"
 RIGHT = 1 / 6  # of the imitated answers to letters that can be learnt
 ARMS: dict[str, dict[str, Any]] = {
