@@ -31,7 +31,7 @@ ANSWERS = "31415926"
 RIGHT = 1 / 6  # of the imitated answers to letters that can be learnt
 ARMS: dict[str, dict[str, Any]] = {
     "none": {},
-    "success_rate": {"data.curriculum.name": "success_rate", "data.curriculum.success_rate.rest": 10},
+    "success_rate": {"data.curriculum.name": "success_rate", "data.curriculum.success_rate.rest": 5},
     "difficulty": {
         "data.curriculum.name": "difficulty",
         "data.curriculum.difficulty.by": "level",
@@ -87,6 +87,7 @@ def play(folder: Path, model: Path, seed: int, steps: int, lr: float, **changes:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--sft-steps", type=int, default=300)
     parser.add_argument("--lr", type=float, default=0.002)
@@ -99,8 +100,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         for seed in options.seeds:
             start = imitate(Path(name) / f"sft_{seed}", seed, options.sft_steps)
-            for arm, changes in ARMS.items():
-                result = play(Path(name) / f"{arm}_{seed}", start, seed, options.steps, options.lr, **changes)
+            for arm in options.arms:
+                result = play(Path(name) / f"{arm}_{seed}", start, seed, options.steps, options.lr, **ARMS[arm])
                 results[arm].append(result)
                 accuracy = result["accuracy"]
                 reached = next((5 * place for place, value in enumerate(accuracy) if value >= 0.75), None)
