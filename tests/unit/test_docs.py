@@ -30,6 +30,7 @@ from strop.cli.serve_command import make_serve_parser
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
 from strop.config.load.evaluation_keys import translate_overrides
 from strop.config.load.load import load_any_kind
+from strop.data.curriculum.base import Curriculum
 from strop.data.splitting import split_micro_batches
 from strop.environments.base import Environment
 from strop.environments.verifiers.base import Verifier
@@ -286,7 +287,11 @@ def test_examples_run(page: Path, file: str, code: str, tmp_path: Path) -> None:
         if issubclass(found, Algorithm):
             trains_with(f"{path}:{kind}")
         else:
-            kinds = (issubclass(found, Environment) and found().tasks, issubclass(found, Verifier) and found().score)
+            kinds = (
+                issubclass(found, Environment) and found().tasks,
+                issubclass(found, Verifier) and found().score,
+                issubclass(found, Curriculum) and found(tasks=()).choose,  # type: ignore[call-arg]
+            )
             assert any(kinds)  # its page's own tests run it
     if not defined:
         assert import_attribute(f"{path}:__name__")

@@ -50,6 +50,8 @@ from strop.weight_sync.snapshots import SnapshottedWeights
 
 log = logging.getLogger(__name__)
 
+UNFILTERED = 1 << 60  # groups generated for a step, of an algorithm that drops none
+
 
 async def build_rollout_run(
     config: RolloutRunConfig, algorithm: Algorithm, tracker: Tracker, cluster: Cluster | None = None
@@ -79,6 +81,8 @@ async def build_rollout_run(
     )
     if said := describe_tool_calls(environments, backend.bundle.template, config.policy.tokenizer.tool_call_format):
         tracker.note(said)
+    if options.max_groups_per_step < UNFILTERED and any(entry.prompts_per_step for entry in config.data.train):
+        tracker.note("prompts_per_step is of the groups begun: those that the algorithm drops are replaced by the next in turn")
     learners = await backend.build_learners(algorithm, sampling, count_optimizer_steps(options, train_source.size))
     scorers = await make_scorers(config, backend, algorithm, learners, tracker, last_metrics=lambda: run.last_metrics)
 
@@ -159,7 +163,7 @@ def describe_order(config: RolloutRunConfig) -> str:
     if not config.data.curriculum.enabled:
         return ""
     epochs = "" if limit is None else f", {limit} (max_num_epochs) in all"
-    return f", chosen by the curriculum {name}: drawn with replacement, an epoch is as many draws as there are tasks{epochs}"
+    return f"; the curriculum {name} draws them with replacement, and an epoch is as many draws as there are tasks{epochs}"
 
 
 def make_past_selves(backend: Backend, environments: Sequence[Environment[Any]]) -> TorchPastSelves | None:
@@ -336,7 +340,7 @@ def make_train_options(
         max_staleness=training.max_staleness,
         drop_stale=training.max_staleness > 0 and training.async_config.order == "drop_too_old",
         drain_before=choose_drain(config),
-        max_groups_per_step=training.num_prompts_per_step * training.dynamic_sampling_max_gen_batches if filters else 1 << 60,
+        max_groups_per_step=training.num_prompts_per_step * training.dynamic_sampling_max_gen_batches if filters else UNFILTERED,
         max_errors_in_a_row=training.max_errors_in_a_row,
         val_period=training.val_period,
         val_start_at=training.val_start_at,

@@ -20,6 +20,7 @@ from strop.environments.registry import gives_turn_states, list_marks, list_rewa
 from strop.environments.remote import EnvironmentDescription
 from strop.safety.exits import contain_exits
 from strop.sandbox.sandbox_pool import configure_sandbox
+from strop.user_code import suggest_names
 
 T = TypeVar("T")
 EnvironmentConfigs = Mapping[str, EnvironmentConfig]
@@ -36,7 +37,18 @@ def make_training_tasks(config: RolloutRunConfig, remote: RemoteEnvironments = M
     )
     if not data.curriculum.enabled:
         return mixture
+    _check_scores(config)
     return mixture.with_curriculum(data.curriculum, slots=count_slots(config), groups_per_step=training.num_prompts_per_step)
+
+
+def _check_scores(config: RolloutRunConfig) -> None:
+    """Raise EnvironmentConfigError if an environment lacks the reward that the curriculum sees."""
+    wanted = config.data.curriculum.reward
+    for alias, names in _ask_environments(config, list_rewards).items():
+        if wanted is not None and wanted not in names:
+            raise EnvironmentConfigError(
+                f"data.curriculum.reward is {wanted!r}, and env.{alias} has no such reward{suggest_names(wanted, names)}"
+            )
 
 
 def count_slots(config: RolloutRunConfig) -> int:

@@ -66,7 +66,7 @@ def observed(source: Mixture, index: int, *rewards: float | None, **options: Any
 
 def rates(source: Mixture, entry: int = 0) -> dict[int, float | None]:
     """The success rate of each task with an outcome that a later position may depend on."""
-    return {task: rate for task, _, rate, _ in source.state()["curriculum"]["entries"][entry]["seen"]}
+    return {task: rate for task, rate, *_ in source.state()["curriculum"]["entries"][entry]["seen"]}
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4))

@@ -54,9 +54,10 @@ class SuccessRateConfig(BaseConfig):
     solved: float = Field(0.95, gt=0, le=1, description="Success rate from which a task counts as solved, and rests.")
     impossible: float = Field(0.05, ge=0, lt=1, description="Success rate up to which a task counts as impossible, and rests.")
     rest: int = Field(
-        20,
+        5,
         ge=0,
-        description="How long a task rests that is solved, impossible or failed with an error, before it is tried again (steps).",
+        description="How long a task rests that is solved, impossible or failed with an error, before it is tried again; twice as long "
+        "each time in a row, at most 16 times (steps).",
     )
     threshold: float | None = Field(
         None, description="Score from which a rollout is a success; null is the score itself, between 0 and 1."

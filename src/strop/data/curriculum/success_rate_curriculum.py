@@ -7,7 +7,8 @@ arXiv 2010.03934, and in sampling by p (1 - p), Foster et al. 2025, arXiv 2502.1
     with probability ``exploration``   uniform over the tasks never seen, and those whose rest is over
     otherwise                          of a task with a known rate p, in proportion to exp(-(p - target)^2 / (2 width^2))
 
-and where one of the two has no task, it is of the other. Solved and impossible tasks rest for a while; tasks in flight are not drawn.
+and where one of the two has no task, it is of the other. Solved and impossible tasks rest for a while, twice as long each time that they
+are so again (at most 16 times as long); tasks in flight are not drawn.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from numpy.typing import NDArray
 
 from strop.data.curriculum.base import Choice, Curriculum, Draw, TaskOutcome
 from strop.data.curriculum.curriculum_config import SuccessRateConfig
+
+LONGEST_REST = 16  # times ``rest``
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class SuccessRateCurriculum(Curriculum):
         self._visits = np.zeros(size, dtype=np.int64)
         self._rates = np.full(size, np.nan)  # not a number: no group has succeeded or failed without an error
         self._rests_until = np.zeros(size, dtype=np.int64)  # the step
+        self._rests = np.zeros(size, dtype=np.int64)  # in a row
 
     def choose(self, draw: Draw) -> Choice:
         pools = self._make_pools(draw)
@@ -94,21 +98,25 @@ class SuccessRateCurriculum(Curriculum):
             result = sum(self._measure(score) for score in outcome.scores) / len(outcome.scores)
             before = float(self._rates[task])
             self._rates[task] = result if math.isnan(before) else before + config.smoothing * (result - before)
-        if not outcome.scores or not config.impossible < self._rates[task] < config.solved:
-            self._rests_until[task] = outcome.step + config.rest
+        if outcome.scores and config.impossible < self._rates[task] < config.solved:
+            self._rests[task] = 0
+        else:
+            self._rests_until[task] = outcome.step + config.rest * min(2 ** int(self._rests[task]), LONGEST_REST)
+            self._rests[task] += 1
 
     def _measure(self, score: float) -> float:
         threshold = self._config.threshold
         return min(max(score, 0.0), 1.0) if threshold is None else float(score >= threshold)
 
     def state(self) -> Mapping[str, Any]:
-        """Return (task, visits, success rate, the step until which it rests) of each task seen."""
+        """Return (task, success rate, visits, the step until which it rests, rests in a row) of each task seen."""
         seen = np.flatnonzero(self._visits)
         rates = [None if math.isnan(rate) else rate for rate in self._rates[seen].tolist()]
-        columns = (seen.tolist(), self._visits[seen].tolist(), rates, self._rests_until[seen].tolist())
+        counts = (each[seen].tolist() for each in (self._visits, self._rests_until, self._rests))
+        columns = (seen.tolist(), rates, *counts)
         return {"seen": [list(row) for row in zip(*columns, strict=True)]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for task, visits, rate, rests_until in state["seen"]:
-            self._visits[task], self._rests_until[task] = visits, rests_until
+        for task, rate, visits, rests_until, rests in state["seen"]:
+            self._visits[task], self._rests_until[task], self._rests[task] = visits, rests_until, rests
             self._rates[task] = np.nan if rate is None else rate

@@ -27,7 +27,7 @@ KEPT = 4  # times ``slots``: how long choices are kept, to be restarted, and how
 
 
 @dataclass(frozen=True)
-class PlacedTask:
+class ChosenTask:
     """The task of a position."""
 
     entry: int
@@ -53,7 +53,7 @@ class TaskChooser:
         self._curricula, self._interleaving, self._seed = curricula, interleaving, seed
         self._slots, self._groups_per_step = slots, groups_per_step
         self._next: int | None = None  # the first position without a task; None: nothing was chosen yet
-        self._placed: dict[int, PlacedTask] = {}  # of the newest positions
+        self._placed: dict[int, ChosenTask] = {}  # of the newest positions
         self._open: dict[int, tuple[float, ...] | None] = {}  # scores that no curriculum has seen; None: not known yet
 
     def locate(self, position: int) -> tuple[int, int]:
@@ -65,7 +65,7 @@ class TaskChooser:
         placed = self._placed[position]
         return placed.entry, placed.task
 
-    def find(self, position: int) -> PlacedTask | None:
+    def find(self, position: int) -> ChosenTask | None:
         """Return the task of a position; None if it has none, or is too long ago."""
         return self._placed.get(position)
 
@@ -90,7 +90,7 @@ class TaskChooser:
             raise DataError(
                 f"the curriculum {self.name} chose {choice!r:.80}; return Choice(task) with a task from 0 to {size - 1}"
             )
-        self._placed[position], self._open[position] = PlacedTask(entry, int(choice.task), dict(choice.metrics)), None
+        self._placed[position], self._open[position] = ChosenTask(entry, int(choice.task), dict(choice.metrics)), None
         self._next = max(position + 1, self._next or 0)
         for each in [each for each in self._placed if each < self._next - KEPT * self._slots]:
             self._forget(each)
@@ -143,7 +143,7 @@ class TaskChooser:
                 f"{list(self._interleaving.sizes)}; continue with the data of that run, or begin anew with checkpointing.resume=never"
             )
         self._next = state["next"]
-        self._placed = {position: PlacedTask(entry, task, metrics) for position, entry, task, metrics in state["placed"]}
+        self._placed = {position: ChosenTask(entry, task, metrics) for position, entry, task, metrics in state["placed"]}
         self._open = {position: None if scores is None else tuple(scores) for position, scores in state["open"]}
         for curriculum, saved in zip(self._curricula, state["entries"], strict=True):
             curriculum.load_state(saved)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from strop.data.curriculum.base import Draw
+from strop.data.curriculum.base import Draw, TaskOutcome
 from strop.data.curriculum.curriculum_config import CurriculumConfig, DifficultyConfig
 from strop.data.curriculum.curriculum_factory import make_curriculum, read_difficulties
 from strop.data.curriculum.difficulty_curriculum import DifficultyCurriculum, compute_window
@@ -123,6 +123,17 @@ def test_a_class_of_ones_own_is_made_with_the_tasks_and_its_options(tmp_path: Pa
         with pytest.raises(DataError) as caught:
             make_curriculum(CurriculumConfig(name=f"{tmp_path}/own.py:{name}", kwargs=kwargs), ROWS, "math", 1)
         assert said in str(caught.value)
+
+
+def test_the_class_of_the_page_goes_backwards_and_repeats_what_was_never_solved(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "curriculum.md").read_text()
+    (tmp_path / "order.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    curriculum = make_curriculum(CurriculumConfig(name=f"{tmp_path}/order.py:Backwards", kwargs={"again": 2}), ROWS, "math", 1)
+    assert [curriculum.choose(draw(place, 0)).task for place in range(4)] == [2, 1, 0, 2]
+    curriculum.observe(TaskOutcome(task=1, position=1, step=0, scores=(0.0, 0.0)))
+    curriculum.observe(TaskOutcome(task=0, position=2, step=0, scores=(0.0, 1.0)))
+    assert curriculum.state() == {"unsolved": [1, 1]}
+    assert [curriculum.choose(draw(4, 0)).task for _ in range(3)] == [1, 1, 1]
 
 
 class Streamed(list[Task]):

@@ -58,6 +58,18 @@ def test_solved_and_impossible_tasks_rest_and_are_tried_again() -> None:
     assert drawn == pytest.approx({2: 0.5, 0: 0.125, 1: 0.125, 3: 0.125, 4: 0.125}, abs=0.03)
 
 
+def test_a_task_rests_twice_as_long_each_time_in_a_row() -> None:
+    curriculum, step = made([None, 0.5], rest=3, smoothing=1.0), 0
+    for rest in (3, 6, 12, 24, 48, 48):
+        curriculum.observe(outcome(0, 0.0, step=step))
+        assert set(frequencies(curriculum, 100, step=step + rest - 1)) == {1}
+        assert 0 in frequencies(curriculum, 100, step=step + rest)
+        step += rest
+    curriculum.observe(outcome(0, 0.5, step=step))
+    curriculum.observe(outcome(0, 1.0, step=step))
+    assert 0 in frequencies(curriculum, 100, step=step + 3)
+
+
 def test_a_task_that_failed_rests_and_keeps_its_rate() -> None:
     curriculum = made([0.5, 0.5], rest=5)
     curriculum.observe(outcome(0, step=3))
