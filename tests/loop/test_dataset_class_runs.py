@@ -24,7 +24,9 @@ def test_rollouts_of_rows_that_a_function_makes(tiny_model_folder: Path, tmp_pat
     (tmp_path / "mine.py").write_text(CODE)
     rows = {"dataset_name": "mine.py:sums", "env_name": "math"}
     sources = {f"data__{part}__{key}": value for part in ("train", "validation") for key, value in rows.items()}
-    outcome = grpo(tiny_model_folder, tmp_path, **sources, env__math__verifier="exact", data__validation__size=4, grpo__max_num_steps=1)
+    outcome = grpo(
+        tiny_model_folder, tmp_path, **sources, env__math__verifier="exact", data__validation__size=4, grpo__max_num_steps=1
+    )
     assert outcome.code == 0, outcome.err
     metrics = metrics_of(tmp_path / "logs")
     assert 1 in metrics and any(name.startswith("validation/") for name in metrics[1])
