@@ -22,6 +22,7 @@ from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.build.algorithm.run_algorithm import make_rollout_algorithm
 from strop.cli import plot_command, rollouts_command, translate_command
 from strop.cli.checks import env_command
+from strop.cli.checks.data_command import make_data_parser
 from strop.cli.checks.sandbox_command import make_sandbox_parser
 from strop.cli.compare_command import make_compare_parser
 from strop.cli.eval_command import is_model_name, make_eval_parser
@@ -212,6 +213,10 @@ def test_commands_name_configurations_that_load(
         return
     if words[1:3] == ["env", "check"]:
         options = env_command.make_env_parser().parse_intermixed_args(words[2:])
+        load_any_kind(options.config, options.overrides)
+        return
+    if words[1:3] == ["data", "check"]:
+        options = make_data_parser().parse_intermixed_args(words[2:])
         load_any_kind(options.config, options.overrides)
         return
     if words[1:3] == ["cluster", "check"]:
