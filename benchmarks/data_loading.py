@@ -3,7 +3,8 @@
     python benchmarks/data_loading.py memory [--rows 10000000] [--block 10000]
     python benchmarks/data_loading.py waiting [--model NAME] [--steps 8] [--rounds 3] [--turns 30]
 
-``memory`` reads every row of a made-up set as a run does, prints the resident memory on the way, and continues from a state near its end.
+``memory`` reads every row of a made-up set in the blocks of a run, makes a task of each --stride-th, prints the resident memory on
+the way, and continues from a state near its end.
 ``waiting`` trains on long conversations, in turns: tokenized by the loop, by a thread, and by two processes; it prints the share of a step
 that the loop waits for groups (timing/train/generation).
 """
@@ -47,18 +48,19 @@ class MadeUp:
         self.first = state["next"]
 
 
-def measure_memory(rows: int, block: int) -> None:
+def measure_memory(rows: int, block: int, stride: int) -> None:
     from strop.data.sources.source import DataSource
     from strop.environments.math import MathEnvironment
 
     source = DataSource(rows=MadeUp(rows), streaming=True, shuffle=True, shuffle_buffer=block)  # type: ignore[arg-type]
     tasks: Any = MathEnvironment().tasks(source)
     started, lines = time.perf_counter(), []
-    for position in range(rows):
+    for position in range(stride - 1, rows, stride):
         task = tasks[position]
         if (position + 1) % (rows // 10) == 0:
             seconds = time.perf_counter() - started
-            lines.append([f"{position + 1:,}", f"{memory('VmRSS'):.0f}", f"{(position + 1) / seconds:,.0f}"])
+            lines.append([f"{position + 1:,}", f"{memory('VmRSS'):.1f}", f"{(position + 1) / seconds:,.0f}"])
+            print(*lines[-1], flush=True)
     print(table(["rows", "resident memory (MiB)", "rows/s"], lines), flush=True)
     state = json.dumps(tasks.state())
     rest: Any = MathEnvironment().tasks(source)
@@ -125,6 +127,7 @@ def run() -> None:
     parser.add_argument("what", choices=["memory", "waiting"])
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--block", type=int, default=10_000)
+    parser.add_argument("--stride", type=int, default=100, help="of all rows that are read, how many become one task")
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
@@ -132,7 +135,7 @@ def run() -> None:
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
     if given.what == "memory":
-        measure_memory(given.rows, given.block)
+        measure_memory(given.rows, given.block, given.stride)
     else:
         measure_waiting(given.model, given.steps, given.rounds, given.turns, given.device)
 
