@@ -112,6 +112,7 @@ def test_epochs_end_a_streamed_run(tiny: Path, tmp_path: Path) -> None:
     assert max(metrics_of(tmp_path / "logs")) == 8 and "examples of a stream to train on" in output
 
 
+@pytest.mark.exhaustive
 def test_streams_are_mixed_by_weight_with_data_of_a_known_size(tiny: Path, tmp_path: Path) -> None:
     write_shards(tmp_path, "sft")
     write_rows(tmp_path / "few.jsonl", [conversation(9, 9)])
@@ -121,6 +122,7 @@ def test_streams_are_mixed_by_weight_with_data_of_a_known_size(tiny: Path, tmp_p
     assert max(metrics_of(tmp_path / "logs")) == 5  # 16 rows of the stream, and 5 of the other
 
 
+@pytest.mark.exhaustive
 def test_malformed_rows_are_dropped_and_counted(tiny: Path, tmp_path: Path) -> None:
     write_shards(tmp_path, "sft")
     with (tmp_path / "shards" / "1.jsonl").open("a") as file:
@@ -147,6 +149,7 @@ def find_workers(run: psutil.Process) -> list[psutil.Process]:
     return [each for each in run.children(recursive=True) if "tokenizing_worker" in " ".join(each.cmdline())]
 
 
+@pytest.mark.exhaustive
 def test_a_position_of_other_data_is_refused(tiny: Path, tmp_path: Path) -> None:
     write_shards(tmp_path, "sft")
     train_to_end("sft", tiny, tmp_path, **{**STREAMED, "sft.max_num_steps": 2})

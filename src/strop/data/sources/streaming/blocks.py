@@ -162,8 +162,9 @@ class StreamBlocks:
         records = list(islice(self._iter_kept(reader), wanted))
         if records:
             self._note_start(key, BlockStart(position, digest(records[0])))
-        if len(records) < self._rows or before + len(records) == self._limit:
-            self._end_epoch(before + len(records))
+        end = before + len(records)
+        if len(records) < self._rows or end == self._limit or (self._length is not None and end > self._length):
+            self._end_epoch(end)
         else:
             self._reader = (BlockKey(key.epoch, key.number + 1), reader)
         return records
