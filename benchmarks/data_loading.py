@@ -37,7 +37,8 @@ class MadeUp:
         self.rows, self.first = rows, 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for self.next in range(self.first, self.rows):
+        for number in range(self.first, self.rows):
+            self.next = number
             question = f"What is {self.next} + {self.next % 97}? Think step by step."
             yield {"problem": question, "answer": str(self.next + self.next % 97)}
 
@@ -71,7 +72,7 @@ def measure_memory(rows: int, block: int, stride: int) -> None:
 
 
 def write_conversations(path: Path, rows: int, turns: int) -> None:
-    words = "the of and to a in is it you that he was for on are with as his they be at one have this from".split()
+    words = ["the", "of", "and", "to", "a", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with", "as", "his"]
     choose = random.Random(0)
 
     def say(count: int) -> str:

@@ -88,9 +88,9 @@ class OpenedEntry:
 def list_entries(config: CheckableConfig) -> Iterator[EntryPlace]:
     """Yield every entry of a configuration, validation first, for what is trained on is compared with it."""
     if isinstance(config, EvalRunConfig):
-        sets = getattr(config.data, "sets", ())  # else a single one
-        for number, entry in enumerate(sets or (config.data,)):
-            yield EntryPlace(f"data.sets.{number}" if sets else "data", entry, "validation", "evaluation")
+        for number, each in enumerate(config.data.entries):
+            key = f"data.sets.{number}" if config.data.sets else "data"
+            yield EntryPlace(key, each, "validation", "evaluation")
         return
     data = config.data
     held_out = data.validation is None
