@@ -68,14 +68,9 @@ def _count(text: str) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from strop.config import EvalRunConfig, load_config
-    from strop.config.load.load import load_any_kind
-    from strop.config.source.yaml_source import read_config_file
+    from strop.config.load.load import load_training_or_evaluation
 
-    if "eval" in read_config_file(options.config).values:
-        loaded: Any = load_config(options.config, options.overrides, root=EvalRunConfig)
-    else:
-        loaded = load_any_kind(options.config, options.overrides)
+    loaded = load_training_or_evaluation(options.config, options.overrides)
     print_warnings(loaded)
     from strop.build.data_check.data_check import DataCheckOptions, check_data
 

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from strop.cli.output import (
     OVERRIDES_HELP,
@@ -76,16 +75,12 @@ def _count(text: str) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from strop.config import EvalRunConfig, RolloutRunConfig, load_config
-    from strop.config.load.load import load_any_kind
-    from strop.config.source.yaml_source import read_config_file
+    from strop.config import EvalRunConfig, RolloutRunConfig
+    from strop.config.load.load import load_training_or_evaluation
     from strop.data.sources.records import DataError
     from strop.environments.base import EnvironmentConfigError
 
-    if "eval" in read_config_file(options.config).values:
-        loaded: Any = load_config(options.config, options.overrides, root=EvalRunConfig)
-    else:
-        loaded = load_any_kind(options.config, options.overrides)
+    loaded = load_training_or_evaluation(options.config, options.overrides)
     if not isinstance(loaded.config, RolloutRunConfig | EvalRunConfig):
         print(
             f"error: {options.config} is a run on recorded data (strop {loaded.config.section}), which has no environments",

@@ -31,7 +31,7 @@ from strop.config.load.consequences import drop_consequences
 from strop.config.load.run_name import name_run
 from strop.config.recipes.difference import Difference
 from strop.config.recipes.translation import translate_source
-from strop.config.schema.run_config import TRAINING_RUNS, GrpoRunConfig, TrainingRunConfig
+from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, TrainingRunConfig
 from strop.config.source import keys, yaml_text
 from strop.config.source.defaults import resolve_source
 from strop.config.source.interpolation import UNSET_VARIABLE, escape_interpolations, referenced_keys
@@ -337,3 +337,9 @@ def load_any_kind(path: Path | None, overrides: Sequence[str] = ()) -> LoadedCon
     if problems:
         raise ConfigError(problems)
     return loaded
+
+
+def load_training_or_evaluation(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig[Any]:
+    """Load the configuration of an evaluation, which has the section ``eval``, or of training. Raises ConfigError."""
+    is_evaluation = "eval" in read_config_file(path).values
+    return load_config(path, overrides, root=EvalRunConfig) if is_evaluation else load_any_kind(path, overrides)
