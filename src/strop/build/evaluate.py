@@ -12,6 +12,7 @@ from pathlib import Path
 from strop.build.exit_codes import run_command
 from strop.build.jobs.evaluation_engines import OpenEngines, open_engines
 from strop.build.jobs.evaluation_folder import OpenFolder, open_folder
+from strop.build.jobs.evaluation_identity import identify_entries
 from strop.build.jobs.evaluation_job import (
     EvaluationJob,
     EvaluationSet,
@@ -100,6 +101,7 @@ async def evaluate_job(
 ) -> EvaluationReport:
     """Sample every task that is not finished, score the samples and store them."""
     configure_sandbox(job.sandbox)
+    identity = identify_entries(job).to_json()
     sources = [make_mixture(each.entries, job.env, "validation", seed=job.task_seed, purpose=job.purpose) for each in job.sets]
     environments = [component.environment for source in sources for component in source.components]
     if any(each.needs_sandbox for each in environments):
@@ -128,8 +130,8 @@ async def evaluate_job(
         report = make_report(results, model=job.model, folder=None if opened is None else opened.path)
         if report.stored is not None:
             found = {name: value for name, value in report.metrics.items() if not name.endswith("seconds")}
-            write_results(report.stored, job.model.step or 0, found, report.tasks)
-    return replace(report, headline=_name_headline(job, report.metrics))
+            write_results(report.stored, job.model.step or 0, found, report.tasks, identity=identity)
+    return replace(report, identity=identity, headline=_name_headline(job, report.metrics))
 
 
 def make_evaluator(

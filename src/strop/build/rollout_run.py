@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,16 @@ from strop.build.algorithm.run_algorithm import count_steps_per_batch
 from strop.build.backend import Backend, LocalBackend, make_backend
 from strop.build.cluster.ray_backend import make_remote_environments
 from strop.build.engines import GeneratorSpec
+from strop.build.jobs.evaluation_identity import identify_entries
+from strop.build.jobs.evaluation_job import make_validation_job
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_hacking_monitor, make_health, make_saver
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
-from strop.build.tasks import count_slots, list_reward_marks, make_training_tasks, make_validation_tasks
+from strop.build.tasks import count_slots, list_reward_marks, make_episode_rules, make_training_tasks, make_validation_tasks
 from strop.checkpointing.base import Restorable
+from strop.checkpointing.saved_model import SavedModel
 from strop.config import RolloutRunConfig
 from strop.config.checks.device_counts import count_devices
-from strop.config.schema.run_config import GrpoRunConfig
 from strop.data.data_state import DataState
 from strop.distributed.base import Cluster
 from strop.environments.base import Environment
@@ -31,7 +32,7 @@ from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
-from strop.rollouts.episode import EpisodeRules, make_failed_group, run_group
+from strop.rollouts.episode import make_failed_group, run_group
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.prompts_ahead import PromptsAhead
 from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
@@ -282,33 +283,21 @@ def make_evaluator(
             tracker.note("no validation: data.validation is not set, and data.train holds out no tasks (split_validation_size)")
         return None
     size = len(source) if training.max_val_samples is None else min(len(source), training.max_val_samples)
+    job = make_validation_job(config, SavedModel(str(Path(config.logger.log_dir).absolute())))
     return Evaluator(
         source=source,
         size=size,
         samples=training.val_num_generations_per_prompt,
         generator=generator,
         template=template,
-        sampling=Sampling(**config.policy.generation.sampling_options(validation=True)),
-        rules=replace(make_episode_rules(config), scaling=None),
+        sampling=job.sets[0].sampling,
+        rules=job.rules,
         seed=training.seed,
+        identity=identify_entries(job).to_json(),
         folder=Path(config.logger.log_dir).absolute() / "validation",
         past=past,
         name_set=source.name_set,
         samples_to_print=config.logger.num_val_samples_to_print,
-    )
-
-
-def make_episode_rules(config: RolloutRunConfig) -> EpisodeRules:
-    scaling = config.rollout_training.reward_scaling
-    penalties = config.reward_penalties if isinstance(config, GrpoRunConfig) else None
-    return EpisodeRules(
-        max_turns=config.rollout_training.max_rollout_turns,
-        max_length=config.policy.max_total_sequence_length,
-        max_prompt_length=config.data.max_input_seq_length,
-        scaling=scaling if scaling.enabled else None,
-        penalties=penalties if penalties is not None and penalties.enabled else None,
-        gateway=config.gateway,
-        tool_call_format=config.policy.tokenizer.tool_call_format,
     )
 
 

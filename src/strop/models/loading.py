@@ -229,6 +229,17 @@ def find_model_folder(name: str) -> Path:
     return folder
 
 
+def find_commit(name: str) -> str | None:
+    """Return the commit of a model of the hub, as it is in the cache, else the newest; None if neither has it."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+        return Path(cached).parent.name if isinstance(cached, str) else HfApi().model_info(name, timeout=5).sha
+    except Exception:  # of the network, the name or permissions: loading the model reports it
+        return None
+
+
 def _check_hub(name: str) -> str | None:
     """Return None if the hub or its local cache has the model, else the error."""
     from huggingface_hub import HfApi, try_to_load_from_cache

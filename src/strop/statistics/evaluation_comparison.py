@@ -17,10 +17,13 @@ from strop.statistics.paired_comparison import (
     forecast_more_samples,
     forecast_more_tasks,
 )
+from strop.statistics.setting_differences import Identity, SettingDifference, list_setting_differences
 from strop.statistics.sign_flip_test import adjust_p_values, sign_flip_p_value
 from strop.statistics.task_matching import MatchedTask, StoredTask, match_tasks, read_question
 from strop.statistics.task_metrics import SHARE, TaskMetric, find_task_metric, list_task_metrics
 from strop.statistics.verdicts import describe_forecast, describe_verdict
+
+MOST_NAMED = 6  # settings in a note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,7 @@ class Comparison:
     lost: tuple[ChangedTask, ...]
     notes: tuple[str, ...] = ()
     sources: tuple[str, str] = ("A", "B")  # which evaluations were compared
+    differences: tuple[SettingDifference, ...] = ()  # in how the two were sampled and scored
 
     @property
     def better(self) -> Literal["a", "b"] | None:
@@ -86,6 +90,7 @@ class Comparison:
             "won": [vars(task) for task in self.won],
             "lost": [vars(task) for task in self.lost],
             "notes": list(self.notes),
+            "differences": [vars(each) for each in self.differences],
             "sources": {"a": self.sources[0], "b": self.sources[1]},
         }
 
@@ -101,6 +106,7 @@ def compare_evaluations(
     level: float = 0.95,
     margin: float | None = None,
     shown: int = 3,
+    identities: tuple[Identity | None, Identity | None] | None = None,
 ) -> Comparison:
     """Compare the stored tasks of two evaluations, task by task.
 
@@ -110,6 +116,7 @@ def compare_evaluations(
         level: The probability that an interval holds the true difference.
         margin: A difference that does not matter, in the units of the metric; the two may then be found equivalent.
         shown: How many of the tasks that changed most are kept, won and lost.
+        identities: How each was sampled and scored, as it is stored with the tasks; None where that is not known.
 
     Raises NotComparable if the tasks are not the same, or do not have the metric.
     """
@@ -122,6 +129,8 @@ def compare_evaluations(
     sets, total = _compare_sets(by_set, chosen, level, margin)
     others = [find_task_metric(name).fit(both) for name in list_task_metrics(both) if name != metric]
     changed = _list_changed(matched.tasks, chosen)
+    ours, theirs = identities or (None, None)
+    differences = [] if ours is None or theirs is None else list_setting_differences(ours, theirs)
     return Comparison(
         metric=chosen,
         margin=margin,
@@ -133,7 +142,12 @@ def compare_evaluations(
         only_b=matched.only_b,
         won=tuple(changed[True][:shown]),
         lost=tuple(changed[False][:shown]),
-        notes=tuple(_note(matched.only_a, matched.only_b, matched.reworded)),
+        notes=(
+            *_note_settings(differences),
+            *_note(matched.only_a, matched.only_b, matched.reworded),
+            *([] if identities is None else _note_unknown(identities)),
+        ),
+        differences=tuple(differences),
     )
 
 
@@ -257,6 +271,24 @@ def _read_sample(task: StoredTask, *, best: bool) -> str:
 def _count_samples(tasks: Sequence[StoredTask]) -> str:
     counts = Counter(len(task["samples"]) for task in tasks)
     return str(min(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+
+
+def _note_settings(differences: Sequence[SettingDifference]) -> list[str]:
+    if not differences:
+        return []
+    named = "; ".join(map(str, differences[:MOST_NAMED]))
+    more = f"; and {len(differences) - MOST_NAMED} more" if len(differences) > MOST_NAMED else ""
+    return [f"A and B were not sampled and scored alike, and what is found is of that, too: {named}{more}"]
+
+
+def _note_unknown(identities: tuple[Identity | None, Identity | None]) -> list[str]:
+    unknown = [name for name, identity in zip("AB", identities, strict=True) if identity is None]
+    if not unknown:
+        return []
+    return [
+        f"how {' and '.join(unknown)} {'were' if len(unknown) > 1 else 'was'} sampled and scored is not stored, as by older versions: "
+        "whether temperature, prompt and grader are the same is not known"
+    ]
 
 
 def _note(only_a: int, only_b: int, reworded: bool) -> list[str]:

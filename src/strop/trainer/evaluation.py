@@ -65,6 +65,7 @@ class Evaluator:
     samples_to_print: int = 0  # samples to print at each evaluation
     finished: FinishedTasks | None = None  # tasks of an evaluation that was interrupted, and where those of this one are kept
     name_set: Callable[[int], str] | None = None  # from the index of a task to the name of its data set
+    identity: Mapping[str, Any] | None = None  # what the samples depend on, for the file
     keep_logprobs: bool = False  # ids and log-probabilities of the sampled tokens, in the file
     files: DeferredFiles = field(default_factory=lambda: DeferredFiles("validation samples"))
     last_groups: list[Group] = field(default_factory=list)  # what the last evaluation sampled, for display
@@ -76,7 +77,8 @@ class Evaluator:
         self.last_tasks = await self._evaluate_tasks(tracker)
         metrics = self._summarize(self.last_tasks)
         if self.folder is not None:
-            write_results(self.folder / f"step_{step:06d}.json", step, metrics, self.last_tasks, files=self.files)
+            path = self.folder / f"step_{step:06d}.json"
+            write_results(path, step, metrics, self.last_tasks, identity=self.identity, files=self.files)
         if tracker is not None:
             self._print_samples(tracker)
         metrics["seconds"] = time.perf_counter() - started
@@ -159,10 +161,17 @@ class Evaluator:
 
 
 def write_results(
-    path: Path, step: int, metrics: Mapping[str, float], tasks: Sequence[Mapping[str, Any]], *, files: DeferredFiles | None = None
+    path: Path,
+    step: int,
+    metrics: Mapping[str, float],
+    tasks: Sequence[Mapping[str, Any]],
+    *,
+    identity: Mapping[str, Any] | None = None,
+    files: DeferredFiles | None = None,
 ) -> None:
-    """Write what an evaluation found; ``files`` may keep it until there is room."""
-    content = {"step": step, "metrics": metrics, "tasks": tasks}
+    """Write what an evaluation found, and what that depends on; ``files`` may keep it until there is room."""
+    known = {} if identity is None else {"identity": identity}
+    content = {"step": step, **known, "metrics": metrics, "tasks": tasks}
     data = encodable(json.dumps(content, ensure_ascii=False, indent=1)).encode()
     if files is not None:
         files.write(path, data)

@@ -17,6 +17,7 @@ from strop.config.load.evaluation_keys import translate_overrides
 from strop.monitoring.console.console import ConsoleKind
 from strop.statistics.evaluation_comparison import Comparison, check_options, compare_evaluations
 from strop.statistics.not_comparable import NotComparable
+from strop.statistics.setting_differences import Identity, list_setting_differences
 from strop.statistics.task_matching import OtherTasks, match_tasks
 
 Note = Callable[[str], object]
@@ -47,10 +48,11 @@ class ComparisonJob:
 
 @dataclass(frozen=True)
 class _Evaluated:
-    """The tasks of one side, and where they are from."""
+    """The tasks of one side, where they are from, and how they were sampled and scored."""
 
     tasks: Sequence[Mapping[str, Any]]
     source: str
+    identity: Identity | None
 
 
 def make_comparison_job(
@@ -103,11 +105,17 @@ async def compare_models(job: ComparisonJob, note: Note = print, *, console: Con
     """
     pair = _find_stored_pair(job)
     if pair is not None:
-        a, b = (_Evaluated(file.tasks, str(file.path)) for file in pair)
+        a, b = map(_read, pair)
     else:
         a, b = await _evaluate_missing(job, note, console)
-    found = compare_evaluations(a.tasks, b.tasks, metric=job.metric, level=job.level, margin=job.margin)
+    found = compare_evaluations(
+        a.tasks, b.tasks, metric=job.metric, level=job.level, margin=job.margin, identities=(a.identity, b.identity)
+    )
     return replace(found, sources=(_name(job.a, a), _name(job.b, b)))
+
+
+def _read(file: StoredEvaluation) -> _Evaluated:
+    return _Evaluated(file.tasks, str(file.path), file.identity)
 
 
 def _name(side: ComparedSide, evaluated: _Evaluated) -> str:
@@ -116,7 +124,8 @@ def _name(side: ComparedSide, evaluated: _Evaluated) -> str:
 
 
 def _find_stored_pair(job: ComparisonJob) -> tuple[StoredEvaluation, StoredEvaluation] | None:
-    """Return the stored evaluations with the most tasks in common, and as many samples of each; None if something has to be evaluated.
+    """Return the stored evaluations with the most tasks in common, as many samples of each, and sampled and scored alike; None if
+    something has to be evaluated.
 
     Two files are always a pair.
     """
@@ -130,10 +139,15 @@ def _find_stored_pair(job: ComparisonJob) -> tuple[StoredEvaluation, StoredEvalu
             matched = match_tasks(a.tasks, b.tasks).tasks
         except OtherTasks:
             continue
-        alike = all(len(task.a["samples"]) == len(task.b["samples"]) for task in matched)
+        alike = all(len(task.a["samples"]) == len(task.b["samples"]) for task in matched) and not _differ(a, b)
         if len(matched) >= most and (alike or job.a.model is None or job.b.model is None):
             best, most = (a, b), len(matched)
     return best
+
+
+def _differ(a: StoredEvaluation, b: StoredEvaluation) -> bool:
+    """Whether two evaluations are known not to be sampled and scored alike."""
+    return a.identity is not None and b.identity is not None and bool(list_setting_differences(a.identity, b.identity))
 
 
 async def _evaluate_missing(job: ComparisonJob, note: Note, console: ConsoleKind) -> tuple[_Evaluated, _Evaluated]:
@@ -143,7 +157,7 @@ async def _evaluate_missing(job: ComparisonJob, note: Note, console: ConsoleKind
     for side in sides:
         usable = side.stored and (side.model is None or (side is job.a and not job.changes_evaluation))
         file = _first_validation(side) if usable else None
-        evaluated.append(None if file is None else _Evaluated(file.tasks, str(file.path)))
+        evaluated.append(None if file is None else _read(file))
     for index, side in enumerate(sides):
         if evaluated[index] is None:
             evaluated[index] = await _evaluate(job, side, note, console)
@@ -173,7 +187,7 @@ async def _evaluate(job: ComparisonJob, side: ComparedSide, note: Note, console:
     report = await evaluate_any(evaluation, note, console=console)
     if not report.tasks:
         raise NotComparable(f"the evaluation of {side.name} has no samples to compare")
-    return _Evaluated(report.tasks, "evaluated now" if report.stored is None else str(report.stored))
+    return _Evaluated(report.tasks, "evaluated now" if report.stored is None else str(report.stored), report.identity)
 
 
 def _configure(job: ComparisonJob, side: ComparedSide) -> EvalRunConfig | CheckpointEvaluation:

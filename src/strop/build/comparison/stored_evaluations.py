@@ -12,6 +12,7 @@ from typing import Any
 
 from strop.checkpointing.saved_model import RUN_CONFIG, SavedModel, SavedModelNotFound, find_saved_model
 from strop.statistics.not_comparable import NotComparable
+from strop.statistics.setting_differences import Identity
 
 STEP_FILE = re.compile(r"step_(\d+)\.json")
 UNFINISHED = "tasks.jsonl"  # what an evaluation that was interrupted leaves
@@ -24,13 +25,22 @@ class StoredEvaluation:
     path: Path
 
     @cached_property
-    def tasks(self) -> Sequence[Mapping[str, Any]]:
-        """The tasks with their samples. Raises NotComparable if the file is no evaluation."""
+    def _content(self) -> Mapping[str, Any]:
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise NotComparable(f"{self.path} cannot be read as an evaluation: {error}") from error
-        tasks = content.get("tasks") if isinstance(content, dict) else None
+        return content if isinstance(content, dict) else {}
+
+    @property
+    def identity(self) -> Identity | None:
+        """How the tasks were sampled and scored; None if the file does not say."""
+        return self._content.get("identity")
+
+    @property
+    def tasks(self) -> Sequence[Mapping[str, Any]]:
+        """The tasks with their samples. Raises NotComparable if the file is no evaluation."""
+        tasks = self._content.get("tasks")
         if not isinstance(tasks, list) or not tasks or not all(isinstance(task, dict) and task.get("samples") for task in tasks):
             raise NotComparable(
                 f"{self.path} is no evaluation with samples: it needs 'tasks', each with 'samples', as strop eval and the validations of a "

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from strop.base_config import redact_secrets, to_tree
-from strop.build.jobs.evaluation_job import EvaluationJob, EvaluationSet
-from strop.build.jobs.task_log import TASKS_FILE, EvaluationIdentity, TaskLog, describe_changes, read_tasks
+from strop.build.jobs.evaluation_identity import EvaluationIdentity, identify
+from strop.build.jobs.evaluation_job import EvaluationJob
+from strop.build.jobs.task_log import TASKS_FILE, TaskLog, describe_changes, read_tasks
 from strop.build.run_folders import lock_evaluation_folder
 from strop.checkpointing.saved_model import SavedModel
 from strop.storage.folder_lock import FolderLocked
 
 AUTO, DEFAULT_PARENT = "auto", Path("results/evals")
-WITHOUT_INFLUENCE = (
-    "weight",
-    "dataset_name",
-    "name",
-)  # keys of an entry that its samples do not depend on, or that are listed apart
 
 
 @dataclass(frozen=True)
@@ -107,77 +100,3 @@ def _make_folder(parent: Path, stack: ExitStack) -> Path:
 def _remove_if_empty(folder: Path) -> None:
     with suppress(OSError):
         folder.rmdir()
-
-
-# --- identity ------------------------------------------------------------------------------------------------------------
-
-
-def identify(job: EvaluationJob) -> EvaluationIdentity:
-    """Return what the samples of an evaluation depend on: not how many engines sample them, nor in which order."""
-    generation, policy = job.generation, job.policy
-    rules = {key: value for key, value in asdict(replace(job.rules, gateway=None)).items() if key != "max_turns"}
-    settings = {
-        "model": job.model.weights,
-        "model files": _describe_files(Path(job.model.weights)),
-        "tokenizer": to_tree(policy.tokenizer),
-        "hf_config_overrides": policy.hf_config_overrides,
-        "engine": "vllm" if generation.uses_vllm else "torch",
-        "precision": generation.vllm_cfg.precision if generation.uses_vllm else [policy.precision, policy.weights_dtype],
-        "vllm_kwargs": generation.vllm_kwargs,
-        "rules": {**rules, "max_turns": job.max_turns},
-        "gateway": None if job.rules.gateway is None else to_tree(job.rules.gateway),
-        "seeds": [job.seed, job.task_seed],
-        "purpose": job.purpose,
-        "save_logprobs": job.scoring.save_logprobs,
-    }
-    return EvaluationIdentity(
-        redact_secrets(settings), {each.name: redact_secrets(_identify_set(job, each)) for each in job.sets}
-    )
-
-
-def _identify_set(job: EvaluationJob, each: EvaluationSet) -> dict[str, Any]:
-    found: dict[str, Any] = {"samples": each.samples, **asdict(each.sampling)}
-    for number, entry in enumerate(each.entries):
-        where = "" if len(each.entries) == 1 else f"{number}."
-        tree = to_tree(entry)
-        found |= {f"{where}{key}": value for key, value in tree.items() if key not in WITHOUT_INFLUENCE}
-        found[f"{where}data"] = entry.data_name if entry.rows is None else _identify_rows(entry.rows)
-        found[f"{where}data file"] = _describe_files(Path(entry.dataset_name)) if entry.is_file and entry.dataset_name else []
-    aliases = {entry.env_name for entry in each.entries}
-    for alias, section in job.env.items():
-        if alias in aliases or None in aliases:
-            found |= {f"env.{alias}": to_tree(section), f"env.{alias} code": _describe_code(section.options)}
-    return found
-
-
-def _identify_rows(rows: Any) -> Any:
-    fingerprint = getattr(rows, "_fingerprint", None)  # of a datasets.Dataset
-    return f"{len(rows)} rows, {fingerprint or _hash(list(rows))}"
-
-
-def _hash(value: Any) -> str:
-    import hashlib
-    import json
-
-    return hashlib.sha256(json.dumps(value, default=str, sort_keys=True).encode(errors="replace")).hexdigest()[:16]
-
-
-def _describe_files(path: Path) -> list[Any]:
-    """Return name, size and time of a file, or of the files in a folder; empty for what is not on this machine."""
-    files = [path] if path.is_file() else sorted(each for each in path.glob("*") if each.is_file()) if path.is_dir() else []
-    return [[each.name, each.stat().st_size, each.stat().st_mtime_ns] for each in files if not each.name.startswith(".")]
-
-
-def _describe_code(options: Any) -> list[Any]:
-    """Return what code of the user's an environment names: files, and the source of functions."""
-    if isinstance(options, Mapping):
-        return [found for value in options.values() for found in _describe_code(value)]
-    if isinstance(options, list | tuple):
-        return [found for value in options for found in _describe_code(value)]
-    if callable(options):
-        with suppress(OSError, TypeError):
-            return [_hash(inspect.getsource(options))]
-        return []
-    if isinstance(options, str) and ".py:" in options:
-        return _describe_files(Path(options.rpartition(":")[0]))
-    return []

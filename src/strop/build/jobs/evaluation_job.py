@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strop.base_config import validate_section
-from strop.build.rollout_run import make_episode_rules
-from strop.build.tasks import name_data, resolve_alias
+from strop.build.tasks import make_episode_rules, name_data, resolve_alias
 from strop.checkpointing.convert import convert_model
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import EvalRunConfig, RolloutRunConfig
@@ -129,6 +128,22 @@ def make_run_evaluation_job(run: EvaluatedRun, model: SavedModel) -> EvaluationJ
     config = run.config
     assert isinstance(config, RolloutRunConfig)
     _check_rewards(config.env)
+    job = make_validation_job(config, model)
+    (together,) = job.sets
+    several = [replace(together, name=name_data(entry), entries=[entry]) for entry in together.entries]
+    return replace(
+        job,
+        sets=_name_apart(several) if run.several_sets else job.sets,
+        seed=run.seed,
+        scoring=run.evaluation.eval,
+        purpose=run.purpose,
+        trained_on=config.data.train if _is_of_run(model, config) else (),
+        concurrent_tasks=_count_concurrent(run.evaluation),
+    ).with_model(model.weights)
+
+
+def make_validation_job(config: RolloutRunConfig, model: SavedModel) -> EvaluationJob:
+    """Make the evaluation that is the validation of a run."""
     training, generation = config.rollout_training, config.policy.generation
     entries = config.data.validation_entries
     together = EvaluationSet(
@@ -137,7 +152,6 @@ def make_run_evaluation_job(run: EvaluatedRun, model: SavedModel) -> EvaluationJ
         samples=training.val_num_generations_per_prompt,
         sampling=Sampling(**generation.sampling_options(validation=True)),
     )
-    several = [replace(together, name=name_data(entry), entries=[entry]) for entry in entries] if run.several_sets else [together]
     return EvaluationJob(
         model=model,
         policy=replace(config.policy, dtensor_cfg=replace(config.policy.dtensor_cfg, lora_cfg=validate_section(LoraConfig, {}))),
@@ -145,17 +159,16 @@ def make_run_evaluation_job(run: EvaluatedRun, model: SavedModel) -> EvaluationJ
         cluster=config.cluster,
         rules=replace(make_episode_rules(config), scaling=None),
         max_turns=training.max_rollout_turns,
-        sets=_name_apart(several),
+        sets=[together],
         env=config.env,
         sandbox=config.sandbox,
         task_seed=training.seed,
-        seed=run.seed,
+        seed=training.seed,
         max_tasks=training.max_val_samples,
-        scoring=run.evaluation.eval,
-        purpose=run.purpose,
-        trained_on=config.data.train if _is_of_run(model, config) else (),
-        concurrent_tasks=_count_concurrent(run.evaluation),
-    ).with_model(model.weights)
+        scoring=validate_section(EvalConfig, {}),
+        concurrent_tasks=None,
+        purpose="validation",
+    )
 
 
 def _is_of_run(model: SavedModel, config: RolloutRunConfig) -> bool:

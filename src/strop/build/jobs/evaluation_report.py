@@ -44,6 +44,7 @@ class EvaluationReport:
     headline: str | None = None  # name of the metric that eval.metric chose
     stored: Path | None = None  # the file with every sample
     model: str = ""
+    identity: Mapping[str, Any] | None = None  # what the samples depend on, as it is stored with them
     step: int | None = None
 
     def to_json(self) -> str:

@@ -14,26 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strop.build.jobs.evaluation_identity import EvaluationIdentity
 from strop.monitoring.rollout_store.rollout_record import encodable
 from strop.storage.atomic_file import atomic_write
 
 TASKS_FILE, PREVIOUS_FILE, VERSION = "tasks.jsonl", "tasks.previous.jsonl", 1
 MOST_NAMED = 4  # changed settings in a message
-
-Settings = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class EvaluationIdentity:
-    """What the samples of an evaluation depend on: settings of all sets, and of each set by its name."""
-
-    settings: Settings
-    sets: Mapping[str, Settings]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what JSON would read again."""
-        read: dict[str, Any] = json.loads(json.dumps({"settings": self.settings, "sets": self.sets}, default=str))
-        return {"version": VERSION, **read}
 
 
 class TaskLog:
@@ -43,7 +29,7 @@ class TaskLog:
         """Read what is finished, and keep what was made with other settings aside. ``changes`` says what differs."""
         self.path = folder / TASKS_FILE
         self.changes: list[str] = []
-        header = identity.to_json()
+        header = {"version": VERSION, **identity.to_json()}
         self._tasks: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in identity.sets}
         old, lines = read_tasks(self.path)
         if old is not None:
