@@ -66,6 +66,7 @@ class Evaluator:
     finished: FinishedTasks | None = None  # tasks of an evaluation that was interrupted, and where those of this one are kept
     name_set: Callable[[int], str] | None = None  # from the index of a task to the name of its data set
     keep_logprobs: bool = False  # ids and log-probabilities of the sampled tokens, in the file
+    on_sampled: Callable[[], object] = lambda: None  # called when all tasks are sampled
     files: DeferredFiles = field(default_factory=lambda: DeferredFiles("validation samples"))
     last_groups: list[Group] = field(default_factory=list)  # what the last evaluation sampled, for display
     last_tasks: list[dict[str, Any]] = field(default_factory=list)  # every task with its scores, as stored
@@ -74,6 +75,7 @@ class Evaluator:
         """Return metrics under ``validation/``. Rollouts with errors count as wrong and are counted in ``validation/errors``."""
         started = time.perf_counter()
         self.last_tasks = await self._evaluate_tasks(tracker)
+        self.on_sampled()
         metrics = self._summarize(self.last_tasks)
         if self.folder is not None:
             write_results(self.folder / f"step_{step:06d}.json", step, metrics, self.last_tasks, files=self.files)
