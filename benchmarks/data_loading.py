@@ -84,13 +84,13 @@ def write_conversations(path: Path, rows: int, turns: int) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def measure_waiting(model: str, steps: int, rounds: int, turns: int, device: str) -> None:
+def measure_waiting(model: str, steps: int, rounds: int, turns: int, batch: int, device: str) -> None:
     from strop.cli import main
     from strop.monitoring.trackers.jsonl import read_metrics
 
     found: dict[str, list[list[Mapping[str, float]]]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory() as folder:
-        write_conversations(Path(folder) / "rows.jsonl", 8 * (steps + 2), turns)
+        write_conversations(Path(folder) / "rows.jsonl", batch * (steps + 2), turns)
         for number in range(rounds):
             for mode, keys in list(MODES.items())[:: 1 if number % 2 == 0 else -1]:
                 logs = Path(folder) / f"{number}-{mode}"
@@ -98,7 +98,7 @@ def measure_waiting(model: str, steps: int, rounds: int, turns: int, device: str
                     "policy.model_name": model,
                     "policy.device": device,
                     "policy.max_total_sequence_length": 8192,
-                    "policy.train_global_batch_size": 8,
+                    "policy.train_global_batch_size": batch,
                     "data.train.dataset_name": f"{folder}/rows.jsonl",
                     "sft.max_num_steps": steps,
                     "sft.val_period": 0,
@@ -133,12 +133,13 @@ def run() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
     if given.what == "memory":
         measure_memory(given.rows, given.block, given.stride)
     else:
-        measure_waiting(given.model, given.steps, given.rounds, given.turns, given.device)
+        measure_waiting(given.model, given.steps, given.rounds, given.turns, given.batch, given.device)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ GRPO: Mapping[str, Any] = {
     "data.validation.env_name": ...,
     "data.validation.size": 6,
     "data.validation.streaming": True,
-    "data.validation.dataset_name": "held_out/*.jsonl",  # other prompts: those that the engine has in its cache round otherwise
+    "data.validation.dataset_name": "shards",  # prompts of the training: what the engine caches of them must not outlive a validation
 }
 
 
@@ -43,7 +43,6 @@ def write_shards(folder: Path, kind: str) -> None:
     """Write 16 rows in three shards of 5, 1 and 10."""
     make = {"sft": conversation, "dpo": preference, "grpo": lambda a, b: {"problem": f"{a}+{b}=", "answer": str(a + b)}}[kind]
     rows = [make(*pair) for pair in SUMS]
-    write_rows(folder / "held_out" / "0.jsonl", rows[16:])
     for number, (start, end) in enumerate(((0, 5), (5, 6), (6, 16))):
         write_rows(folder / "shards" / f"{number}.jsonl", rows[start:end])
     (folder / "rewards.py").write_text(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from strop.distributed.base import Cluster
 from strop.environments.base import Environment
 from strop.environments.mixture import Mixture
 from strop.generation.base import Generator, PastSelves
+from strop.generation.torch.torch_engine import TorchEngine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
@@ -298,7 +299,19 @@ def make_evaluator(
         past=past,
         name_set=source.name_set,
         samples_to_print=config.logger.num_val_samples_to_print,
+        on_sampled=choose_forgetting(config, generator),
     )
+
+
+def choose_forgetting(config: RolloutRunConfig, generator: Generator) -> Callable[[], object]:
+    """Return what drops the prompts that the embedded engine has cached, for when a synchronous run has validated.
+
+    A prompt of both sets would be taken from the cache, where it was read beside other prompts and rounded differently in the last digits.
+    A run that is resumed behind the validation has no such cache, and would not equal the uninterrupted one.
+    """
+    if isinstance(generator, TorchEngine) and config.rollout_training.max_staleness == 0:
+        return generator.runner.reset_prefix_cache
+    return lambda: None
 
 
 def engine_shares_module(config: RolloutRunConfig) -> bool:

@@ -67,6 +67,7 @@ class Evaluator:
     name_set: Callable[[int], str] | None = None  # from the index of a task to the name of its data set
     identity: Mapping[str, Any] | None = None  # what the samples depend on, for the file
     keep_logprobs: bool = False  # ids and log-probabilities of the sampled tokens, in the file
+    on_sampled: Callable[[], object] = lambda: None  # called when all tasks are sampled
     files: DeferredFiles = field(default_factory=lambda: DeferredFiles("validation samples"))
     last_groups: list[Group] = field(default_factory=list)  # what the last evaluation sampled, for display
     last_tasks: list[dict[str, Any]] = field(default_factory=list)  # every task with its scores, as stored
@@ -75,6 +76,7 @@ class Evaluator:
         """Return metrics under ``validation/``. Rollouts with errors count as wrong and are counted in ``validation/errors``."""
         started = time.perf_counter()
         self.last_tasks = await self._evaluate_tasks(tracker)
+        self.on_sampled()
         metrics = self._summarize(self.last_tasks)
         if self.folder is not None:
             path = self.folder / f"step_{step:06d}.json"

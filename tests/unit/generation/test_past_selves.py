@@ -116,3 +116,18 @@ def test_a_request_that_fails_or_is_given_up_does_not_hold_up_the_others() -> No
     empty, given_up, answered = asyncio.run(ask())
     assert isinstance(empty, ValueError) and isinstance(given_up, asyncio.CancelledError)
     assert len(answered.tokens) == 12  # type: ignore[attr-defined]
+
+
+def test_what_was_cached_for_earlier_requests_is_read_again() -> None:
+    """As it is in a run that was resumed in between."""
+    selves = make_selves(Network(build("llama")))
+    selves.pool.take(0)
+    (snapshot,) = selves.pool.snapshots
+
+    async def ask_twice() -> None:
+        for _ in range(2):
+            await asyncio.gather(*(selves.generate(snapshot, PROMPTS[0], sampling=SAMPLING, seed=seed) for seed in range(2)))
+        await selves.close()
+
+    asyncio.run(ask_twice())
+    assert selves.engine.counters.prompt_tokens == 2 * len(PROMPTS[0])

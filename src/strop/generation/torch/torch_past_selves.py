@@ -53,7 +53,11 @@ class TorchPastSelves:
         return await done
 
     async def _serve(self) -> None:
-        """Answer all requests for the snapshot of the oldest one, until none waits."""
+        """Answer all requests for the snapshot of the oldest one, until none waits.
+
+        What was cached for earlier requests is dropped, as it is by a restart: equal prompts are then rounded alike in a resumed run.
+        """
+        self.engine.runner.reset_prefix_cache()
         while self._waiting:
             snapshot = self._waiting[0].snapshot
             asked = [request for request in self._waiting if request.snapshot is snapshot]
