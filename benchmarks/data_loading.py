@@ -1,10 +1,14 @@
-"""Memory of a streamed set, and what tokenizing costs the training loop.
+"""Memory of a streamed set, whole runs on one, and what tokenizing costs the training loop.
 
     python benchmarks/data_loading.py memory [--rows 10000000] [--block 10000]
-    python benchmarks/data_loading.py waiting [--model NAME] [--steps 8] [--rounds 3] [--turns 30]
+    python benchmarks/data_loading.py train [--section sft] [--shape class] [--rows 10000000] [--kept 10000] [--steps 200]
+    python benchmarks/data_loading.py waiting [--model NAME] [--steps 8] [--rounds 3] [--turns 30] [--batch 8]
 
 ``memory`` reads every row of a made-up set in the blocks of a run, makes a task of each --stride-th, prints the resident memory on
 the way, and continues from a state near its end.
+``train`` trains a tiny model (two layers) for one epoch of such a set, which a class makes or eight files hold: every row is read, all but
+--kept of them are held out. It prints the resident memory at early and at late steps; then it does so again in another folder, kills that
+run (SIGKILL) half way, continues it, and compares metrics, weights, optimizer and position.
 ``waiting`` trains on long conversations, in turns: tokenized by the loop, by a thread, and by two processes; it prints the share of a step
 that the loop waits for groups (timing/train/generation).
 """
@@ -14,6 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -21,7 +27,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
 from common import MODEL, memory, spread, table
+
+from loop.long_streams import LongStream, assert_same_run, watch
+from loop.runs import metrics_of
+from loop.tiny import build_tiny
 
 MODES: Mapping[str, Mapping[str, int]] = {
     "the loop": {"data.prefetch": 0},
@@ -69,6 +81,31 @@ def measure_memory(rows: int, block: int, stride: int) -> None:
     started = time.perf_counter()
     assert rest[rows - 1].id == task.id
     print(f"state of {len(state):,} bytes; the last row after a restart in {time.perf_counter() - started:.2f} s")
+
+
+def measure_training(stream: LongStream) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model, keys = build_tiny(folder / "model"), stream.write(folder)
+        started = time.perf_counter()
+        whole = watch(stream.start(model, folder / "whole", keys))
+        seconds = time.perf_counter() - started
+        assert whole.code == 0, (folder / "whole" / ".err").read_text()
+        early, late = whole.compare()
+        steps = max(metrics_of(folder / "whole" / "logs"))
+        speed = f"{seconds:.0f} s, {stream.rows / seconds:,.0f} rows/s"
+        print(f"{stream.section} on {stream.rows:,} rows ({stream.shape}), {steps} steps: {speed}")
+        print(f"resident memory: {early:.1f} MiB in the second tenth of the steps, {late:.1f} in the last", flush=True)
+        killed = watch(stream.start(model, folder / "parts", keys), kill_at=steps // 2)
+        assert killed.code == -signal.SIGKILL, killed
+        started = time.perf_counter()
+        rest = watch(stream.start(model, folder / "parts", keys))
+        assert rest.code == 0, (folder / "parts" / ".err").read_text()
+        assert_same_run(folder / "parts", folder / "whole")
+        seconds = time.perf_counter() - started
+        print(
+            f"killed after step {max(killed.memory)} and continued ({seconds:.0f} s): metrics, weights, optimizer and position are equal"
+        )
 
 
 def write_conversations(path: Path, rows: int, turns: int) -> None:
@@ -125,12 +162,15 @@ def measure_waiting(model: str, steps: int, rounds: int, turns: int, batch: int,
 
 def run() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["memory", "waiting"])
+    parser.add_argument("what", choices=["memory", "train", "waiting"])
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--block", type=int, default=10_000)
     parser.add_argument("--stride", type=int, default=100, help="of all rows that are read, how many become one task")
+    parser.add_argument("--section", choices=["sft", "grpo"], default="sft")
+    parser.add_argument("--shape", choices=["class", "jsonl", "parquet"], default="class")
+    parser.add_argument("--kept", type=int, default=10_000, help="of all rows that are read, how many are trained on")
     parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, help="default: 200 of train, 8 of waiting")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--batch", type=int, default=8)
@@ -138,8 +178,11 @@ def run() -> None:
     given = parser.parse_args()
     if given.what == "memory":
         measure_memory(given.rows, given.block, given.stride)
+    elif given.what == "train":
+        options = {"rows": given.rows, "kept": given.kept, "steps": given.steps or 200}
+        measure_training(LongStream(section=given.section, shape=given.shape, **options))
     else:
-        measure_waiting(given.model, given.steps, given.rounds, given.turns, given.batch, given.device)
+        measure_waiting(given.model, given.steps or 8, given.rounds, given.turns, given.batch, given.device)
 
 
 if __name__ == "__main__":

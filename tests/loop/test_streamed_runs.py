@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from loop import long_streams
 from loop.killing import Kill
 from loop.kinds import SUMS, bitwise_equal, conversation, preference, start_run, train, train_to_end, write_rows
 from loop.runs import grpo, heed_interrupts, metrics_of, repeatable
@@ -159,3 +160,21 @@ def test_a_position_of_other_data_is_refused(tiny: Path, tmp_path: Path) -> None
         write_rows(path, [conversation(7, 8)] * 9)
     outcome = train("sft", tiny, tmp_path, **STREAMED)
     assert outcome.code == 1 and "shards was changed since its position was noted" in outcome.err
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shape", ["class", "jsonl", "parquet"])
+@pytest.mark.parametrize("section", ["sft", "grpo"])
+def test_a_long_stream_is_trained_on_in_bounded_memory_and_resumed_after_a_kill(
+    section: long_streams.Section, shape: long_streams.Shape, tiny: Path, tmp_path: Path
+) -> None:
+    stream = long_streams.LongStream(section=section, shape=shape, rows=200_000, kept=400, steps=40)
+    keys = stream.write(tmp_path)
+    whole = long_streams.watch(stream.start(tiny, tmp_path / "whole", keys))
+    assert whole.code == 0, (tmp_path / "whole" / ".err").read_text()
+    early, late = whole.compare()
+    assert late < early + 50  # MiB; all rows as Python objects are about 90
+    assert long_streams.watch(stream.start(tiny, tmp_path / "parts", keys), kill_at=15).code == -signal.SIGKILL
+    rest = long_streams.watch(stream.start(tiny, tmp_path / "parts", keys))
+    assert rest.code == 0, (tmp_path / "parts" / ".err").read_text()
+    long_streams.assert_same_run(tmp_path / "parts", tmp_path / "whole")

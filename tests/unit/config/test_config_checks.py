@@ -7,7 +7,7 @@ import pytest
 from strop import packages
 from strop.build.summary import summarize
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, TrainingRunConfig, load_config
-from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, SftRunConfig
+from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, PpoRunConfig, SftRunConfig
 from support.overrides import RUN
 
 EVALUATION = ["generation.model_name=m", "env.math={}"]
@@ -118,6 +118,14 @@ def test_what_cannot_work_is_refused(override: str, reason: str) -> None:
     error = refusal(override)
     assert reason in str(error) and all(problem.fix for problem in error.problems)
     assert len(error.problems) == 1
+
+
+def test_a_reference_of_all_data_needs_data_that_is_not_streamed() -> None:
+    data = ["policy.model_name=m", "data.train.dataset_name=a/b", "dpo.precompute_reference=true"]
+    with pytest.raises(ConfigError, match=r"reads all data before the first step, but a/b is streamed") as caught:
+        load_config(None, [*data, "data.train.streaming=true"], root=DpoRunConfig)
+    assert [problem.key for problem in caught.value.problems] == ["dpo.precompute_reference"]
+    load_config(None, data, root=DpoRunConfig)
 
 
 MEGATRON = ["policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false"]

@@ -14,6 +14,7 @@ from strop.config.checks import cluster_checks, megatron_checks, unused_keys
 from strop.config.checks.device_counts import count_devices, plan_gpus
 from strop.config.schema.run_config import (
     DistillationRunConfig,
+    DpoRunConfig,
     EvalRunConfig,
     GrpoRunConfig,
     PpoRunConfig,
@@ -161,6 +162,16 @@ def check_curriculum(config: RecordedRunConfig) -> Problems:
         )
 
 
+def check_precomputed_reference(config: DpoRunConfig) -> Problems:
+    streamed = [entry for entry in config.data.train if entry.streaming]
+    if config.dpo.precompute_reference and streamed:
+        yield Problem(
+            "dpo.precompute_reference",
+            f"found true, which reads all data before the first step, but {streamed[0].data_name} is streamed",
+            "Set it to false: the reference then scores each step.",
+        )
+
+
 def check_environments(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     config = config.with_graders() if isinstance(config, EvalRunConfig) else config
     aliases = ", ".join(config.env) or "nothing"
@@ -298,6 +309,7 @@ ERROR_CHECKS: tuple[Check, ...] = (
     check_lengths,
     check_quotas,
     check_curriculum,
+    check_precomputed_reference,
     check_environments,
     check_past_opponents,
     check_eval_sampling,

@@ -43,15 +43,16 @@ class InstructionFollowing(DatasetEnvironment):
 
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
         rows = super().tasks(data)
+        count = len(rows)  # of a stream it is not known
         numbers = [len(read_instructions(row.metadata, row.id)) for row in rows]  # an error in any row is one when the run starts
-        mean = sum(numbers) / max(1, len(numbers))
+        mean = sum(numbers) / max(1, count)
 
         def make(index: int) -> InstructionTask:
             row = rows[index]
             known = {each.name: getattr(row, each.name) for each in fields(row)}
             return InstructionTask(**known, instructions=read_instructions(row.metadata, row.id), share=numbers[index] / mean)
 
-        return GeneratedTasks(len(rows), make)
+        return GeneratedTasks(count, make)
 
     @reward(weight=1.0, accuracy=True)
     async def prompt_strict(self, task: InstructionTask, rollout: Rollout) -> bool:

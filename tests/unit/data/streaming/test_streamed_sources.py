@@ -17,7 +17,11 @@ from strop.data.recorded.examples import EXAMPLE_READERS
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.data.sources.streaming.streamed import Streamed
+from strop.environments.base import Environment
 from strop.environments.math import MathEnvironment
+from strop.environments.registry import make_environment
+from strop.environments.remote import EnvironmentDescription, connect
+from support.environment_servers import EnvironmentServerThread
 
 datasets = pytest.importorskip("datasets")
 
@@ -179,6 +183,39 @@ def test_an_environment_over_rows_streams_its_tasks(tmp_path: Path) -> None:
     tasks = MathEnvironment().tasks(source)
     assert isinstance(tasks, Streamed)
     assert [message.content for message in tasks[7].messages] == ["Be brief.", ROWS[7]["problem"]] and tasks[57].id == tasks[7].id
+
+
+def test_iterating_over_a_stream_ends_with_its_epoch(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    rows = stream(dataset_name=str(tmp_path / "rows.jsonl"), shuffle=False)
+    assert [row.question for row in rows] == [row["problem"] for row in ROWS]
+    assert rows.state()["reached"] == 0, "a run that goes on has not come further"
+
+
+PROBLEM = {
+    "prompt": [{"role": "user", "content": "Write f."}],
+    "problem": "Write f.",
+    "answer": "",
+    "tests": ["assert f() == 1"],
+    "instruction_id_list": ["punctuation:no_comma"],
+    "kwargs": [{}],
+    "responses_create_params": {"input": "Write f."},
+}
+
+
+@pytest.mark.parametrize("name", ["code", "ifeval", "nemo_gym", "remote"])
+def test_an_environment_that_needs_the_number_of_rows_refuses_a_stream(name: str, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [PROBLEM] * 3)
+    source = DataSource(dataset_name=str(tmp_path / "rows.jsonl"), streaming=True)
+    with pytest.raises(DataError, match=r"is streamed, .* the number of its rows is not known, which is needed here"):
+        make_unstreamable(name, source).tasks(source)
+
+
+def make_unstreamable(name: str, source: DataSource) -> Environment[Any]:
+    if name == "remote":
+        served = EnvironmentServerThread(EnvironmentDescription(alias="mine", name="math", sources=(source,)))
+        return connect(served.description, [served.transport])
+    return make_environment(name, {"servers": {"one": {"url": "http://127.0.0.1:1"}}} if name == "nemo_gym" else {})
 
 
 RECORDED: Mapping[str, Callable[[int], Mapping[str, Any]]] = {

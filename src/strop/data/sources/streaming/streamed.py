@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeGuard, TypeVar, overload
 
 from strop.data.sources.records import DataError, Record, Records
@@ -62,6 +62,13 @@ class Streamed(Sequence[T], Generic[T]):
             raise _no_length(self._blocks.name)
         self.reach(position)
         return self.peek(position)
+
+    def __iter__(self) -> Iterator[T]:
+        """Yield the items of one epoch, ahead of the run."""
+        position = 0
+        while self.epoch(position) == 0:
+            yield self.peek(position)
+            position += 1
 
     def peek(self, position: int) -> T:
         """Return an item ahead of the run, which has not come to it."""
