@@ -246,7 +246,7 @@ def _find_weights(job: EvaluationJob, stack: AsyncExitStack, note: Note, *, pare
     if merged or gguf is not None:
         target = folder / "model"
         note(f"{'merging the adapters' if merged else 'writing the weights of the GGUF file'} to a temporary folder, {folder}")
-        _export(name, target)  # by a process that ends: this one never holds the weights
+        _export(name, target, merge=merged)  # by a process that ends: this one never holds the weights
     else:
         target = folder
         for path in find_model_folder(name).resolve().iterdir():
@@ -256,8 +256,8 @@ def _find_weights(job: EvaluationJob, stack: AsyncExitStack, note: Note, *, pare
     return str(target)
 
 
-def _export(name: str, target: Path) -> None:
-    command = [sys.executable, "-m", "strop", "export", name, str(target), "--merge"]
+def _export(name: str, target: Path, *, merge: bool) -> None:
+    command = [sys.executable, "-m", "strop", "export", name, str(target), *(["--merge"] if merge else [])]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{name} could not be written as a folder that vLLM reads: {done.stderr.strip()[-2000:]}")
