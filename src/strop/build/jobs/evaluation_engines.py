@@ -98,7 +98,7 @@ async def _open_vllm(job: EvaluationJob, stack: AsyncExitStack, note: Note) -> O
     launch = VllmLaunch(
         config=_share_devices(job, on_cpu=device.type == "cpu"),
         model=_find_weights(job, stack, note, parent=None),
-        tokenizer=locate_model(job.policy.tokenizer.name)[0],
+        tokenizer=_find_tokenizer(job, bundle, stack),
         on_cpu=device.type == "cpu",
         load_weights=True,
     )
@@ -254,6 +254,17 @@ def _find_weights(job: EvaluationJob, stack: AsyncExitStack, note: Note, *, pare
     if overrides:
         override_config(target, overrides)
     return str(target)
+
+
+def _find_tokenizer(job: EvaluationJob, bundle: TokenizerBundle, stack: AsyncExitStack) -> str:
+    """Return the name or folder that vLLM reads the tokenizer from: a temporary one for that of a GGUF file."""
+    location, gguf = locate_model(job.policy.tokenizer.name)
+    if gguf is None:
+        return location
+    folder = tempfile.mkdtemp(prefix="strop-tokenizer-")
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    bundle.tokenizer.save_pretrained(folder)
+    return folder
 
 
 def _export(name: str, target: Path, *, merge: bool) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from strop.build.jobs.evaluation_identity import EvaluationIdentity
 from strop.build.jobs.task_log import TaskLog
 
-SETS = {"AIME2025": {"samples": 4, "temperature": 0.6}, "math500": {"samples": 1, "temperature": 0.6}}
+SETS: dict[str, dict[str, Any]] = {"AIME2025": {"samples": 4, "temperature": 0.6}, "math500": {"samples": 1, "temperature": 0.6}}
 IDENTITY = EvaluationIdentity({"model": "m", "seeds": [1, 2]}, SETS)
 
 
