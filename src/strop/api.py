@@ -131,7 +131,7 @@ def evaluate(
     report = _run(lambda: evaluate_any(evaluation))
     rows = [{"task": task["task"], "set": task.get("set"), **sample} for task in report.tasks for sample in task["samples"]]
     intervals = {name: (interval.low, interval.high) for name, interval in report.intervals.items()}
-    return Evaluation(report.metrics, rows, report.standard_errors, intervals, report.stored, report.tasks)
+    return Evaluation(report.metrics, rows, report.standard_errors, intervals, report.stored, report.tasks, report.identity)
 
 
 def compare(
@@ -163,7 +163,8 @@ def compare(
 
         if not a.tasks or not b.tasks:
             raise ValueError("an evaluation on recorded data has a loss and no samples to compare")
-        return compare_evaluations(a.tasks, b.tasks, metric=metric, level=level, margin=margin)
+        known = None if a.identity is None and b.identity is None else (a.identity, b.identity)
+        return compare_evaluations(a.tasks, b.tasks, metric=metric, level=level, margin=margin, identities=known)
     if isinstance(a, Evaluation) or isinstance(b, Evaluation):
         raise ValueError("found an Evaluation and a name; evaluate both, or give both by name")
     from strop.build.comparison.compare_models import compare_models, make_comparison_job

@@ -134,6 +134,9 @@ class Evaluation:
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # their 95 % confidence intervals
     stored: Path | None = None  # the file with every sample; None: eval.save_path is null
     tasks: Sequence[Mapping[str, Any]] = field(default=(), repr=False)  # as they are stored, each with its samples
+    identity: Mapping[str, Any] | None = field(
+        default=None, repr=False
+    )  # how they were sampled and scored, as it is stored with them
 
     @cached_property
     def samples(self) -> pandas.DataFrame:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 Identity = Mapping[str, Any]  # "settings" of all sets, and those of each of the "sets" by its name, as an evaluation stores them
 
-SAMPLED = ("tokenizer", "hf_config_overrides", "engine", "precision", "vllm_kwargs", "rules", "gateway")
-SAMPLED_IN_SET = (  # and env.ALIAS
+SAMPLED = ("tokenizer", "hf_config_overrides", "engine", "precision", "vllm_kwargs", "rules", "gateway.sampling")
+SAMPLED_IN_SET = (
     "temperature",
     "top_k",
     "top_p",
@@ -21,6 +23,7 @@ SAMPLED_IN_SET = (  # and env.ALIAS
     "prompt",
     "system prompt",
     "shuffle_choices",
+    "env",
 )
 KEYS = {  # as users set them
     "rules.max_turns": "max_rollout_turns",
@@ -50,28 +53,35 @@ class SettingDifference:
 def list_setting_differences(a: Identity, b: Identity) -> list[SettingDifference]:
     """Return how two evaluations were sampled and scored differently. Models, seeds and numbers of samples may differ, and data is matched
     task by task."""
-    found = list(_compare(_pick(a["settings"]), _pick(b["settings"])))
+    found = list(_compare(_pick(a["settings"], SAMPLED), _pick(b["settings"], SAMPLED)))
     pairs = [(f"{name}: ", ours, b["sets"][name]) for name, ours in a["sets"].items() if name in b["sets"]]
     if not pairs and len(a["sets"]) == len(b["sets"]) == 1:
         pairs = [("", *a["sets"].values(), *b["sets"].values())]
     for where, ours, theirs in pairs:
-        found += _compare(_pick_of_set(ours), _pick_of_set(theirs), where if len(pairs) > 1 else "")
+        pick = partial(_pick, wanted=SAMPLED_IN_SET)
+        found += _compare(pick(ours), pick(theirs), where if len(pairs) > 1 else "")
     return found
 
 
-def _pick(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key in SAMPLED}
-
-
-def _pick_of_set(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key in SAMPLED_IN_SET or key.startswith("env.")}
+def _pick(settings: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of these names, or below them, without what is the model's own."""
+    flat = dict(_flatten(settings))
+    return {
+        key: value
+        for key, value in flat.items()
+        if key not in OF_THE_MODEL and any(key == name or key.startswith(f"{name}.") for name in wanted)
+    }
 
 
 def _compare(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> Iterator[SettingDifference]:
-    ours, theirs = dict(_flatten(a)), dict(_flatten(b))
-    for key in dict.fromkeys((*ours, *theirs)):
-        if key not in OF_THE_MODEL and ours.get(key) != theirs.get(key):
-            yield SettingDifference(f"{where}{KEYS.get(key, key)}", ours.get(key), theirs.get(key))
+    for key in dict.fromkeys((*a, *b)):
+        if _file_name(a.get(key)) != _file_name(b.get(key)):
+            yield SettingDifference(f"{where}{KEYS.get(key, key)}", a.get(key), b.get(key))
+
+
+def _file_name(value: Any) -> Any:
+    """Return FILE.py:NAME without the folder: of code, the text is compared."""
+    return PurePath(value).name if isinstance(value, str) and ".py:" in value else value
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

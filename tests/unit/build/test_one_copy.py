@@ -98,6 +98,18 @@ def test_a_checkpoint_s_loss_is_evaluated_on_one_copy(tmp_path: Path, monkeypatc
     assert report.metrics["loss"] > 0 and size <= found[0] - before < 1.5 * size
 
 
+@pytest.mark.parametrize("merge", [True, False])
+def test_adapters_are_merged_into_a_folder_for_vllm_and_other_files_are_written_as_one(
+    merge: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(
+        evaluation_engines.subprocess, "run", lambda command, **options: commands.append(command) or SimpleNamespace(returncode=0)
+    )
+    evaluation_engines._export("name", tmp_path, merge=merge)
+    assert ("--merge" in commands[0]) == merge, "strop export refuses to merge what has no adapters"
+
+
 def test_an_evaluation_by_vllm_loads_no_weights_in_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
 

@@ -132,6 +132,32 @@ def test_other_instructions_around_the_same_questions_are_compared_with_a_note(
     assert "the prompts around the questions differ" in compare(capsys, a, tmp_path / "b.json")["notes"][0]
 
 
+def sampled(temperature: float, verifier: str = "boxed") -> dict[str, Any]:
+    """Return how an evaluation was sampled and scored."""
+    return {"settings": {"engine": "torch"}, "sets": {"sums": {"temperature": temperature, "env.math": {"verifier": verifier}}}}
+
+
+def write_identity(path: Path, identity: dict[str, Any]) -> Path:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "identity": identity}))
+    return path
+
+
+def test_evaluations_that_were_sampled_or_scored_differently_are_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write_identity(write_evaluation(tmp_path / "a.json"), sampled(1.0))
+    b = write_identity(write_evaluation(tmp_path / "b.json", seed=1), sampled(0.6, "dapo"))
+    found = compare(capsys, a, b)
+    assert "not sampled and scored alike" in found["notes"][0] and "temperature: 1.0 in A, 0.6 in B" in found["notes"][0]
+    assert found["differences"][1] == {"key": "env.math.verifier", "a": "boxed", "b": "dapo"}
+    alike = write_identity(write_evaluation(tmp_path / "c.json", seed=1), sampled(1.0))
+    assert not compare(capsys, a, alike)["notes"] and not compare(capsys, a, alike)["differences"]
+    old = write_evaluation(tmp_path / "d.json")
+    assert compare(capsys, a, old)["notes"][0].startswith("how B was sampled and scored is not stored")
+    assert cli.main(["compare", str(a), str(b)]) == 0
+    assert "not sampled and scored alike" in capsys.readouterr().out
+
+
 def test_several_sets_are_compared_each_and_as_their_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = []
     for name, gains in (("a", (0.0, 0.0)), ("b", (0.7, 0.0))):
@@ -167,6 +193,22 @@ def test_runs_are_evaluated_on_what_the_first_validates_on(runs: tuple[str, str]
     assert len(stored) == 2
     again = compare(capsys, *runs)
     assert again["sources"] == found["sources"] and sorted(Path().glob("**/evaluations/*/step_000004.json")) == stored
+
+
+def test_runs_whose_validations_were_sampled_differently_are_evaluated_alike(
+    runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [Path(folder) / "validation/step_000004.json" for folder in (runs[0], "b/logs/mine")]
+    for file, temperature in zip(files, (1.0, 0.6), strict=True):
+        write_identity(write_evaluation(file), sampled(temperature))
+    assert "to be evaluated" in _dry_run(capsys, *runs)
+    write_identity(files[1], sampled(1.0))
+    assert "to be evaluated" not in _dry_run(capsys, *runs)
+
+
+def _dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["compare", *arguments, "--dry-run"]) == 0
+    return capsys.readouterr().out
 
 
 def test_settings_evaluate_both_anew(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

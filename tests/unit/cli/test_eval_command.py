@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 
 from strop import cli
+from strop.build.jobs.evaluation_identity import identify_entries
+from strop.build.jobs.evaluation_job import make_validation_job
 from strop.build.jobs.evaluation_report import compute_standard_errors
+from strop.checkpointing.saved_model import SavedModel
+from strop.config import RolloutRunConfig, load_config
 from strop.config.load.evaluation_keys import translate_overrides
+from strop.config.schema.run_config import TRAINING_RUNS
+from strop.statistics.setting_differences import list_setting_differences
 from support.saved_runs import CONFIG, save_run
 
 RECORDED = """
@@ -53,6 +59,19 @@ def test_a_run_is_evaluated_on_what_it_validates_on_without_any_key(logs: Path, 
     assert out.count(" -> ") == 3 and "(reward " in out
     (stored,) = (logs / "evaluations").glob("*/step_000004.json")
     assert f"every sample is in {stored}" in out and len(json.loads(stored.read_text())["tasks"]) == 6
+
+
+def test_an_evaluation_of_a_run_is_sampled_and_scored_as_its_validation_says(
+    logs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(logs / "config.yaml", root=TRAINING_RUNS["grpo"]).config
+    assert isinstance(config, RolloutRunConfig)
+    validation = identify_entries(make_validation_job(config, SavedModel(str(logs)))).to_json()
+    found = json.loads(Path(evaluate(capsys, str(logs))["stored_in"]).read_text())["identity"]
+    assert not list_setting_differences(validation, found) and found["settings"]["step"] == 4
+    assert validation["settings"]["model files"] == [], "they change from step to step"
+    other = json.loads(Path(evaluate(capsys, str(logs), "generation.temperature=0.5")["stored_in"]).read_text())["identity"]
+    assert [str(each) for each in list_setting_differences(validation, other)] == ["temperature: 1.0 in A, 0.5 in B"]
 
 
 @pytest.mark.parametrize("layout", ["shards", "adapters"])

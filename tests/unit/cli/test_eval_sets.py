@@ -164,6 +164,36 @@ def test_a_changed_evaluation_starts_anew_and_says_so(
     assert comparable(changed) == comparable(evaluate(capsys, *given, "generation.temperature=0.5", "eval.save_path=other"))
 
 
+def test_what_a_prompt_file_says_and_the_temperature_of_several_sets_start_anew(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("ask.txt").write_text("Q: {question}")
+    given = arguments(
+        tiny_model_folder, "data.dataset_name=[small.jsonl,large.jsonl]", "data.prompt_file=ask.txt", "eval.save_path=mine"
+    )
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 4)
+        assert cli.main(["eval", *given]) == 130
+    Path("ask.txt").write_text("{question}=")
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 4)
+        assert cli.main(["eval", *given]) == 130
+    assert 'small: prompt: "Q: {question}" -> "{question}="' in capsys.readouterr().out
+    said = evaluate(capsys, *given, "generation.temperature=0.5")["said"]
+    assert "small: temperature: 1.0 -> 0.5" in said and "tasks are finished" not in said
+
+
+def test_the_result_says_how_it_was_sampled_and_scored(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = evaluate(capsys, *arguments(tiny_model_folder, "data.dataset_name=[small.jsonl,large.jsonl]"))
+    identity = json.loads(Path(found["stored_in"]).read_text())["identity"]
+    assert identity["settings"]["model"] == str(tiny_model_folder) and identity["settings"]["engine"] == "torch"
+    assert [name for name, _, _ in identity["settings"]["model files"]].count("model.safetensors") == 1
+    assert list(identity["sets"]) == ["small", "large"]
+    large = identity["sets"]["large"]
+    assert (large["samples"], large["temperature"], large["prompt"]) == (4, 1.0, "{question}")
+    assert large["env.task"]["reward"] and large["data file"][0][0] == "large.jsonl"
+
+
 def test_nothing_is_written_where_the_path_is_null_and_nothing_is_left_of_what_failed(
     tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

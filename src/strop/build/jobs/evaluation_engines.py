@@ -98,7 +98,7 @@ async def _open_vllm(job: EvaluationJob, stack: AsyncExitStack, note: Note) -> O
     launch = VllmLaunch(
         config=_share_devices(job, on_cpu=device.type == "cpu"),
         model=_find_weights(job, stack, note, parent=None),
-        tokenizer=locate_model(job.policy.tokenizer.name)[0],
+        tokenizer=_find_tokenizer(job, bundle, stack),
         on_cpu=device.type == "cpu",
         load_weights=True,
     )
@@ -246,7 +246,7 @@ def _find_weights(job: EvaluationJob, stack: AsyncExitStack, note: Note, *, pare
     if merged or gguf is not None:
         target = folder / "model"
         note(f"{'merging the adapters' if merged else 'writing the weights of the GGUF file'} to a temporary folder, {folder}")
-        _export(name, target)  # by a process that ends: this one never holds the weights
+        _export(name, target, merge=merged)  # by a process that ends: this one never holds the weights
     else:
         target = folder
         for path in find_model_folder(name).resolve().iterdir():
@@ -256,8 +256,19 @@ def _find_weights(job: EvaluationJob, stack: AsyncExitStack, note: Note, *, pare
     return str(target)
 
 
-def _export(name: str, target: Path) -> None:
-    command = [sys.executable, "-m", "strop", "export", name, str(target), "--merge"]
+def _find_tokenizer(job: EvaluationJob, bundle: TokenizerBundle, stack: AsyncExitStack) -> str:
+    """Return the name or folder that vLLM reads the tokenizer from: a temporary one for that of a GGUF file."""
+    location, gguf = locate_model(job.policy.tokenizer.name)
+    if gguf is None:
+        return location
+    folder = tempfile.mkdtemp(prefix="strop-tokenizer-")
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    bundle.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _export(name: str, target: Path, *, merge: bool) -> None:
+    command = [sys.executable, "-m", "strop", "export", name, str(target), *(["--merge"] if merge else [])]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{name} could not be written as a folder that vLLM reads: {done.stderr.strip()[-2000:]}")

@@ -14,6 +14,7 @@ from typing import Any
 from strop.base_config import redact_secrets, to_tree
 from strop.build.jobs.evaluation_job import EvaluationJob, EvaluationSet
 from strop.build.tasks import name_data, resolve_alias
+from strop.checkpointing.saved_model import RUN_CONFIG
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.local_copies import find_copy
 from strop.data.sources.records import DataError
@@ -122,7 +123,9 @@ def _name(value: Any) -> str:
 
 
 def _describe_model(name: str) -> list[Any]:
-    """Return the files of a folder, or the commit of a model of the hub."""
+    """Return the files of a folder, or the commit of a model of the hub; nothing of a run, whose weights change from step to step."""
+    if (Path(name) / RUN_CONFIG).is_file():
+        return []
     return _describe_files(Path(name)) if Path(name).exists() else [find_commit(name)]
 
 
@@ -143,5 +146,7 @@ def _describe_code(options: Any) -> list[Any]:
             return [_hash(inspect.getsource(options))]
         return []
     if isinstance(options, str) and ".py:" in options:
-        return _describe_files(Path(options.rpartition(":")[0]))
+        file = Path(options.rpartition(":")[0])
+        with suppress(OSError):
+            return [[file.name, _hash(file.read_text(encoding="utf-8", errors="replace"))]]
     return []

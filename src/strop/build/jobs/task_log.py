@@ -115,8 +115,15 @@ def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
     changes: list[str] = []
     for where, before, after in pairs:
         keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-        changes += [f"{where}{key}: {_shorten(before.get(key))} -> {_shorten(after.get(key))}" for key in keys]
+        changes += [f"{where}{key}: {' -> '.join(map(_shorten, _differing(before.get(key), after.get(key))))}" for key in keys]
     return changes[:MOST_NAMED] + ([f"and {len(changes) - MOST_NAMED} more"] if len(changes) > MOST_NAMED else [])
+
+
+def _differing(before: Any, after: Any) -> tuple[Any, Any]:
+    """Return two values; of lists, such as the files of a model, what one has and the other has not."""
+    if not (isinstance(before, list) and isinstance(after, list)):
+        return before, after
+    return [each for each in before if each not in after], [each for each in after if each not in before]
 
 
 def _to_line(content: Mapping[str, Any]) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from strop.build.jobs.evaluation_identity import EvaluationIdentity
 from strop.build.jobs.task_log import TaskLog
 
-SETS = {"AIME2025": {"samples": 4, "temperature": 0.6}, "math500": {"samples": 1, "temperature": 0.6}}
+SETS: dict[str, dict[str, Any]] = {"AIME2025": {"samples": 4, "temperature": 0.6}, "math500": {"samples": 1, "temperature": 0.6}}
 IDENTITY = EvaluationIdentity({"model": "m", "seeds": [1, 2]}, SETS)
 
 
@@ -45,6 +46,16 @@ def test_other_settings_start_anew_and_say_which(tmp_path: Path) -> None:
     log = TaskLog(tmp_path, EvaluationIdentity({**IDENTITY.settings, "model": "n"}, SETS))
     assert log.changes == ['model: "m" -> "n"'] and log.count == 0
     assert (tmp_path / "tasks.previous.jsonl").is_file()
+
+
+def test_of_files_those_are_named_that_changed(tmp_path: Path) -> None:
+    files = [[f"tokenizer-{number}.json", 100, number] for number in range(9)]
+    for time in (1, 2):
+        settings = {**IDENTITY.settings, "model files": [*files, ["model.safetensors", 100, time]]}
+        log = TaskLog(tmp_path, EvaluationIdentity(settings, SETS))
+        log.of_set("math500").add(0, {"task": "0", "samples": []})
+        log.close(complete=False)
+    assert log.changes == ['model files: [["model.safetensors", 100, 1]] -> [["model.safetensors", 100, 2]]']
 
 
 def test_other_settings_of_one_set_leave_the_others(tmp_path: Path) -> None:
