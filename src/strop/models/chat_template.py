@@ -74,8 +74,6 @@ class ChatTemplate:
 
     def encode_prompt(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """Encode the conversation so far and the start of the policy's turn. Raises ValueError if it is empty."""
-        if not messages:
-            raise ValueError("a prompt needs at least one message; the environment returned none")
         if tools:
             return self._encode_prompt(messages, tools)
         try:
@@ -88,6 +86,12 @@ class ChatTemplate:
         self.remember_prompt(messages, ids)
         return ids
 
+    def render_prompt(self, messages: Messages, tools: Tools = ()) -> str:
+        """Return the text that ``encode_prompt`` encodes. Raises ValueError if there are no messages."""
+        if not messages:
+            raise ValueError("a prompt needs at least one message; the environment returned none")
+        return _join_messages(messages) if self.joins_plain_text else self._render(messages, open_turn=True, tools=tools)
+
     def remember_prompt(self, messages: Messages, ids: Sequence[int]) -> None:
         """Keep the tokens of a prompt for the other samples of its task."""
         if self._prompt_tokens > _REMEMBERED_TOKENS:
@@ -96,10 +100,11 @@ class ChatTemplate:
         self._prompt_tokens += len(ids)
 
     def _encode_prompt(self, messages: Messages, tools: Tools) -> list[int]:
+        text = self.render_prompt(messages, tools)
         if self.joins_plain_text:
-            ids: list[int] = self.tokenizer(_join_messages(messages))["input_ids"]
+            ids: list[int] = self.tokenizer(text)["input_ids"]
             return ids
-        return self._encode(self._render(messages, open_turn=True, tools=tools))
+        return self._encode(text)
 
     def encode_observation(
         self, messages: Messages, sampled: Sequence[int], *, calls: Sequence[ToolCall] | None = None
@@ -223,6 +228,19 @@ class ChatTemplate:
         is in the loss, too, as if the policy had generated it. Raises ConversationError if the template renders a turn differently from
         how it would have been sampled.
         """
+        turns = self._find_turns(messages, loss_from)
+        if self.joins_plain_text:
+            return self._plain_spans(messages, turns)
+        texts = self._cut_conversation(messages, turns, opened, tools)
+        return self._spans(texts, self._encode(texts[0]))
+
+    def split_text(self, messages: Messages, *, loss_from: int = 0, opened: bool = True, tools: Tools = ()) -> list[str] | None:
+        """Return the texts of ``encode_spans``, before they are tokens; None where messages are joined as plain text."""
+        turns = self._find_turns(messages, loss_from)
+        return None if self.joins_plain_text else self._cut_conversation(messages, turns, opened, tools)
+
+    def _find_turns(self, messages: Messages, loss_from: int) -> list[int]:
+        """Return the indices of the messages in the loss. Raises ConversationError if there are none."""
         replies = [index for index, message in enumerate(messages) if message.role == "assistant" and index >= max(loss_from, 1)]
         turns = [index for index in replies if messages[index].in_loss]
         if not turns:
@@ -231,8 +249,9 @@ class ChatTemplate:
                 if replies
                 else "the conversation has no assistant message that follows another message, so there are no loss tokens"
             )
-        if self.joins_plain_text:
-            return self._plain_spans(messages, turns)
+        return turns
+
+    def _cut_conversation(self, messages: Messages, turns: Sequence[int], opened: bool, tools: Tools) -> list[str]:
         if tools and not self.describes_tools:
             raise ConversationError(
                 "the data has definitions of tools, which the chat template does not show; write them into the system message of the data, "
@@ -242,9 +261,7 @@ class ChatTemplate:
         cuts = [cut for turn in turns for cut in self._reply_bounds(messages, turn, rendered, opened=opened, tools=tools)]
         if any(left > right for left, right in pairwise(cuts)):
             raise ConversationError(_rewritten_message(messages, turns[0]))
-        return self._spans(
-            [rendered[start:end] for start, end in pairwise([0, *cuts, len(rendered)])], self._encode(rendered[: cuts[0]])
-        )
+        return [rendered[start:end] for start, end in pairwise([0, *cuts, len(rendered)])]
 
     def _reply_bounds(self, messages: Messages, turn: int, rendered: str, *, opened: bool, tools: Tools = ()) -> tuple[int, int]:
         """Return where the part of message ``turn`` that the policy generates begins and ends in the rendered text."""

@@ -12,11 +12,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from strop.data.messages import trim_after_last_reply
 from strop.data.recorded.examples import Conversation, Preference, UnpairedPreference
+from strop.lazy_torch import Tensor, torch
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.recorded_tokens import (
     RecordedConversation,

@@ -76,9 +76,18 @@ def tokenize_conversation(
     conversation: RecordedConversation, template: ChatTemplate, rules: RecordedRules
 ) -> TokenizedConversation:
     """Return the tokens of a conversation. Raises ValueError for one that cannot be used."""
+    prompt, *spans = finish_spans(encode_spans(conversation, template, rules), template, rules)
+    return TokenizedConversation(array("q", prompt.tokens), tuple(_make_turn(span, template) for span in spans))
+
+
+def finish_spans(encoded: Sequence[TokenSpan], template: ChatTemplate, rules: RecordedRules) -> list[TokenSpan]:
+    """Return the spans of a conversation from its prompt to its last loss token, with the tokens that begin and end it.
+
+    Raises ValueError for a conversation that cannot be used.
+    """
     eos: int | None = template.tokenizer.eos_token_id
     stops = rules.stop_ids or (() if eos is None else (eos,))
-    prompt, *spans = _encode_spans(conversation, template, rules)
+    prompt, *spans = encoded
     if rules.add_bos:
         prompt = _prepend_bos(prompt, template.tokenizer.bos_token_id)
     if not prompt.tokens:
@@ -96,10 +105,11 @@ def tokenize_conversation(
             f"it has {length} tokens ({len(prompt.tokens)} of them in the prompt), and at most {rules.max_length} fit "
             "(policy.max_total_sequence_length)"
         )
-    return TokenizedConversation(array("q", prompt.tokens), tuple(_make_turn(span, template) for span in spans))
+    return [prompt, *spans]
 
 
-def _encode_spans(conversation: RecordedConversation, template: ChatTemplate, rules: RecordedRules) -> list[TokenSpan]:
+def encode_spans(conversation: RecordedConversation, template: ChatTemplate, rules: RecordedRules) -> list[TokenSpan]:
+    """Return the tokens of a conversation as the chat template splits it. Raises ValueError."""
     if conversation.raw_text is None:
         return template.encode_spans(
             conversation.messages, loss_from=conversation.loss_from, opened=rules.add_generation_prompt, tools=conversation.tools

@@ -12,7 +12,8 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from typing import Any
 
-from strop.build.data_check.row_checks import CheckedRow, RowChecker, RowsChecked
+from strop.build.data_check.checked_row import CheckedRow
+from strop.build.data_check.row_checks import RowChecker, RowsChecked
 from strop.data.sources.records import DataError
 
 CHUNK = 512  # rows

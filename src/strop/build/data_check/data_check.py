@@ -22,6 +22,7 @@ from strop.build.data_check.checked_entries import (
     list_entries,
     open_entry,
 )
+from strop.build.data_check.checked_row import CheckedRow
 from strop.build.data_check.compared_rows import (
     Columns,
     find_conflicts,
@@ -39,7 +40,7 @@ from strop.build.data_check.data_report import (
     Lengths,
 )
 from strop.build.data_check.evaluation_questions import EvaluationQuestions, read_questions
-from strop.build.data_check.row_checks import CheckedRow, Faults, RowChecker, shorten_text
+from strop.build.data_check.row_checks import Faults, RowChecker, shorten_text
 from strop.build.data_check.row_tokens import RowTokens, load_row_tokens
 from strop.build.data_check.unread_fields import find_unread_fields
 from strop.config import EvalRunConfig
@@ -227,9 +228,10 @@ class EntryCheck:
         elif opened.has_rows and is_graded(opened.environment) and row.answer.strip():
             if reason := find_missing_option(opened.environment, row.question, row.answer):
                 self._faults.add("answer", reason, row.location, f"{row.answer!r} to: {row.question}")
-            location, question, count = self._answers.get(row.answer, (row.location, shorten_text(row.question), 0))
-            if count or len(self._answers) < 100 * MOST_ANSWERS:
-                self._answers[row.answer] = location, question, count + 1
+            if known := self._answers.get(row.answer):
+                self._answers[row.answer] = *known[:2], known[2] + 1
+            elif len(self._answers) < 100 * MOST_ANSWERS:
+                self._answers[row.answer] = row.location, shorten_text(row.question), 1
 
     def _check_answers(self, opened: OpenedEntry) -> None:
         if not self._answers or opened.environment is None:

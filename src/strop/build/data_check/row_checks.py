@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from strop.build.data_check.checked_row import CheckedRow
 from strop.build.data_check.data_report import MOST_EXAMPLES, DataKind, FaultyRow
+from strop.build.data_check.token_counts import TokenCounts, count_tokens
 from strop.data.folded_text import fold_text
 from strop.data.messages import first_reply_index
 from strop.data.overlap import Overlap, QuestionIndex
 from strop.data.recorded.examples import Conversation, Preference, UnpairedPreference
 from strop.models.chat_template import ChatTemplate
-from strop.rollouts.recorded import demonstration_group, preference_group, unpaired_preference_group
 from strop.rollouts.recorded_tokens import RecordedRules
-from strop.types import Group, Message, Messages, Rollout, Task
+from strop.types import Message, Messages, Task
 from strop.user_code import describe_error
 
-NO_LIMIT = 1 << 40
 MOST_REASONS = 8  # of one check in one entry that are reported apart
 LONGEST_TEXT = 120  # characters of an example
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -30,21 +30,7 @@ _DAMAGED = re.compile(
     "\ufffd|\u00e2\u20ac[\u2122\u0153\u009d\u201c\u201d\u02dc]|\u00c3[\u00a9\u00a8\u00bc\u00b6\u00a4\u00b1\u00a7\u00a0]"
 )
 _NUMBERS = re.compile(r"\d+")
-_EXAMPLE = re.compile(r"^example '.*?': \w+: ", re.DOTALL)
 _STEP_BY_STEP = ("user", "assistant")
-
-
-@dataclass(frozen=True)
-class CheckedRow:
-    """A row on its way to a worker process."""
-
-    position: int
-    location: str
-    question: str
-    answer: str
-    prompt: Messages = ()  # of a rollout
-    example: Task | None = None  # recorded
-    thorough: bool = False  # its template is looked at, too
 
 
 @dataclass
@@ -114,9 +100,12 @@ class RowChecker:
 
     def check(self, rows: Sequence[CheckedRow]) -> RowsChecked:
         found = RowsChecked()
-        for row in rows:
+        counts: Sequence[TokenCounts | Exception | None] = [None] * len(rows)
+        if self.template is not None:
+            counts = count_tokens(rows, self.template, self.rules, self.limit)
+        for row, counted in zip(rows, counts, strict=True):
             try:
-                usable, lengths = self._check_row(row, found.faults)
+                usable, lengths = self._check_row(row, counted, found.faults)
             except Exception as error:  # chat templates may raise anything
                 usable, lengths = False, (-1, -1)
                 found.faults.add("template", describe_error(error), row.location, row.question)
@@ -130,7 +119,9 @@ class RowChecker:
             found.overlaps = list(self.index.search(texts))
         return found
 
-    def _check_row(self, row: CheckedRow, faults: Faults) -> tuple[bool, tuple[int, int]]:
+    def _check_row(
+        self, row: CheckedRow, counted: TokenCounts | Exception | None, faults: Faults
+    ) -> tuple[bool, tuple[int, int]]:
         conversations = _list_conversations(row)
         usable = self._check_texts(row, conversations, faults)
         for messages in () if _is_raw_text(row) else conversations[:1]:
@@ -141,18 +132,15 @@ class RowChecker:
         if row.thorough and not _is_raw_text(row):
             for messages in conversations:
                 self._check_rendering(row, messages, faults)
-        if row.example is None:
-            length = len(self.template.encode_prompt(row.prompt))
-            return self._fits(row, length, faults) and usable, (length, -1)
-        group = self._make_group(row.example)
-        if group.errors:
-            faults.add("template", _EXAMPLE.sub("", group.errors[0]), row.location, row.question)
+        assert counted is not None
+        if isinstance(counted, Exception):
+            said = describe_error(counted) if row.example is None else str(counted)
+            faults.add("template", said, row.location, row.question)
             return False, (-1, -1)
-        longest = max(group.rollouts, key=lambda rollout: rollout.length)
-        if not all(self._ends(rollout) for rollout in group.rollouts):
+        if not counted.ends:
             faults.add("no_stop", "the last reply does not end with a stop token", row.location, row.question)
-        fits = self._fits(row, longest.length, faults)
-        return fits and usable, (len(longest.prompt), longest.sampled_tokens)
+        fits = self._fits(row, counted.length, faults)
+        return fits and usable, (counted.prompt, counted.completion)
 
     def _fits(self, row: CheckedRow, length: int, faults: Faults) -> bool:
         if self.limit is None or length <= self.limit:
@@ -165,23 +153,6 @@ class RowChecker:
             f"{length} tokens: {row.question}",
         )
         return False
-
-    def _make_group(self, example: Task) -> Group:
-        assert self.template is not None and self.rules is not None
-        rules = replace(self.rules, max_length=NO_LIMIT)  # compared here, so that the lengths of long ones are known
-        match example:
-            case Conversation():
-                return demonstration_group(0, "", example, self.template, rules)
-            case Preference():
-                return preference_group(0, "", example, self.template, rules)
-            case UnpairedPreference():
-                return unpaired_preference_group(0, "", example, example, self.template, rules)
-        raise TypeError(f"{type(example).__name__} is no recorded example")
-
-    def _ends(self, rollout: Rollout) -> bool:
-        assert self.template is not None and self.rules is not None
-        stops = self.rules.stop_ids or (self.template.tokenizer.eos_token_id,)
-        return bool(len(rollout.turns)) and int(rollout.turns[-1].tokens[-1]) in stops
 
     def _check_texts(self, row: CheckedRow, conversations: Sequence[Messages], faults: Faults) -> bool:
         """Look for empty and damaged texts. Return whether the row can be used."""
@@ -271,35 +242,38 @@ def _find_odd_roles(messages: Messages) -> Iterator[str]:
 
 def _add_digests(row: CheckedRow, found: RowsChecked) -> None:
     if row.example is None:
-        asked, parts, subject, target = [row.question], [row.answer], [row.question], row.answer
+        asked, parts = [row.question], [row.answer]
     else:
         asked = _list_prompt_texts(row.example)
         match row.example:
             case Preference() as pair:
-                sides = [_join(pair.chosen), _join(pair.rejected)]
-                parts, subject, target = sides, [*asked, *sorted(sides)], sides[0]
-                if fold_text(sides[0]) == fold_text(sides[1]):
-                    reason = "chosen and rejected differ in case, marks and white space only"
-                    found.faults.add("labels", reason, row.location, sides[0])
+                parts = [_join(pair.chosen), _join(pair.rejected)]
             case UnpairedPreference() as judged:
                 parts = [_join(judged.completion), str(judged.desirable)]
-                subject, target = [*asked, parts[0]], parts[1]
             case _:
-                parts, subject, target = _list_texts(row)[len(asked) :], [], ""
-    normalized = _normalize(asked)
-    found.question.append(digest(normalized))
-    found.whole.append(digest(normalized + "\1" + _normalize(parts)))
+                parts = _list_texts(row)[len(asked) :]
     found.exact.append(digest("\0".join([*asked, *parts])))
-    found.subject.append(digest(_normalize(subject)) if subject else 0)
-    found.target.append(digest(_normalize([target])))
+    asked, parts = [*map(fold_text, asked)], [*map(fold_text, parts)]
+    question = digest("\0".join(asked))
+    found.question.append(question)
+    found.whole.append(digest("\0".join(asked) + "\1" + "\0".join(parts)))
+    subject, target = 0, ""
+    match row.example:
+        case None:
+            subject, target = question, parts[0]
+        case Preference() as pair:
+            subject, target = digest("\0".join([*asked, *sorted(parts)])), parts[0]
+            if parts[0] == parts[1]:
+                reason = "chosen and rejected differ in case, marks and white space only"
+                found.faults.add("labels", reason, row.location, _join(pair.chosen))
+        case UnpairedPreference():
+            subject, target = digest("\0".join([*asked, parts[0]])), parts[1]
+    found.subject.append(subject)
+    found.target.append(digest(target))
 
 
 def _join(messages: Messages) -> str:
     return "\n".join(message.content for message in messages)
-
-
-def _normalize(texts: Sequence[str]) -> str:
-    return "\0".join(map(fold_text, texts))
 
 
 def digest(text: str) -> int:
