@@ -24,12 +24,12 @@ class UserCodeError(ValueError):
     """A name that cannot be imported. The message says why."""
 
 
-def suggest_names(name: str, known: Iterable[str]) -> str:
+def suggest_names(name: str, known: Iterable[str], most: int = MAX_NAMES) -> str:
     """Return "; did you mean 'X'?" if a known name is close, and a list of the known names, or of the nearest of very many."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     listed, rest = names, ""
-    if len(names) > MAX_NAMES:
+    if len(names) > most:
         listed = difflib.get_close_matches(name, names, n=10, cutoff=0.3) or names[:10]
         rest = f" and {len(names) - len(listed)} others"
     return (f"; did you mean {close[0]!r}?" if close else ";") + f" there are: {', '.join(listed) or 'none'}{rest}"

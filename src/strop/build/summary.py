@@ -239,6 +239,8 @@ def _summarize_evaluation(config: EvalRunConfig) -> list[str]:
 
 def _format_set(config: EvalRunConfig, entry: DataEntryConfig) -> str:
     alias = environment_alias(config, entry)
+    if alias in config.env and alias == entry.data_name:  # the grader of a built-in set is named after it
+        alias = config.env[alias].type_of(alias)
     text = f"{_format_data(entry)} ({alias})" if entry.data_name and alias else str(alias)
     if not isinstance(entry, EvalSetConfig):
         return text

@@ -72,3 +72,13 @@ def test_a_missing_column_names_the_keys_there_are(monkeypatch):
 
 def test_every_built_in_dataset_is_a_hub_name_or_the_address_of_a_file():
     assert all(entry.hub.count("/") == 1 or is_url(entry.hub) for entry in BUILTIN_DATASETS.values())
+
+
+@pytest.mark.parametrize("in_terminal", [True, False])
+def test_progress_bars_are_for_terminals_alone(monkeypatch, in_terminal):
+    hidden = []
+    monkeypatch.delenv("HF_DATASETS_DISABLE_PROGRESS_BARS", raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: in_terminal, raising=False)
+    monkeypatch.setattr(datasets, "disable_progress_bars", lambda: hidden.append(True))
+    hub._hide_progress_bars()
+    assert bool(hidden) is not in_terminal

@@ -21,6 +21,7 @@ from strop.data.sources.files import JsonLinesRecords
 from strop.data.sources.peek import FirstRecords
 from strop.data.sources.records import DataError, Records
 from strop.data.sources.source import DataSource, Part, is_local
+from strop.data.sources.split import SplitError
 from strop.data.sources.streaming.streamed import StreamedRecords
 from strop.environments.base import DatasetEnvironment, Environment, EnvironmentConfigError
 from strop.environments.environment_config import EnvironmentConfig
@@ -112,6 +113,8 @@ def open_entry(config: CheckableConfig, place: EntryPlace, most: int = STREAMED_
     source, records, errors = open_leniently(source, most)
     try:
         tasks = _read_tasks(read, source)
+    except SplitError:
+        raise
     except DataError as error:
         if not (source.split_validation_size and source.part != "all" and records is not None):
             raise

@@ -12,6 +12,8 @@ from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.code.problem_rows import find_shape
 
+MOST_NAMES = 6  # of evaluation sets that the note lists
+
 
 @dataclass
 class EvaluationQuestions:
@@ -39,8 +41,14 @@ def read_questions(names: Sequence[str] | None, training: Sequence[DataEntryConf
         else:
             read.append(name)
     if read:
-        questions.notes.append(f"training data was compared with {len(questions.texts):,} questions of {', '.join(read)}")
+        questions.notes.append(f"training data was compared with {len(questions.texts):,} questions of {_join_names(read)}")
     return questions
+
+
+def _join_names(names: Sequence[str]) -> str:
+    if len(names) <= MOST_NAMES:
+        return ", ".join(names)
+    return f"{', '.join(names[:MOST_NAMES])} and {len(names) - MOST_NAMES} others that are on this machine"
 
 
 def find_local_sets() -> Iterator[str]:

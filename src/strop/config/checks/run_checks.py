@@ -25,6 +25,7 @@ from strop.config.schema.run_config import (
     generation_section,
     list_trained_models,
 )
+from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.data_config import DataEntryConfig, DefaultEntryConfig, EvalDataConfig, EvalSetConfig, entry_keys
 from strop.problems import Problem
 
@@ -180,7 +181,9 @@ def check_environments(config: RolloutRunConfig | EvalRunConfig) -> Problems:
         if not isinstance(entry, DataEntryConfig) or isinstance(entry, DefaultEntryConfig) or unused:
             continue
         alias = environment_alias(config, entry)
-        if alias is None:
+        if alias is None and (unknown := _explain_unknown_set(entry.dataset_name)):
+            yield Problem(f"{key}.dataset_name", unknown)  # a built-in set would have brought its environment
+        elif alias is None:
             yield Problem(
                 f"{key}.env_name",
                 f"found null, but env has {aliases}, so the environment that scores these tasks is ambiguous",
@@ -192,6 +195,21 @@ def check_environments(config: RolloutRunConfig | EvalRunConfig) -> Problems:
             yield Problem(
                 f"{key}.env_name", f"found {alias!r}, but env has {aliases}", f"Add env.{alias}={{}}, or set it to one of these."
             )
+
+
+def _explain_unknown_set(name: str | None) -> str:
+    from strop.data.sources.dataset_class import is_dataset_class
+    from strop.data.sources.records import DataError
+    from strop.data.sources.source import check_hub_name, is_local
+    from strop.data.sources.streaming.file_shards import is_pattern
+
+    if name is None or name in BUILTIN_DATASETS or is_local(name) or is_pattern(name) or is_dataset_class(name):
+        return ""
+    try:
+        check_hub_name(name)
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 def check_past_opponents(config: RolloutRunConfig | EvalRunConfig) -> Problems:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gzip
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -131,8 +133,9 @@ def _open_split(
 
 
 def _load_split(name: str, subset: str | None, split: str, revision: str | None, *, streaming: bool = False) -> Any:
-    import datasets  # type: ignore[import-untyped,unused-ignore]
+    import datasets
 
+    _hide_progress_bars()
     copy = find_copy(name, revision)
     path, revision = (name, revision) if copy is None else (str(copy), None)
     subsets = [None] if subset is None else subset.split(",")
@@ -154,12 +157,21 @@ def _load_files(name: str, files: Sequence[str], split: str, revision: str | Non
     """Load files of a data set of the hub as one split."""
     import datasets
 
+    _hide_progress_bars()
     folder = find_copy(name, revision) or f"{HUB_ADDRESS}{name}{f'@{revision}' if revision else ''}"
     addresses = [f"{folder}/{file}" for file in files]
     try:
         return datasets.load_dataset(URL_LOADERS.get(Path(files[0]).suffix, "json"), data_files={split: addresses}, split=split)
     except Exception as error:  # datasets raises many classes
         raise DataError(f"the files {', '.join(addresses)} of the dataset {name!r} cannot be loaded: {error}") from error
+
+
+def _hide_progress_bars() -> None:
+    """Hide the bars of ``datasets`` where they would fill a log file; its environment variable decides before."""
+    import datasets  # type: ignore[import-untyped,unused-ignore]
+
+    if not sys.stderr.isatty() and "HF_DATASETS_DISABLE_PROGRESS_BARS" not in os.environ:
+        datasets.disable_progress_bars()
 
 
 @contextmanager

@@ -44,6 +44,7 @@ Part = Literal["train", "validation"]  # of the entry that ``split_validation_si
 
 log = logging.getLogger(__name__)
 
+MOST_SETS = 12  # built-in ones that a message lists
 HUB_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*/[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -334,9 +335,8 @@ def check_hub_name(name: str) -> None:
         each for each in BUILTIN_DATASETS if not each.startswith(("mmlu_", "mmmlu_")) or name.startswith(("mmlu", "mmmlu"))
     ]  # one language is enough
     unexpanded = "; ${oc.env:NAME} reads an environment variable" if "$" in name else ""
-    raise DataError(
-        f"{name!r} is not a file, not an OWNER/NAME of the hub and not a built-in dataset{suggest_names(name, known)}{unexpanded}"
-    )
+    near = suggest_names(name, known, MOST_SETS)
+    raise DataError(f"{name!r} is not a file, not an OWNER/NAME of the hub and not a built-in dataset{near}{unexpanded}")
 
 
 def validate_rows(rows: Sequence[object], count: int, records: Records) -> None:

@@ -22,13 +22,17 @@ def is_held_out(text: str, fraction: float, seed: int = 0) -> bool:
     return stable_hash(text, seed) < fraction * 2**64
 
 
+class SplitError(DataError):
+    """The rows cannot be split so that both parts have one."""
+
+
 def split_by_question(questions: Iterable[str], size: float, seed: int) -> tuple[list[int], list[int]]:
     """Return row indices for training and for validation. ``size`` is a fraction of the rows below 1, a number of rows from 1 on."""
     rows = list(questions)
     counts = Counter(rows)
     target = round(size * len(rows)) if size < 1 else int(size)
     if not 0 < target < len(rows):
-        raise DataError(
+        raise SplitError(
             f"split_validation_size {size:g} of {len(rows)} rows holds {target} out for validation; both parts need at least one row"
         )
     held_out: set[str] = set()
@@ -39,7 +43,7 @@ def split_by_question(questions: Iterable[str], size: float, seed: int) -> tuple
         held_out.add(question)
         num_held_out += counts[question]
     if len(held_out) == len(counts):
-        raise DataError(f"{len(rows)} rows have {len(counts)} distinct questions, too few for split_validation_size {size:g}")
+        raise SplitError(f"{len(rows)} rows have {len(counts)} distinct questions, too few for split_validation_size {size:g}")
     validation = [index for index, question in enumerate(rows) if question in held_out]
     train = [index for index, question in enumerate(rows) if question not in held_out]
     return train, validation

@@ -11,6 +11,7 @@ import pytest
 
 from strop.build.data_check.data_check import DataCheckOptions, check_data
 from strop.build.data_check.data_report import ROW_CHECKS, DataReport
+from strop.build.data_check.evaluation_questions import _join_names
 from strop.build.data_check.report_text import format_report
 from strop.config import EvalRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
@@ -344,3 +345,13 @@ def test_all_faults_at_once_have_the_report_that_is_kept(check: Check) -> None:
 def test_every_check_is_planted_somewhere() -> None:
     planted = {name for _, _, _, expected, _ in FAULTS.values() for name in expected} | {"overlap", "contamination"}
     assert planted == set(ROW_CHECKS)
+
+
+def test_a_split_that_leaves_one_part_empty_is_no_fault_of_a_row(check: Check) -> None:
+    report = check("grpo", problems(5), "data.train.split_validation_size=0.05")
+    assert "0.05 of 5 rows holds 0 out" in str(report.entries[0].error) and not found(report)
+
+
+def test_a_long_list_of_compared_sets_is_cut() -> None:
+    assert _join_names(list("abc")) == "a, b, c"
+    assert _join_names(list("abcdefghij")) == "a, b, c, d, e, f and 4 others that are on this machine"
