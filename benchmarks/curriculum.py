@@ -1,15 +1,17 @@
 """Does a curriculum raise the reward faster? Several seeds, each with and without one, by the accuracy on a fixed validation set.
 
-    python benchmarks/curriculum.py --output curriculum.json                  # some minutes on two cores
+    python benchmarks/curriculum.py --output curriculum.json                  # half an hour on two cores
 
-A tiny model (two layers, untrained) first imitates noisy answers, ``strop sft``: the digit that a letter asks for is right in one of
-six. Then ``strop grpo`` trains on 48 letters: 8 with a digit each to learn, 32 whose answer cannot be written, 8 that anything solves.
-Validation is on the 8 that can be learnt. The area under its curve is the mean over the validations of the run.
+A tiny model (two layers, untrained) first imitates noisy answers, ``strop sft``. Moderate: the digit that a letter asks for is right in
+one of six, else any. Hard: four of five answers are digits that nothing asks for, the others any, so that one of fifty is right. Then
+``strop grpo`` trains on 48 letters: 8 with a digit each to learn, 32 whose answer cannot be written, 8 that anything solves. Validation is
+on the 8 that can be learnt. The area under its curve is the mean over the validations of the run.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -28,10 +30,11 @@ from loop.tiny import build_tiny
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 ANSWERS = "31415926"
-RIGHT = 1 / 6  # of the imitated answers to letters that can be learnt
+COMMON = "078"  # digits that nothing asks for
+REGIMES = {"moderate": (1 / 6, 0.0), "hard": (0.0, 0.8)}  # of the imitated answers: right where there is one; common digits
 ARMS: dict[str, dict[str, Any]] = {
     "none": {},
-    "success_rate": {"data.curriculum.name": "success_rate", "data.curriculum.success_rate.rest": 5},
+    "success_rate": {"data.curriculum.name": "success_rate"},
     "difficulty": {
         "data.curriculum.name": "difficulty",
         "data.curriculum.difficulty.by": "level",
@@ -41,12 +44,12 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def imitate(folder: Path, seed: int, steps: int) -> Path:
+def imitate(folder: Path, seed: int, steps: int, right: float, common: float) -> Path:
     """Train a tiny model to answer letters with digits, and return the folder of its weights."""
     noise, rows = random.Random(seed), []
     for place in range(4800):
-        letter = LETTERS[place % 48]
-        known = ANSWERS[place % 48] if place % 48 < len(ANSWERS) and noise.random() < RIGHT else str(noise.randrange(10))
+        letter, digit = LETTERS[place % 48], noise.choice(COMMON if noise.random() < common else "0123456789")
+        known = ANSWERS[place % 48] if place % 48 < len(ANSWERS) and noise.random() < right else digit
         rows.append({"messages": [{"role": "user", "content": letter}, {"role": "assistant", "content": known}]})
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "letters.jsonl", rows)
@@ -69,7 +72,7 @@ def imitate(folder: Path, seed: int, steps: int) -> Path:
 
 def play(folder: Path, model: Path, seed: int, steps: int, lr: float, **changes: Any) -> dict[str, list[float]]:
     """Train with GRPO and return the accuracy of each validation, and of each step the share of groups with a signal."""
-    own = {
+    own: dict[str, Any] = {
         "env.mixed.answers": ANSWERS,
         "env.mixed.any_answer": False,
         "policy.optimizer.kwargs.lr": lr,
@@ -87,6 +90,7 @@ def play(folder: Path, model: Path, seed: int, steps: int, lr: float, **changes:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=list(REGIMES))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--sft-steps", type=int, default=300)
@@ -96,22 +100,22 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])
     )  # the environment's module
-    results: dict[str, list[dict[str, list[float]]]] = {arm: [] for arm in ARMS}
-    with tempfile.TemporaryDirectory() as name:
-        for seed in options.seeds:
-            start = imitate(Path(name) / f"sft_{seed}", seed, options.sft_steps)
+    results = []
+    for regime, seed in itertools.product(options.regimes, options.seeds):
+        with tempfile.TemporaryDirectory() as name:
+            start = imitate(Path(name) / "sft", seed, options.sft_steps, *REGIMES[regime])
             for arm in options.arms:
-                result = play(Path(name) / f"{arm}_{seed}", start, seed, options.steps, options.lr, **ARMS[arm])
-                results[arm].append(result)
+                result = play(Path(name) / arm, start, seed, options.steps, options.lr, **ARMS[arm])
+                results.append({"regime": regime, "seed": seed, "arm": arm, **result})
                 accuracy = result["accuracy"]
                 reached = next((5 * place for place, value in enumerate(accuracy) if value >= 0.75), None)
                 print(
-                    f"seed {seed} {arm:12}: area {statistics.mean(accuracy):.3f}, accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f}, 0.75 "
-                    f"from step {reached} on, groups with a signal {statistics.mean(result['signal']):.3f}",
+                    f"{regime:8} seed {seed} {arm:12}: area {statistics.mean(accuracy):.3f}, accuracy {accuracy[0]:.3f} -> "
+                    f"{accuracy[-1]:.3f}, 0.75 from step {reached} on, groups with a signal {statistics.mean(result['signal']):.3f}",
                     flush=True,
                 )
     if options.output:
-        options.output.write_text(json.dumps({"arms": ARMS, **results}, indent=1))
+        options.output.write_text(json.dumps({"arms": ARMS, "runs": results}, indent=1))
 
 
 if __name__ == "__main__":

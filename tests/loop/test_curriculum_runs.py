@@ -26,7 +26,7 @@ FEW = {
     "grpo.num_prompts_per_step": 4,
     "grpo.val_period": 2,
 }
-BY_SUCCESS = {"data.curriculum.name": "success_rate"}
+BY_SUCCESS = {"data.curriculum.name": "success_rate", "data.curriculum.success_rate.repeats": 6}
 SAVED = {"checkpointing.enabled": True, "checkpointing.save_period": 8}
 
 

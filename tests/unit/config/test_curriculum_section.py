@@ -54,10 +54,10 @@ def test_quotas_that_add_up_to_a_step_are_the_shares() -> None:
         ),
         (["data.curriculum.name=difficulty"], "data.curriculum.difficulty.by: found null"),
         (
-            ["data.curriculum.name=success_rate", "data.curriculum.success_rate.target=0.97"],
-            "data.curriculum.success_rate.target: found 0.97, which is not between",
+            ["data.curriculum.name=success_rate", "data.curriculum.success_rate.decay=0"],
+            "data.curriculum.success_rate.decay: found 0",
         ),
-        (["data.curriculum.success_rate.rests=3"], "rest"),
+        (["data.curriculum.success_rate.repeat=3"], "repeats"),
     ],
 )
 def test_what_cannot_work_says_what_to_set(overrides: list[str], said: str) -> None:

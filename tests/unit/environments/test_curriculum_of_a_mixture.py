@@ -65,8 +65,10 @@ def observed(source: Mixture, index: int, *rewards: float | None, **options: Any
 
 
 def rates(source: Mixture, entry: int = 0) -> dict[int, float | None]:
-    """The success rate of each task with an outcome that a later position may depend on."""
-    return {task: rate for task, rate, *_ in source.state()["curriculum"]["entries"][entry]["seen"]}
+    """The success rate of each task with an outcome that a later position may depend on; None: it failed with an error."""
+    state, size = source.state()["curriculum"]["entries"][entry], source.state()["curriculum"]["sizes"][entry]
+    failed = [task for task, until in state["resting"] if until - state["draws"] > size / 2]  # not drawn again for an epoch
+    return dict.fromkeys(failed) | {task: right / (right + wrong) for task, right, wrong, _ in state["seen"]}
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4))
@@ -128,7 +130,7 @@ def test_without_a_curriculum_nothing_is_observed() -> None:
 
 def test_the_state_travels_in_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def make() -> Mixture:
-        return mixture(component("a", 20, 2.0), component("b", 9, 1.0), success_rate=SuccessRateConfig(rest=1))
+        return mixture(component("a", 20, 2.0), component("b", 9, 1.0), success_rate=SuccessRateConfig(repeats=1))
 
     source, again = make(), make()
     assert source.resumable

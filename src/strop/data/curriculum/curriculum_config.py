@@ -41,36 +41,22 @@ class DifficultyConfig(BaseConfig):
 class SuccessRateConfig(BaseConfig):
     """Tasks that the policy solves sometimes, by its results on them."""
 
-    target: float = Field(0.5, gt=0, lt=1, description="Success rate of the tasks that are drawn most.")
-    width: float = Field(
-        0.25, gt=0, description="How fast the share of others falls: a task at rate p weighs exp(-(p - target)^2 / (2 width^2))."
+    decay: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="What is left of earlier results of a task with each new one, and with each epoch of draws without one, as the policy "
+        "changes; 1 never forgets.",
     )
-    exploration: float = Field(
-        0.25, gt=0, le=1, description="Share of the draws for tasks never seen, and for those whose rest is over."
-    )
-    smoothing: float = Field(
-        0.5, gt=0, le=1, description="Weight of a new result in a task's success rate; 1 is the last result alone."
-    )
-    solved: float = Field(0.95, gt=0, le=1, description="Success rate from which a task counts as solved, and rests.")
-    impossible: float = Field(0.05, ge=0, lt=1, description="Success rate up to which a task counts as impossible, and rests.")
-    rest: int = Field(
-        5,
-        ge=0,
-        description="How long a task rests that is solved, impossible or failed with an error, before it is tried again; twice as long "
-        "each time in a row, at most 16 times (steps).",
+    repeats: float = Field(
+        2.0,
+        ge=1,
+        description="How often a task may come in an epoch of draws at most, evenly spaced: more is faster where few tasks can be learnt "
+        "now, and nearer to learning those at the price of others (times).",
     )
     threshold: float | None = Field(
         None, description="Score from which a rollout is a success; null is the score itself, between 0 and 1."
     )
-
-    def errors(self, key: str) -> Iterator[Problem]:
-        if not self.impossible < self.target < self.solved:
-            yield Problem(
-                f"{key}.target",
-                f"found {self.target}, which is not between {key}.impossible={self.impossible} and {key}.solved={self.solved}, so that the "
-                "tasks that are wanted most would rest",
-                "Set it between the two.",
-            )
 
 
 class CurriculumConfig(BaseConfig):

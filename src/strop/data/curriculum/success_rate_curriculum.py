@@ -1,14 +1,20 @@
 """Tasks that the policy solves sometimes: those that it always or never solves have no signal for group-relative advantages.
 
-A task's success rate p is a moving average over the groups sampled for it. With G rollouts, the variance of the rewards, and with it
-the size of the gradient, goes as p (1 - p), so tasks of intermediate rate teach most (as in prioritized level replay, Jiang et al. 2021,
-arXiv 2010.03934, and in sampling by p (1 - p), Foster et al. 2025, arXiv 2502.12272). A draw is
+What is known of a task's success rate is a Beta distribution (Qu et al. 2025, arXiv 2507.04632), since a group without a success does not
+show that a task is impossible:
 
-    with probability ``exploration``   uniform over the tasks never seen, and those whose rest is over
-    otherwise                          of a task with a known rate p, in proportion to exp(-(p - target)^2 / (2 width^2))
+    p ~ Beta(1/2 + successes, 1/2 + failures)
 
-and where one of the two has no task, it is of the other. Solved and impossible tasks rest for a while, twice as long each time that they
-are so again (at most 16 times as long); tasks in flight are not drawn.
+    counts times ``decay`` with each new result, and for each epoch of draws since the last one, as the policy changes
+
+A task is worth what it may be expected to teach: the probability that its next group of G rollouts is neither all right nor all wrong
+(the groups that Yu et al. 2025, arXiv 2503.14476, and Zhang et al. 2025, arXiv 2506.09016, keep),
+
+    value = E[1 - p^G - (1 - p)^G]
+
+Tasks with a result are drawn in proportion to value^2. One never seen is drawn in their place with probability new / (new + known), where
+new is the mean value of all tasks seen, and known that of such a draw. After a draw a task is left alone for 1 / ``repeats`` of an epoch
+of draws, after an error for a whole one: the policy would learn a few tasks at the price of the others. Tasks in flight are not drawn.
 """
 
 from __future__ import annotations
@@ -25,7 +31,9 @@ from numpy.typing import NDArray
 from strop.data.curriculum.base import Choice, Curriculum, Draw, TaskOutcome
 from strop.data.curriculum.curriculum_config import SuccessRateConfig
 
-LONGEST_REST = 16  # times ``rest``
+PRIOR = 0.5  # successes and failures of a task before its first result (Jeffreys)
+SOLVED, IMPOSSIBLE = 0.95, 0.05  # expected success rates of the metrics
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -33,90 +41,109 @@ class _Pools:
     """The tasks that may be drawn, by how."""
 
     known: NDArray[np.int64]
-    weights: NDArray[np.float64]  # of ``known``; they sum to 1
-    unexplored: NDArray[np.int64]
-    exploration: float  # the probability to draw of ``unexplored``
+    weights: Floats  # of ``known``; they sum to 1
+    new: NDArray[np.int64]
+    share: float  # the probability to draw of ``new``
 
     @property
     def entropy(self) -> float:
         """Entropy of the draw, in nats."""
-        share, weights = self.exploration, self.weights[self.weights > 0]
-        entropy = share * math.log(len(self.unexplored) / share) if share else 0.0
+        share, weights = self.share, self.weights[self.weights > 0]
+        entropy = share * math.log(len(self.new) / share) if share else 0.0
         return entropy + (float(-(weights * np.log(weights)).sum() - math.log(1 - share)) * (1 - share) if share < 1 else 0.0)
 
     def draw(self, random: Random) -> int:
-        if random.random() < self.exploration:
-            return int(random.choice(self.unexplored))
+        if random.random() < self.share:
+            return int(random.choice(self.new))
         sums = np.cumsum(self.weights)
         return int(self.known[min(np.searchsorted(sums, random.random() * sums[-1], side="right"), len(sums) - 1)])
 
 
 class SuccessRateCurriculum(Curriculum):
-    """Draws by the policy's success rate on each task."""
+    """Draws by what is known of the policy's success rate on each task."""
 
     def __init__(self, size: int, config: SuccessRateConfig) -> None:
         self._config = config
-        self._visits = np.zeros(size, dtype=np.int64)
-        self._rates = np.full(size, np.nan)  # not a number: no group has succeeded or failed without an error
-        self._rests_until = np.zeros(size, dtype=np.int64)  # the step
-        self._rests = np.zeros(size, dtype=np.int64)  # in a row
+        self._draws = 0
+        self._group_size = 1  # rollouts of the last result
+        self._seen = np.zeros(size, dtype=bool)
+        self._updated = np.zeros(size, dtype=np.int64)  # number of draws at the last result
+        self._successes = np.zeros(size)  # as they were then
+        self._failures = np.zeros(size)
+        self._rests_until = np.zeros(size, dtype=np.int64)  # number of draws
 
     def choose(self, draw: Draw) -> Choice:
-        pools = self._make_pools(draw)
+        seen, size = np.flatnonzero(self._seen), len(self._seen)
+        fading = self._fade(seen)
+        successes, failures = PRIOR + fading * self._successes[seen], PRIOR + fading * self._failures[seen]
+        rates, values = np.full(size, np.nan), np.zeros(size)
+        rates[seen], values[seen] = successes / (successes + failures), self._value(successes, failures)
+        pools = self._make_pools(draw, values)
         task = draw.usual if pools is None else pools.draw(draw.random)
-        size, seen = len(self._visits), self._visits > 0
+        self._rests_until[task] = max(self._rests_until[task], self._draws + int(len(self._seen) / self._config.repeats))
+        self._draws += 1
         metrics = {
-            "never_seen": 1 - np.count_nonzero(seen) / size,
-            "solved": np.count_nonzero(self._rates >= self._config.solved) / size,
-            "impossible": np.count_nonzero(self._rates <= self._config.impossible) / size,
+            "never_seen": 1 - len(seen) / size,
+            "solved": np.count_nonzero(rates >= SOLVED) / size,
+            "impossible": np.count_nonzero(rates <= IMPOSSIBLE) / size,
             "entropy": 0.0 if pools is None else pools.entropy,
         }
-        known = {} if math.isnan(self._rates[task]) else {"success_rate": float(self._rates[task])}
-        return Choice(task, {**metrics, **known})
+        known = {"success_rate": float(rates[task]), "signal": float(values[task])} if self._seen[task] else {}
+        return Choice(task, metrics | known)
 
-    def _make_pools(self, draw: Draw) -> _Pools | None:
-        """Return the tasks that may be drawn; None if all are in flight. If all others rest, they may be drawn all the same."""
-        config = self._config
-        free = np.ones(len(self._visits), dtype=bool)
+    def _fade(self, tasks: NDArray[np.int64]) -> Floats:
+        """Return what is left of the counts of tasks since their last results."""
+        faded: Floats = self._config.decay ** ((self._draws - self._updated[tasks]) / len(self._seen))
+        return faded
+
+    def _value(self, successes: Floats, failures: Floats) -> Floats:
+        """Return the probability that a group is neither all right nor all wrong."""
+        right, wrong = np.ones_like(successes), np.ones_like(successes)
+        for each in range(max(2, self._group_size)):
+            right *= (successes + each) / (successes + failures + each)
+            wrong *= (failures + each) / (successes + failures + each)
+        return 1 - right - wrong
+
+    def _make_pools(self, draw: Draw, values: Floats) -> _Pools | None:
+        """Return the tasks that may be drawn; None if there is none."""
+        free = self._rests_until <= self._draws
         free[list(draw.in_flight)] = False
-        ready = free & (self._rests_until <= draw.step)
-        between = (self._rates > config.impossible) & (self._rates < config.solved)
-        known, unexplored = np.flatnonzero(ready & between), np.flatnonzero(ready & ~between)
-        if not len(known) and not len(unexplored):
-            unexplored = np.flatnonzero(free)
-        if not len(known) and not len(unexplored):
-            return None
-        exponents = -(((self._rates[known] - config.target) / config.width) ** 2) / 2
-        weights = np.exp(exponents - exponents.max()) if len(known) else exponents
-        share = 1.0 if not len(known) else config.exploration if len(unexplored) else 0.0
-        return _Pools(known, weights / weights.sum() if len(known) else weights, unexplored, share)
+        known, new = np.flatnonzero(free & self._seen), np.flatnonzero(free & ~self._seen)
+        if not len(known):
+            return _Pools(known, values[known], new, 1.0) if len(new) else None
+        weights = values[known] ** 2
+        weights /= weights.sum()
+        value_of_new, value_of_known = values[self._seen].mean(), (weights * values[known]).sum()
+        return _Pools(known, weights, new, float(value_of_new / (value_of_new + value_of_known)) if len(new) else 0.0)
 
     def observe(self, outcome: TaskOutcome) -> None:
-        task, config = outcome.task, self._config
-        self._visits[task] += 1
-        if outcome.scores:
-            result = sum(self._measure(score) for score in outcome.scores) / len(outcome.scores)
-            before = float(self._rates[task])
-            self._rates[task] = result if math.isnan(before) else before + config.smoothing * (result - before)
-        if outcome.scores and config.impossible < self._rates[task] < config.solved:
-            self._rests[task] = 0
-        else:
-            self._rests_until[task] = outcome.step + config.rest * min(2 ** int(self._rests[task]), LONGEST_REST)
-            self._rests[task] += 1
+        task, scores = outcome.task, [self._measure(score) for score in outcome.scores]
+        if not scores:
+            self._rests_until[task] = self._draws + len(self._seen)
+            return
+        kept = float(self._fade(np.array([task]))[0]) * self._config.decay
+        self._successes[task] = kept * self._successes[task] + sum(scores)
+        self._failures[task] = kept * self._failures[task] + len(scores) - sum(scores)
+        self._seen[task], self._updated[task], self._group_size = True, self._draws, len(scores)
 
     def _measure(self, score: float) -> float:
         threshold = self._config.threshold
         return min(max(score, 0.0), 1.0) if threshold is None else float(score >= threshold)
 
     def state(self) -> Mapping[str, Any]:
-        """Return (task, success rate, visits, the step until which it rests, rests in a row) of each task seen."""
-        seen = np.flatnonzero(self._visits)
-        rates = [None if math.isnan(rate) else rate for rate in self._rates[seen].tolist()]
-        counts = (each[seen].tolist() for each in (self._visits, self._rests_until, self._rests))
-        columns = (seen.tolist(), rates, *counts)
-        return {"seen": [list(row) for row in zip(*columns, strict=True)]}
+        """Return counts, (task, successes, failures, draws at its last result) of tasks seen, and until when others rest."""
+        seen, resting = np.flatnonzero(self._seen), np.flatnonzero(self._rests_until > self._draws)
+        counts = (each[seen].tolist() for each in (self._successes, self._failures, self._updated))
+        return {
+            "draws": self._draws,
+            "group_size": self._group_size,
+            "seen": [list(row) for row in zip(seen.tolist(), *counts, strict=True)],
+            "resting": [[task, int(self._rests_until[task])] for task in resting.tolist()],
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for task, rate, visits, rests_until, rests in state["seen"]:
-            self._visits[task], self._rests_until[task], self._rests[task] = visits, rests_until, rests
-            self._rates[task] = np.nan if rate is None else rate
+        self._draws, self._group_size = state["draws"], state["group_size"]
+        for task, *row in state["seen"]:
+            self._seen[task], (self._successes[task], self._failures[task], self._updated[task]) = True, row
+        for task, until in state["resting"]:
+            self._rests_until[task] = until

@@ -30,7 +30,7 @@ SIZES = (9, 5)
 def chooser(
     slots: int = 6, groups: int = 3, sizes: tuple[int, ...] = SIZES, epochs: int | None = None, **options: Any
 ) -> TaskChooser:
-    curricula = [SuccessRateCurriculum(size, SuccessRateConfig(rest=2, **options)) for size in sizes]
+    curricula = [SuccessRateCurriculum(size, SuccessRateConfig(**options)) for size in sizes]
     interleaving = Interleaving(sizes=sizes, weights=(None,) * len(sizes), seed=5, max_epochs=epochs)
     return TaskChooser("success_rate", curricula, interleaving, seed=5, slots=slots, groups_per_step=groups)
 
