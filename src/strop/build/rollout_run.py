@@ -284,7 +284,7 @@ def make_evaluator(
             tracker.note("no validation: data.validation is not set, and data.train holds out no tasks (split_validation_size)")
         return None
     size = len(source) if training.max_val_samples is None else min(len(source), training.max_val_samples)
-    job = make_validation_job(config, SavedModel(str(Path(config.logger.log_dir).absolute())))
+    job = make_validation_job(config, SavedModel(config.logger.log_dir))
     return Evaluator(
         source=source,
         size=size,
