@@ -13,12 +13,13 @@ from strop.build.algorithm.run_algorithm import count_steps_per_batch
 from strop.build.backend import Backend, LocalBackend, make_backend
 from strop.build.cluster.ray_backend import make_remote_environments
 from strop.build.engines import GeneratorSpec
+from strop.build.jobs.episode_rules import make_episode_rules
 from strop.build.jobs.evaluation_identity import identify_entries
 from strop.build.jobs.evaluation_job import make_validation_job
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_hacking_monitor, make_health, make_saver
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
-from strop.build.tasks import count_slots, list_reward_marks, make_episode_rules, make_training_tasks, make_validation_tasks
+from strop.build.tasks import count_slots, list_reward_marks, make_training_tasks, make_validation_tasks
 from strop.checkpointing.base import Restorable
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import RolloutRunConfig

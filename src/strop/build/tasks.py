@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from strop.config import RolloutRunConfig
-from strop.config.schema.run_config import GrpoRunConfig
 from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import Purpose
 from strop.data.data_config import DataEntryConfig
@@ -19,7 +18,6 @@ from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.mixture import Component, Mixture
 from strop.environments.registry import gives_turn_states, list_marks, list_rewards, list_step_rewards, make_environment
 from strop.environments.remote import EnvironmentDescription
-from strop.rollouts.episode import EpisodeRules
 from strop.safety.exits import contain_exits
 from strop.sandbox.sandbox_pool import configure_sandbox
 from strop.user_code import suggest_names
@@ -186,17 +184,3 @@ def _call_for_alias(alias: str, make: Callable[..., T], *arguments: Any) -> T:
         return make(*arguments)
     except EnvironmentConfigError as error:
         raise EnvironmentConfigError(f"env.{alias}: {error}") from error
-
-
-def make_episode_rules(config: RolloutRunConfig) -> EpisodeRules:
-    scaling = config.rollout_training.reward_scaling
-    penalties = config.reward_penalties if isinstance(config, GrpoRunConfig) else None
-    return EpisodeRules(
-        max_turns=config.rollout_training.max_rollout_turns,
-        max_length=config.policy.max_total_sequence_length,
-        max_prompt_length=config.data.max_input_seq_length,
-        scaling=scaling if scaling.enabled else None,
-        penalties=penalties if penalties is not None and penalties.enabled else None,
-        gateway=config.gateway,
-        tool_call_format=config.policy.tokenizer.tool_call_format,
-    )

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strop.base_config import validate_section
-from strop.build.tasks import make_episode_rules, name_data, resolve_alias
+from strop.build.jobs.episode_rules import make_episode_rules
+from strop.build.tasks import name_data, resolve_alias
 from strop.checkpointing.convert import convert_model
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import EvalRunConfig, RolloutRunConfig
