@@ -96,12 +96,12 @@ def test_two_vllm_engines_over_ray_say_what_two_on_this_machine_say(tiny: Path, 
 
 LOCAL = "data.dataset_name=rows.jsonl data.problem_key=Question data.solution_key=Answer"
 COMMANDS = {  # after ``python examples/run_eval.py``, in examples/..; what says what is evaluated
-    "": "AIME2024 (AIME2024)",
-    "generation.model_name={model}": "AIME2024 (AIME2024)",
+    "": "AIME2024 (math)",
+    "generation.model_name={model}": "AIME2024 (math)",
     "generation.model_name=Qwen/Qwen3-8B generation.temperature=0.6 generation.top_p=0.95 generation.top_k=20 "
     "generation.vllm_cfg.max_model_len=38912 tokenizer.chat_template_kwargs.enable_thinking=true "
     "data.prompt_file=examples/prompts/cot.txt": "temperature 0.6, at most 38912 new tokens",
-    "--config examples/configs/evals/gpqa_eval.yaml": "gpqa (gpqa)",
+    "--config examples/configs/evals/gpqa_eval.yaml": "gpqa (math)",
     f"--config examples/configs/evals/local_eval.yaml {LOCAL}": "rows.jsonl, 2 rows (math)",
     "--config examples/configs/evals/math_eval.yaml generation.model_name=agentica-org/DeepScaleR-1.5B-Preview generation.temperature=0.6 "
     "generation.top_p=0.95 generation.vllm_cfg.max_model_len=32768 data.dataset_name=math500 eval.num_tests_per_prompt=16 "

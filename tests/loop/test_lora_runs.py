@@ -85,7 +85,10 @@ def test_what_is_saved_is_evaluated_under_the_name_of_its_folder(run: Path) -> N
         outcome = strop("eval", *overrides(settings), folder=run)
         assert outcome.code == 0, outcome.err
         found[name] = json.loads((run / f"evaluation_{name}" / "step_000000.json").read_text())
+    adapters, merged = (saved.pop("identity") for saved in (found["adapters"], found["merged"]))
     assert found["adapters"] == found["merged"]
+    other = {key for key, value in adapters["settings"].items() if merged["settings"][key] != value}
+    assert other == {"model", "model files", "tokenizer"} and adapters["sets"] == merged["sets"]
 
 
 def test_a_run_is_not_continued_with_other_adapters(run: Path, tiny: Path) -> None:

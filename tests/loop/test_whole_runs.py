@@ -234,7 +234,9 @@ def test_the_evaluation_script_is_strop_eval(run, tmp_path):
     model = run / "results" / "step_4" / "policy" / "weights"
     out = script("run_eval.py", *evaluation(model, **{"data.dataset_name": None}), folder=tmp_path)
     assert "pass@2 = " in out
-    command = strop("eval", *evaluation(model, **{"eval.save_path": "again"}), folder=tmp_path)
+    command = strop(
+        "eval", *evaluation(model, **{"eval.save_path": "again", "tokenizer.chat_template": "default"}), folder=tmp_path
+    )
     assert command.code == 0, command.err
     saved = [json.loads((tmp_path / folder / "step_000000.json").read_text()) for folder in ("evaluation", "again")]
     assert saved[0] == saved[1]
