@@ -51,7 +51,7 @@ class RowSlopes:
 
 
 class TileOperations(Protocol):
-    """How the two passes over a tile are computed. Neither changes ``product`` [r, k], the logits before the temperature."""
+    """How the two passes over a tile are computed. Neither changes ``product`` [r, k], contiguous, the logits before the temperature."""
 
     def summarize(self, product: Tensor, temperature: float) -> TileSummary: ...
 

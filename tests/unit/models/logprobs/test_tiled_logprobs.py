@@ -1,4 +1,4 @@
-"""Log-probabilities tile by tile against one log_softmax over the whole vocabulary, in float64, with tiles far smaller than the matrices."""
+"""Log-probabilities tile by tile against one log_softmax, in float64, with tiles far smaller than the matrices."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
 
 
 def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:
-    return max(float((own - plain).detach().abs().max()) if own.numel() else 0.0 for own, plain in zip(found, wanted, strict=True))
+    return max(
+        float((own - plain).detach().abs().max()) if own.numel() else 0.0 for own, plain in zip(found, wanted, strict=True)
+    )
 
 
 @settings(max_examples=60, deadline=None)
