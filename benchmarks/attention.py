@@ -16,7 +16,7 @@ import json
 import multiprocessing
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -121,7 +121,9 @@ def speed(options: argparse.Namespace) -> list[Timing]:
             timings += found
             for timing in found:
                 ratios = f"{median(timing.ratios):.2f} ({min(timing.ratios):.2f} to {max(timing.ratios):.2f})"
-                print(f"| {longest} | {dtype} | {timing.kernel} | {median(timing.seconds) * 1000:.1f} ms | {ratios} |", flush=True)
+                print(
+                    f"| {longest} | {dtype} | {timing.kernel} | {median(timing.seconds) * 1000:.1f} ms | {ratios} |", flush=True
+                )
     return timings
 
 
@@ -148,7 +150,10 @@ def memory(options: argparse.Namespace) -> list[dict[str, Any]]:
             for kernel in options.kernels:
                 tree = Tree(prompt=max(32, longest // 4), completions=options.completions, longest=longest)
                 grown = peak_memory(tree, dtype, kernel)
-                print(f"| {longest} | {tree.tokens} | {dtype} | {kernel} | {grown:.0f} MiB | {grown * 1024 / tree.tokens:.1f} KiB |", flush=True)
+                print(
+                    f"| {longest} | {tree.tokens} | {dtype} | {kernel} | {grown:.0f} MiB | {grown * 1024 / tree.tokens:.1f} KiB |",
+                    flush=True,
+                )
                 found.append({"longest": longest, "tokens": tree.tokens, "dtype": dtype, "kernel": kernel, "mebibytes": grown})
     return found
 
@@ -169,7 +174,9 @@ def long(options: argparse.Namespace) -> list[dict[str, Any]]:
     longest = max(options.lengths)
     lengths = torch.tensor([longest // 8, *[longest] * options.completions])
     parents = torch.tensor([-1, *[0] * options.completions])
-    positions = torch.cat([torch.arange(longest // 8), torch.arange(longest // 8, longest // 8 + longest).repeat(options.completions)])
+    positions = torch.cat(
+        [torch.arange(longest // 8), torch.arange(longest // 8, longest // 8 + longest).repeat(options.completions)]
+    )
     from strop.models.attention.tree_plan import TreePlan
 
     plan = TreePlan(lengths.cumsum(0) - lengths, lengths, parents, network.device)
@@ -189,7 +196,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("speed", "memory", "long"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 512, 4096], help="of the longest completion (tokens)")
-    parser.add_argument("--completions", type=int, default=8, help="of the prompt, which has a quarter of the tokens of the longest one")
+    parser.add_argument(
+        "--completions", type=int, default=8, help="of the prompt, which has a quarter of the tokens of the longest one"
+    )
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=(*KERNELS, "flex", "auto"))
     parser.add_argument("--seconds", type=float, default=5.0, help="for each length and dtype")
@@ -199,7 +208,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    found = {"speed": speed, "memory": memory, "long": long}[options.what](options)
+    measures: dict[str, Callable[[argparse.Namespace], list[Any]]] = {"speed": speed, "memory": memory, "long": long}
+    found = measures[options.what](options)
     if options.json is not None:
         rows = [asdict(row) if isinstance(row, Timing) else row for row in found]
         options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
