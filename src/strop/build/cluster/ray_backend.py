@@ -23,7 +23,7 @@ from strop.distributed.base import ActorOptions, Cluster, RemoteActor, spread_ov
 from strop.distributed.placement import DevicePlan, DeviceSlot, make_thread_env, plan_devices
 from strop.distributed.restartable_actor import RestartableActor
 from strop.distributed.workers.environment_process import spawn_environments
-from strop.distributed.workers.learner_worker import LearnerWorker, PolicyInfo
+from strop.distributed.workers.learner_worker import LearnerWorker, PolicyInfo, RankTarget
 from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter, RemoteLearner, RemoteMemory
 from strop.distributed.workers.teacher_worker import spawn_teachers
@@ -68,6 +68,7 @@ class RayBackend:
         self._sampling = sampling
         build = partial(choose_rank_builders(self.config).build_models, algorithm, sampling, total_steps)
         names = (await self.group.call_all("build_models", build))[0]
+        self._share_requests = await self.group.call_all("share_requests")
         return {name: RemoteLearner(self._caller(name)) for name in names}
 
     def make_reference(self) -> ScorerClient:
@@ -104,8 +105,10 @@ class RayBackend:
             options[key] = spread_over_nodes(names, self.cluster.num_nodes, role, threads, num_gpus=gpus, first=first)
         return options
 
-    def _caller(self, name: str | tuple[str, str]) -> RankCaller:
-        return RankCaller(name, self.group, self.cluster)
+    def _caller(self, name: RankTarget) -> RankCaller:
+        of_ranks = [requests[name] for requests in self._share_requests]
+        by_method = {method: [requests[method] for requests in of_ranks] for method in of_ranks[0]}
+        return RankCaller(name, self.group, self.cluster, by_method)
 
     async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
         assert isinstance(self.config, RolloutRunConfig)

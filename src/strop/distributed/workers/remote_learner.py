@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from strop.data.shares.divide_batch import divide_batch
+from strop.data.shares.split_rule import ShareRequest
 from strop.distributed.actor_group import ActorGroup
 from strop.distributed.base import Cluster
 from strop.distributed.workers.column_shards import merge_columns
+from strop.distributed.workers.learner_worker import RankTarget
 from strop.learner.base import WeightSource
 from strop.learner.client import LearnerClient
 from strop.learner.parallel.micro_batch import assemble_outputs, assemble_result
@@ -21,17 +25,25 @@ from strop.weight_sync.exporter import Fingerprints, SentAdapters, TransferConte
 class RankCaller:
     """Calls a learner, a scorer or a column source on every rank, and combines what the ranks return.
 
-    Batches are passed by reference, so that each node reads them once.
+    A batch is divided before it travels: each rank is sent the share that it reads. Shares are passed by reference, so that ranks that
+    read the same micro-batches are sent one copy, and a node reads it once.
     """
 
-    name: str | tuple[str, str]  # of a learner or scorer; (teacher, column) of a column source
+    name: RankTarget
     group: ActorGroup
     cluster: Cluster
+    requests: Mapping[str, Sequence[ShareRequest]]  # of each rank, by the method that reads a batch
 
     async def call(self, method: str, *arguments: Any) -> Any:
         sent = arguments[:1] if method == "columns" else arguments  # the groups of a batch stay with the driver
-        shared = [self.cluster.put(each) if isinstance(each, Batch) else each for each in sent]
-        results = await self.group.call_all(method, self.name, *shared)
+        of_ranks = [self._put_shares(method, each) if isinstance(each, Batch) else None for each in sent]
+        results = await self.group.call_each(
+            method,
+            [
+                (self.name, *(each if shares is None else shares[rank] for each, shares in zip(sent, of_ranks, strict=True)))
+                for rank in range(len(self.group.actors))
+            ],
+        )
         match method, *arguments:
             case "score", Batch() as batch:
                 return assemble_outputs(results, len(batch.target))
@@ -41,6 +53,14 @@ class RankCaller:
                 return merge_columns([shard for shards in results for shard in shards], len(batch.target))
             case _:
                 return results[0]
+
+    def _put_shares(self, method: str, batch: Batch) -> list[Any]:
+        """Divide a batch and store each share once. Return a reference to the share of each rank."""
+        requests = self.requests[method]
+        if not requests[0].routes:
+            batch = replace(batch, routes=None)
+        stored = [self.cluster.put(share) for share in divide_batch(batch, requests[0].rule)]
+        return [stored[request.number] for request in requests]
 
     def call_sync(self, method: str, *arguments: Any) -> Any:
         resolved = [each.resolve() if isinstance(each, Path) else each for each in arguments]  # ranks have other working folders
