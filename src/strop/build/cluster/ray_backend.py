@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from strop.algorithms.base import Algorithm
 from strop.build.cluster.engine_builders import build_torch_engine
 from strop.build.cluster.rank_builders import choose_rank_builders, make_rank_exporter
@@ -36,7 +38,7 @@ from strop.models.chat_template import ChatTemplate
 from strop.models.loading import load_tokenizer
 from strop.monitoring.trackers.base import Tracker
 from strop.sampling import Sampling
-from strop.weight_sync.transports.choose import EngineLocations
+from strop.weight_sync.transports.choose import EngineLocations, choose_senders
 
 COLLECTIVE_TIMEOUT = 1800.0  # seconds that a rank waits in a collective; the death of a rank is detected immediately
 
@@ -119,18 +121,25 @@ class RayBackend:
         await self.group.call_one(
             0, "call_with_policy", partial(choose_rank_builders(self.config).write_model_folder, folder=folder)
         )
+        locations = EngineLocations(
+            count=len(slots),
+            colocated=options.colocated.enabled,
+            same_machine=self.device_plan.on_one_machine,
+            host=self.group.actors[0].address,
+        )
+        hosts = [actor.address for actor in self.group.actors]
+        device = torch.device("cpu" if self.policy_info.on_cpu else "cuda")
+        senders = choose_senders(options.weight_sync, device, locations, hosts)
+        if len(senders) > 1:
+            spec.note(f"weights: ranks {', '.join(map(str, senders))} of {len(hosts)} send them, each its part of the tensors")
         make_exporter = partial(
             make_rank_exporter,
             self.config.policy,
             keep_snapshot=spec.max_staleness > 0,
             adapters=adapters,
-            engines=EngineLocations(
-                count=len(slots),
-                colocated=options.colocated.enabled,
-                same_machine=self.device_plan.on_one_machine,
-                host=self.group.actors[0].address,
-            ),
+            engines=locations,
             folder=(spec.output_folder / "weights").resolve(),
+            senders={rank: hosts[rank] for rank in senders},
         )
         await self.group.call_all("open_export", make_exporter)
         make = self._make_vllm_engine if uses_vllm else self._make_torch_engine
@@ -138,7 +147,7 @@ class RayBackend:
         offloads = offloads_learner(self.config, on_cpu=self.policy_info.on_cpu, shares_module=False)
         return pool_engines(
             engines,
-            RemoteExporter(self.group),
+            RemoteExporter(self.group, senders),
             self.bundle,
             self.config.policy,
             spec,

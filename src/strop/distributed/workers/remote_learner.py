@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from strop.learner.parallel.micro_batch import assemble_outputs, assemble_result
 from strop.types import Batch
 from strop.weight_sync.base import ChannelAddress, TransportError
 from strop.weight_sync.exporter import Fingerprints, SentAdapters, TransferContent, TransferPlan
+from strop.weight_sync.transports.split_channel import SplitAddress
 
 
 @dataclass(frozen=True)
@@ -109,29 +111,35 @@ class RemoteMemory:
 
 
 class RemoteExporter:
-    """The learner's side of a publish. Rank 0 sends; the other ranks take part in gathering the weights."""
+    """The learner's side of a publish. Some ranks send, each its part of the tensors; all take part in gathering them."""
 
-    def __init__(self, group: ActorGroup) -> None:
+    def __init__(self, group: ActorGroup, senders: Sequence[int] = (0,)) -> None:
+        """``senders``: the ranks that send, in the order that tensors are dealt to them."""
         self.group = group
+        self.senders = tuple(senders)
 
     async def prepare(self, content: TransferContent) -> TransferPlan:
         plan: TransferPlan = (await self.group.call_all("prepare_export", content))[0]
         return plan
 
     async def open(self, receivers: int) -> ChannelAddress:
-        address: ChannelAddress = await self.group.call_one(0, "open_sender", receivers)
-        return address
+        addresses: list[ChannelAddress] = [await self.group.call_one(rank, "open_sender", receivers) for rank in self.senders]
+        return addresses[0] if len(addresses) == 1 else SplitAddress(tuple(addresses))
 
     async def send(self, *, read_back: bool) -> Fingerprints:
-        result = (await self.group.call_all("send", read_back))[0]
-        if isinstance(result, TransportError):
-            raise result
-        fingerprints: Fingerprints = result
-        return fingerprints
+        results: list[Fingerprints | TransportError] = await self.group.call_all("send", read_back)
+        sent: dict[str, int] = {}
+        to_read_back: dict[str, int] = {}
+        for result in results:
+            if isinstance(result, TransportError):
+                raise result
+            sent |= result.sent
+            to_read_back |= result.read_back
+        return Fingerprints(sent, to_read_back)
 
     async def export_adapters(self, *, resend: bool) -> SentAdapters:
         adapters: SentAdapters = (await self.group.call_all("export_adapters", resend))[0]
         return adapters
 
     async def close(self) -> None:
-        await self.group.call_one(0, "close_export", urgent=True)
+        await asyncio.gather(*(self.group.call_one(rank, "close_export", urgent=True) for rank in self.senders))
