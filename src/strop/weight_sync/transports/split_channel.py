@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,20 +93,23 @@ class SplitReceiver:
         self, receiver: Receiver, part: Manifest, arrivals: queue.SimpleQueue[_Arrival], stopped: threading.Event
     ) -> None:
         """Hand over the tensors of one sender, one by one. Runs in a thread of its own."""
+        incoming: Any = receiver.receive(part)  # a generator
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-            for name, tensor in receiver.receive(part):
+            for name, tensor in incoming:
                 arrival = _Arrival(name, tensor)
                 arrivals.put(arrival)
-                while not arrival.taken.wait(0.5):
-                    if stopped.is_set():
-                        return
+                while not arrival.taken.wait(0.5) and not stopped.is_set():
+                    pass
                 if stopped.is_set():
                     return
             arrivals.put(_Arrival())
         except BaseException as error:
             arrivals.put(_Arrival(error=error))
+        finally:
+            with suppress(Exception):  # a channel that is closed meanwhile says so once more
+                incoming.close()
 
     def close(self) -> None:
         _close_all(self.receivers)

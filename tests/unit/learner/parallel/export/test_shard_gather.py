@@ -81,7 +81,9 @@ def by_name(weights: Any, name: str) -> Any:
 
 @cache
 def found_on(world: int) -> list[dict[str, Any]]:
-    return run_on_ranks(world, fingerprints_on_rank, {name: case for name, case in CASES.items() if case.sizes.world_size == world})
+    return run_on_ranks(
+        world, fingerprints_on_rank, {name: case for name, case in CASES.items() if case.sizes.world_size == world}
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
