@@ -17,7 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, TokenOutputs
 from strop.models.adapters import disable_adapters
-from strop.models.attention import IMPLEMENTATION, AttentionPlan, TreePlan
+from strop.models.attention.attention_interface import IMPLEMENTATION
+from strop.models.attention.attention_plan import AttentionPlan
+from strop.models.attention.tree_plan import TreePlan
 from strop.models.heads import LMHead, get_lm_head, token_logprobs
 from strop.models.routing.router_replay import install_router_replay, replayable_layers
 from strop.models.routing.routes import RecordedRoutes, ReplayedRoutes, RoutedLayers
