@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -62,6 +62,14 @@ class TokenCounters:
     decode_steps: int = 0
 
 
+class Pacer(Protocol):
+    """Decides when an engine takes its steps."""
+
+    async def pace(self, step: Callable[[], object]) -> None:
+        """Call ``step`` when it is time."""
+        ...
+
+
 class TorchEngine:
     """The embedded generator. Serves requests in this process, on the event loop of the caller."""
 
@@ -73,6 +81,7 @@ class TorchEngine:
         self.prefill_tokens = prefill_tokens
         self.version = 0
         self.counters = TokenCounters()
+        self.pacer: Pacer | None = None  # of a run whose events are ordered by the engine's steps
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
         self._paused = True  # no request starts; until the first publish
@@ -158,6 +167,16 @@ class TorchEngine:
         """The error that stopped the engine, or None."""
         return self._failure
 
+    @property
+    def load(self) -> int:
+        """Requests that run or wait, without those that their callers cancelled."""
+        return sum(not request.done.done() for request in (*self._running, *self._waiting))
+
+    @property
+    def room(self) -> int:
+        """How many more requests would run at once."""
+        return max(0, self.runner.slots - len(self._running) - len(self._waiting))
+
     async def close(self) -> None:
         if self._loop is not None:
             self._loop.cancel()
@@ -177,7 +196,10 @@ class TorchEngine:
                     await asyncio.sleep(0)  # let other tasks that were woken at the same time submit their requests first
                     continue
                 self._idle.clear()
-                self._step()
+                if self.pacer is None:
+                    self._step()
+                else:
+                    await self.pacer.pace(self._step)
                 await asyncio.sleep(0)
         except Exception as error:
             self._fail(error)
