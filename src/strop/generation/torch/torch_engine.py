@@ -12,11 +12,11 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from strop.generation.base import Completion, RequestTooLong
+from strop.generation.base import Completion, Pacer, RequestTooLong
 from strop.generation.torch.model_runner import CachedRunner, ModelRunner, RecomputeRunner, SlotPrompt
 from strop.generation.torch.sampler import sample_tokens
 from strop.generation.torch.torch_config import TorchGenerationConfig
@@ -60,14 +60,6 @@ class TokenCounters:
     prompt_tokens: int = 0  # prompt tokens that were computed; the others were cached
     sampled_tokens: int = 0
     decode_steps: int = 0
-
-
-class Pacer(Protocol):
-    """Decides when an engine takes its steps."""
-
-    async def pace(self, step: Callable[[], object]) -> None:
-        """Call ``step`` when it is time."""
-        ...
 
 
 class TorchEngine:

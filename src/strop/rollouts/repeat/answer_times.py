@@ -69,7 +69,7 @@ class ReplayedTimes:
         if tick < asked:
             part = "the rewards" if answer.part == GROUP_REWARDS else f"sample {answer.part}"
             raise ReplayEnded(
-                f"{part} of group {answer.group} asks for answer {answer.number} at tick {asked}, and in {self.source} it counts at {tick}: "
+                f"{part} of group {answer.group} asks for answer {answer.number} at tick {asked}, in {self.source} it counts at {tick}: "
                 "the two runs differ in more than the order of their events, for instance in the configuration, the data, an environment "
                 "that draws at random, or the machine. Replay the run that was recorded, or set replay_events to null"
             )

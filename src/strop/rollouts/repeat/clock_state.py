@@ -42,6 +42,7 @@ class ClockState:
         """Set the clock to the restored state, and begin to write its events. Raises EventFileError, OSError."""
         self.clock = clock
         clock.now = self._restored.get("tick", 0)
+        clock.published = self._restored.get("published", -1)
         clock.restored = {
             int(index): GroupJournal.from_json(journal) for index, journal in self._restored.get("groups", {}).items()
         }
@@ -55,6 +56,7 @@ class ClockState:
             json.dumps(
                 {
                     "tick": self.clock.now,
+                    "published": self.clock.published,
                     "events": self.clock.log.position(),
                     "groups": {str(index): journal.to_json() for index, journal in groups.items()},
                 }

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from strop.generation.base import Completion, Generator
+from strop.generation.base import Completion, Generator, Pacer
 from strop.monitoring.watchdog.waits import waiting
 from strop.rollouts.repeat.answer_times import GROUP_REWARDS, NEVER, AnswerId, AnswerTimes, ReplayEnded
 from strop.rollouts.repeat.event_log import EventLog
@@ -33,7 +33,7 @@ Submit = Callable[[], Coroutine[Any, Any, Completion]]
 class PacedEngine(Generator, Protocol):
     """An embedded engine whose steps a clock allows."""
 
-    pacer: EngineClock | None  # takes its steps; None: it takes them itself
+    pacer: Pacer | None  # takes its steps; None: it takes them itself
 
     @property
     def load(self) -> int:
@@ -57,6 +57,7 @@ class _Part:
     due: int | None = None  # the tick from which the answer counts; None: from when it comes
     answers: int = 0
     known: list[JournalEntry] = field(default_factory=list)  # completions from before the run was resumed, not yet used
+    ended: bool = False  # the rollout had ended before the run was resumed, and is only made again
     submit: Submit | None = None  # what the answer asks of the engine; None: it is the end
     held: asyncio.Future[Any] | None = None  # resolved when the answer counts, and was sampled; None: the environment still works
     sampling: bool = False
@@ -70,6 +71,11 @@ class _Part:
         """Whether its answer has come."""
         return self.held is not None and not self.sampling
 
+    def is_late(self, now: int) -> bool:
+        """Whether its answer counts by ``now``, or counted before the run was resumed, and has not come."""
+        counts = self.ended or bool(self.known) or (self.due is not None and self.due <= now)
+        return self.held is None and counts
+
 
 _part: ContextVar[_Part | None] = ContextVar("strop_part_on_clock", default=None)
 
@@ -81,6 +87,7 @@ class EngineClock:
         """Create a clock, which takes over the steps of ``engine`` with ``attach`` or for the time of ``drive``."""
         self.engine, self.times, self.log = engine, times, log or EventLog()
         self.now = 0  # ticks
+        self.published = -1  # the newest version
         self.seconds_waited = 0.0  # for environments, while the engine could have had other work
         self.journals: dict[int, GroupJournal] = {}  # of the unfinished groups
         self.restored: dict[int, GroupJournal] = {}  # of those that a resumed run has not begun again
@@ -118,7 +125,9 @@ class EngineClock:
 
     def publish(self, version: int) -> None:
         """Write down that the engine has new weights. Raises ReplayEnded if a recorded run had them at another tick."""
-        self.log.publish(self.now, version)
+        if version != self.published:  # a resumed run publishes the weights of its checkpoint once more
+            self.published = version
+            self.log.publish(self.now, version)
 
     def take_seconds_waited(self) -> float:
         """Return how long the engine has waited for environments since the last call (seconds)."""
@@ -136,8 +145,18 @@ class EngineClock:
         part = self._parts[group, number]
         _part.set(part)
         result = await work
-        await self._hold(part, None)
+        if part.ended:
+            self._remove(part)
+        else:
+            await self._hold(part, None)
         return result
+
+    def _remove(self, part: _Part) -> None:
+        """Take out a part that has ended. A group without parts goes on by itself."""
+        del self._parts[part.group, part.number]
+        if not any(group == part.group for group, _ in self._parts):
+            self._undecided.add(part.group)
+        self._changed.set()
 
     def add_part(self, group: int, number: int) -> None:
         """Register what ``run_part`` is going to run."""
@@ -146,6 +165,7 @@ class EngineClock:
         if number == GROUP_REWARDS:
             asked = journal.scoring = self.now if journal.scoring is None else journal.scoring
         part = _Part(self, group, number, asked, known=list(journal.samples.get(number, ())))
+        part.ended = number in journal.ended
         part.due = self._find_due(part)
         self._parts[group, number] = part
         self._undecided.discard(group)
@@ -195,7 +215,7 @@ class EngineClock:
         part.due = self._find_due(part)
 
     def _submit(self, part: _Part) -> None:
-        assert part.submit is not None and part.due is not None
+        assert part.submit is not None and part.due is not None and part.held is not None
         part.sampling = True
         self._sampling.add(part)
         self.log.answer(part.due, part.answer)
@@ -275,9 +295,7 @@ class EngineClock:
 
     async def _settle(self) -> None:
         """Wait for the answers that count by now."""
-        while self._undecided or any(
-            part.held is None and part.due is not None and part.due <= self.now for part in self._parts.values()
-        ):
+        while self._undecided or any(part.is_late(self.now) for part in self._parts.values()):
             await self._wait_for_change()
         for part in self._parts.values():
             if part.waits and part.due is None:
@@ -298,9 +316,8 @@ class EngineClock:
         for part in ending:
             assert part.held is not None and part.due is not None
             self.log.answer(part.due, part.answer)
-            del self._parts[part.group, part.number]
-            if not any(group == part.group for group, _ in self._parts):
-                self._undecided.add(part.group)
+            self.journals[part.group].ended.add(part.number)
+            self._remove(part)
             part.held.set_result(None)
             while part.group in self._undecided:
                 await self._wait_for_change()
@@ -364,11 +381,11 @@ class ClockedGroup:
         return self.clock.run_part(self.index, GROUP_REWARDS, work)
 
 
-@dataclass
 class ClockedGenerator:
     """A ``Generator`` that answers the requests of a rollout on the clock which the rollout is on."""
 
-    engine: PacedEngine
+    def __init__(self, engine: PacedEngine) -> None:
+        self.engine = engine
 
     @property
     def version(self) -> int:

@@ -32,12 +32,14 @@ class GroupJournal:
     begun: int  # tick
     scoring: int | None = None  # the tick from which the rewards of the whole group are computed
     samples: dict[int, list[JournalEntry]] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)  # samples whose rollouts have ended
 
     def to_json(self) -> dict[str, Any]:
         return {
             "version": self.version,
             "begun": self.begun,
             "scoring": self.scoring,
+            "ended": sorted(self.ended),
             "samples": {
                 str(sample): [{"tick": entry.tick, **_encode(entry.completion)} for entry in entries]
                 for sample, entries in self.samples.items()
@@ -50,7 +52,7 @@ class GroupJournal:
             int(sample): [JournalEntry(entry["tick"], _decode(entry)) for entry in entries]
             for sample, entries in values["samples"].items()
         }
-        return GroupJournal(values["version"], values["begun"], values["scoring"], samples)
+        return GroupJournal(values["version"], values["begun"], values["scoring"], samples, set(values["ended"]))
 
 
 # The tensors of a completion and their types: [L], [L, K] or [P + L - 1, layers, k].
