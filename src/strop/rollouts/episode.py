@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ async def run_group(
     episodes = (
         clock.episode(
             sample,
-            run_in_one_process(
+            partial(
+                run_in_one_process,
                 run_episode,
                 environment,
                 task,
@@ -98,7 +100,7 @@ async def run_group(
     with waits, serve_policy(opponent):
         rollouts = await asyncio.gather(*episodes)
         if compares:
-            rollouts = await clock.rewards(run_in_one_process(_score_group, environment, task, rollouts, rules.scaling))
+            rollouts = await clock.rewards(partial(run_in_one_process, _score_group, environment, task, rollouts, rules.scaling))
     if rules.penalties is not None:
         least = 0.0 if rules.scaling is None else rules.scaling(0.0)
         rollouts = [_penalize(rollout, rules.penalties, template, least) for rollout in rollouts]

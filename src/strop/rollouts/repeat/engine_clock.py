@@ -141,10 +141,10 @@ class EngineClock:
     def group(self, group: int) -> ClockedGroup:
         return ClockedGroup(self, group)
 
-    async def run_part(self, group: int, number: int, work: Coroutine[Any, Any, T]) -> T:
+    async def run_part(self, group: int, number: int, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         part = self._parts[group, number]
         _part.set(part)
-        result = await work
+        result = await work()
         if part.ended:
             self._remove(part)
         else:
@@ -372,11 +372,11 @@ class ClockedGroup:
     def version(self, generator: Generator) -> int:
         return self.clock.journals[self.index].version
 
-    def episode(self, sample: int, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+    def episode(self, sample: int, work: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
         self.clock.add_part(self.index, sample)
         return self.clock.run_part(self.index, sample, work)
 
-    def rewards(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+    def rewards(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
         self.clock.add_part(self.index, GROUP_REWARDS)
         return self.clock.run_part(self.index, GROUP_REWARDS, work)
 

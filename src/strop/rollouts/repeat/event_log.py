@@ -11,7 +11,6 @@ Answers are what a replay needs (``ReplayedTimes``); the others are checked agai
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -101,24 +100,21 @@ class RecordedEvents:
 
 def read_events(path: Path) -> RecordedEvents:
     """Read the events of a run; a last line that a kill cut off is left out. Raises EventFileError, OSError."""
-    answers: dict[AnswerId, int] = {}
-    publishes: dict[int, int] = {}
-    for line in _read_lines(path):
-        if line["event"] == "answer":
-            part = GROUP_REWARDS if line["sample"] == "rewards" else line["sample"]
-            answers[AnswerId(line["group"], part, line["number"])] = line["tick"]
-        elif line["event"] == "publish":
-            publishes[line["version"]] = line["tick"]
-    if not answers:
-        raise EventFileError(f"{path} holds no events; it is written as {EVENTS_FILE} by a run with record_events=true")
-    return RecordedEvents(answers=answers, publishes=publishes, source=str(path))
-
-
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    recorded = RecordedEvents(answers={}, publishes={}, source=str(path))
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines[:-1], 1):  # the last one is empty, or was cut off
         try:
-            values = json.loads(line)
-            yield {"tick": int(values["tick"]), **values}
+            _read_event(json.loads(line), recorded)
         except (ValueError, KeyError, TypeError) as error:
             raise EventFileError(f"line {number} of {path} is no event: {line[:80]!r}; record the run again") from error
+    if not recorded.answers:
+        raise EventFileError(f"{path} holds no events; it is written as {EVENTS_FILE} by a run with record_events=true")
+    return recorded
+
+
+def _read_event(line: Any, recorded: RecordedEvents) -> None:
+    if line["event"] == "answer":
+        part = GROUP_REWARDS if line["sample"] == "rewards" else line["sample"]
+        recorded.answers[AnswerId(line["group"], part, line["number"])] = int(line["tick"])
+    elif line["event"] == "publish":
+        recorded.publishes[line["version"]] = int(line["tick"])

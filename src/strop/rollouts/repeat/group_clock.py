@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from strop.generation.base import Generator
@@ -17,11 +17,11 @@ class GroupClock(Protocol):
         """Return the version of the weights with which the group began."""
         ...
 
-    def episode(self, sample: int, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+    def episode(self, sample: int, work: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
         """Run the episode of a sample; it ends when its last answer counts."""
         ...
 
-    def rewards(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+    def rewards(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
         """Compute the rewards of the whole group; they are there when they count."""
         ...
 
@@ -32,11 +32,11 @@ class OwnTime:
     def version(self, generator: Generator) -> int:
         return generator.version
 
-    def episode(self, sample: int, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
-        return work
+    def episode(self, sample: int, work: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
+        return work()
 
-    def rewards(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
-        return work
+    def rewards(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
+        return work()
 
 
 OWN_TIME = OwnTime()
