@@ -48,7 +48,10 @@ class LayerStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, MatrixStruct) for name in ("query", "key", "value", "output", "gate", "up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "query_norm", "key_norm")),
+        *(
+            (name, c_void_p)
+            for name in ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "query_norm", "key_norm")
+        ),
         *((name, c_void_p) for name in ("keys", "values")),
         ("scale", c_float),
         ("softcap", c_float),
@@ -91,9 +94,7 @@ class PackedMatrix:
         """Return the matrix [outputs, inputs], exact to the bit."""
         dense = torch.empty(self.outputs, self.inputs, dtype=self.panels.dtype)
         library, half = load_kernels().library, self.panels.dtype == torch.bfloat16
-        library.strop_unpack(
-            self.panels.data_ptr(), self.outputs, self.inputs, dense.data_ptr(), torch.get_num_threads(), half
-        )
+        library.strop_unpack(self.panels.data_ptr(), self.outputs, self.inputs, dense.data_ptr(), torch.get_num_threads(), half)
         return dense
 
 
@@ -105,11 +106,11 @@ class DecodeKernels:
         self.library = library
         self.panel = int(library.strop_panel())  # outputs that are computed together
 
-    def pack(self, weight: Tensor, dtype: torch.dtype, old: PackedMatrix | None = None) -> PackedMatrix:
-        """Pack a matrix [outputs, inputs], into the memory of ``old`` if it is given. ``inputs`` must be even in bfloat16."""
+    def pack(self, weight: Tensor, dtype: torch.dtype) -> PackedMatrix:
+        """Pack a matrix [outputs, inputs]. ``inputs`` must be even in bfloat16."""
         outputs, inputs = weight.shape
         size = -(-outputs // self.panel) * self.panel * inputs
-        packed = old or PackedMatrix(torch.empty(size, dtype=dtype), outputs, inputs)
+        packed = PackedMatrix(torch.empty(size, dtype=dtype), outputs, inputs)
         dense = weight.detach().float().contiguous()
         half = dtype == torch.bfloat16
         self.library.strop_pack(dense.data_ptr(), outputs, inputs, packed.panels.data_ptr(), torch.get_num_threads(), half)
@@ -168,7 +169,10 @@ class DecodeKernels:
         self.library.strop_write_pages(*(tensor.data_ptr() for tensor in tensors), *shape, key.dtype == torch.bfloat16)
 
     def sample(self, logits: Tensor, temperature: float, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sample from the softmax of logits [B, V] / temperature; ``uniforms`` [B] in float32 -> tokens, log-probabilities, entropies [B]."""
+        """Sample from the softmax of logits [B, V] / temperature, one uniform number [B] in float32 for each row.
+
+        Returns tokens, log-probabilities and entropies, [B] each.
+        """
         logits = logits.contiguous()
         rows, vocabulary = logits.shape
         tokens, logprobs, entropies = torch.empty(rows, dtype=torch.int64), torch.empty(rows), torch.empty(rows)
@@ -180,11 +184,20 @@ class DecodeKernels:
         return tokens, logprobs, entropies
 
     def decode(
-        self, model: ModelStruct, *, embedded: Tensor, positions: Tensor, table: Tensor, page: int, rotary: tuple[Tensor, Tensor], dtype: torch.dtype
+        self,
+        model: ModelStruct,
+        *,
+        embedded: Tensor,
+        positions: Tensor,
+        table: Tensor,
+        page: int,
+        rotary: tuple[Tensor, Tensor],
+        dtype: torch.dtype,
     ) -> Tensor:
-        """One step of all layers: embeddings [B, hidden] in float32, which are overwritten, positions [B], table [B, n] -> logits [B, V].
+        """Compute one step of all layers and return the logits [B, V].
 
-        ``rotary``: cosines and sines [positions, D] in float32.
+        ``embedded``: embeddings of the tokens, [B, hidden] in float32, which are overwritten. ``positions`` [B] int64; ``table`` [B, n]
+        int32: the pages of each sequence. ``rotary``: cosines and sines [positions, D] in float32.
         """
         logits = torch.empty(len(embedded), model.head.outputs, dtype=dtype)
         tensors = (positions, table, *rotary, embedded, logits)
@@ -249,7 +262,11 @@ def _find_openmp() -> Path:
 
 def _library_path(compiler: str) -> Path:
     """Return where the library is stored: under the hash of its source, the flags, the compiler and the processor."""
-    cpu = [line for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if line.startswith(("model name", "flags"))]
+    cpu = [
+        line
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith(("model name", "flags"))
+    ]
     built_by = Path(compiler).resolve().stat()
     identity = (SOURCE.read_text(encoding="utf-8"), FLAGS, compiler, built_by.st_size, built_by.st_mtime_ns, sorted(set(cpu)))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -264,7 +281,10 @@ def _build(compiler: str, path: Path) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
             part, built = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
             # Linked without -fopenmp, which would name a runtime of its own: the symbols are found in torch's.
-            for command in ([compiler, *FLAGS, "-c", str(SOURCE), "-o", str(part)], [compiler, "-shared", str(part), "-o", str(built)]):
+            for command in (
+                [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(part)],
+                [compiler, "-shared", str(part), "-o", str(built)],
+            ):
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
             built.replace(path)
     except subprocess.CalledProcessError as error:

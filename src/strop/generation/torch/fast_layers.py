@@ -8,7 +8,6 @@ logged.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -127,7 +126,9 @@ def _activation(config: Any) -> str:
 class FastLayers:
     """The layers and the output layer of a network as one function of the kernels."""
 
-    def __init__(self, network: Network, linears: FastLinears, kernels: DecodeKernels, specs: Sequence[AttentionSpec], length: int) -> None:
+    def __init__(
+        self, network: Network, linears: FastLinears, kernels: DecodeKernels, specs: Sequence[AttentionSpec], length: int
+    ) -> None:
         """``specs``: the attention options of each layer; ``length``: the longest sequence."""
         self.network = network
         self.kernels = kernels

@@ -1,8 +1,9 @@
 """Copies of the linear layers' weights in the layout that is fastest for decoding.
 
-A decoding step multiplies a few rows with every weight, so it is bound by memory bandwidth. On a CPU oneDNN's packed layout halves that
-time, and so do the panels of the compiled kernels; in bf16 the copies also avoid casting float32 weights at every step. Refreshing the copies is one pass over the weights, at each
-publish. Where neither applies (float32 on a GPU) the module's own weights are used and a publish costs nothing.
+A decoding step multiplies a few rows with every weight, so it is bound by memory bandwidth. On a CPU oneDNN's packed layout, or the panels
+of the compiled kernels, halve that time; in bf16 the copies also avoid casting float32 weights at every step. Refreshing the copies is one
+pass over the weights, at each publish. Where neither applies (float32 on a GPU) the module's own weights are used and a publish costs
+nothing.
 
 Adapters (LoRA) are part of the copies; the model itself never changes. In float32 they are merged, W + scale B A: one matrix product per
 layer. In bf16 they stay separate, and a layer computes the same operations as the learner's. Merging in bf16 would round small updates
@@ -134,7 +135,7 @@ class FastLinears:
 
     def _copy(self, tensor: Tensor, old: Any, *, matrix: bool) -> Tensor | PackedMatrix:
         if self.kernels is not None and self.prepack and matrix:
-            return self.kernels.pack(tensor, self.precision, old)
+            return self.kernels.pack(tensor, self.precision)
         tensor = tensor.to(self.precision)
         if self.prepack and matrix:
             packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(tensor.contiguous(), PREPACK_ROWS)

@@ -216,7 +216,7 @@ class RecomputeRunner:
     Slow, but correct for any causal language model.
     """
 
-    kernels = None
+    kernels: DecodeKernels | None = None
 
     def __init__(self, network: Network, *, max_slots: int, length: int) -> None:
         self.network = network

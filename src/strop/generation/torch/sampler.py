@@ -49,7 +49,12 @@ def sample_tokens(
 
 
 def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor, kernels: DecodeKernels | None) -> SampledTokens:
-    if kernels is not None and not (sampling.greedy or sampling.filtered) and logits.dtype in DTYPES and logits.device.type == "cpu":
+    if (
+        kernels is not None
+        and not (sampling.greedy or sampling.filtered)
+        and logits.dtype in DTYPES
+        and logits.device.type == "cpu"
+    ):
         tokens, logprobs, entropies = kernels.sample(logits, sampling.temperature, uniforms)
         return SampledTokens(tokens, logprobs, entropies if sampling.entropy else torch.zeros_like(entropies))
     scaled = filtered_logits(logits, sampling)
