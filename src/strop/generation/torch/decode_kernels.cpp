@@ -30,7 +30,6 @@ constexpr int TILE_ROWS = 4;  // 4 x 3 accumulators of 16 registers
 constexpr int TILE_VECTORS = 3;
 constexpr int PANEL = LANES * TILE_VECTORS;  // output columns that are computed together
 constexpr int ROW_BLOCK = 256;  // rows whose partial sums are kept between two blocks of the inner dimension
-constexpr int INNER_BLOCK = 2048;  // inputs of a panel that are kept in the L2 cache together with the next ones
 constexpr int LINE = 64;
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
@@ -52,32 +51,48 @@ inline vec fused(vec a, vec b, vec c) {
 #endif
 }
 
+// The sum of all lanes, halves first: as torch reduces a vector.
 inline float sum(vec v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);
 #else
-    float total = 0;
-    for (int i = 0; i < LANES; ++i) total += v[i];
-    return total;
+    float lanes[LANES];
+    std::memcpy(lanes, &v, sizeof v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    return lanes[0];
 #endif
 }
 
 inline vec larger(vec a, vec b) { return a > b ? a : b; }
 
-// exp to about one unit in the last place; 0 below the smallest normal number. Coefficients: Moshier, Cephes, expf.
-inline vec exponential(vec x) {
-    const vec low = splat(-87.3365f);
-    const auto tiny = x < low;
-    x = x > splat(88.7f) ? splat(88.7f) : (tiny ? low : x);
+inline vec nearest(vec x) {  // of numbers below 2^22; ties to even
     const vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    const vec n = fused(x, splat(1.44269504088896341f), shift) - shift;
-    vec r = fused(n, splat(-0.693359375f), x);
-    r = fused(n, splat(2.12194440e-4f), r);
-    vec p = splat(1.9875691500e-4f);
-    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = fused(p, r, splat(c));
-    p = fused(p, r * r, r + splat(1.0f));
-    const ivec bits = (ivec)p + (__builtin_convertvector(n, ivec) << 23);
-    return tiny ? vec{} : (vec)bits;
+    return (x + shift) - shift;
+}
+
+inline vec floor_of(vec x) {
+    const vec n = nearest(x);
+    return n > x ? n - splat(1.0f) : n;
+}
+
+inline vec power_of_two(vec n) { return (vec)((__builtin_convertvector(n, ivec) + 127) << 23); }
+
+// exp as torch's softmax and SiLU compute it in float32, to the last bit: the algorithm and the coefficients of SLEEF's expf with an error of
+// at most one unit in the last place. Results below the smallest normal number become 0.
+inline vec exponential(vec x) {
+    const auto tiny = x < splat(-87.3365f);
+    x = tiny ? vec{} : (x > splat(104.0f) ? splat(104.0f) : x);  // infinite from 89 on
+    const vec n = nearest(x * splat(1.442695040888963407359924681001892137426645954152985934135449406931f));
+    vec r = fused(n, splat(-0.693145751953125f), x);
+    r = fused(n, splat(-1.428606765330187045e-06f), r);
+    vec p = splat(0.000198527617612853646278381f);
+    for (float c : {0.00139304355252534151077271f, 0.00833336077630519866943359f, 0.0416664853692054748535156f, 0.166666671633720397949219f, 0.5f})
+        p = fused(p, r, splat(c));
+    p = splat(1.0f) + fused(r * r, p, r);
+    const vec half = floor_of(n * splat(0.5f));
+    const vec result = p * power_of_two(half) * power_of_two(n - half);
+    return tiny ? vec{} : result;
 }
 
 inline vec hyperbolic_tangent(vec x) {
@@ -131,6 +146,7 @@ struct Matrix {
     const void* panels;
     const float* bias;  // [outputs] or null
     int64_t outputs, inputs;
+    int64_t block;  // inputs that are summed from zero before they are added to the sum of those before them
     int64_t count() const { return (outputs + PANEL - 1) / PANEL; }
 };
 
@@ -162,12 +178,10 @@ struct Prefetch {  // of the memory that is needed next, a few lines at every st
     }
 };
 
-// out [ROWS, PANEL] += x [ROWS, steps] * panel
+// out [ROWS, PANEL] = or += x [ROWS, steps] * panel, which is summed on its own first
 template <int ROWS, class T>
 void tile(const T* x, int64_t stride, const char* w, int64_t steps, float* out, bool first, Prefetch& ahead) {
-    vec acc[ROWS][TILE_VECTORS];
-    for (int r = 0; r < ROWS; ++r)
-        for (int v = 0; v < TILE_VECTORS; ++v) acc[r][v] = first ? vec{} : load(out + r * PANEL + v * LANES);
+    vec acc[ROWS][TILE_VECTORS] = {};
     for (int64_t s = 0; s < steps; ++s, x += PER_STEP<T>, w += STEP_BYTES<T>) {
         ahead.step();
 #pragma GCC unroll 8
@@ -176,7 +190,10 @@ void tile(const T* x, int64_t stride, const char* w, int64_t steps, float* out, 
             for (int v = 0; v < TILE_VECTORS; ++v) multiply(acc[r][v], x + r * stride, w + v * LANES * 4);
     }
     for (int r = 0; r < ROWS; ++r)
-        for (int v = 0; v < TILE_VECTORS; ++v) store(out + r * PANEL + v * LANES, acc[r][v]);
+        for (int v = 0; v < TILE_VECTORS; ++v) {
+            float* to = out + r * PANEL + v * LANES;
+            store(to, first ? acc[r][v] : load(to) + acc[r][v]);
+        }
 }
 
 template <class T>
@@ -202,8 +219,8 @@ void multiply_panel(const T* x, int64_t rows, const Matrix& m, int64_t panel, fl
     const char* w = (const char*)m.panels + panel * steps * STEP_BYTES<T>;
     const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     Prefetch ahead{after, after + after_bytes, after_bytes ? (int)((TILE_VECTORS + tiles - 1) / tiles) : 0};
-    for (int64_t from = 0; from < steps; from += INNER_BLOCK) {
-        const int64_t some = std::min<int64_t>(INNER_BLOCK, steps - from);
+    for (int64_t from = 0; from < steps; from += m.block / PER_STEP<T>) {
+        const int64_t some = std::min<int64_t>(m.block / PER_STEP<T>, steps - from);
         for (int64_t t = 0; t < tiles; ++t) {  // tiles of nearly the same height
             const int64_t row = rows * t / tiles;
             tile_rows<T>((int)(rows * (t + 1) / tiles - row), x + row * m.inputs + from * PER_STEP<T>, m.inputs, w + from * STEP_BYTES<T>,
@@ -315,15 +332,46 @@ template <class T> void gated(const T* x, int64_t rows, const Matrix& gate, cons
 
 // ---------------------------------------------------------------------------------------------------------------- norms
 
+// The sum of squares of a row, in the order of torch.sum on x86: four running vectors of eight, each summed in blocks of 2^k that are summed
+// in turn.
+inline float sum_squares(const float* x, int64_t size) {
+    typedef float octet __attribute__((vector_size(32)));
+    constexpr int CHAINS = 4, LEVELS = 4, WIDTH = 8;
+    auto square = [&](int64_t v) {
+        octet a;
+        std::memcpy(&a, x + v * WIDTH, sizeof a);
+        return a * a;
+    };
+    const int64_t vectors = size / WIDTH, rounds = vectors / CHAINS;
+    int bits = 0;
+    while ((int64_t{1} << bits) < rounds) ++bits;
+    const int power = std::max(4, bits / LEVELS);
+    const int64_t step = int64_t{1} << power, mask = step - 1;
+    octet acc[LEVELS][CHAINS] = {};
+    int64_t i = 0;
+    while (i + step <= rounds) {
+        for (int64_t j = 0; j < step; ++j, ++i)
+            for (int c = 0; c < CHAINS; ++c) acc[0][c] += square(i * CHAINS + c);
+        for (int level = 1; level < LEVELS; ++level) {
+            for (int c = 0; c < CHAINS; ++c) acc[level][c] += acc[level - 1][c], acc[level - 1][c] = octet{};
+            if ((i & (mask << (level * power))) != 0) break;
+        }
+    }
+    for (; i < rounds; ++i)
+        for (int c = 0; c < CHAINS; ++c) acc[0][c] += square(i * CHAINS + c);
+    for (int level = 1; level < LEVELS; ++level)
+        for (int c = 0; c < CHAINS; ++c) acc[0][c] += acc[level][c];
+    for (int64_t v = rounds * CHAINS; v < vectors; ++v) acc[0][0] += square(v);
+    for (int c = 1; c < CHAINS; ++c) acc[0][0] += acc[0][c];
+    float total = 0;
+    for (int64_t e = vectors * WIDTH; e < size; ++e) total += x[e] * x[e];
+    for (int lane = 0; lane < WIDTH; ++lane) total += acc[0][0][lane];
+    return total;
+}
+
 // 1 / sqrt(mean(x^2) + eps)
 inline float inverse_rms(const float* x, int64_t size, float eps) {
-    vec acc[4] = {};
-    int64_t i = 0;
-    for (; i + 4 * LANES <= size; i += 4 * LANES)
-        for (int v = 0; v < 4; ++v) { const vec a = load(x + i + v * LANES); acc[v] += a * a; }
-    float total = sum((acc[0] + acc[1]) + (acc[2] + acc[3]));
-    for (; i < size; ++i) total += x[i] * x[i];
-    return 1.0f / std::sqrt(total / (float)size + eps);
+    return 1.0f / std::sqrt(sum_squares(x, size) / (float)size + eps);
 }
 
 // Norm of a row in the data type of the linear layers' outputs. `late`: the result is rounded (Gemma), not the normalised row (Llama).
@@ -376,30 +424,65 @@ template <int GROUP> void dot_keys(const float* q, const float* k, int64_t count
         }
     }
 }
-template <int GROUP> void dot_keys(const bfloat16* q, const bfloat16* k, int64_t count, int64_t size, float* scores, int64_t stride) {
-    for (int64_t j = 0; j < count; ++j, k += size) {
-        vec acc[GROUP] = {};
-        int64_t d = 0;
-        for (; d + 2 * LANES <= size; d += 2 * LANES) {
 #if defined(__AVX512BF16__) && !defined(STROP_WIDEN)
-            const __m512bh key = (__m512bh)_mm512_loadu_si512(k + d);
-            for (int g = 0; g < GROUP; ++g)
-                acc[g] = (vec)_mm512_dpbf16_ps((__m512)acc[g], (__m512bh)_mm512_loadu_si512(q + g * size + d), key);
-#else
-            const uvec key = load_bits(k + d);
-            for (int g = 0; g < GROUP; ++g) {
-                const uvec query = load_bits(q + g * size + d);
-                acc[g] = fused((vec)(query << 16), (vec)(key << 16), acc[g]);
-                acc[g] = fused((vec)(query & 0xffff0000u), (vec)(key & 0xffff0000u), acc[g]);
-            }
+// Transpose 16 x 16 numbers of 32 bits.
+inline void transpose(__m512i* rows) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i += 2) {
+        a[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        a[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        const __m512i low = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88), high = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
+        const __m512i low2 = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88), high2 = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
+        rows[i] = _mm512_shuffle_i32x4(low, low2, 0x88);
+        rows[i + 4] = _mm512_shuffle_i32x4(high, high2, 0x88);
+        rows[i + 8] = _mm512_shuffle_i32x4(low, low2, 0xdd);
+        rows[i + 12] = _mm512_shuffle_i32x4(high, high2, 0xdd);
+    }
+}
 #endif
+
+// In bfloat16 each product is summed pair by pair, as oneDNN does: its rounded scores are those of the learner.
+template <int GROUP> void dot_keys(const bfloat16* q, const bfloat16* k, int64_t count, int64_t size, float* scores, int64_t stride) {
+#if defined(__AVX512BF16__) && !defined(STROP_WIDEN)
+    for (int64_t j = 0; j < count; j += LANES) {
+        const int64_t some = std::min<int64_t>(LANES, count - j);
+        vec acc[GROUP] = {};
+        for (int64_t d = 0; d < size; d += 2 * LANES) {
+            const int pairs = (int)std::min<int64_t>(LANES, (size - d) / 2);
+            const __mmask16 mask = (__mmask16)((1u << pairs) - 1);
+            __m512i rows[LANES];  // after the transposition: one pair of 16 keys each
+            for (int64_t i = 0; i < LANES; ++i) rows[i] = _mm512_maskz_loadu_epi32(i < some ? mask : 0, k + (j + std::min(i, some - 1)) * size + d);
+            transpose(rows);
+            for (int p = 0; p < pairs; ++p)
+                for (int g = 0; g < GROUP; ++g) {
+                    int pair;
+                    std::memcpy(&pair, q + g * size + d + 2 * p, 4);
+                    acc[g] = (vec)_mm512_dpbf16_ps((__m512)acc[g], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)rows[p]);
+                }
         }
+        for (int g = 0; g < GROUP; ++g) _mm512_mask_storeu_ps(scores + g * stride + j, (__mmask16)((1u << some) - 1), (__m512)acc[g]);
+    }
+#else
+    for (int64_t j = 0; j < count; ++j, k += size)
         for (int g = 0; g < GROUP; ++g) {
-            float total = sum(acc[g]);
-            for (int64_t e = d; e < size; ++e) total += widen(q[g * size + e]) * widen(k[e]);
+            float total = 0;
+            for (int64_t e = 0; e < size; ++e) total += widen(q[g * size + e]) * widen(k[e]);
             scores[g * stride + j] = total;
         }
-    }
+#endif
+}
+
+// The order of the keys: in bfloat16 the second of a pair first, as the processor's product of pairs has it.
+template <class T> inline int64_t in_order(int64_t j, int64_t count) {
+    return sizeof(T) == 2 && (j ^ 1) < count ? j ^ 1 : j;
 }
 
 // out[g] += sum over j of weights[g * stride + j] * v[j]
@@ -410,31 +493,39 @@ template <int GROUP, class T> void add_values(const float* weights, int64_t stri
         vec acc[GROUP][WIDE];
         for (int g = 0; g < GROUP; ++g)
             for (int i = 0; i < WIDE; ++i) acc[g][i] = load(out + g * size + d + i * LANES);
-        for (int64_t j = 0; j < count; ++j)
+        for (int64_t n = 0; n < count; ++n) {
+            const int64_t j = in_order<T>(n, count);
             for (int i = 0; i < WIDE; ++i) {
                 const vec value = load_wide(v + j * size + d + i * LANES);
                 for (int g = 0; g < GROUP; ++g) acc[g][i] = fused(splat(weights[g * stride + j]), value, acc[g][i]);
             }
+        }
         for (int g = 0; g < GROUP; ++g)
             for (int i = 0; i < WIDE; ++i) store(out + g * size + d + i * LANES, acc[g][i]);
     }
     for (; d < size; ++d)
-        for (int64_t j = 0; j < count; ++j)
-            for (int g = 0; g < GROUP; ++g) out[g * size + d] += weights[g * stride + j] * widen(v[j * size + d]);
+        for (int64_t n = 0; n < count; ++n) {
+            const int64_t j = in_order<T>(n, count);
+            for (int g = 0; g < GROUP; ++g) out[g * size + d] = std::fma(weights[g * stride + j], widen(v[j * size + d]), out[g * size + d]);
+        }
 }
 
-template <class T> void cap_and_softmax(float* scores, int64_t count, float softcap) {
+// Softmax over scores, of which the first `hidden` and those from `count` on are left out.
+template <class T> void cap_and_softmax(float* scores, int64_t hidden, int64_t count, float softcap) {
     const int64_t padded = (count + LANES - 1) / LANES * LANES;
-    for (int64_t j = count; j < padded; ++j) scores[j] = -INFINITY;
+    auto hide = [&] {
+        for (int64_t j = 0; j < hidden; ++j) scores[j] = -INFINITY;
+        for (int64_t j = count; j < padded; ++j) scores[j] = -INFINITY;
+    };
+    if (softcap != 0)
+        for (int64_t j = 0; j < padded; j += LANES) {
+            const vec s = rounded_vec(rounded_vec(load(scores + j), T{}) / splat(softcap), T{});
+            store(scores + j, rounded_vec(rounded_vec(hyperbolic_tangent(s), T{}) * splat(softcap), T{}));
+        }
+    hide();
     vec top = splat(-INFINITY);
     for (int64_t j = 0; j < padded; j += LANES) {
-        vec s = rounded_vec(load(scores + j), T{});
-        if (softcap != 0) {
-            s = rounded_vec(hyperbolic_tangent(rounded_vec(s / splat(softcap), T{})), T{});
-            s = rounded_vec(s * splat(softcap), T{});
-            if (j + LANES > count)
-                for (int i = (int)(count - j); i < LANES; ++i) s[i] = -INFINITY;
-        }
+        const vec s = rounded_vec(load(scores + j), T{});
         store(scores + j, s);
         top = larger(top, s);
     }
@@ -446,15 +537,16 @@ template <class T> void cap_and_softmax(float* scores, int64_t count, float soft
         store(scores + j, e);
         mass += e;
     }
-    const vec total = splat(sum(mass));
-    for (int64_t j = 0; j < padded; j += LANES) store(scores + j, rounded_vec(load(scores + j) / total, T{}));
+    const vec share = splat(1.0f / sum(mass));
+    for (int64_t j = 0; j < padded; j += LANES) store(scores + j, rounded_vec(load(scores + j) * share, T{}));
 }
 
 // Attention of GROUP query heads, [GROUP, D] scaled, over the keys of one key-value head.
 template <int GROUP, class T>
 void attend_group(const T* q, const Cache& cache, const int32_t* table, int64_t head, int64_t length, const Options& options, float* scores,
                   int64_t stride, T* out) {
-    const int64_t size = cache.size, first = options.window ? std::max<int64_t>(0, length - options.window) : 0;
+    const int64_t size = cache.size, seen = options.window ? std::max<int64_t>(0, length - options.window) : 0;
+    const int64_t first = seen / LANES * LANES;  // whole vectors: sums then have the same order with and without a window
     auto over_pages = [&](auto&& visit) {
         for (int64_t j = first; j < length;) {
             const int64_t slot = j % cache.page, some = std::min(cache.page - slot, length - j);
@@ -465,7 +557,7 @@ void attend_group(const T* q, const Cache& cache, const int32_t* table, int64_t 
     over_pages([&](int64_t j, int64_t some, int64_t page, int64_t slot) {
         dot_keys<GROUP>(q, cache.at<T>(cache.keys, page, head, slot), some, size, scores + (j - first), stride);
     });
-    for (int g = 0; g < GROUP; ++g) cap_and_softmax<T>(scores + g * stride, length - first, options.softcap);
+    for (int g = 0; g < GROUP; ++g) cap_and_softmax<T>(scores + g * stride, seen - first, length - first, options.softcap);
     float* sums = (float*)__builtin_alloca(GROUP * size * 4);
     std::memset(sums, 0, GROUP * size * 4);
     over_pages([&](int64_t j, int64_t some, int64_t page, int64_t slot) {

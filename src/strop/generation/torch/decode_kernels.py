@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-w")
 BUILD_SECONDS = 300
+FLOAT32_BLOCK = 2048  # inputs whose part of a panel stays in the L2 cache
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -40,7 +41,7 @@ class KernelsUnavailable(Exception):
 class MatrixStruct(ctypes.Structure):
     """``Matrix`` of the library."""
 
-    _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64))
+    _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("block", c_int64))
 
 
 class LayerStruct(ctypes.Structure):
@@ -89,6 +90,7 @@ class PackedMatrix:
     panels: Tensor  # flat, zeros beyond the last output
     outputs: int
     inputs: int
+    block: int  # inputs that are summed from zero before they are added to the sum of those before them
 
     def to_dense(self) -> Tensor:
         """Return the matrix [outputs, inputs], exact to the bit."""
@@ -110,7 +112,7 @@ class DecodeKernels:
         """Pack a matrix [outputs, inputs]. ``inputs`` must be even in bfloat16."""
         outputs, inputs = weight.shape
         size = -(-outputs // self.panel) * self.panel * inputs
-        packed = PackedMatrix(torch.empty(size, dtype=dtype), outputs, inputs)
+        packed = PackedMatrix(torch.empty(size, dtype=dtype), outputs, inputs, measure_inner_block(inputs, dtype))
         dense = weight.detach().float().contiguous()
         half = dtype == torch.bfloat16
         self.library.strop_pack(dense.data_ptr(), outputs, inputs, packed.panels.data_ptr(), torch.get_num_threads(), half)
@@ -209,7 +211,25 @@ class DecodeKernels:
 
 def matrix_struct(weight: PackedMatrix, bias: Tensor | None) -> MatrixStruct:
     """Return a reference to a packed matrix and its bias [outputs] in float32; both must outlive it."""
-    return MatrixStruct(weight.panels.data_ptr(), None if bias is None else bias.data_ptr(), weight.outputs, weight.inputs)
+    address = None if bias is None else bias.data_ptr()
+    return MatrixStruct(weight.panels.data_ptr(), address, weight.outputs, weight.inputs, weight.block)
+
+
+@lru_cache
+def measure_inner_block(inputs: int, dtype: torch.dtype) -> int:
+    """Return how many inputs a linear layer of torch sums from zero before it adds them to the sum of those before them.
+
+    oneDNN chooses this by the number of inputs. It decides how sums round, and a sampler whose sums round as the learner's do has the
+    learner's log-probabilities. Where one 1 follows 2^40 and -2^40 it is lost exactly if a block begins between these two.
+    """
+    pairs = inputs // 2
+    if dtype != torch.bfloat16 or pairs < 3:
+        return min(inputs, FLOAT32_BLOCK)
+    row = torch.arange(pairs - 2)
+    x = torch.zeros(pairs - 2, inputs)
+    x[row, 2 * row], x[row, 2 * row + 2], x[row, 2 * row + 4] = 2.0**40, -(2.0**40), 1.0
+    lost = torch.nn.functional.linear(x.to(dtype), torch.ones(64, inputs, dtype=dtype))[:, 0] == 0
+    return 2 * int(lost.nonzero()[0]) + 2 if lost.any() else inputs
 
 
 _POINTER = c_void_p

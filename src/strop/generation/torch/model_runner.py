@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from strop.generation.torch.cuda_graphs import DecodeGraphs
-from strop.generation.torch.decode_kernels import DecodeKernels
 from strop.generation.torch.fast_layers import FastLayers, choose_kernels
 from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.kv_cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
@@ -37,7 +36,6 @@ class ModelRunner(Protocol):
     network: Network
     slots: int
     length: int  # maximum sequence length of a slot
-    kernels: DecodeKernels | None  # compiled for this machine, to sample with
 
     def count_unread(self, prompt: SlotPrompt) -> int:
         """Return how many tokens of a prompt are not cached and would have to be computed."""
@@ -215,8 +213,6 @@ class RecomputeRunner:
 
     Slow, but correct for any causal language model.
     """
-
-    kernels: DecodeKernels | None = None
 
     def __init__(self, network: Network, *, max_slots: int, length: int) -> None:
         self.network = network
