@@ -4,11 +4,11 @@
     python benchmarks/training_phase.py --model folder --dtype bfloat16 --json phases.json
 
 The learner is the one that ``strop grpo`` builds. Its batch is made up: 4 prompts of 45 tokens with 8 completions of 64 each, as
-``grpo_vs_trl.py --same-work`` has. Seconds are the median of undisturbed steps; one more step under ``torch.profiler`` says how they divide, by
-operator: products of the layers (linear layers and their gradients), output layer (everything under its autograd function, forward and
-backward), attention, elementwise (norms, rotary embedding, activations, casts and copies), and the rest. Clipping and the optimizer are timed
-by themselves. GFLOP counts the arithmetic that training needs, six operations for each weight and row, and what attention needs; products
-that are computed twice count once. The rate is that of the same products alone, at the same shapes.
+``grpo_vs_trl.py --same-work`` has. Seconds are the median of undisturbed steps; one more step under ``torch.profiler`` says how they
+divide, by operator: products of the layers (linear layers and their gradients), output layer (everything under its autograd function,
+forward and backward), attention, elementwise (norms, rotary embedding, activations, casts and copies), and the rest. Clipping and the
+optimizer are timed by themselves. GFLOP counts the arithmetic that training needs, six operations for each weight and row, and what
+attention needs; products that are computed twice count once. The rate is that of the same products alone, at the same shapes.
 """
 
 from __future__ import annotations
