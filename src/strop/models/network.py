@@ -19,6 +19,7 @@ from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, TokenOutputs
 from strop.models.adapters import disable_adapters
 from strop.models.attention import IMPLEMENTATION, AttentionPlan, TreePlan
 from strop.models.heads import LMHead, get_lm_head, token_logprobs
+from strop.models.layers.fused_layers import FusedLayers, enable_fused_layers
 from strop.models.routing.router_replay import install_router_replay, replayable_layers
 from strop.models.routing.routes import RecordedRoutes, ReplayedRoutes, RoutedLayers
 from strop.sampling import KEPT_TOKENS, Sampling, at_least_float32
@@ -88,6 +89,7 @@ class Network:
         self.precision = precision
         self.chunk = chunk
         self.device = next(model.parameters()).device
+        self.fused_layers: FusedLayers = enable_fused_layers(model)  # a learner's passes use them
         self.token_sharding: TokenSharding = NoTokenSharding()
         self.routed: RoutedLayers | None = None  # with router replay
         self.router_counts: Tensor | None = None  # since they were taken: (token, layer) pairs that differ, compared
