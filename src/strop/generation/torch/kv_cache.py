@@ -8,8 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from strop.models.exact.exact_attention import KEY_BLOCK
+from strop.models.exact.exact_network import attend_cached
 from strop.models.attention import AttentionSpec, causal_mask, masked_attention
 from strop.models.routing.routes import RecordedRoutes, RoutedLayers
+
+
+SPAN_STEP = 32  # positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +26,12 @@ class CacheShape:
     head_size: int
     dtype: torch.dtype
     device: torch.device
+    exact: bool = False  # attention in the learner's order of additions (``strop.models.exact``)
+
+    def round_span(self, span: int) -> int:
+        """Round a number of attended positions up: few different shapes, and whole blocks of keys for exact attention."""
+        step = KEY_BLOCK if self.exact else SPAN_STEP
+        return -(-span // step) * step
 
     @property
     def bytes_per_token(self) -> int:
@@ -139,9 +150,8 @@ class PrefillPlan:
         self.keys.append(key)
         self.values.append(value)
         outputs = []
-        for q, k, v, prefix in zip(
-            *(tensor.split(self.lengths) for tensor in (query.to(self.shape.dtype), key, value)), self.prefixes, strict=True
-        ):
+        query = query if self.shape.exact else query.to(self.shape.dtype)
+        for q, k, v, prefix in zip(*(tensor.split(self.lengths) for tensor in (query, key, value)), self.prefixes, strict=True):
             outputs.append(self._attend_one(q, k, v, prefix, spec))
         return torch.cat(outputs)
 
@@ -150,6 +160,9 @@ class PrefillPlan:
         if prefix is not None:
             keys = torch.cat([prefix.keys[spec.layer][None], keys], dim=2)
             values = torch.cat([prefix.values[spec.layer][None], values], dim=2)
+        if self.shape.exact:
+            positions = torch.arange(keys.shape[2] - len(query), keys.shape[2], device=query.device)
+            return attend_cached(queries, keys, values, positions[None], spec)[0].transpose(0, 1)
         spec = spec.drop_unused_window(keys.shape[2])
         causal = prefix is None and spec.window is None
         mask = None if causal else causal_mask(queries.shape[2], keys.shape[2], spec.window, query.device)
@@ -194,8 +207,11 @@ class DecodePlan:
         dtype = keys.dtype
         keys[self.rows, :, self.positions] = key.to(dtype)
         values[self.rows, :, self.positions] = value.to(dtype)
-        spec = spec.drop_unused_window(self.span)
         count = len(self.rows)
+        if self.cache.shape.exact:
+            cached = (tensor[:count, :, : self.span] for tensor in (keys, values))
+            return attend_cached(query[:, :, None], *cached, self.positions[:, None], spec)[:, :, 0]
+        spec = spec.drop_unused_window(self.span)
         output = masked_attention(
             query.to(dtype)[:, :, None],
             keys[:count, :, : self.span],

@@ -17,8 +17,6 @@ from strop.models.adapters import base_weights
 from strop.models.attention import AttentionSpec
 from strop.models.network import Network
 
-SPAN_STEP = 32  # the attended span of the cache is rounded up to a multiple of this many positions
-
 
 @dataclass(frozen=True)
 class SlotPrompt:
@@ -100,10 +98,10 @@ class CachedRunner:
                 "the second"
             )
         self.length = length
-        self.cache = SlotCache(self.shape, self.slots, length, network.routed)
+        self.cache = SlotCache(self.shape, self.slots, self.shape.round_span(length), network.routed)
         self.prefixes = PrefixStore(capacity - self.slots * length)
         self.linears = FastLinears(network.model, network.precision, prepack=config.prepack_weights)
-        captures = config.cuda_graphs and network.device.type == "cuda"
+        captures = config.cuda_graphs and network.exact is None and network.device.type == "cuda"
         self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if captures else None
 
     def count_unread(self, prompt: SlotPrompt) -> int:
@@ -143,7 +141,7 @@ class CachedRunner:
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         if self.graphs is not None:
             return self.graphs(tokens, positions)
-        span = min(-(-(max(positions) + 1) // SPAN_STEP) * SPAN_STEP, self.length)
+        span = min(self.shape.round_span(max(positions) + 1), self.cache.length)
         return self._decode_static(torch.tensor(tokens), torch.tensor(positions), span)
 
     def _decode_static(self, tokens: Tensor, positions: Tensor, span: int | None = None) -> Tensor:
@@ -165,6 +163,8 @@ class CachedRunner:
             )
             hidden = output.last_hidden_state[0]
             hidden = hidden if rows is None else hidden.index_select(0, rows.to(device))
+            if self.network.exact is not None:
+                return self.network.exact_head.compute_logits(hidden)
             layer = self.network.model.get_output_embeddings()
             logits: Tensor = self.network.head.transform_logits(layer(hidden))
             return logits
@@ -181,7 +181,8 @@ class CachedRunner:
     def activate(self) -> None:
         self.prefixes.clear()
         self.network.use_plan_attention()
-        self.linears.enable()
+        if self.network.exact is None:
+            self.linears.enable()
 
     def deactivate(self) -> None:
         self.linears.disable()
@@ -189,8 +190,10 @@ class CachedRunner:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         stale = self.linears.find_stale_copies()
+        exact = self.network.exact
         for name, tensor in base_weights(self.network.model):
-            yield name, stale.get(name, tensor)
+            found = stale.get(name) if exact is None else exact.weights.find_stale(tensor)
+            yield name, tensor if found is None else found
 
     def reset_prefix_cache(self) -> None:
         self.prefixes.clear()
@@ -289,4 +292,8 @@ def infer_cache_shape(network: Network) -> CacheShape:
     if len(shapes) != 1 or [layer for layer, *_ in recorder.seen] != list(range(len(recorder.seen))):
         raise ValueError(f"layers with different attention shapes ({sorted(shapes)}) do not fit one cache")
     heads, size = shapes.pop()
-    return CacheShape(layers=len(recorder.seen), heads=heads, head_size=size, dtype=network.precision, device=network.device)
+    exact = network.exact is not None  # float32 keys: attention reads them so, and a step casts none
+    dtype = torch.float32 if exact else network.precision
+    return CacheShape(
+        layers=len(recorder.seen), heads=heads, head_size=size, dtype=dtype, device=network.device, exact=exact
+    )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from strop.models.exact.exact_logprobs import sampled_logprobs
 from strop.sampling import Sampling, filtered_logits
 
 BLOCK = 256
@@ -26,17 +27,22 @@ class SampledTokens:
     kept: dict[int, Tensor] = field(default_factory=dict)  # row -> [k] int32, ids it was sampled from, if recorded
 
 
-def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> SampledTokens:
-    """Sample one token for each row of logits [B, V], each with its own options."""
+def sample_tokens(
+    logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float], *, exact: bool = False
+) -> SampledTokens:
+    """Sample one token for each row of logits [B, V], each with its own options.
+
+    ``exact``: report log-probabilities and entropies that have the bits of an exact learner's (``strop.models.exact``).
+    """
     numbers = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)
     if all(sampling == samplings[0] for sampling in samplings):
-        return _sample(logits, samplings[0], numbers)
+        return _sample(logits, samplings[0], numbers, exact)
     zeros = partial(torch.zeros, len(logits), device=logits.device)
     sampled = SampledTokens(zeros(dtype=torch.int64), zeros(dtype=torch.float32), zeros(dtype=torch.float32))
     for sampling in dict.fromkeys(samplings):
         indices = [row for row, other in enumerate(samplings) if other == sampling]
         rows = torch.tensor(indices, device=logits.device)
-        part = _sample(logits[rows], sampling, numbers[rows])
+        part = _sample(logits[rows], sampling, numbers[rows], exact)
         sampled.kept.update({indices[row]: tokens for row, tokens in part.kept.items()})
         for full, values in zip(
             (sampled.tokens, sampled.logprobs, sampled.entropies), (part.tokens, part.logprobs, part.entropies), strict=True
@@ -45,7 +51,7 @@ def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Seque
     return sampled
 
 
-def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> SampledTokens:
+def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor, exact: bool) -> SampledTokens:
     scaled = filtered_logits(logits, sampling)
     if sampling.greedy:
         zeros = torch.zeros(len(logits), device=logits.device)
@@ -53,6 +59,8 @@ def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> SampledToke
     below_peak = scaled - scaled.max(-1, keepdim=True).values
     weights = torch.exp(below_peak)
     tokens, mass = _inverse_cdf(weights, uniforms)
+    if exact:
+        return SampledTokens(tokens, *sampled_logprobs(scaled, tokens))
     logprobs = below_peak.gather(1, tokens[:, None]).squeeze(1) - mass.log()
     entropies = torch.zeros_like(logprobs)
     if sampling.entropy:

@@ -233,7 +233,8 @@ class TorchEngine:
     def _append(self, requests: list[_Request], logits: torch.Tensor) -> None:
         """Sample the next token of each request and finish the requests that end with it."""
         uniforms = [uniform(request.seed, len(request.tokens)) for request in requests]
-        sampled = sample_tokens(logits, [request.sampling for request in requests], uniforms)
+        exact = self.runner.network.exact is not None
+        sampled = sample_tokens(logits, [request.sampling for request in requests], uniforms, exact=exact)
         columns = (sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.entropies.tolist())
         for request, token, logprob, entropy in zip(requests, *columns, strict=True):
             request.tokens.append(token)
