@@ -17,7 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, TokenOutputs
 from strop.models.adapters import disable_adapters
-from strop.models.attention import IMPLEMENTATION, AttentionPlan, TreePlan
+from strop.models.attention.attention_interface import IMPLEMENTATION
+from strop.models.attention.attention_plan import AttentionPlan
+from strop.models.attention.tree_plan import TreePlan
 from strop.models.exact.exact_logprobs import ExactHead, exact_token_logprobs
 from strop.models.exact.exact_network import ExactPasses
 from strop.models.exact.exact_tree import ExactTree
@@ -193,7 +195,9 @@ class Network:
             hidden = self.hidden(batch)
             squares = SQUARED_PROBS in batch.columns
             if self.exact is not None:
-                return exact_token_logprobs(hidden, target, self.exact_head, sampling, self.chunk, candidates, squared_probs=squares)
+                return exact_token_logprobs(
+                    hidden, target, self.exact_head, sampling, self.chunk, candidates, squared_probs=squares
+                )
             outputs = token_logprobs(hidden, target, self.head, sampling, self.chunk, candidates, kept, squared_probs=squares)
         return self.token_sharding.gather_outputs(outputs, len(batch.target))
 

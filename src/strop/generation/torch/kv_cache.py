@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strop.models.exact.exact_attention import KEY_BLOCK
-from strop.models.exact.exact_network import attend_cached
-from strop.models.attention import AttentionSpec, causal_mask, masked_attention
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.plain_attention import causal_mask, masked_attention
+from strop.models.exact.exact_attention import KEY_BLOCK, attend_cached
 from strop.models.routing.routes import RecordedRoutes, RoutedLayers
-
 
 SPAN_STEP = 32  # positions
 

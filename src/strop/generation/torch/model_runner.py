@@ -14,7 +14,7 @@ from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.kv_cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
-from strop.models.attention import AttentionSpec
+from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.network import Network
 
 
@@ -185,7 +185,8 @@ class CachedRunner:
             self.linears.enable()
 
     def deactivate(self) -> None:
-        self.linears.disable()
+        if self.network.exact is None:
+            self.linears.disable()
         self.network.use_learner_attention()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -294,6 +295,4 @@ def infer_cache_shape(network: Network) -> CacheShape:
     heads, size = shapes.pop()
     exact = network.exact is not None  # float32 keys: attention reads them so, and a step casts none
     dtype = torch.float32 if exact else network.precision
-    return CacheShape(
-        layers=len(recorder.seen), heads=heads, head_size=size, dtype=dtype, device=network.device, exact=exact
-    )
+    return CacheShape(layers=len(recorder.seen), heads=heads, head_size=size, dtype=dtype, device=network.device, exact=exact)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.exact.trusted_shapes import SHAPES, ProductKind, RowFunction, in_reference_blocks, round_up_rows
 from strop.models.exact.whole_vectors import apply_whole_vectors
 
@@ -23,20 +24,7 @@ KEY_BLOCK = 128  # keys
 MOST_SCORES = 1 << 22  # numbers in memory at once
 
 
-class ExactSpec(Protocol):
-    """Options of a layer's attention (``strop.models.attention.AttentionSpec``)."""
-
-    @property
-    def scale(self) -> float: ...
-
-    @property
-    def window(self) -> int | None: ...
-
-    @property
-    def softcap(self) -> float | None: ...
-
-
-def exact_attention(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, spec: ExactSpec) -> Tensor:
+def exact_attention(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
     """query [B, heads, L, D] at ``positions`` [B or 1, L] x key, value [B, kv_heads, S, D] at positions 0 .. S - 1 -> [B, heads, L, D].
 
     S is a multiple of 128, beginning from 0; keys beyond a query's position may hold anything finite. Differentiable.
@@ -47,9 +35,20 @@ def exact_attention(query: Tensor, key: Tensor, value: Tensor, positions: Tensor
         return output
 
 
+def attend_cached(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
+    """Attention over keys in the order of their positions: [B, heads, L, D] x [B, kv_heads, S, D] -> [B, heads, L, D] in query's dtype.
+
+    ``positions`` [B or 1, L] are those of the queries. Keys are padded to whole blocks.
+    """
+    missing = -key.shape[2] % KEY_BLOCK
+    if missing:
+        key, value = (F.pad(tensor, (0, 0, 0, missing)) for tensor in (key, value))
+    return exact_attention(query, key, value, positions, spec)
+
+
 class _ExactAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, spec: ExactSpec) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
         ctx.spec = spec
         keys, values = key.float(), value.float()
         parts = [_attend_rows(rows, keys, values, spec) for rows in _split_queries(query, positions, keys.shape)]
@@ -112,7 +111,7 @@ def _visible_span(rows: _QueryRows, keys: int, window: int | None) -> tuple[int,
     return first, last
 
 
-def _attend_rows(rows: _QueryRows, keys: Tensor, values: Tensor, spec: ExactSpec) -> _AttendedRows:
+def _attend_rows(rows: _QueryRows, keys: Tensor, values: Tensor, spec: AttentionSpec) -> _AttendedRows:
     batch, heads, count, _ = rows.query.shape
     stacked = _stack_heads(rows.query.float() * spec.scale, keys.shape[1])
     real = stacked.shape[1]
@@ -182,7 +181,7 @@ def _trial_blocks(kind: ProductKind) -> RowFunction:
 
 
 def _attend_backward(
-    rows: _QueryRows, part: _AttendedRows, inputs: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor], spec: ExactSpec
+    rows: _QueryRows, part: _AttendedRows, inputs: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor], spec: AttentionSpec
 ) -> Tensor:
     """Return the gradient of the queries and add those of keys and values to ``grads``: the formulas of FlashAttention."""
     (keys, values), (grad_keys, grad_values) = inputs, grads

@@ -35,8 +35,9 @@ class ExactHead:
 def sampled_logprobs(scaled: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of the tokens [n] and entropies [n] under the softmax of ``filtered_logits`` [n, V]."""
     logs = scaled.log_softmax(-1)
-    entropy = -(logs.exp() * logs.masked_fill(logs == float("-inf"), 0.0)).sum(-1)
-    return logs.gather(1, tokens[:, None]).squeeze(1), entropy
+    terms = logs.exp() * logs.masked_fill(logs == float("-inf"), 0.0)
+    terms = torch.cat([terms, terms]) if len(terms) == 1 else terms  # the sum of a single long row is shared by the threads
+    return logs.gather(1, tokens[:, None]).squeeze(1), -terms.sum(-1)[: len(logs)]
 
 
 def exact_token_logprobs(

@@ -29,9 +29,7 @@ ELEMENTWISE: frozenset[Any] = frozenset(
     + [F.silu, F.gelu, F.mish, F.hardswish, F.hardsigmoid, F.softplus, F.elu, F.selu, F.celu, F.sigmoid, F.tanh, F.logsigmoid]
     + [torch.float_power, Tensor.__pow__, torch.sinh, torch.cosh]
 )
-MATMULS: frozenset[Any] = frozenset(
-    [torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm]
-)
+MATMULS: frozenset[Any] = frozenset([torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm])
 REFUSED: frozenset[Any] = frozenset(
     [torch.einsum, torch.baddbmm, Tensor.baddbmm, torch.mv, Tensor.mv, torch.dot, F.scaled_dot_product_attention, F.bilinear]
     + [F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d, torch.addbmm, Tensor.addmm, torch.chain_matmul]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from strop.models.exact.exact_attention import ExactSpec
+from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.exact.exact_mode import SENSITIVE, ExactMode
 from strop.models.exact.exact_tree import ExactTree
 from strop.models.exact.exactness_error import NotExactError
@@ -34,7 +34,9 @@ def make_exact(decoder: Any, vocabulary: int) -> PackedWeights:
         _check_rows(decoder, tokens)
     except NotExactError as error:
         restore_modules(decoder)
-        raise NotExactError(f"policy.exact_on_policy: {type(decoder).__name__} cannot be exact: {error}; set it to false") from error
+        raise NotExactError(
+            f"policy.exact_on_policy: {type(decoder).__name__} cannot be exact: {error}; set it to false"
+        ) from error
     return weights
 
 
@@ -57,7 +59,7 @@ def _exact_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 class _PassValues:
     """An attention plan that computes nothing."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: ExactSpec) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strop.models.exact.exact_attention import KEY_BLOCK, ExactSpec, exact_attention
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.exact.exact_attention import KEY_BLOCK, exact_attention
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +45,7 @@ class ExactTree:
         rows = torch.cat([family.queries[family.real] for family in self.families])
         self.order = torch.argsort(rows)  # from the rows of all families to those of the batch
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: ExactSpec) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Compute attention: query [T, heads, D], key and value [T, kv_heads, D] -> [T, heads, D]."""
         outputs = []
         for family in self.families:
