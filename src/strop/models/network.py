@@ -136,8 +136,8 @@ class Network:
         """Compute the same bits for a token whatever stands beside it, from now on. Raises NotExactError for a model that cannot."""
         if not self.packed:
             raise NotExactError(
-                f"policy.exact_on_policy: {type(self.model).__name__} cannot read packed rows ({self.fallback or 'sequence packing is off'}), "
-                "and padded ones have no fixed order of additions; set it to false"
+                f"policy.exact_on_policy: {type(self.model).__name__} cannot read packed rows "
+                f"({self.fallback or 'sequence packing is off'}), and padded ones have no fixed order of additions; set it to false"
             )
         self.exact = ExactPasses(self.model)
 

@@ -208,8 +208,8 @@ class DecodePlan:
         values[self.rows, :, self.positions] = value.to(dtype)
         count = len(self.rows)
         if self.cache.shape.exact:
-            cached = (tensor[:count, :, : self.span] for tensor in (keys, values))
-            return attend_cached(query[:, :, None], *cached, self.positions[:, None], spec)[:, :, 0]
+            cached_keys, cached_values = (tensor[:count, :, : self.span] for tensor in (keys, values))
+            return attend_cached(query[:, :, None], cached_keys, cached_values, self.positions[:, None], spec)[:, :, 0]
         spec = spec.drop_unused_window(self.span)
         output = masked_attention(
             query.to(dtype)[:, :, None],

@@ -24,16 +24,20 @@ _active = threading.local()
 
 _NAMES = ("sigmoid", "rsqrt", "tanh", "exp", "cos", "sin", "log", "erf", "pow", "sqrt", "log1p", "expm1", "reciprocal")
 ELEMENTWISE: frozenset[Any] = frozenset(
-    [getattr(torch, name) for name in _NAMES]
-    + [getattr(Tensor, name) for name in _NAMES]
-    + [F.silu, F.gelu, F.mish, F.hardswish, F.hardsigmoid, F.softplus, F.elu, F.selu, F.celu, F.sigmoid, F.tanh, F.logsigmoid]
-    + [torch.float_power, Tensor.__pow__, torch.sinh, torch.cosh]
+    {
+        *(getattr(torch, name) for name in _NAMES),
+        *(getattr(Tensor, name) for name in _NAMES),
+        *(F.silu, F.gelu, F.mish, F.hardswish, F.hardsigmoid, F.softplus, F.elu, F.selu, F.celu, F.sigmoid, F.tanh, F.logsigmoid),
+        *(torch.float_power, Tensor.__pow__, torch.sinh, torch.cosh),
+    }
 )
-MATMULS: frozenset[Any] = frozenset([torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm])
+MATMULS: frozenset[Any] = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm})
 REFUSED: frozenset[Any] = frozenset(
-    [torch.einsum, torch.baddbmm, Tensor.baddbmm, torch.mv, Tensor.mv, torch.dot, F.scaled_dot_product_attention, F.bilinear]
-    + [F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d, torch.addbmm, Tensor.addmm, torch.chain_matmul]
-    + [getattr(F, "grouped_mm", torch.einsum), getattr(torch, "_grouped_mm", torch.einsum)]
+    {
+        *(torch.einsum, torch.baddbmm, Tensor.baddbmm, torch.addbmm, Tensor.addmm, torch.mv, Tensor.mv, torch.dot),
+        *(F.scaled_dot_product_attention, F.bilinear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d),
+        *(getattr(F, "grouped_mm", torch.einsum), getattr(torch, "_grouped_mm", torch.einsum)),
+    }
 )
 SENSITIVE = ELEMENTWISE | MATMULS | REFUSED | {F.linear, torch.addmm}
 
@@ -49,12 +53,12 @@ class ExactMode(TorchFunctionMode):
     def __enter__(self) -> Any:
         self.outer = getattr(_active, "on", False)
         _active.on = True
-        return self if self.outer else super().__enter__()
+        return self if self.outer else super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         _active.on = self.outer
         if not self.outer:
-            super().__exit__(*error)
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -17,7 +17,8 @@ from strop.models.exact.exactness_error import NotExactError
 from strop.models.exact.packed_weights import PackedWeights
 from strop.models.exact.row_products import exact_linear
 
-_WEIGHTS = "exact_weights"  # the attribute of an exact module
+_WEIGHTS = "exact_weights"  # attributes of an exact module
+_ORDINARY = "ordinary_forward"  # where its forward pass had been replaced before
 
 
 def make_exact(decoder: Any, vocabulary: int) -> PackedWeights:
@@ -29,8 +30,7 @@ def make_exact(decoder: Any, vocabulary: int) -> PackedWeights:
     sensitive = _find_sensitive(decoder, tokens)
     try:
         for module in sensitive:
-            setattr(module, _WEIGHTS, weights)
-            module.forward = MethodType(_linear_forward if type(module) is nn.Linear else _exact_forward, module)
+            _make_module_exact(module, weights)
         _check_rows(decoder, tokens)
     except NotExactError as error:
         restore_modules(decoder)
@@ -45,6 +45,17 @@ def restore_modules(model: nn.Module) -> None:
     for module in model.modules():
         if _WEIGHTS in module.__dict__:
             del module.__dict__[_WEIGHTS], module.__dict__["forward"]
+            if _ORDINARY in module.__dict__:
+                module.__dict__["forward"] = module.__dict__.pop(_ORDINARY)
+
+
+def _make_module_exact(module: Any, weights: PackedWeights) -> None:
+    replaced = module.__dict__.get("forward")
+    if replaced is not None:
+        module.__dict__[_ORDINARY] = replaced
+    module.__dict__[_WEIGHTS] = weights
+    plain = type(module) is nn.Linear and replaced is None
+    module.forward = MethodType(_linear_forward if plain else _exact_forward, module)
 
 
 def _linear_forward(module: Any, inputs: Tensor) -> Tensor:
@@ -53,7 +64,8 @@ def _linear_forward(module: Any, inputs: Tensor) -> Tensor:
 
 def _exact_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     with ExactMode(module.exact_weights):
-        return type(module).forward(module, *args, **kwargs)
+        replaced = module.__dict__.get(_ORDINARY)
+        return type(module).forward(module, *args, **kwargs) if replaced is None else replaced(*args, **kwargs)
 
 
 class _PassValues:
@@ -102,17 +114,21 @@ def _read(decoder: Any, tokens: Tensor, positions: Tensor, plan: Any) -> Tensor:
     return hidden
 
 
+def _make_rows(lengths: Sequence[int], tokens: Tensor) -> ExactTree:
+    """Return the plan of a row of sequences without a common prefix."""
+    column = torch.tensor(lengths)
+    return ExactTree(column.cumsum(0) - column, column, torch.full_like(column, -1), tokens.device)
+
+
 @torch.no_grad()
 def _check_rows(decoder: nn.Module, tokens: Tensor) -> None:
     """Compare a row of one sequence with a row of several. Raises NotExactError if the bits differ."""
     lengths = [len(tokens), 5, 1, 13]
-    segments = [torch.tensor(column) for column in ([0, 24, 29, 30], lengths, [-1] * 4)]
     row = torch.cat([tokens[:length] for length in lengths])
     positions = torch.cat([torch.arange(length) for length in lengths])
-    together = _read(decoder, row, positions, ExactTree(*segments, tokens.device)).split(lengths)
+    together = _read(decoder, row, positions, _make_rows(lengths, tokens)).split(lengths)
     for length, several in zip(lengths, together, strict=True):
-        single = torch.tensor([0]), torch.tensor([length]), torch.tensor([-1])
-        alone = _read(decoder, tokens[:length], torch.arange(length), ExactTree(*single, tokens.device))
+        alone = _read(decoder, tokens[:length], torch.arange(length), _make_rows([length], tokens))
         if not torch.equal(alone, several):
             raise NotExactError(
                 f"a sequence of {length} tokens has other hidden states alone than beside others "
