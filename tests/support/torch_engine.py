@@ -54,7 +54,8 @@ def make_engine(
     runner: ModelRunner, tokenizer: Any = None, *, stop_ids: Sequence[int] = (), prefill_tokens: int = 4096
 ) -> TorchEngine:
     """Build an engine that is ready to generate with weights of version 0."""
-    engine = TorchEngine(runner, tokenizer or _EmptyTokenizer(), stop_ids=stop_ids, prefill_tokens=prefill_tokens)
+    exact = isinstance(runner, CachedRunner) and runner.network.exact is not None
+    engine = TorchEngine(runner, tokenizer or _EmptyTokenizer(), stop_ids=stop_ids, prefill_tokens=prefill_tokens, exact=exact)
     engine.resume(0)
     return engine
 
