@@ -89,17 +89,18 @@ class CachedRunner:
         self.shape = infer_cache_shape(network)
         memory = config.cache_memory_gb(_gpu_memory_gb(network.device))
         capacity = int(memory * 2**30 // self.shape.bytes_per_token)  # tokens
-        self.slots = min(config.max_num_seqs, capacity // length)
+        stored = self.shape.round_span(length) if self.shape.exact else length
+        self.slots = min(config.max_num_seqs, capacity // stored)
         if self.slots < 1:
-            needed = length * self.shape.bytes_per_token / 2**30
+            needed = stored * self.shape.bytes_per_token / 2**30
             raise ValueError(
                 f"policy.generation.torch_cfg.kv_cache_memory_gb = {memory:.3g} GiB holds {capacity} tokens, but one "
                 f"sequence of policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB; raise the first or lower "
                 "the second"
             )
         self.length = length
-        self.cache = SlotCache(self.shape, self.slots, self.shape.round_span(length), network.routed)
-        self.prefixes = PrefixStore(capacity - self.slots * length)
+        self.cache = SlotCache(self.shape, self.slots, stored, network.routed)
+        self.prefixes = PrefixStore(capacity - self.slots * stored)
         self.linears = FastLinears(network.model, network.precision, prepack=config.prepack_weights)
         captures = config.cuda_graphs and network.exact is None and network.device.type == "cuda"
         self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if captures else None
