@@ -31,7 +31,7 @@ def exact_attention(query: Tensor, key: Tensor, value: Tensor, positions: Tensor
     """
     with torch._C.DisableTorchFunction(), torch.autocast(query.device.type, enabled=False):
         apply: Any = _ExactAttention.apply
-        output: Tensor = apply(query, key, value, positions, spec)
+        output: Tensor = apply(query, key, value, spec.sinks, positions, spec)
         return output
 
 
@@ -48,27 +48,36 @@ def attend_cached(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, 
 
 class _ExactAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, positions: Tensor, spec: AttentionSpec
+    ) -> Tensor:
         ctx.spec = spec
         keys, values = key.float(), value.float()
         parts = [_attend_rows(rows, keys, values, spec) for rows in _split_queries(query, positions, keys.shape)]
         output = torch.cat([part.output for part in parts], dim=2) if len(parts) > 1 else parts[0].output
         output = output.to(query.dtype)
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(query, key, value, positions, *(tensor for part in parts for tensor in (part.peak, part.total)))
+            ctx.save_for_backward(
+                query, key, value, sinks, positions, *(tensor for part in parts for tensor in (part.peak, part.total))
+            )
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query, key, value, positions, *stats = ctx.saved_tensors
+        query, key, value, sinks, positions, *stats = ctx.saved_tensors
         keys, values, grads = key.float(), value.float(), grad.float()
         grad_keys, grad_values, grad_queries, start = torch.zeros_like(keys), torch.zeros_like(values), [], 0
+        grad_sinks: list[Tensor] = []  # [heads] of each part
         for index, rows in enumerate(_split_queries(query, positions, keys.shape)):
             part = _AttendedRows(grads[:, :, start : start + rows.count], stats[2 * index], stats[2 * index + 1])
-            grad_queries.append(_attend_backward(rows, part, (keys, values), (grad_keys, grad_values), ctx.spec))
+            grad_query, delta = _attend_backward(rows, part, (keys, values), (grad_keys, grad_values), ctx.spec)
+            grad_queries.append(grad_query)
+            if sinks is not None:
+                share = (_spread_sinks(sinks, rows, keys.shape[1]) - part.peak).exp() / part.total
+                grad_sinks.append(-(share * delta).view(len(query), -1, rows.count).sum((0, 2)))
             start += rows.count
-        grad_query = torch.cat(grad_queries, dim=2).to(query.dtype)
-        return grad_query, grad_keys.to(key.dtype), grad_values.to(value.dtype), None, None
+        grad_inputs = (torch.cat(grad_queries, dim=2).to(query.dtype), grad_keys.to(key.dtype), grad_values.to(value.dtype))
+        return *grad_inputs, torch.stack(grad_sinks).sum(0).to(sinks.dtype) if grad_sinks else None, None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +132,9 @@ def _attend_rows(rows: _QueryRows, keys: Tensor, values: Tensor, spec: Attention
         scores = apply_whole_vectors(torch.tanh, scores.div_(spec.softcap)).mul_(spec.softcap)
     _mask(scores, rows, keys.shape[1], first, spec.window)
     peak = scores.amax(dim=(0, -1))  # [B * kv_heads, rows]
+    sinks = None if spec.sinks is None else F.pad(_spread_sinks(spec.sinks, rows, keys.shape[1]), (0, stacked.shape[1] - real))
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks)
     weights = apply_whole_vectors(torch.exp, scores.sub_(peak[None, :, :, None]))
     sums = weights.sum(-1)
     output, total = _multiply_blocks("values", weights[0], _take_block(values, first)), sums[0].clone()
@@ -130,8 +142,16 @@ def _attend_rows(rows: _QueryRows, keys: Tensor, values: Tensor, spec: Attention
         if index:
             output += _multiply_blocks("values", weights[index], _take_block(values, block))
             total += sums[index]
+    if sinks is not None:
+        total += apply_whole_vectors(torch.exp, sinks - peak)
     output = (output / total[..., None])[:, :real].reshape(batch, heads, count, -1)
     return _AttendedRows(output, peak[:, :real], total[:, :real])
+
+
+def _spread_sinks(sinks: Tensor, rows: _QueryRows, kv_heads: int) -> Tensor:
+    """[heads] -> [B * kv_heads, heads / kv_heads * count], as ``_stack_heads`` orders the rows."""
+    batch, heads, count, _ = rows.query.shape
+    return sinks.float()[None, :, None].expand(batch, heads, count).reshape(batch * kv_heads, -1)
 
 
 def _mask(scores: Tensor, rows: _QueryRows, kv_heads: int, first: int, window: int | None) -> None:
@@ -182,8 +202,11 @@ def _trial_blocks(kind: ProductKind) -> RowFunction:
 
 def _attend_backward(
     rows: _QueryRows, part: _AttendedRows, inputs: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor], spec: AttentionSpec
-) -> Tensor:
-    """Return the gradient of the queries and add those of keys and values to ``grads``: the formulas of FlashAttention."""
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the queries and the sums of weights times their gradients [B * kv_heads, rows].
+
+    Those of keys and values are added to ``grads``. The formulas are FlashAttention's.
+    """
     (keys, values), (grad_keys, grad_values) = inputs, grads
     kv_heads = keys.shape[1]
     query, grad = _stack_heads(rows.query.float() * spec.scale, kv_heads), _stack_heads(part.output, kv_heads)
@@ -204,4 +227,4 @@ def _attend_backward(
         grad_scores *= slope
     grad_values[:, :, span] += (weights.transpose(1, 2) @ grad).view(values[:, :, span].shape)
     grad_keys[:, :, span] += (grad_scores.transpose(1, 2) @ query).view(keys[:, :, span].shape)
-    return (grad_scores @ key).mul_(spec.scale).view(rows.query.shape)
+    return (grad_scores @ key).mul_(spec.scale).view(rows.query.shape), delta.squeeze(-1)

@@ -122,11 +122,12 @@ FOREST = make_tree((40, -1), (150, 0), (1, 0), (9, 1), (3, 1), (20, -1), (7, 5))
 
 
 @pytest.mark.parametrize("window", [None, 7, 130])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_exact_attention_is_that_of_the_tree_with_its_gradients(window: int | None, softcap: float | None) -> None:
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (5.0, False), (None, True)])
+def test_exact_attention_is_that_of_the_tree_with_its_gradients(window: int | None, softcap: float | None, sinks: bool) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(FOREST.tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
-    spec, results = AttentionSpec(0, 0.4, window, softcap), []
+    inputs += [torch.randn(4, requires_grad=True)] if sinks else []
+    spec, results = AttentionSpec(0, 0.4, window, softcap, inputs[3] if sinks else None), []
     for kind in (ExactTree, TreePlan):
         output = kind(FOREST.starts, FOREST.lengths, FOREST.parents, torch.device("cpu")).attend(
             inputs[0], inputs[1], inputs[2], spec
