@@ -18,8 +18,6 @@ from strop.models.adapters import base_weights
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.network import Network
 
-SPAN_STEP = 32  # the attended span of the cache is rounded up to a multiple of this many positions
-
 
 @dataclass(frozen=True)
 class SlotPrompt:
@@ -92,23 +90,24 @@ class CachedRunner:
         self.shape, self.specs = infer_cache_layout(network)
         memory = config.cache_memory_gb(_gpu_memory_gb(network.device))
         capacity = int(memory * 2**30 // self.shape.bytes_per_token)  # tokens
-        self.slots = min(config.max_num_seqs, capacity // length)
+        stored = self.shape.round_span(length) if self.shape.exact else length
+        self.slots = min(config.max_num_seqs, capacity // stored)
         if self.slots < 1:
-            needed = length * self.shape.bytes_per_token / 2**30
+            needed = stored * self.shape.bytes_per_token / 2**30
             raise ValueError(
                 f"policy.generation.torch_cfg.kv_cache_memory_gb = {memory:.3g} GiB holds {capacity} tokens, but one "
                 f"sequence of policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB; raise the first or lower "
                 "the second"
             )
         self.length = length
-        self.cache = SlotCache(self.shape, self.slots, length, network.routed)
-        self.prefixes = PrefixStore(capacity - self.slots * length)
+        self.cache = SlotCache(self.shape, self.slots, stored, network.routed)
+        self.prefixes = PrefixStore(capacity - self.slots * stored)
         self.kernels = choose_kernels(network, config.compiled_kernels, prepack=config.prepack_weights)
         self.linears = FastLinears(network.model, network.precision, prepack=config.prepack_weights, kernels=self.kernels)
         self.layers: FastLayers | None = None
         if self.kernels is not None:
             self.layers = FastLayers(network, self.linears, self.kernels, self.specs, length)
-        captures = config.cuda_graphs and network.device.type == "cuda"
+        captures = config.cuda_graphs and network.exact is None and network.device.type == "cuda"
         self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if captures else None
 
     def count_unread(self, prompt: SlotPrompt) -> int:
@@ -151,7 +150,7 @@ class CachedRunner:
         if self.layers is not None:
             table = torch.arange(len(tokens), dtype=torch.int32)[:, None]  # a slot is one page
             return self.layers.decode(torch.tensor(tokens), torch.tensor(positions), table, self.cache)
-        span = min(-(-(max(positions) + 1) // SPAN_STEP) * SPAN_STEP, self.length)
+        span = min(self.shape.round_span(max(positions) + 1), self.cache.length)
         return self._decode_static(torch.tensor(tokens), torch.tensor(positions), span)
 
     def _decode_static(self, tokens: Tensor, positions: Tensor, span: int | None = None) -> Tensor:
@@ -173,6 +172,8 @@ class CachedRunner:
             )
             hidden = output.last_hidden_state[0]
             hidden = hidden if rows is None else hidden.index_select(0, rows.to(device))
+            if self.network.exact is not None:
+                return self.network.exact_head.compute_logits(hidden)
             layer = self.network.model.get_output_embeddings()
             logits: Tensor = self.network.head.transform_logits(layer(hidden))
             return logits
@@ -189,20 +190,24 @@ class CachedRunner:
     def activate(self) -> None:
         self.prefixes.clear()
         self.network.use_plan_attention()
-        self.linears.enable()
+        if self.network.exact is None:
+            self.linears.enable()
         if self.layers is not None:
             self.layers.refresh()
 
     def deactivate(self) -> None:
-        self.linears.disable()
+        if self.network.exact is None:
+            self.linears.disable()
         self.network.use_learner_attention()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         stale = self.linears.find_stale_copies()
         if self.layers is not None:
             stale |= self.layers.find_stale_norms()
+        exact = self.network.exact
         for name, tensor in base_weights(self.network.model):
-            yield name, stale.get(name, tensor)
+            found = stale.get(name) if exact is None else exact.weights.find_stale(tensor)
+            yield name, tensor if found is None else found
 
     def reset_prefix_cache(self) -> None:
         self.prefixes.clear()
@@ -311,5 +316,7 @@ def infer_cache_layout(network: Network) -> tuple[CacheShape, list[AttentionSpec
     if len(shapes) != 1 or [layer for layer, *_ in recorder.seen] != list(range(len(recorder.seen))):
         raise ValueError(f"layers with different attention shapes ({sorted(shapes)}) do not fit one cache")
     heads, size = shapes.pop()
-    shape = CacheShape(layers=len(recorder.seen), heads=heads, head_size=size, dtype=network.precision, device=network.device)
+    exact = network.exact is not None  # float32 keys: attention reads them so, and a step casts none
+    dtype = torch.float32 if exact else network.precision
+    shape = CacheShape(layers=len(recorder.seen), heads=heads, head_size=size, dtype=dtype, device=network.device, exact=exact)
     return shape, recorder.specs

@@ -65,8 +65,14 @@ class TokenCounters:
 class TorchEngine:
     """The embedded generator. Serves requests in this process, on the event loop of the caller."""
 
-    def __init__(self, runner: ModelRunner, tokenizer: Any, *, stop_ids: Sequence[int], prefill_tokens: int = 4096) -> None:
-        """``stop_ids`` end every request; ``prefill_tokens`` limits the prompt tokens computed between two decoding steps."""
+    def __init__(
+        self, runner: ModelRunner, tokenizer: Any, *, stop_ids: Sequence[int], prefill_tokens: int = 4096, exact: bool = False
+    ) -> None:
+        """``stop_ids`` end every request; ``prefill_tokens`` limits the prompt tokens computed between two decoding steps.
+
+        ``exact``: the network is, and log-probabilities are computed as an exact learner does.
+        """
+        self.exact = exact
         self.runner = runner
         self.kernels = runner.kernels if isinstance(runner, CachedRunner) else None  # to sample with
         self.tokenizer = tokenizer
@@ -248,7 +254,8 @@ class TorchEngine:
     def _append(self, requests: list[_Request], logits: torch.Tensor) -> None:
         """Sample the next token of each request and finish the requests that end with it."""
         uniforms = [uniform(request.seed, len(request.tokens)) for request in requests]
-        sampled = sample_tokens(logits, [request.sampling for request in requests], uniforms, self.kernels)
+        samplings = [request.sampling for request in requests]
+        sampled = sample_tokens(logits, samplings, uniforms, kernels=self.kernels, exact=self.exact)
         columns = (sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.entropies.tolist())
         for request, token, logprob, entropy in zip(requests, *columns, strict=True):
             request.tokens.append(token)
@@ -319,4 +326,5 @@ def make_torch_engine(
             "the torch engine cannot use a KV cache and recomputes the whole sequence for every token: %s", network.fallback
         )
         runner = RecomputeRunner(network, max_slots=config.max_num_seqs, length=length)
-    return TorchEngine(runner, tokenizer, stop_ids=stop_ids, prefill_tokens=config.prefill_tokens)
+    exact = network.exact is not None
+    return TorchEngine(runner, tokenizer, stop_ids=stop_ids, prefill_tokens=config.prefill_tokens, exact=exact)

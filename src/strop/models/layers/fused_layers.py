@@ -123,9 +123,10 @@ def enable_fused_layers(model: nn.Module) -> FusedLayers:
 
 
 def use_fused_layers(network: object, *, keep_copies: bool) -> AbstractContextManager[None]:
-    """Return ``FusedLayers.use`` of a network, or a context without effect for one that has no fused layers."""
+    """Return ``FusedLayers.use`` of a network, or a context without effect for one that has no fused layers or computes exactly."""
     layers: FusedLayers | None = getattr(network, "fused_layers", None)
-    return nullcontext() if layers is None else layers.use(keep_copies=keep_copies)
+    exact = getattr(network, "exact", None) is not None
+    return nullcontext() if layers is None or exact else layers.use(keep_copies=keep_copies)
 
 
 def _fuse(module: nn.Module, layers: FusedLayers) -> bool:
