@@ -21,7 +21,8 @@ from strop.models.attention.attention_interface import IMPLEMENTATION
 from strop.models.attention.attention_plan import AttentionPlan
 from strop.models.attention.kernel_choice import AttentionKernel
 from strop.models.attention.tree_plan import TreePlan
-from strop.models.heads import LMHead, get_lm_head, token_logprobs
+from strop.models.logprobs.lm_head import LMHead, get_lm_head
+from strop.models.logprobs.token_logprobs import token_logprobs
 from strop.models.routing.router_replay import install_router_replay, replayable_layers
 from strop.models.routing.routes import RecordedRoutes, ReplayedRoutes, RoutedLayers
 from strop.sampling import KEPT_TOKENS, Sampling, at_least_float32
