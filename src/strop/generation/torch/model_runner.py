@@ -102,12 +102,13 @@ class CachedRunner:
         self.length = length
         self.cache = SlotCache(self.shape, self.slots, stored, network.routed)
         self.prefixes = PrefixStore(capacity - self.slots * stored)
-        self.kernels = choose_kernels(network, config.compiled_kernels, prepack=config.prepack_weights)
+        exact = network.exact is not None  # which has products and attention of its own
+        self.kernels = None if exact else choose_kernels(network, config.compiled_kernels, prepack=config.prepack_weights)
         self.linears = FastLinears(network.model, network.precision, prepack=config.prepack_weights, kernels=self.kernels)
         self.layers: FastLayers | None = None
         if self.kernels is not None:
             self.layers = FastLayers(network, self.linears, self.kernels, self.specs, length)
-        captures = config.cuda_graphs and network.exact is None and network.device.type == "cuda"
+        captures = config.cuda_graphs and not exact and network.device.type == "cuda"
         self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if captures else None
 
     def count_unread(self, prompt: SlotPrompt) -> int:
