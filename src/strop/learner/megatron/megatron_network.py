@@ -23,7 +23,7 @@ from strop.learner.megatron.passes.row_sharding import RowSharding
 from strop.learner.megatron.passes.schedule import Finish, run_schedule
 from strop.learner.megatron.passes.vocab_parallel import VocabParallelHead, vocab_parallel_logprobs
 from strop.learner.parallel.micro_batch import MicroBatch
-from strop.models.heads import make_lm_head
+from strop.models.logprobs.lm_head import make_lm_head
 from strop.models.routing.routes import ReplayedRoutes, RoutedLayers
 from strop.models.value_network import apply_score_layer
 from strop.sampling import KEPT_TOKENS, Sampling

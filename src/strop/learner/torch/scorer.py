@@ -101,7 +101,13 @@ def read_local(
 def copy_frozen(network: Network) -> Network:
     """Return a frozen copy of a network with its current weights, in evaluation mode."""
     model = copy.deepcopy(network.model).eval().requires_grad_(False)
-    return Network(model, precision=network.precision, chunk=network.chunk, packed=network.packed)
+    return Network(
+        model,
+        precision=network.precision,
+        chunk=network.chunk,
+        packed=network.packed,
+        attention_kernel=network.attention_kernel,
+    )
 
 
 def without_adapters(network: Network) -> ScoringContext:

@@ -31,10 +31,11 @@ def strop_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     plan: AttentionPlan | None = None,
-    **unsupported: Any,
+    **unused: Any,
 ) -> tuple[Tensor, None]:
-    """The function that Transformers calls: [1, heads, T, D] -> [1, T, heads, D]."""
+    """The function that Transformers calls: [1, heads, T, D] -> [1, T, heads, D]. ``s_aux`` [heads]: attention sinks."""
     if plan is None:
         raise RuntimeError(
             "attention implementation 'strop' needs a plan: call the model with plan=..., or set another implementation"
@@ -43,11 +44,9 @@ def strop_attention(
         raise ValueError(
             f"attention dropout is {dropout}: packed attention has none; set attention_dropout to 0 in hf_config_overrides"
         )
-    if unsupported.get("s_aux") is not None:
-        raise ValueError("attention sinks are not supported by packed attention")
     layer = module.layer_idx
     assert isinstance(layer, int)
-    spec = AttentionSpec(layer, scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap)
+    spec = AttentionSpec(layer, scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # rotary embeddings return float32
         query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -16,12 +16,13 @@ class AttentionSpec:
     scale: float
     window: int | None = None  # a token attends to itself and to the window - 1 positions before it
     softcap: float | None = None  # logits -> softcap * tanh(logits / softcap), Gemma 2
+    sinks: Tensor | None = field(default=None, compare=False)  # [heads]: one more logit for each query, without a value (gpt-oss)
 
     def drop_unused_window(self, span: int) -> AttentionSpec:
         """Return the spec without its window if ``span`` positions fit into the window."""
         if self.window is None or span > self.window:
             return self
-        return AttentionSpec(self.layer, self.scale, None, self.softcap)
+        return replace(self, window=None)
 
 
 class AttentionPlan(Protocol):

@@ -17,7 +17,7 @@ def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec, *, causal: bool = False
 ) -> Tensor:
     """[B, heads, Lq, D] x [B, kv_heads, Lk, D] -> [B, heads, Lq, D]; True in a boolean mask means that a query attends to a key."""
-    if spec.softcap is None and not _eager_is_faster(query, key):
+    if spec.softcap is None and spec.sinks is None and not _eager_is_faster(query, key):
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=spec.scale, enable_gqa=grouped)
     if causal:
@@ -40,8 +40,16 @@ def _eager_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if mask is not None:
         scores = scores.masked_fill(~(mask if mask.dim() == 2 else mask.unsqueeze(1)), float("-inf"))
-    weights = at_least_float32(scores).softmax(-1).to(value.dtype)
+    weights = _softmax(at_least_float32(scores), spec).to(value.dtype)
     return (weights.view(batch, kv_heads, -1, key.shape[2]) @ value).view(batch, heads, queries, value.shape[3])
+
+
+def _softmax(scores: Tensor, spec: AttentionSpec) -> Tensor:
+    """[B, kv_heads, group, queries, keys], with sinks as one more key, whose weight is left out."""
+    if spec.sinks is None:
+        return scores.softmax(-1)
+    sinks = spec.sinks.to(scores.dtype).view(1, *scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
