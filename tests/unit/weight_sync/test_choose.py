@@ -102,6 +102,7 @@ def test_weights_leave_from_as_many_ranks_as_reach_the_engines(
 @pytest.mark.parametrize(
     ("config", "hosts", "message"),
     [
+        ({"senders": 2}, [HERE], "found 2, and there are 1 ranks that train"),  # a learner in one process
         ({"senders": 3}, [HERE] * 2, "found 3, and there are 2 ranks that train"),
         ({"senders": 3, "transport": "memory"}, [HERE] * 2 + [THERE] * 2, "there are 2 ranks that reach the engines over memory"),
     ],
