@@ -94,10 +94,10 @@ def run_once(tree: Tree, shape: Shape, dtype: str, kernel: str, clock: Clock = t
 def measure_speed(
     tree: Tree, shape: Shape, dtype: str, kernels: Sequence[str], seconds: float, clock: Clock = time.perf_counter
 ) -> list[Timing]:
-    """Run the kernels in turn for about so many seconds, after one round that does not count."""
+    """Run the kernels in turn for about so many seconds, after a small round that does not count."""
     taken: dict[str, list[float]] = {kernel: [] for kernel in kernels}
     for kernel in kernels:
-        run_once(tree, shape, dtype, kernel)
+        run_once(Tree(prompt=32, completions=2, longest=64), shape, dtype, kernel)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(taken[kernels[-1]]) < 3:
         for kernel in kernels:
@@ -117,7 +117,7 @@ def measure_speed(
 
 def speed(options: argparse.Namespace) -> list[Timing]:
     timings = []
-    clock = time.perf_counter
+    clock, shape = time.perf_counter, Shape(heads=options.heads, kv_heads=options.kv_heads)
     if options.cpu_time:
         import torch
 
@@ -126,7 +126,7 @@ def speed(options: argparse.Namespace) -> list[Timing]:
     for longest in options.lengths:
         tree = Tree(prompt=max(32, longest // 4), completions=options.completions, longest=longest)
         for dtype in options.dtypes:
-            found = measure_speed(tree, Shape(), dtype, options.kernels, options.seconds, clock)
+            found = measure_speed(tree, shape, dtype, options.kernels, options.seconds, clock)
             timings += found
             for timing in found:
                 ratios = f"{median(timing.ratios):.2f} ({min(timing.ratios):.2f} to {max(timing.ratios):.2f})"
@@ -208,6 +208,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--completions", type=int, default=8, help="of the prompt, which has a quarter of the tokens of the longest one"
     )
+    parser.add_argument("--heads", type=int, default=Shape.heads)
+    parser.add_argument("--kv-heads", type=int, default=Shape.kv_heads)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=(*KERNELS, "flex", "auto"))
     parser.add_argument("--seconds", type=float, default=5.0, help="for each length and dtype")

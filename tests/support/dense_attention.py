@@ -27,9 +27,9 @@ class Forest:
     def starts(self) -> list[int]:
         return [sum(self.lengths[:place]) for place in range(len(self.lengths))]
 
-    def plan(self, kernel: AttentionKernel = "auto") -> TreePlan:
+    def plan(self, kernel: AttentionKernel = "auto", device: str = "cpu") -> TreePlan:
         columns = (torch.tensor(column) for column in (self.starts, self.lengths, self.parents))
-        return TreePlan(*columns, torch.device("cpu"), kernel)
+        return TreePlan(*columns, torch.device(device), kernel)
 
     def seen(self, window: int | None) -> Tensor:
         """[T, T] bool: which tokens a token attends to."""
