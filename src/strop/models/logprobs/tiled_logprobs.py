@@ -33,6 +33,7 @@ from strop.sampling import at_least_float32
 log = logging.getLogger(__name__)
 
 MOST_KEPT_LOGITS = 512 * 2**20  # bytes
+LEAST_ROWS = 16  # of a product: with fewer, libraries take other kernels, and a row's last bit would depend on its neighbours
 
 
 def tiled_logprobs(
@@ -94,7 +95,11 @@ class _Rows:
     def multiply(self, rows: slice, columns: slice) -> Tensor:
         """Return the logits of a tile before the temperature, [r, k]."""
         hidden, weight = self.hidden[rows], self.weight[columns]
-        return hidden @ weight.t() if self.bias is None else torch.addmm(self.bias[columns], hidden, weight.t())
+        count = len(hidden)
+        if count < LEAST_ROWS:
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, LEAST_ROWS - count))
+        product = hidden @ weight.t() if self.bias is None else torch.addmm(self.bias[columns], hidden, weight.t())
+        return product[:count]
 
 
 class _TiledLogprobs(torch.autograd.Function):
@@ -109,9 +114,9 @@ class _TiledLogprobs(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             rows = _cast(hidden, weight, bias, ctx.dtype, layer.tiles)
             chosen, normalizers, means = _read_tiles(rows, target, layer.temperature, ctx.kept, kept)
-            normalizer = normalizers.logsumexp(0)
-            shares = normalizers.sub_(normalizer)  # log of each tile's share of a row's probability
-            entropy = normalizer - (shares.exp() * means).sum(0)
+            normalizer = normalizers.logsumexp(1)
+            shares = normalizers.sub_(normalizer[:, None])  # log of each tile's share of a row's probability
+            entropy = normalizer - (shares.exp() * means).sum(1)
         ctx.save_for_backward(hidden, weight, bias, target, shares, normalizer, entropy)
         return chosen - normalizer, entropy
 
@@ -138,11 +143,11 @@ def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtyp
 def _read_tiles(
     rows: _Rows, target: Tensor, temperature: float, kept: dict[tuple[int, int], Tensor], budget: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the targets' logits [N], and of each tile of columns the log-normalizers and the mean logits [tiles, N]."""
+    """Return the targets' logits [N], and of each tile of columns the log-normalizers and the mean logits [N, tiles]."""
     count, columns = len(rows.hidden), rows.column_slices()
     dtype = at_least_float32(rows.hidden.new_empty(0)).dtype
     chosen = torch.zeros(count, dtype=dtype, device=target.device)
-    normalizers, means = (torch.empty(len(columns), count, dtype=dtype, device=target.device) for _ in range(2))
+    normalizers, means = (torch.empty(count, len(columns), dtype=dtype, device=target.device) for _ in range(2))
     operations = choose_operations(rows.hidden.device, rows.hidden.dtype)
     for row in rows.row_slices():
         for tile, column in enumerate(columns):
@@ -150,7 +155,7 @@ def _read_tiles(
             if (budget := budget - product.nbytes) >= 0:
                 kept[row.start, column.start] = product
             summary = operations.summarize(product, temperature)
-            normalizers[tile, row], means[tile, row] = summary.log_normalizer, summary.mean_logit
+            normalizers[row, tile], means[row, tile] = summary.log_normalizer, summary.mean_logit
             place, here = _find(target[row], column)
             logits = at_least_float32(product.gather(1, place[:, None]).squeeze(1))
             chosen[row] += (logits if temperature == 1.0 else logits / temperature).masked_fill_(~here, 0.0)
@@ -169,7 +174,7 @@ class _Outgoing:
     """The outputs of the forward pass, [N] each, and the gradients that came for them."""
 
     target: Tensor
-    shares: Tensor  # [tiles, N]
+    shares: Tensor  # [N, tiles]
     normalizer: Tensor
     entropy: Tensor
     grad: Tensor
@@ -177,7 +182,7 @@ class _Outgoing:
     temperature: float
 
     def slopes(self, row: slice, tile: int, column: slice) -> RowSlopes:
-        log_share = self.shares[tile, row]
+        log_share = self.shares[row, tile]
         share = log_share.exp().div_(self.temperature)
         place, here = _find(self.target[row], column)
         return RowSlopes(

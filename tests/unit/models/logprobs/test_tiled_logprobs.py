@@ -129,6 +129,27 @@ def test_kept_logits_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
             assert all(torch.equal(own, first) for own, first in zip(other, gradients[0], strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beyond_the_products_a_rows_bits_do_not_depend_on_the_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are taken row by row here: those of a library may round as the number of rows has it."""
+
+    def multiply(rows: Any, row: slice, column: slice) -> Tensor:
+        return torch.stack([(rows.weight[column] * each).sum(1) for each in rows.hidden[row]])
+
+    monkeypatch.setattr(module._Rows, "multiply", multiply)
+    use_tiles(monkeypatch, 8, 16)
+    whole = make_problem(37, 130, 6, bias=False)
+    hidden, weight = (leaf.detach().to(dtype) for leaf in whole.leaves)
+    wanted = tiled_logprobs(hidden, whole.target, weight, None, 0.9, NO_CHUNKS)
+    for size in (1, 5, 36):
+        parts = [
+            tiled_logprobs(rows, target, weight, None, 0.9, NO_CHUNKS)
+            for rows, target in zip(hidden.split(size), whole.target.split(size), strict=True)
+        ]
+        for own, column in zip(wanted, zip(*parts, strict=True), strict=True):
+            assert torch.equal(own, torch.cat(column)), size
+
+
 def test_a_graph_may_be_walked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first walk frees the kept logits; the second computes them again."""
     use_tiles(monkeypatch, 8, 16)
