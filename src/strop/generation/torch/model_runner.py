@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from strop.generation.torch.cuda_graphs import DecodeGraphs
+from strop.generation.torch.fast_layers import FastLayers, choose_kernels
 from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.kv_cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
 from strop.generation.torch.torch_config import TorchGenerationConfig
@@ -88,7 +89,7 @@ class CachedRunner:
     def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int) -> None:
         """Raises ValueError if the configured memory cannot hold one sequence of ``length`` tokens."""
         self.network = network
-        self.shape = infer_cache_shape(network)
+        self.shape, self.specs = infer_cache_layout(network)
         memory = config.cache_memory_gb(_gpu_memory_gb(network.device))
         capacity = int(memory * 2**30 // self.shape.bytes_per_token)  # tokens
         self.slots = min(config.max_num_seqs, capacity // length)
@@ -102,7 +103,11 @@ class CachedRunner:
         self.length = length
         self.cache = SlotCache(self.shape, self.slots, length, network.routed)
         self.prefixes = PrefixStore(capacity - self.slots * length)
-        self.linears = FastLinears(network.model, network.precision, prepack=config.prepack_weights)
+        self.kernels = choose_kernels(network, config.compiled_kernels, prepack=config.prepack_weights)
+        self.linears = FastLinears(network.model, network.precision, prepack=config.prepack_weights, kernels=self.kernels)
+        self.layers: FastLayers | None = None
+        if self.kernels is not None:
+            self.layers = FastLayers(network, self.linears, self.kernels, self.specs, length)
         captures = config.cuda_graphs and network.device.type == "cuda"
         self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if captures else None
 
@@ -143,6 +148,9 @@ class CachedRunner:
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         if self.graphs is not None:
             return self.graphs(tokens, positions)
+        if self.layers is not None:
+            table = torch.arange(len(tokens), dtype=torch.int32)[:, None]  # a slot is one page
+            return self.layers.decode(torch.tensor(tokens), torch.tensor(positions), table, self.cache)
         span = min(-(-(max(positions) + 1) // SPAN_STEP) * SPAN_STEP, self.length)
         return self._decode_static(torch.tensor(tokens), torch.tensor(positions), span)
 
@@ -182,6 +190,8 @@ class CachedRunner:
         self.prefixes.clear()
         self.network.use_plan_attention()
         self.linears.enable()
+        if self.layers is not None:
+            self.layers.refresh()
 
     def deactivate(self) -> None:
         self.linears.disable()
@@ -189,6 +199,8 @@ class CachedRunner:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         stale = self.linears.find_stale_copies()
+        if self.layers is not None:
+            stale |= self.layers.find_stale_norms()
         for name, tensor in base_weights(self.network.model):
             yield name, stale.get(name, tensor)
 
@@ -262,10 +274,11 @@ class RecomputeRunner:
 
 
 class _ShapeRecorder:
-    """An attention plan that only records the key shapes of each layer."""
+    """An attention plan that only records the key shapes and options of each layer."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int, int]] = []
+        self.specs: list[AttentionSpec] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         if key.shape != value.shape:
@@ -274,12 +287,21 @@ class _ShapeRecorder:
                 "the embedded engine needs keys and values of the same shape"
             )
         self.seen.append((spec.layer, key.shape[1], key.shape[2]))
+        self.specs.append(spec)
         return query
 
 
-@torch.no_grad()
 def infer_cache_shape(network: Network) -> CacheShape:
     """Infer the cache shape of a model from one forward pass. Raises ValueError if its layers differ in shape."""
+    return infer_cache_layout(network)[0]
+
+
+@torch.no_grad()
+def infer_cache_layout(network: Network) -> tuple[CacheShape, list[AttentionSpec]]:
+    """Infer the cache shape of a model, and the attention options of each layer, from one forward pass.
+
+    Raises ValueError if its layers differ in shape.
+    """
     recorder = _ShapeRecorder()
     network.use_plan_attention()
     token = torch.zeros(1, 1, dtype=torch.int64, device=network.device)
@@ -289,4 +311,5 @@ def infer_cache_shape(network: Network) -> CacheShape:
     if len(shapes) != 1 or [layer for layer, *_ in recorder.seen] != list(range(len(recorder.seen))):
         raise ValueError(f"layers with different attention shapes ({sorted(shapes)}) do not fit one cache")
     heads, size = shapes.pop()
-    return CacheShape(layers=len(recorder.seen), heads=heads, head_size=size, dtype=network.precision, device=network.device)
+    shape = CacheShape(layers=len(recorder.seen), heads=heads, head_size=size, dtype=network.precision, device=network.device)
+    return shape, recorder.specs

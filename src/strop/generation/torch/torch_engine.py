@@ -68,6 +68,7 @@ class TorchEngine:
     def __init__(self, runner: ModelRunner, tokenizer: Any, *, stop_ids: Sequence[int], prefill_tokens: int = 4096) -> None:
         """``stop_ids`` end every request; ``prefill_tokens`` limits the prompt tokens computed between two decoding steps."""
         self.runner = runner
+        self.kernels = runner.kernels if isinstance(runner, CachedRunner) else None  # to sample with
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.prefill_tokens = prefill_tokens
@@ -247,7 +248,7 @@ class TorchEngine:
     def _append(self, requests: list[_Request], logits: torch.Tensor) -> None:
         """Sample the next token of each request and finish the requests that end with it."""
         uniforms = [uniform(request.seed, len(request.tokens)) for request in requests]
-        sampled = sample_tokens(logits, [request.sampling for request in requests], uniforms)
+        sampled = sample_tokens(logits, [request.sampling for request in requests], uniforms, self.kernels)
         columns = (sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.entropies.tolist())
         for request, token, logprob, entropy in zip(requests, *columns, strict=True):
             request.tokens.append(token)
