@@ -52,6 +52,20 @@ def test_the_ratio_is_exactly_one_while_the_policy_changes(precision: str, tiny:
     check_exact(metrics_of(tmp_path / "logs"), 4)
 
 
+def test_an_exact_run_learns_what_an_ordinary_one_learns(tiny: Path, tmp_path: Path) -> None:
+    """In float32 both differ by rounding alone: the copies of weights that exact passes read are those of the step."""
+    lines = {}
+    for exact in (True, False):
+        settings = {**EXACT, "policy.precision": "float32", "policy.exact_on_policy": exact, "grpo.max_num_steps": 4}
+        assert grpo(tiny, tmp_path / str(exact), **settings).code == 0
+        lines[exact] = metrics_of(tmp_path / str(exact) / "logs")
+    for step, line in lines[True].items():
+        for name in ("train/grad_norm", "train/loss", "train/reward"):
+            if name in line:
+                assert line[name] == pytest.approx(lines[False][step][name], rel=1e-3, abs=1e-5), (step, name)
+    assert lines[True][4]["train/grad_norm"] != pytest.approx(lines[True][1]["train/grad_norm"], rel=1e-2)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
