@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loop.killing import Kill
-from loop.runs import grpo, metrics_of, repeatable
+from loop.runs import grpo, metrics_of, overrides, repeatable, strop, tiny_config
 from loop.tiny import tiny_tokenizer
 from support.models import FAMILIES, build
 
@@ -70,7 +70,8 @@ def test_an_exact_run_learns_what_an_ordinary_one_learns(tiny: Path, tmp_path: P
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_twenty_steps_of_every_family_in_bfloat16_are_exact(family: str, families: Path, tmp_path: Path) -> None:
-    outcome = grpo(save_family(families, family), tmp_path, **{**EXACT, "grpo.max_num_steps": 20})
+    settings = tiny_config(save_family(families, family), **{**EXACT, "grpo.max_num_steps": 20})
+    outcome = strop("grpo", *overrides(settings), folder=tmp_path, timeout=500)
     assert outcome.code == 0, outcome.err
     check_exact(metrics_of(tmp_path / "logs"), 20)
 
