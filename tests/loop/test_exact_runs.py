@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loop.killing import Kill
-from loop.runs import grpo, metrics_of, repeatable
+from loop.runs import grpo, metrics_of, overrides, repeatable, strop, tiny_config
 from loop.tiny import tiny_tokenizer
 from support.models import FAMILIES, build
 
@@ -52,11 +52,26 @@ def test_the_ratio_is_exactly_one_while_the_policy_changes(precision: str, tiny:
     check_exact(metrics_of(tmp_path / "logs"), 4)
 
 
+def test_an_exact_run_learns_what_an_ordinary_one_learns(tiny: Path, tmp_path: Path) -> None:
+    """In float32 both differ by rounding alone: the copies of weights that exact passes read are those of the step."""
+    lines = {}
+    for exact in (True, False):
+        settings = {**EXACT, "policy.precision": "float32", "policy.exact_on_policy": exact, "grpo.max_num_steps": 4}
+        assert grpo(tiny, tmp_path / str(exact), **settings).code == 0
+        lines[exact] = metrics_of(tmp_path / str(exact) / "logs")
+    for step, line in lines[True].items():
+        for name in ("train/grad_norm", "train/loss", "train/reward"):
+            if name in line:
+                assert line[name] == pytest.approx(lines[False][step][name], rel=1e-3, abs=1e-5), (step, name)
+    assert lines[True][4]["train/grad_norm"] != pytest.approx(lines[True][1]["train/grad_norm"], rel=1e-2)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_twenty_steps_of_every_family_in_bfloat16_are_exact(family: str, families: Path, tmp_path: Path) -> None:
-    outcome = grpo(save_family(families, family), tmp_path, **{**EXACT, "grpo.max_num_steps": 20})
+    settings = tiny_config(save_family(families, family), **{**EXACT, "grpo.max_num_steps": 20})
+    outcome = strop("grpo", *overrides(settings), folder=tmp_path, timeout=500)
     assert outcome.code == 0, outcome.err
     check_exact(metrics_of(tmp_path / "logs"), 20)
 

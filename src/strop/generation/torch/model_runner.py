@@ -193,6 +193,8 @@ class CachedRunner:
         self.network.use_plan_attention()
         if self.network.exact is None:
             self.linears.enable()
+        else:
+            self.network.exact.forget_weights()
         if self.layers is not None:
             self.layers.refresh()
 

@@ -34,7 +34,7 @@ class PackedWeights:
     def get(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the copy of a weight [N, K]: a parameter, or a view of one."""
         owner = weight if weight._base is None else weight._base
-        if weight.dtype == dtype and not can_pack(weight.device):
+        if weight.dtype == dtype and not can_pack(weight.device, dtype):
             return weight
         if not isinstance(owner, nn.Parameter):
             return pack_weight(weight, dtype)
@@ -58,15 +58,19 @@ class PackedWeights:
         return None
 
 
-def can_pack(device: torch.device) -> bool:
-    return device.type == "cpu" and torch.backends.mkldnn.is_available()
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether oneDNN has a layout for weights of this dtype on the device: not in bfloat16 on a CPU without AVX-512."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    supported: bool = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return supported
 
 
 @torch.no_grad()
 def pack_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a weight [N, K] as ``multiply_packed`` reads it."""
     weight = weight.detach().to(dtype)
-    if not can_pack(weight.device):
+    if not can_pack(weight.device, dtype):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
     return packed

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.models.exact.packed_weights import PackedWeights, can_pack, multiply_packed, pack_weight
+from strop.models.exact.packed_weights import PackedWeights, multiply_packed, pack_weight
 from strop.models.exact.trusted_shapes import SHAPES, ProductKind, RowFunction, in_reference_blocks, round_up_rows
 
 MOST_ROWS = 1024  # of one call
@@ -75,5 +75,5 @@ def _trial_product(kind: ProductKind) -> RowFunction:
     count = kind.inputs * kind.outputs
     weight = pattern.repeat(-(-count // PATTERN))[:count].view(kind.outputs, kind.inputs).to(kind.device, kind.dtype)
     bias = weight[:, 0].clone() if kind.details else None
-    packed = pack_weight(weight, kind.dtype) if can_pack(kind.device) else weight
+    packed = pack_weight(weight, kind.dtype)
     return lambda rows: multiply_packed(rows, packed, bias)
