@@ -15,7 +15,7 @@ from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.kv_cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
-from strop.models.attention import AttentionSpec
+from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.network import Network
 
 SPAN_STEP = 32  # the attended span of the cache is rounded up to a multiple of this many positions

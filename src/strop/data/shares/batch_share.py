@@ -1,0 +1,108 @@
+"""The share of a batch that one rank reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from torch import Tensor
+
+from strop.data.balance import RankPlan
+from strop.data.rollout_selector import RolloutSelector, SubBatch
+from strop.data.shares.flat_tensors import FlatTensors, flatten
+from strop.data.shares.split_rule import SplitRule
+from strop.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BatchShare:
+    """The rollouts that one rank reads of a batch, and how it cuts them into micro-batches.
+
+    The micro-batches are, to the last bit, those that the rank would cut out of the whole batch: the denominators are those of the whole
+    optimizer step (law 1).
+    """
+
+    batch: Batch | None  # the rank's rollouts; None if it reads none
+    index: Tensor  # [n] int64: where the predicted tokens of ``batch`` are in the whole batch's N
+    plan: RankPlan  # as tuples of rollouts of ``batch``
+    dummy: Batch | None  # the shortest rollout of the whole batch, for dummy micro-batches; None if the rank runs none
+    rule: SplitRule
+    number: int  # of this share among ``rule.ranks``
+    whole_tokens: int  # T of the whole batch
+    max_over_mean: float  # tokens of the fullest rank over the mean of all ranks
+
+    def micro_batches(self) -> Iterator[tuple[SubBatch | None, bool]]:
+        """Yield each micro-batch, with places in the whole batch's N, and whether it has zero gradient; None where a dummy runs."""
+        selector = None if self.batch is None else RolloutSelector(self.batch)
+        for parts, zero_gradient in ((self.plan.trained, False), (self.plan.forward_only, True)):
+            for part in parts:
+                yield (self._select(selector, part) if selector is not None and part else None), zero_gradient
+
+    def _select(self, selector: RolloutSelector, part: tuple[int, ...]) -> SubBatch:
+        selected = selector.select(part)
+        return SubBatch(selected.batch, self.index[selected.index])
+
+    def require_dummy(self) -> Batch:
+        """Return what a dummy micro-batch reads. Only for a rank that runs one."""
+        assert self.dummy is not None, f"share {self.number} was divided by {self.rule}, which runs no dummies"
+        return self.dummy
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle all tensors as one piece of memory."""
+        tensors: dict[str, Tensor] = {"index": self.index}
+        parts = {name: _take_apart(part, name, tensors) for name, part in (("batch", self.batch), ("dummy", self.dummy))}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("index", *parts)}
+        return _restore_share, (flatten(tensors, protocol), parts, values)
+
+    def without_routes(self) -> BatchShare:
+        batch, dummy = (None if part is None else replace(part, routes=None) for part in (self.batch, self.dummy))
+        return replace(self, batch=batch, dummy=dummy)
+
+
+_OfBatch = dict[str, Any]  # what a batch has besides tensors; the names of its columns
+
+
+def _take_apart(batch: Batch | None, name: str, tensors: dict[str, Tensor]) -> _OfBatch | None:
+    """Move the tensors of a batch to ``tensors``, as name.field and name.columns.column. Return the rest."""
+    if batch is None:
+        return None
+    values = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "columns"}
+    tensors |= {f"{name}.{field}": value for field, value in values.items() if isinstance(value, Tensor)}
+    tensors |= {f"{name}.columns.{column}": value for column, value in batch.columns.items()}
+    rest = {field: None if isinstance(value, Tensor) else value for field, value in values.items()}
+    return {**rest, "columns": list(batch.columns)}
+
+
+def _restore_share(flat: FlatTensors, parts: dict[str, _OfBatch | None], values: dict[str, Any]) -> BatchShare:
+    tensors = flat.unflatten()
+    restored: dict[str, Any] = {name: _put_together(part, name, tensors) for name, part in parts.items()}
+    return BatchShare(**{"index": tensors["index"], **restored, **values})
+
+
+def _put_together(rest: _OfBatch | None, name: str, tensors: dict[str, Tensor]) -> Batch | None:
+    if rest is None:
+        return None
+    columns = {column: tensors[f"{name}.columns.{column}"] for column in rest["columns"]}
+    values: dict[str, Any] = {field: tensors.get(f"{name}.{field}", value) for field, value in rest.items()}
+    return Batch(**{**values, "columns": columns})
+
+
+def without_routes(batch: Batch | BatchShare) -> Batch | BatchShare:
+    """Return a batch without the recorded experts, for a network with a routing of its own."""
+    return batch.without_routes() if isinstance(batch, BatchShare) else replace(batch, routes=None)
+
+
+def count_tokens(batch: Batch | BatchShare) -> int:
+    """Return how many tokens the networks of all ranks read of a batch, T."""
+    return batch.whole_tokens if isinstance(batch, BatchShare) else len(batch.tokens)
+
+
+def require_whole(batch: Batch | BatchShare) -> Batch:
+    """Return a batch that has not been divided. Raises TypeError for a share."""
+    if isinstance(batch, BatchShare):
+        raise TypeError(
+            f"share {batch.number} of {batch.rule.ranks} of a batch arrived at a network on a single device, which reads whole batches; "
+            "send it the batch"
+        )
+    return batch
