@@ -30,7 +30,7 @@ from strop.generation.torch.decode_kernels import (
 from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.kv_cache import SlotCache
 from strop.models.adapters import lora_layers
-from strop.models.attention import AttentionSpec
+from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.network import Network
 
 log = logging.getLogger(__name__)
