@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strop.generation.base import RequestTooLong
-from strop.generation.torch.model_runner import CachedRunner, RecomputeRunner, infer_cache_shape
+from strop.generation.torch.model_runner import CachedRunner, FixedSlots, RecomputeRunner, infer_cache_shape
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.models.network import Network
@@ -147,7 +147,7 @@ def test_stop_tokens_end_a_request_and_are_reported(network: Network) -> None:
         assert found.tokens.tolist() == cut
 
 
-class Script:
+class Script(FixedSlots):
     """A runner whose model says a fixed text, one token after another, whatever it reads."""
 
     def __init__(self, tokens: list[int], slots: int = 1, length: int = 64) -> None:

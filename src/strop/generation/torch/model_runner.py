@@ -14,8 +14,9 @@ from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.kv_cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
-from strop.models.attention import AttentionSpec
+from strop.models.attention import AttentionPlan, AttentionSpec
 from strop.models.network import Network
+from strop.models.routing.routes import RecordedRoutes
 
 SPAN_STEP = 32  # the attended span of the cache is rounded up to a multiple of this many positions
 
@@ -35,21 +36,45 @@ class ModelRunner(Protocol):
     network: Network
     slots: int
     length: int  # maximum sequence length of a slot
+    verifies_drafts: bool  # whether several tokens of a sequence can be decoded in one pass
 
     def count_unread(self, prompt: SlotPrompt) -> int:
         """Return how many tokens of a prompt are not cached and would have to be computed."""
         ...
 
+    def reserve(self, prompt: SlotPrompt) -> bool:
+        """Take memory for a prompt that the next ``prefill`` reads into the first free slot. Return whether there was enough."""
+        ...
+
+    def read_ahead(self, prompt: SlotPrompt, budget: int) -> int:
+        """Read up to ``budget`` tokens of a prompt that is not admitted yet, and cache them. Return how many were read."""
+        ...
+
     def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
-        """Prefill prompts into their slots and return the logits after each, [B, V]."""
+        """Prefill prompts into their slots, which are reserved, and return the logits after each, [B, V]."""
+        ...
+
+    def extend(self, lengths: Sequence[int]) -> bool:
+        """Make room for so many tokens in each of the first B slots. Return whether there was memory for all."""
         ...
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Append one token to each of the first B slots and return the logits after each, [B, V]."""
         ...
 
+    def decode_drafts(self, rows: Sequence[Sequence[int]], positions: Sequence[int]) -> Tensor:
+        """Append several tokens to each of the first B slots, the first at ``positions``; return the logits after each token, [T, V].
+
+        Only for runners with ``verifies_drafts``. Tokens that turn out wrong are overwritten by later ones.
+        """
+        ...
+
+    def release(self, slot: int) -> None:
+        """Free the memory of a slot, whose request has ended or waits again."""
+        ...
+
     def move(self, source: int, target: int, length: int) -> None:
-        """Move the first ``length`` positions of slot ``source`` to slot ``target``."""
+        """Move the first ``length`` positions of the last slot ``source`` to slot ``target``, which was released."""
         ...
 
     def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
@@ -77,32 +102,103 @@ class ModelRunner(Protocol):
         ...
 
 
+class EnginePlan(AttentionPlan, Protocol):
+    """An attention plan that also collects the experts of its tokens, with router replay."""
+
+    routes: RecordedRoutes | None
+
+
+def cache_capacity(network: Network, shape: CacheShape, config: TorchGenerationConfig, length: int) -> int:
+    """Return the tokens that the configured memory holds. Raises ValueError if it cannot hold one sequence of ``length`` tokens."""
+    memory = config.cache_memory_gb(_gpu_memory_gb(network.device))
+    capacity = int(memory * 2**30 // shape.bytes_per_token)
+    if capacity < length:
+        needed = length * shape.bytes_per_token / 2**30
+        raise ValueError(
+            f"policy.generation.torch_cfg.kv_cache_memory_gb = {memory:.3g} GiB holds {capacity} tokens, but one "
+            f"sequence of policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB; raise the first or lower "
+            "the second"
+        )
+    return capacity
+
+
 def _gpu_memory_gb(device: torch.device) -> float | None:
     """Return the memory of a GPU (GiB); None for a CPU."""
     return None if device.type != "cuda" else torch.cuda.get_device_properties(device).total_memory / 2**30
 
 
-class CachedRunner:
-    """Runs a network with a key-value cache of fixed size."""
+class FixedSlots:
+    """What a runner does about memory if every slot has its own for the longest sequence: nothing."""
+
+    verifies_drafts = False
+
+    def reserve(self, prompt: SlotPrompt) -> bool:
+        return True
+
+    def read_ahead(self, prompt: SlotPrompt, budget: int) -> int:
+        return 0
+
+    def extend(self, lengths: Sequence[int]) -> bool:
+        return True
+
+    def decode_drafts(self, rows: Sequence[Sequence[int]], positions: Sequence[int]) -> Tensor:
+        raise NotImplementedError
+
+    def release(self, slot: int) -> None:
+        return None
+
+
+class PlanRunner:
+    """What the runners with a key-value cache have in common: weights, and the pass of a model that follows an attention plan."""
+
+    def __init__(self, network: Network, config: TorchGenerationConfig) -> None:
+        self.network = network
+        self.shape = infer_cache_shape(network)
+        self.linears = FastLinears(network.model, network.precision, prepack=config.prepack_weights)
+
+    @torch.no_grad()
+    def _forward(self, tokens: Tensor, positions: Tensor, plan: EnginePlan, rows: Tensor | None) -> Tensor:
+        device = self.network.device
+        options = {} if plan.routes is None else {"routes": plan.routes}
+        with self.network.autocast():
+            output = self.network.decoder(
+                input_ids=tokens[None].to(device), position_ids=positions[None].to(device), plan=plan, use_cache=False, **options
+            )
+            hidden = output.last_hidden_state[0]
+            hidden = hidden if rows is None else hidden.index_select(0, rows.to(device))
+            layer = self.network.model.get_output_embeddings()
+            logits: Tensor = self.network.head.transform_logits(layer(hidden))
+            return logits
+
+    def activate(self) -> None:
+        self.reset_prefix_cache()
+        self.network.use_plan_attention()
+        self.linears.enable()
+
+    def deactivate(self) -> None:
+        self.linears.disable()
+        self.network.use_learner_attention()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        stale = self.linears.find_stale_copies()
+        for name, tensor in base_weights(self.network.model):
+            yield name, stale.get(name, tensor)
+
+    def reset_prefix_cache(self) -> None:
+        raise NotImplementedError
+
+
+class CachedRunner(FixedSlots, PlanRunner):
+    """Runs a network with a key-value cache of fixed slots, each as long as the longest sequence."""
 
     def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int) -> None:
         """Raises ValueError if the configured memory cannot hold one sequence of ``length`` tokens."""
-        self.network = network
-        self.shape = infer_cache_shape(network)
-        memory = config.cache_memory_gb(_gpu_memory_gb(network.device))
-        capacity = int(memory * 2**30 // self.shape.bytes_per_token)  # tokens
+        super().__init__(network, config)
+        capacity = cache_capacity(network, self.shape, config, length)
         self.slots = min(config.max_num_seqs, capacity // length)
-        if self.slots < 1:
-            needed = length * self.shape.bytes_per_token / 2**30
-            raise ValueError(
-                f"policy.generation.torch_cfg.kv_cache_memory_gb = {memory:.3g} GiB holds {capacity} tokens, but one "
-                f"sequence of policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB; raise the first or lower "
-                "the second"
-            )
         self.length = length
         self.cache = SlotCache(self.shape, self.slots, length, network.routed)
         self.prefixes = PrefixStore(capacity - self.slots * length)
-        self.linears = FastLinears(network.model, network.precision, prepack=config.prepack_weights)
         captures = config.cuda_graphs and network.device.type == "cuda"
         self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if captures else None
 
@@ -155,20 +251,6 @@ class CachedRunner:
             self.cache.routes[plan.rows, positions] = plan.routes.stack()
         return logits
 
-    @torch.no_grad()
-    def _forward(self, tokens: Tensor, positions: Tensor, plan: PrefillPlan | DecodePlan, rows: Tensor | None) -> Tensor:
-        device = self.network.device
-        options = {} if plan.routes is None else {"routes": plan.routes}
-        with self.network.autocast():
-            output = self.network.decoder(
-                input_ids=tokens[None].to(device), position_ids=positions[None].to(device), plan=plan, use_cache=False, **options
-            )
-            hidden = output.last_hidden_state[0]
-            hidden = hidden if rows is None else hidden.index_select(0, rows.to(device))
-            layer = self.network.model.get_output_embeddings()
-            logits: Tensor = self.network.head.transform_logits(layer(hidden))
-            return logits
-
     def move(self, source: int, target: int, length: int) -> None:
         self.cache.move(source, target, length)
 
@@ -178,25 +260,11 @@ class CachedRunner:
     def read_routes(self, slot: int, length: int) -> Tensor | None:
         return None if self.cache.routes is None else self.cache.routes[slot, :length].to("cpu", copy=True)
 
-    def activate(self) -> None:
-        self.prefixes.clear()
-        self.network.use_plan_attention()
-        self.linears.enable()
-
-    def deactivate(self) -> None:
-        self.linears.disable()
-        self.network.use_learner_attention()
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        stale = self.linears.find_stale_copies()
-        for name, tensor in base_weights(self.network.model):
-            yield name, stale.get(name, tensor)
-
     def reset_prefix_cache(self) -> None:
         self.prefixes.clear()
 
 
-class RecomputeRunner:
+class RecomputeRunner(FixedSlots):
     """Recomputes every sequence at every token, for models whose attention cannot use the key-value cache.
 
     Slow, but correct for any causal language model.
