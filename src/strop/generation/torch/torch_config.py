@@ -22,7 +22,7 @@ class TorchGenerationConfig(BaseConfig):
     prefill_tokens: int = Field(4096, ge=1, description="Prompt tokens in one forward pass (tokens).")
     paged_cache: bool | None = Field(
         None,
-        description="Keep keys and values in pages that grow with the sequences and are shared; false reserves the longest sequence for each. "
+        description="Keep keys and values in pages, which sequences share; false reserves room for the longest sequence in each slot; "
         "null is true on a CPU.",
     )
     speculative_lookup: int = Field(

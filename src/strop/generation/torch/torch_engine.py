@@ -2,8 +2,8 @@
 
 One step admits waiting requests into free slots (a prompt shared by several requests is read once) and then decodes one token for every
 running request, or several where drafts of them turn out right. A prompt longer than a step may read is read in parts, beside decoding. If
-memory runs short, the request that was admitted last gives up its own, waits, and is read again. The event loop runs between steps, so environments work while other requests generate. Scheduling depends only on the order
-of requests, never on a clock.
+memory runs short, the request that was admitted last gives up its own, waits, and is read again. The event loop runs between steps, so
+environments work while other requests generate. Scheduling depends only on the order of requests, never on a clock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from typing import Any
 import torch
 
 from strop.generation.base import Completion, RequestTooLong
-from strop.generation.torch.model_runner import CachedRunner, ModelRunner, RecomputeRunner, SlotPrompt, cache_capacity, infer_cache_shape
+from strop.generation.torch.model_runner import (
+    CachedRunner,
+    ModelRunner,
+    RecomputeRunner,
+    SlotPrompt,
+    cache_capacity,
+    infer_cache_shape,
+)
 from strop.generation.torch.paged.paged_cache import choose_page
 from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.paged.prompt_lookup import PromptLookup
@@ -219,7 +226,7 @@ class TorchEngine:
 
     def _can_admit(self) -> bool:
         """Whether the next waiting request may start."""
-        if not self._waiting or self._crowded and self._running and not self._waiting[0].priority:
+        if not self._waiting or (self._crowded and self._running and not self._waiting[0].priority):
             return False
         return not self._paused or self._waiting[0].priority or bool(self._waiting[0].tokens)
 
@@ -248,9 +255,8 @@ class TorchEngine:
             request = self._waiting[0]
             prompt = SlotPrompt(len(self._running), request.context, request.session)
             cost = 0 if prompt.tokens in seen else self.runner.count_unread(prompt)
-            if read + cost > self.prefill_tokens:
-                if prompts or self._read_ahead(prompt):
-                    break
+            if read + cost > self.prefill_tokens and (prompts or self._read_ahead(prompt)):
+                break
             if not self.runner.reserve(prompt):
                 if not prompts:
                     self._make_way(request)
@@ -286,7 +292,9 @@ class TorchEngine:
     def _make_way(self, request: _Request) -> None:
         """Memory is too short for the first request that waits. One with priority takes that of the newest one that runs."""
         if not self._running:
-            raise RuntimeError(f"the key-value cache has no room for a sequence of {len(request.context)} tokens though nothing runs")
+            raise RuntimeError(
+                f"the key-value cache has no room for a sequence of {len(request.context)} tokens though nothing runs"
+            )
         if request.priority:
             self._waiting.popleft()
             self._preempt()
@@ -421,7 +429,7 @@ def make_torch_engine(
     runner = make_runner(network, config, length=length)
     drafts = config.speculative_lookup if runner.verifies_drafts else 0
     if drafts < config.speculative_lookup:
-        log.warning("torch_cfg.speculative_lookup needs a paged cache, which this engine does not have: it decodes one token at a time")
+        log.warning("torch_cfg.speculative_lookup needs a paged cache, which this engine has not: it decodes one token at a time")
     return TorchEngine(runner, tokenizer, stop_ids=stop_ids, prefill_tokens=config.prefill_tokens, drafts=drafts)
 
 

@@ -1,9 +1,9 @@
 """Attention over pages of the key-value cache.
 
-Queries are gathered, not keys: every page is attended by the tokens of the sequences that have it, in one product for all of them, and the parts
-of a token's attention are merged by their log-sum-exp. A prompt that a group shares is so read once for the group (cascade attention:
-Juravsky et al., "Hydragen", arXiv 2402.05099). Where each sequence has a single page, in order, nothing has to be merged and the
-pages are the batch.
+Queries are gathered, not keys: every page is attended to by the tokens of the sequences that have it, in one product for all, and the
+parts of a token's attention are merged by their log-sum-exp. A prompt that a group shares is so read once for the group (cascade
+attention: Juravsky et al., "Hydragen", arXiv 2402.05099). Where each sequence has a single page, in order, nothing has to be merged
+and the pages are the batch.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class PagedDecodePlan:
     ) -> tuple[Tensor, Tensor]:
         """Return the tokens' parts of a batch of pages: [T, n, kv_heads, G, D] and their log-sum-exp [T, n, kv_heads, G]."""
         batch, heads = self.layout.batches[index], keys.shape[1]
-        count, width = batch.queries.shape
+        width = batch.queries.shape[1]
         grouped = query.unflatten(1, (heads, -1))  # [T, kv_heads, G, D]
         rows = grouped if batch.first else grouped[batch.queries].transpose(1, 2).flatten(2, 3)  # [m, kv_heads, R * G, D]
         output, lse = attend_parts(
@@ -198,7 +198,8 @@ def attend_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     """
     fused = query.device.type == "cpu" and query.dtype == torch.float32 and spec.softcap is None and mask is None
     if fused and query.shape[2] >= FEWEST_FLASH_ROWS:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False, scale=spec.scale)
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False, scale=spec.scale)
+        return output, lse
     scores = (query * spec.scale) @ key.transpose(2, 3)
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)

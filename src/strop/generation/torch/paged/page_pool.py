@@ -1,8 +1,8 @@
 """Which page of the key-value cache belongs to whom.
 
-The pages that single sequences write into are a *stack* without gaps: pages 0 to M - 1. Attention can then read all of them as one view of the
-cache, without gathering. Pages that sequences share are *held* at the other end. When a page of the stack is freed, the last one moves
-into its place; when the stack grows into a held page, that one moves up.
+The pages that single sequences write into are a *stack* without gaps: pages 0 to M - 1. Attention can then read all of them as one view of
+the cache, without gathering. Pages that sequences share are *held* at the other end. When a page of the stack is freed, the last one
+moves into its place; when the stack grows into a held page, that one moves up.
 """
 
 from __future__ import annotations

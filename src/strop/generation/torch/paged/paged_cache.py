@@ -178,7 +178,7 @@ class PagedCache:
         if sequence.epoch != self.tree.epoch:
             return
         parent, kept = self.tree.root, list[PrefixNode]()
-        for index, page in enumerate(sequence.pages[: -(-len(tokens) // self.page)]):
+        for index in range(-(-len(tokens) // self.page)):
             chunk = tokens[index * self.page : (index + 1) * self.page]
             node = sequence.nodes[index] if index < len(sequence.nodes) else parent.find_child(chunk)
             if node is not None:

@@ -20,13 +20,13 @@ class PagedRunner(PlanRunner):
     verifies_drafts = True
 
     def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int, page: int | None = None) -> None:
-        """``page``: tokens of a page; None chooses. Raises ValueError if the memory cannot hold one sequence of ``length`` tokens."""
+        """``page``: tokens of a page; None chooses. Raises ValueError if the memory holds no sequence of ``length`` tokens."""
         super().__init__(network, config)
         capacity = cache_capacity(network, self.shape, config, length)
         page = page or choose_page(capacity, length, config.max_num_seqs)
         if page is None or capacity // page * page < length:
             raise ValueError(
-                f"policy.generation.torch_cfg.kv_cache_memory_gb holds {capacity} tokens, which are not enough whole pages for a sequence of "
+                f"policy.generation.torch_cfg.kv_cache_memory_gb holds {capacity} tokens, too few whole pages for a sequence of "
                 f"policy.max_total_sequence_length = {length}; raise the first, or set policy.generation.torch_cfg.paged_cache=false"
             )
         self.slots = config.max_num_seqs

@@ -1,7 +1,7 @@
 """The pages of what has been read, as a tree: a node is a page, its path from the root the tokens up to the page's end.
 
-Prompts and conversations that begin alike share the nodes of their common beginning. A node that is not full ends a prompt or a conversation;
-others copy the part of it that they have in common.
+Prompts and conversations that begin alike share the nodes of their common beginning. A node that is not full ends a prompt or a
+conversation; others copy the part of it that they have in common.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Drafts of the next tokens, looked up in what a sequence holds already (prompt-lookup decoding, Saxena 2023; n-grams in vLLM).
 
-A draft is a guess. The engine draws the token at each of its positions as it would without the draft, and keeps the draft as far as the draws
-agree: the same as accepting a drafted token d with probability p(d) and otherwise drawing from p without d, so the distribution is that of
-the model, and the tokens are those that the same seed gives without drafts.
+A draft is a guess. The engine draws the token at each of its positions as it would without the draft, and keeps the draft as far as the
+draws agree: the same as accepting a drafted token d with probability p(d) and otherwise drawing from p without d, so the distribution
+is that of the model, and the tokens are those that the same seed gives without drafts.
 """
 
 from __future__ import annotations
