@@ -49,7 +49,8 @@ class PageLayout:
 
     batches: tuple[PageBatch, ...]
     table: Tensor  # [B, n] int32, pages of each sequence; padded with 0
-    simple: bool  # each sequence has one page, in order, and one new token
+    single: bool  # each sequence has one page of its own
+    simple: bool  # and nothing else, in order, for one new token
 
 
 def make_layout(cache: PagedCache, sequences: Sequence[PagedSequence], widths: Sequence[int]) -> PageLayout:
@@ -70,8 +71,9 @@ def make_layout(cache: PagedCache, sequences: Sequence[PagedSequence], widths: S
     batches += [_make_batch(pages, readers, starts, sum(widths), cache) for pages in _group_by_readers(set(shared), readers)]
     longest = max(len(sequence.pages) for sequence in sequences)
     table = torch.tensor([sequence.pages + [0] * (longest - len(sequence.pages)) for sequence in sequences], dtype=torch.int32)
-    simple = len(batches) == 1 and batches[0].first and all(len(sequence.own) == 1 for sequence in sequences)
-    return PageLayout(tuple(batches), table.to(cache.shape.device), simple)
+    single = all(len(sequence.own) == 1 for sequence in sequences)
+    simple = single and len(batches) == 1 and batches[0].first
+    return PageLayout(tuple(batches), table.to(cache.shape.device), single, simple)
 
 
 def _group_by_readers(pages: set[int], readers: dict[int, list[int]]) -> list[list[int]]:
@@ -120,8 +122,8 @@ class PagedDecodePlan:
         self.positions = positions
         self.offsets = positions % cache.page
         self.longest = longest
-        own = int(self.offsets.max()) + 1 if layout.simple else cache.page
-        self.span = min(-(-own // SPAN_STEP) * SPAN_STEP, cache.page)
+        used = int(self.offsets.max()) + 1 if layout.single else cache.page
+        self.span = min(-(-used // SPAN_STEP) * SPAN_STEP, cache.page)  # of the sequences' own pages
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def record(self) -> None:
@@ -158,8 +160,9 @@ class PagedDecodePlan:
         width = batch.queries.shape[1]
         grouped = query.unflatten(1, (heads, -1))  # [T, kv_heads, G, D]
         rows = grouped if batch.first else grouped[batch.queries].transpose(1, 2).flatten(2, 3)  # [m, kv_heads, R * G, D]
+        span = self.cache.page if batch.whole else self.span
         output, lse = attend_parts(
-            rows, batch.select(keys, self.span), batch.select(values, self.span), self._mask(index, spec.window), spec
+            rows, batch.select(keys, span), batch.select(values, span), self._mask(index, spec.window), spec
         )
         if width == 1:
             output, lse = output[batch.place], lse[batch.place]
@@ -178,7 +181,8 @@ class PagedDecodePlan:
             batch = self.layout.batches[index]
             visible = None
             if not batch.whole or window is not None:
-                held = batch.starts[:, None] + torch.arange(self.span, device=batch.starts.device)
+                span = self.cache.page if batch.whole else self.span
+                held = batch.starts[:, None] + torch.arange(span, device=batch.starts.device)
                 distance = self.positions[batch.queries][:, :, None] - held[:, None]
                 visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
             self._masks[index, window] = visible
