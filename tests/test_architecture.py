@@ -139,7 +139,7 @@ def longest_module(dotted: str) -> str:
 
 
 def room(module: str) -> str:
-    """``strop.models.heads`` -> ``models``"""
+    """``strop.models.network`` -> ``models``"""
     return module.split(".")[1] if "." in module else module
 
 
@@ -199,7 +199,7 @@ def test_folders_beside_each_other_do_not_import_each_other_in_cycles() -> None:
 
 
 def folder(module: str) -> tuple[str, ...]:
-    """The folders that a module lies in: ``("strop", "models")`` for ``strop.models.heads``."""
+    """The folders that a module lies in: ``("strop", "models")`` for ``strop.models.network``."""
     parts = tuple(module.split("."))
     return parts if any(other.startswith(module + ".") for other in modules()) else parts[:-1]
 

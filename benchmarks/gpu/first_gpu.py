@@ -293,7 +293,8 @@ def groups_of(size: Size) -> Any:
 
 def measure_attention(settings: Settings) -> list[Measurement]:
     """One layer's attention, forward and backward: packed rows with shared prompts, and padded rows as other trainers read them."""
-    from strop.models.attention import AttentionSpec, TreePlan
+    from strop.models.attention.attention_plan import AttentionSpec
+    from strop.models.attention.tree_plan import TreePlan
     from support.algorithms import grpo
     from support.rollouts import pack_for
 

@@ -10,7 +10,8 @@ import torch
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.build.models import select_device
 from strop.learner.torch.scorer import NetworkScorer, offload
-from strop.models.attention import AttentionSpec, causal_mask, masked_attention
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.plain_attention import causal_mask, masked_attention
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
@@ -93,7 +94,8 @@ def test_an_offloaded_reference_leaves_the_gpu_between_uses_and_says_the_same() 
 
 def test_logits_of_a_large_vocabulary_do_not_fill_the_memory() -> None:
     """4,096 tokens x 50,000 words are 820 MB of float32 logits; chunks of 256 rows are 51 MB each."""
-    from strop.models.heads import LMHead, token_logprobs
+    from strop.models.logprobs.lm_head import LMHead
+    from strop.models.logprobs.token_logprobs import token_logprobs
 
     rows, words, width, chunk = 4096, 50_000, 64, 256
     hidden = torch.randn(rows, width, device="cuda", requires_grad=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from strop.learner.megatron.megatron_config import MegatronConfig
 from strop.learner.megatron.megatron_dims import MegatronDims
-from strop.models.attention import TreePlan
+from strop.models.attention.tree_plan import TreePlan
 
 SEGMENTS = ((6, -1), (5, 0), (7, 0), (4, 0), (9, -1), (3, 4), (10, 4))  # length and parent: two prompts and their completions
 

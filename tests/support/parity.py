@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,12 +17,15 @@ from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, 
 from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
+from strop.data.shares.batch_share import BatchShare
+from strop.data.shares.divide_batch import divide_batch
 from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, assemble_result
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.pipeline.pipelined import parallelize_stages
 from strop.learner.parallel.rank_zero_loading import load_on_rank_zero
 from strop.learner.parallel.sharded import parallelize_head, parallelize_network
+from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer
 from strop.models.loading import cast_weights
 from strop.models.network import Network, freeze_routers
@@ -196,7 +200,22 @@ def _value_loss(outputs: Any, batch: Batch) -> Any:
     return error, {"loss": metrics.total(error.item())}
 
 
-def train(case: Case, batch: Batch, meshes: DeviceMeshes | None = None) -> TrainingResult:
+def hand_over(learner: TorchLearner, method: str, batch: Batch) -> Batch:
+    """A rank is handed whole batches."""
+    return batch
+
+
+def send_share(learner: TorchLearner, method: str, batch: Batch) -> BatchShare:
+    """A rank is sent its share, as the driver divides batches."""
+    request = learner.share_requests()[method]
+    shares = divide_batch(batch, request.rule)
+    share: BatchShare = pickle.loads(pickle.dumps(shares[request.number]))
+    return share
+
+
+def train(
+    case: Case, batch: Batch, meshes: DeviceMeshes | None = None, deliver: Callable[..., Any] = hand_over
+) -> TrainingResult:
     network, placement = build_trained_network(case, meshes)
     learner = make_torch_learner(
         network,
@@ -212,9 +231,10 @@ def train(case: Case, batch: Batch, meshes: DeviceMeshes | None = None) -> Train
     )
     steps, stepped = [], []
     for _ in range(case.steps):
-        steps.append(learner.forward_backward_local(batch, get_loss(case)))
+        steps.append(learner.forward_backward_local(deliver(learner, "forward_backward", batch), get_loss(case)))
         stepped.append(metrics.to_floats(learner.step()))
-    measured, scored = learner.evaluate_loss_local(batch, get_loss(case)), learner.score_local(batch)
+    measured = learner.evaluate_loss_local(deliver(learner, "evaluate_loss", batch), get_loss(case))
+    scored = learner.score_local(deliver(learner, "score", batch))
     weights, tied = {}, []
     places: dict[int, str] = {}
     for name, tensor in learner.weights():

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from strop.learner.parallel.collectives import all_gather, copy_to_ranks, join_rows, local_rows
 from strop.learner.parallel.parallel_dims import DeviceMeshes
-from strop.models.attention import IMPLEMENTATION, TreePlan
-from strop.models.heads import get_lm_head
+from strop.models.attention.attention_interface import IMPLEMENTATION
+from strop.models.attention.tree_plan import TreePlan
+from strop.models.logprobs.lm_head import get_lm_head
 from support.models import CONFIGS, VOCABULARY, build
 
 dist: Any = torch.distributed

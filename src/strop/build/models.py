@@ -259,7 +259,7 @@ def _load_value_network(config: ModelConfig, seed: int, loader: ModelLoader, ini
 
 def _make_network(make: Callable[..., Any], model: Any, config: ModelConfig, loader: ModelLoader) -> Any:
     """Return ``make(model)`` with the configured precisions. The model is probed for packed rows before its weights are rounded."""
-    make = partial(make, precision=PRECISIONS[config.precision])
+    make = partial(make, precision=PRECISIONS[config.precision], attention_kernel=config.attention_kernel)
     network = loader.make_network(model, make) if config.sequence_packing.enabled else make(model, packed=False)
     cast_weights(model, PRECISIONS[config.weights_dtype])
     if config.freeze_moe_router:

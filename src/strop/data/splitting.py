@@ -6,61 +6,14 @@ Every rollout stays whole, and a micro-batch keeps the totals of its optimizer s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
+from strop.data.rollout_selector import RolloutSelector, SubBatch
 from strop.types import Batch
-
-
-@dataclass(frozen=True, eq=False)
-class SubBatch:
-    """Some rollouts of a batch as a batch, and the indices of their predicted tokens in the full batch."""
-
-    batch: Batch
-    index: Tensor  # [n] int64, into the full batch's N
 
 
 def select_rollouts(batch: Batch, sequences: Sequence[int]) -> SubBatch:
     """Return some rollouts as a batch with the totals of the full batch. It includes their shared prefixes once."""
-    starts, lengths, parents = (column.tolist() for column in (batch.segment_start, batch.segment_length, batch.segment_parent))
-    kept = batch.rollout_paths(sequences)
-    segments = sorted({segment for paths in kept for path in paths for segment in path})
-    renumbered = {old: new for new, old in enumerate(segments)}
-    token_index = torch.cat([torch.arange(starts[segment], starts[segment] + lengths[segment]) for segment in segments])
-    new_position = torch.full((len(batch.tokens),), -1)
-    new_position[token_index] = torch.arange(len(token_index))
-
-    new_sequence = torch.full((batch.num_sequences,), -1)
-    new_sequence[list(sequences)] = torch.arange(len(sequences))
-    index = (new_sequence[batch.sequence] >= 0).nonzero().squeeze(1)
-    segment_length = torch.tensor([lengths[segment] for segment in segments])
-    _, group = batch.group[list(sequences)].unique(return_inverse=True)
-    part = replace(
-        batch,
-        tokens=batch.tokens[token_index],
-        positions=batch.positions[token_index],
-        routes=None if batch.routes is None else batch.routes[token_index],
-        segment_start=segment_length.cumsum(0) - segment_length,
-        segment_parent=torch.tensor([renumbered.get(parents[segment], -1) for segment in segments]),
-        source=new_position[batch.source[index]],
-        target=batch.target[index],
-        sequence=new_sequence[batch.sequence[index]],
-        rollout_logprobs=batch.rollout_logprobs[index],
-        versions=batch.versions[index],
-        advantages=batch.advantages[index],
-        mask=batch.mask[index],
-        leaf=torch.tensor([renumbered[path[-1]] for paths in kept for path in paths]),
-        leaf_sequence=None
-        if batch.leaf_sequence is None
-        else torch.tensor([new for new, paths in enumerate(kept) for _ in paths]),
-        group=group,
-        rewards=batch.rewards[list(sequences)],
-        zero_gradient=None if batch.zero_gradient is None else batch.zero_gradient[list(sequences)],
-        columns={name: column[index] for name, column in batch.columns.items()},
-    )
-    return SubBatch(part, index)
+    return RolloutSelector(batch).select(sequences)
 
 
 def find_rollout_segments(batch: Batch) -> list[set[int]]:
@@ -85,7 +38,8 @@ def split_micro_batches(batch: Batch, token_budget: int, *, padded: bool = False
         units = [(sequences, longest * sum(len(paths[sequence]) for sequence in sequences)) for sequences in together]
     zero_gradient = [False] * batch.num_sequences if batch.zero_gradient is None else batch.zero_gradient.tolist()
     by_kind = [[unit for unit in units if all(zero_gradient[sequence] for sequence in unit[0]) == kind] for kind in (False, True)]
-    return [select_rollouts(batch, sequences) for kind in by_kind for sequences in pack_first_fit(kind, token_budget)]
+    selector = RolloutSelector(batch)
+    return [selector.select(sequences) for kind in by_kind for sequences in pack_first_fit(kind, token_budget)]
 
 
 def pack_first_fit(units: list[tuple[list[int], int]], budget: int) -> list[list[int]]:
@@ -108,7 +62,8 @@ def split_mini_batches(batch: Batch, count: int) -> list[SubBatch]:
         raise ValueError(f"{len(members)} groups cannot be split into {count} equal mini-batches")
     per_step = len(members) // count
     steps = [members[start : start + per_step] for start in range(0, len(members), per_step)]
-    parts = [select_rollouts(batch, [sequence for group in groups for sequence in group]) for groups in steps]
+    selector = RolloutSelector(batch)
+    parts = [selector.select([sequence for group in groups for sequence in group]) for groups in steps]
     return [SubBatch(part.batch.with_totals(), part.index) for part in parts]
 
 

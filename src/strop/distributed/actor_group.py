@@ -30,9 +30,16 @@ class ActorGroup:
         error.
 
         The call is submitted to all members before the first await, so that calls of concurrent tasks arrive in the same order."""
+        return await self.call_each(method, [arguments] * len(self.actors), urgent=urgent)
+
+    async def call_each(self, method: str, arguments: Sequence[Sequence[Any]], *, urgent: bool = False) -> list[Any]:
+        """Like ``call_all``, with arguments of its own for each member."""
         if self._died is not None:
             raise self._died
-        calls = [asyncio.ensure_future(member.call(method, *arguments, urgent=urgent)) for member in self.actors]
+        calls = [
+            asyncio.ensure_future(member.call(method, *own, urgent=urgent))
+            for member, own in zip(self.actors, arguments, strict=True)
+        ]
         done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         if all(call.exception() is None for call in done):
             return [call.result() for call in calls]

@@ -26,6 +26,7 @@ class ModelConfig(BaseConfig):
         "train_micro_batch_size",
         "logprob_batch_size",
         "logprob_chunk_size",
+        "attention_kernel",
     )
 
     model_name: str = Field(..., min_length=1, description="A hub name or a folder with a Hugging Face model.")
@@ -63,6 +64,12 @@ class ModelConfig(BaseConfig):
     )
     logprob_chunk_size: int | None = Field(
         1024, ge=1, description="Tokens with float32 logits in memory at once; null is all of a micro-batch (tokens)."
+    )
+    attention_kernel: Literal["auto", "plain", "flash", "blockwise", "flex"] = Field(
+        "auto",
+        description="What computes the learner's attention over packed rows: plain (products with a mask, padded to the longest sibling), "
+        "flash (torch's fused kernels, merged over the prefix tree), blockwise (torch code, any option), flex (FlexAttention, "
+        "compiled); auto chooses by device, dtype and length.",
     )
     freeze_moe_router: bool = Field(
         False, description="Do not train the weights that choose the experts of a token; nothing in a model without experts."

@@ -17,8 +17,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, TokenOutputs
 from strop.models.adapters import disable_adapters
-from strop.models.attention import IMPLEMENTATION, AttentionPlan, TreePlan
-from strop.models.heads import LMHead, get_lm_head, token_logprobs
+from strop.models.attention.attention_interface import IMPLEMENTATION
+from strop.models.attention.attention_plan import AttentionPlan
+from strop.models.attention.kernel_choice import AttentionKernel
+from strop.models.attention.tree_plan import TreePlan
+from strop.models.logprobs.lm_head import LMHead, get_lm_head
+from strop.models.logprobs.token_logprobs import token_logprobs
 from strop.models.routing.router_replay import install_router_replay, replayable_layers
 from strop.models.routing.routes import RecordedRoutes, ReplayedRoutes, RoutedLayers
 from strop.sampling import KEPT_TOKENS, Sampling, at_least_float32
@@ -81,12 +85,19 @@ class Network:
     """A Hugging Face causal LM behind one call: batch -> hidden states [N, H] -> log-probabilities [N]."""
 
     def __init__(
-        self, model: Any, *, precision: torch.dtype = torch.float32, chunk: int = 1024, packed: bool | None = None
+        self,
+        model: Any,
+        *,
+        precision: torch.dtype = torch.float32,
+        chunk: int = 1024,
+        packed: bool | None = None,
+        attention_kernel: AttentionKernel = "auto",
     ) -> None:
         """``packed``: True reads packed rows, False padded rows, and None probes the model."""
         self.model = model
         self.precision = precision
         self.chunk = chunk
+        self.attention_kernel: AttentionKernel = attention_kernel  # of packed rows
         self.device = next(model.parameters()).device
         self.token_sharding: TokenSharding = NoTokenSharding()
         self.routed: RoutedLayers | None = None  # with router replay
@@ -185,7 +196,7 @@ class Network:
 
     def run_decoder(self, batch: Batch) -> Tensor:
         """Return the decoder's hidden states [t, H] of this device's tokens in a packed row."""
-        tree = TreePlan(batch.segment_start, batch.segment_length, batch.segment_parent, self.device)
+        tree = TreePlan(batch.segment_start, batch.segment_length, batch.segment_parent, self.device, self.attention_kernel)
         tokens, positions, plan = self.token_sharding.shard_tokens(batch.tokens, batch.positions, tree)
         inputs = {"input_ids": tokens[None].to(self.device)} if self.received is None else {"inputs_embeds": self.received[None]}
         replayed = self._replay_routes(batch)

@@ -95,7 +95,9 @@ class Receiver(Protocol):
     """The generator's end of a transport."""
 
     def receive(self, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of one publish, in order. Each is valid only until the next one: clone those that are kept.
+        """Yield the tensors of one publish, in order; from several senders, in the order of each.
+
+        Each is valid only until the next one: clone those that are kept.
 
         Blocks. Raises TransportError if the sender does not deliver in time; the tensors received so far must then be discarded.
         """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -15,12 +15,15 @@ from torch import Tensor
 from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, lora_layers, save_adapters
 from strop.weight_sync.base import AdapterFiles, ChannelAddress, Manifest, NamedTensors, Sender, TransportError
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
+from strop.weight_sync.transports.dealing import deal_entries, split_manifest
 from strop.weight_sync.transports.manifest import build_manifest, move_large_to_middle
 from strop.weight_sync.weight_source import (
+    DealtWeight,
     OutgoingWeights,
     UntiedWeights,
     Weight,
     WeightSnapshot,
+    gather_dealt,
     local_weights,
     remove_tied,
 )
@@ -54,6 +57,15 @@ class SentAdapters:
 
     files: AdapterFiles
     fingerprints: Mapping[str, int]  # fingerprints in an engine's representation
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedWeights:
+    """What the ranks will send, and who sends which tensor."""
+
+    weights: tuple[DealtWeight, ...]  # all of them; of a snapshot, only those that this rank sends
+    manifest: Manifest  # of all senders together
+    aliases: Mapping[str, str]
 
 
 class Exporter(Protocol):
@@ -102,8 +114,24 @@ class NamedAdapter(Protocol):
     def scale(self) -> float: ...
 
 
+@dataclass(frozen=True)
+class SenderRole:
+    """The ranks that send weights, and which rank this process is."""
+
+    rank: int = 0
+    senders: tuple[int, ...] = (0,)  # tensors are dealt to them in this order
+
+    @property
+    def sends(self) -> bool:
+        return self.rank in self.senders
+
+
 class BlockingExporter:
-    """The learner's end of a publish in the sending process. Its methods block."""
+    """The learner's end of a publish in one of its processes. Its methods block.
+
+    All ranks call ``prepare``, ``send`` and ``export_adapters`` together: each of ``role.senders`` gathers and sends the tensors that are
+    dealt to it, the others only take part in gathering.
+    """
 
     def __init__(
         self,
@@ -113,7 +141,7 @@ class BlockingExporter:
         dtype: torch.dtype,
         keep_snapshot: bool = False,
         adapters: AdapterSource | None = None,
-        is_sender: bool = True,
+        role: SenderRole = SenderRole(),
     ) -> None:
         """Create an exporter.
 
@@ -123,39 +151,46 @@ class BlockingExporter:
             dtype: Data type of the engines' weights.
             keep_snapshot: Keep a copy of the last publish, for engines that restart after the learner has moved on.
             adapters: The LoRA adapters of a learner that trains only adapters.
-            is_sender: False: another rank sends, and this one only takes part in gathering.
+            role: Which ranks send. By default this process is the only one.
         """
         self.make_sender = make_sender
-        self.is_sender = is_sender
+        self.role = role
         self.keep_snapshot = keep_snapshot
         self._weights = weights
         self._dtype = dtype
         self._adapters = adapters
         self._snapshot = WeightSnapshot() if keep_snapshot and adapters is None else None
-        self._prepared = UntiedWeights((), {})
+        self._prepared = PreparedWeights((), Manifest(()), {})
         self._last_adapters: SentAdapters | None = None
         self._sender: Sender | None = None
 
     def prepare(self, content: TransferContent) -> TransferPlan:
         if content != "last" or self._snapshot is None:
             self._prepared = self._collect(content)
-        return TransferPlan(self._manifest(), self._prepared.aliases)
+        return TransferPlan(self._prepared.manifest, self._prepared.aliases)
 
-    def _collect(self, content: TransferContent) -> UntiedWeights:
+    def _collect(self, content: TransferContent) -> PreparedWeights:
         if content == "base":
             assert self._adapters is not None
-            return remove_tied(self._adapters.base_weights())
+            return self._deal(remove_tied(self._adapters.base_weights()))
         untied = remove_tied(self._weights())
-        ordered = tuple(move_large_to_middle(untied.weights))
+        prepared = self._deal(UntiedWeights(tuple(move_large_to_middle(untied.weights)), untied.aliases))
         if self._snapshot is None:
-            return UntiedWeights(ordered, untied.aliases)
-        if self.is_sender:
-            return UntiedWeights(tuple(self._snapshot.update(ordered, self._dtype)), untied.aliases)
-        _gather_all(ordered)
-        return UntiedWeights((), untied.aliases)
+            return prepared
+        own = self._snapshot.update(gather_dealt(prepared.weights, self.role.rank), self._dtype)
+        return replace(prepared, weights=tuple(DealtWeight(weight, self.role.rank) for weight in own))
 
-    def _manifest(self) -> Manifest:
-        return build_manifest(((weight.name, weight.spec) for weight in self._prepared.weights), self._dtype)
+    def _deal(self, untied: UntiedWeights) -> PreparedWeights:
+        manifest = build_manifest(((weight.name, weight.spec) for weight in untied.weights), self._dtype)
+        owners = deal_entries(manifest, len(self.role.senders))
+        dealt = (DealtWeight(weight, self.role.senders[owner]) for weight, owner in zip(untied.weights, owners, strict=True))
+        return PreparedWeights(tuple(dealt), manifest, untied.aliases)
+
+    def _own_manifest(self) -> Manifest:
+        """Return the tensors that this rank sends."""
+        if not self.role.sends:
+            return Manifest(())
+        return split_manifest(self._prepared.manifest, len(self.role.senders))[self.role.senders.index(self.role.rank)]
 
     def open(self, receivers: int) -> ChannelAddress:
         self.close()
@@ -163,15 +198,16 @@ class BlockingExporter:
         return self._sender.address
 
     def send(self, *, read_back: bool) -> Fingerprints:
-        outgoing = OutgoingWeights(self._prepared.weights, self._manifest(), read_back=read_back)
+        gathered = gather_dealt(self._prepared.weights, self.role.rank)
+        outgoing = OutgoingWeights(gathered, self._own_manifest(), read_back=read_back)
         sender = self._sender
         try:
-            if sender is None and self.is_sender:  # closed by another thread, since an engine failed before the transfer
+            if sender is None and self.role.sends:  # closed by another thread, since an engine failed before the transfer
                 raise TransportError("the channel was closed before anything was sent")
-            if sender is not None:
+            if sender is not None and outgoing.manifest.entries:  # receivers expect nothing of a sender without tensors
                 sender.send(outgoing.manifest, outgoing)
         finally:  # gathering is collective: finish it on all ranks even if sending failed
-            _gather_all(self._prepared.weights[outgoing.num_gathered :])
+            outgoing.finish()
         return Fingerprints(outgoing.sent_fingerprints, outgoing.read_back_fingerprints)
 
     def export_adapters(self, *, resend: bool) -> SentAdapters:
@@ -184,11 +220,6 @@ class BlockingExporter:
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()
-
-
-def _gather_all(weights: Sequence[Weight]) -> None:
-    for weight in weights:
-        weight.gather()
 
 
 class LocalExporter:

@@ -19,6 +19,7 @@ from strop.weight_sync.verification import (
     VerificationFailed,
     is_verification_due,
     verify_arrival,
+    verify_complete,
     verify_fingerprints,
     verify_version,
 )
@@ -249,6 +250,7 @@ class WeightPublisher:
             fingerprints, receipts = await self.channel.transfer(engines, version, plan.manifest, read_back=verify)
         stats.send_seconds += time.perf_counter() - started
         stats.bytes_sent += plan.manifest.nbytes * len(engines)
+        verify_complete(plan.manifest, fingerprints.sent)
         for engine, receipt in zip(engines, receipts, strict=True):
             verify_version(engine.name, receipt, version)
             verify_arrival(engine.name, fingerprints.sent, receipt)

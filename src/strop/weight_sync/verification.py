@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from strop.weight_sync.base import LoadReceipt, TensorFingerprint
+from strop.weight_sync.base import LoadReceipt, Manifest, TensorFingerprint
 from strop.weight_sync.fingerprints import combine_fingerprints
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
 
@@ -34,6 +34,16 @@ def verify_version(name: str, receipt: LoadReceipt, version: int) -> None:
     if receipt.version != version:
         raise VerificationFailed(
             f"{name} was sent weights of version {version}, but reports that it holds version {receipt.version}"
+        )
+
+
+def verify_complete(manifest: Manifest, sent: Mapping[str, int]) -> None:
+    """Raises VerificationFailed unless the ranks sent every tensor of the publish."""
+    missing = [name for name in manifest.names if name not in sent]
+    if missing:
+        raise VerificationFailed(
+            f"no rank has sent {', '.join(missing[:3])}: the ranks have sent {len(sent)} of the {len(manifest.names)} tensors of the "
+            "publish, so the engines' weights are those of several versions"
         )
 
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from strop.weight_sync.base import Manifest, NamedTensors
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
+
+GATHERED_AHEAD = 256 << 20  # bytes of full tensors that are gathered at the same time
+
+
+class PendingWeight(Protocol):
+    """A weight that is being gathered on one rank."""
+
+    def wait(self) -> Tensor | None:
+        """Return the full tensor on the rank that it is gathered on, and None on the others, once they have sent their shards."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +33,60 @@ class Weight:
     spec: Tensor  # has its global shape and data type; may be on the meta device
     gather: Callable[[], Tensor]  # returns the full tensor; a collective of all ranks if it is sharded
     storage_key: tuple[int, ...]  # equal for tied weights
+    begin_gather: Callable[[int], PendingWeight] | None = None  # begins to gather it on one rank alone; None: only ``gather`` can
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, as it is gathered."""
+        return self.spec.numel() * self.spec.element_size()
+
+    def begin(self, rank: int) -> PendingWeight:
+        """Begin to gather the tensor on ``rank``. All ranks must call it, and ``wait`` for the results in the same order."""
+        return _GatheredByAll(self.gather) if self.begin_gather is None else self.begin_gather(rank)
+
+
+@dataclass(frozen=True)
+class _GatheredByAll:
+    """A weight that all ranks gather, whoever needs it."""
+
+    gather: Callable[[], Tensor]
+
+    def wait(self) -> Tensor:
+        return self.gather()
+
+
+@dataclass(frozen=True, eq=False)
+class DealtWeight:
+    """A weight, and the rank that sends it."""
+
+    weight: Weight
+    rank: int
+
+
+@torch.no_grad()
+def gather_dealt(dealt: Iterable[DealtWeight], rank: int, ahead: int = GATHERED_AHEAD) -> Iterator[tuple[Weight, Tensor]]:
+    """Gather weights, each on the rank that sends it; yield those of this ``rank``, in order.
+
+    Up to ``ahead`` bytes are gathered at the same time, so that one rank can send a tensor while others receive their shards. All ranks
+    must iterate to the end.
+    """
+    pending: deque[tuple[DealtWeight, PendingWeight]] = deque()
+    size = 0
+    for each in dealt:
+        pending.append((each, each.weight.begin(each.rank)))
+        size += each.weight.nbytes
+        while size > ahead and len(pending) > 1:
+            size -= pending[0][0].weight.nbytes
+            yield from _finish(*pending.popleft(), rank)
+    while pending:
+        yield from _finish(*pending.popleft(), rank)
+
+
+def _finish(dealt: DealtWeight, pending: PendingWeight, rank: int) -> Iterator[tuple[Weight, Tensor]]:
+    tensor = pending.wait()
+    if dealt.rank == rank:
+        assert tensor is not None
+        yield dealt.weight, tensor
 
 
 def local_weights(tensors: NamedTensors, device: torch.device | None = None) -> list[Weight]:
@@ -63,24 +129,27 @@ def remove_tied(weights: Iterable[Weight]) -> UntiedWeights:
 
 @dataclass
 class OutgoingWeights:
-    """The tensors of one publish: an iterable that gathers and casts them and records their fingerprints."""
+    """The tensors that one rank sends: an iterable that gathers and casts them and records their fingerprints."""
 
-    weights: Sequence[Weight]
+    gathered: Iterator[tuple[Weight, Tensor]]  # of ``gather_dealt``
     manifest: Manifest
     read_back: bool  # also fingerprint the tensors with -0.0 replaced by 0.0, for comparison with what is read back
     sent_fingerprints: dict[str, int] = field(default_factory=dict)
     read_back_fingerprints: dict[str, int] = field(default_factory=dict)
-    num_gathered: int = 0  # number of weights gathered so far
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         dtypes = {entry.name: entry.dtype for entry in self.manifest.entries}
-        for weight in self.weights:
-            self.num_gathered += 1
-            cast = weight.gather().detach().to(dtypes[weight.name])
+        for weight, tensor in self.gathered:
+            cast = tensor.detach().to(dtypes[weight.name])
             self.sent_fingerprints[weight.name] = fingerprint(cast)
             if self.read_back:
                 self.read_back_fingerprints[weight.name] = fingerprint(normalize_zeros(cast))
             yield weight.name, cast
+
+    def finish(self) -> None:
+        """Gather what was not sent: other ranks wait for this one's shards."""
+        for _ in self.gathered:
+            pass
 
 
 class WeightSnapshot:
@@ -90,11 +159,11 @@ class WeightSnapshot:
         self._tensors: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def update(self, weights: Sequence[Weight], dtype: torch.dtype) -> list[Weight]:
-        """Copy ``weights`` into the snapshot, reusing its memory, in the data types they are sent in. Return the copies."""
-        for weight in weights:
+    def update(self, weights: Iterable[tuple[Weight, Tensor]], dtype: torch.dtype) -> list[Weight]:
+        """Copy gathered weights into the snapshot, reusing its memory, in the data types they are sent in. Return the copies."""
+        for weight, tensor in weights:
             sent_dtype = dtype if weight.spec.is_floating_point() else weight.spec.dtype
             if weight.name not in self._tensors:
                 self._tensors[weight.name] = torch.empty(weight.spec.shape, dtype=sent_dtype, device="cpu")
-            self._tensors[weight.name].copy_(weight.gather())
+            self._tensors[weight.name].copy_(tensor)
         return local_weights(self._tensors.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -26,6 +26,11 @@ class WeightSyncConfig(BaseConfig):
     )
     bucket_mb: float | None = Field(
         None, gt=0, description="Size of the buckets that weights are sent in; null is the transport's choice (MiB)."
+    )
+    senders: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description="Ranks of a learner over Ray that send weights, each its part of the tensors; auto: up to 4, and one where the "
+        "transport is cuda_ipc or NCCL.",
     )
     timeout_seconds: float = Field(600.0, gt=0, description="How long a publish may take (seconds).")
     adapters_alone: bool = Field(
@@ -77,6 +82,12 @@ class WeightSyncConfig(BaseConfig):
                 transport_key,
                 f"found cuda_ipc, but {key}.colocated.enabled is false: an engine on other GPUs cannot map the learner's memory",
                 "Set it to auto, broadcast, memory or folder.",
+            )
+        elif transport == "cuda_ipc" and self.senders not in ("auto", 1):
+            yield Problem(
+                f"{key}.weight_sync.senders",
+                f"found {self.senders}, with transport cuda_ipc: the engine can map the GPU memory of one rank, the one on its GPU",
+                "Set it to auto or 1.",
             )
         elif transport == "cuda_ipc" and engines > 1:
             yield Problem(

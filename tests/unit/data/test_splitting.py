@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.data.splitting import SubBatch, select_rollouts, split_micro_batches, split_mini_batches
+from strop.data.rollout_selector import SubBatch
+from strop.data.splitting import select_rollouts, split_micro_batches, split_mini_batches
 from strop.types import Totals
 from support.algorithms import grpo
 from support.packed import described, expected

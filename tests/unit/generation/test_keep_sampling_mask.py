@@ -19,7 +19,8 @@ from strop.generation.base import Completion
 from strop.generation.torch.model_runner import RecomputeRunner
 from strop.generation.torch.sampler import sample_tokens
 from strop.learner.torch.scorer import NetworkScorer
-from strop.models.heads import LMHead, token_logprobs
+from strop.models.logprobs.lm_head import LMHead
+from strop.models.logprobs.token_logprobs import token_logprobs
 from strop.models.network import Network
 from strop.sampling import KEPT_TOKENS, MAX_RECORDED_TOP_K, NO_TOKEN, Sampling, filtered_logits, pad_kept_tokens
 from strop.types import Batch, Group, Rollout, Turn

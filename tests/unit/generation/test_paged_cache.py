@@ -16,7 +16,8 @@ from strop.generation.torch.kv_cache import CacheShape
 from strop.generation.torch.paged.page_attention import PagedDecodePlan, make_layout
 from strop.generation.torch.paged.paged_cache import PAGE_SIZES, PagedCache, PagedSequence, choose_page
 from strop.generation.torch.paged.prefix_tree import PrefixNode
-from strop.models.attention import AttentionSpec, causal_mask, masked_attention
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.plain_attention import causal_mask, masked_attention
 
 PAGE = 4
 
@@ -194,7 +195,7 @@ def test_attention_over_pages_is_attention_over_the_sequence(
         plan = PagedDecodePlan(cache, make_layout(cache, running, widths), pages, positions, int(positions.max()) + 1)
         query = torch.randn(len(where), 3 * heads, size, dtype=dtype)
         key, value = (torch.randn(len(where), heads, size, dtype=dtype) for _ in range(2))
-        spec = AttentionSpec(0, 0.3, window, softcap)
+        spec = AttentionSpec(0, 0.3, window, softcap, torch.randn(3 * heads, dtype=dtype) if seed % 4 == 1 else None)
         found = plan.attend(query, key, value, spec)
         first = 0
         for sequence, length, width in zip(running, lengths, widths, strict=True):

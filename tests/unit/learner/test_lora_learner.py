@@ -197,11 +197,13 @@ def test_grpo_steps_raise_the_probability_of_what_was_rewarded_and_kl_holds_them
 
 
 def test_a_supervised_run_overfits_a_few_examples() -> None:
-    learner = make_learner(optimizer_kwargs={"lr": 3e-2}, max_grad_norm=None)
+    learner = make_learner(optimizer_kwargs={"lr": 1e-2}, max_grad_norm=None)
     batch = pack_for(simple_groups((4, (5,)), (6, (7,)), (3, (4,))), SFT())
     losses = [train(learner, batch, SFT().loss)["loss"] for _ in range(80)]
     assert losses[0] > 4.0
-    assert losses[-1] < 0.3, "0.23 is what a frozen base of this size lets the adapters reach"
+    assert losses[-1] < 0.25, (
+        "0.23 is what a frozen base of this size lets the adapters reach; at larger rates the last loss depends on rounding"
+    )
 
 
 def test_a_supervised_run_learns_under_adapter_dropout_and_is_measured_without_it() -> None:

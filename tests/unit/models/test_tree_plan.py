@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.models.attention import AttentionSpec, TreePlan, masked_attention
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.plain_attention import masked_attention
+from strop.models.attention.tree_plan import TreePlan
 
 
 def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, seen: torch.Tensor) -> torch.Tensor:

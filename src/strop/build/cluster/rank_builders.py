@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from strop.config import TrainingRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.distributed.workers.learner_worker import RankModels, RankPolicy, RankWeights
 from strop.sampling import Sampling
-from strop.weight_sync.exporter import BlockingExporter
+from strop.weight_sync.exporter import BlockingExporter, SenderRole
 from strop.weight_sync.transports.choose import EngineLocations, make_sender_factory
 
 
@@ -53,11 +53,14 @@ def make_rank_exporter(
     adapters: bool,
     engines: EngineLocations,
     folder: Path,
+    senders: Mapping[int, str],
 ) -> BlockingExporter:
     """Make this rank's part of the exporter. Raises ValueError for a transport that cannot work.
 
-    ``engines``: as seen from rank 0. ``folder``: for transports that use files.
+    ``engines``: as seen from rank 0. ``folder``: for transports that use files. ``senders``: the ranks that send weights, and the
+    addresses of their machines.
     """
+    engines = replace(engines, host=senders.get(rank, engines.host))
     generation = config.generation
     precision = generation.vllm_cfg.precision if generation.uses_vllm else config.weights_dtype
     return BlockingExporter(
@@ -66,5 +69,5 @@ def make_rank_exporter(
         dtype=PRECISIONS[precision],
         keep_snapshot=keep_snapshot,
         adapters=weights.adapter_source() if adapters else None,
-        is_sender=rank == 0,
+        role=SenderRole(rank, tuple(senders)),
     )

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from strop.algorithms.base import Algorithm
 from strop.build.cluster.engine_builders import build_torch_engine
 from strop.build.cluster.rank_builders import choose_rank_builders, make_rank_exporter
@@ -23,7 +25,7 @@ from strop.distributed.base import ActorOptions, Cluster, RemoteActor, spread_ov
 from strop.distributed.placement import DevicePlan, DeviceSlot, make_thread_env, plan_devices
 from strop.distributed.restartable_actor import RestartableActor
 from strop.distributed.workers.environment_process import spawn_environments
-from strop.distributed.workers.learner_worker import LearnerWorker, PolicyInfo
+from strop.distributed.workers.learner_worker import LearnerWorker, PolicyInfo, RankTarget
 from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter, RemoteLearner, RemoteMemory
 from strop.distributed.workers.teacher_worker import spawn_teachers
@@ -36,7 +38,7 @@ from strop.models.chat_template import ChatTemplate
 from strop.models.loading import load_tokenizer
 from strop.monitoring.trackers.base import Tracker
 from strop.sampling import Sampling
-from strop.weight_sync.transports.choose import EngineLocations
+from strop.weight_sync.transports.choose import EngineLocations, choose_senders
 
 COLLECTIVE_TIMEOUT = 1800.0  # seconds that a rank waits in a collective; the death of a rank is detected immediately
 
@@ -68,6 +70,7 @@ class RayBackend:
         self._sampling = sampling
         build = partial(choose_rank_builders(self.config).build_models, algorithm, sampling, total_steps)
         names = (await self.group.call_all("build_models", build))[0]
+        self._share_requests = await self.group.call_all("share_requests")
         return {name: RemoteLearner(self._caller(name)) for name in names}
 
     def make_reference(self) -> ScorerClient:
@@ -104,8 +107,10 @@ class RayBackend:
             options[key] = spread_over_nodes(names, self.cluster.num_nodes, role, threads, num_gpus=gpus, first=first)
         return options
 
-    def _caller(self, name: str | tuple[str, str]) -> RankCaller:
-        return RankCaller(name, self.group, self.cluster)
+    def _caller(self, name: RankTarget) -> RankCaller:
+        of_ranks = [requests[name] for requests in self._share_requests]
+        by_method = {method: [requests[method] for requests in of_ranks] for method in of_ranks[0]}
+        return RankCaller(name, self.group, self.cluster, by_method)
 
     async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
         assert isinstance(self.config, RolloutRunConfig)
@@ -116,18 +121,25 @@ class RayBackend:
         await self.group.call_one(
             0, "call_with_policy", partial(choose_rank_builders(self.config).write_model_folder, folder=folder)
         )
+        locations = EngineLocations(
+            count=len(slots),
+            colocated=options.colocated.enabled,
+            same_machine=self.device_plan.on_one_machine,
+            host=self.group.actors[0].address,
+        )
+        hosts = [actor.address for actor in self.group.actors]
+        device = torch.device("cpu" if self.policy_info.on_cpu else "cuda")
+        senders = choose_senders(options.weight_sync, device, locations, hosts)
+        if len(senders) > 1:
+            spec.note(f"weights: ranks {', '.join(map(str, senders))} of {len(hosts)} send them, each its part of the tensors")
         make_exporter = partial(
             make_rank_exporter,
             self.config.policy,
             keep_snapshot=spec.max_staleness > 0,
             adapters=adapters,
-            engines=EngineLocations(
-                count=len(slots),
-                colocated=options.colocated.enabled,
-                same_machine=self.device_plan.on_one_machine,
-                host=self.group.actors[0].address,
-            ),
+            engines=locations,
             folder=(spec.output_folder / "weights").resolve(),
+            senders={rank: hosts[rank] for rank in senders},
         )
         await self.group.call_all("open_export", make_exporter)
         make = self._make_vllm_engine if uses_vllm else self._make_torch_engine
@@ -135,7 +147,7 @@ class RayBackend:
         offloads = offloads_learner(self.config, on_cpu=self.policy_info.on_cpu, shares_module=False)
         return pool_engines(
             engines,
-            RemoteExporter(self.group),
+            RemoteExporter(self.group, senders),
             self.bundle,
             self.config.policy,
             spec,

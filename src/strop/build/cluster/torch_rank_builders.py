@@ -31,11 +31,11 @@ from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, 
 from strop.distributed.workers.learner_worker import RankColumns, RankModels
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
+from strop.learner.parallel.export.sharded_export import ShardedWeights
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.pipeline.pipelined import parallelize_stages
 from strop.learner.parallel.rank_zero_loading import RankZeroLoader
 from strop.learner.parallel.sharded import Sharded, parallelize_head, parallelize_network
-from strop.learner.parallel.sharded_export import ShardedWeights
 from strop.learner.parallel.tensor_plan import load_tensor_plan
 from strop.learner.torch.scorer import NetworkScorer, copy_frozen, without_adapters
 from strop.models.adapters import lora_layers

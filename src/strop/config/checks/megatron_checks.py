@@ -75,6 +75,10 @@ def warn_torch_keys(config: TrainingRunConfig) -> Problems:
         unused += [f"{key}.scheduler"] if model.scheduler is not None else []
         for name in unused:
             yield Problem(name, f"it has no effect: {key}.megatron_cfg says it where Megatron Core trains")
+        if model.attention_kernel != "auto":
+            yield Problem(
+                f"{key}.attention_kernel", "it has no effect: Megatron Core's layers attend with the kernel that auto chooses"
+            )
 
 
 ERROR_CHECKS = (check_megatron_installed, check_one_learner, check_megatron_models, check_megatron_ranks, check_critic_network)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strop.data.splitting import SubBatch, select_rollouts
+from strop.data.rollout_selector import SubBatch
+from strop.data.splitting import select_rollouts
 from strop.types import Batch
 
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import LossFn
+from strop.data.shares.batch_share import BatchShare
+from strop.data.shares.split_rule import ShareRequest
 from strop.distributed.rendezvous import serve_store
 from strop.distributed.workers.column_shards import ColumnShard
 from strop.learner.parallel.micro_batch import MicroBatchOutputs
@@ -29,6 +31,9 @@ from strop.weight_sync.exporter import AdapterSource, BlockingExporter, Fingerpr
 from strop.weight_sync.weight_source import Weight
 
 dist: Any = torch.distributed
+
+RankTarget = str | tuple[str, str]
+"""The name of a learner or scorer, or (teacher, column) of a column source."""
 
 
 class RankPolicy(Protocol):
@@ -54,7 +59,11 @@ class RankPolicy(Protocol):
 class RankScorer(Protocol):
     """A network that scores this rank's part of a batch."""
 
-    def score_local(self, batch: Batch) -> MicroBatchOutputs: ...
+    def share_requests(self) -> Mapping[str, ShareRequest]:
+        """Return, for each pass over a batch (``score``, ...), which share this rank reads."""
+        ...
+
+    def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs: ...
 
 
 class StagedState(Protocol):
@@ -66,9 +75,9 @@ class StagedState(Protocol):
 class RankLearner(RankScorer, Protocol):
     """A learner's part on this rank. All ranks make the same calls in the same order."""
 
-    def forward_backward_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs: ...
+    def forward_backward_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs: ...
 
-    def evaluate_loss_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs: ...
+    def evaluate_loss_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs: ...
 
     def step(self) -> Metrics: ...
 
@@ -99,7 +108,9 @@ class RankWeights(Protocol):
 class RankColumns(Protocol):
     """Columns for this rank's part of a batch."""
 
-    def columns_local(self, batch: Batch) -> Sequence[tuple[Tensor, Mapping[str, Tensor]]]: ...
+    def share_requests(self) -> Mapping[str, ShareRequest]: ...
+
+    def columns_local(self, batch: Batch | BatchShare) -> Sequence[tuple[Tensor, Mapping[str, Tensor]]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,22 +186,32 @@ class LearnerWorker:
         self.models = build(self.policy, self.device, self.world)
         return list(self.models.learners)
 
+    def share_requests(self) -> dict[RankTarget, dict[str, ShareRequest]]:
+        """Return which share of a batch this rank reads in each pass of each of its models: by name, then by the method called."""
+        models = self.models
+        requests: dict[RankTarget, dict[str, ShareRequest]] = {}
+        for name, scorer in (*models.scorers.items(), *models.learners.items()):
+            requests[name] = dict(scorer.share_requests())
+        for column, source in models.columns.items():
+            requests[column] = dict(source.share_requests())
+        return requests
+
     def call_with_policy(self, function: Callable[[RankPolicy], Any]) -> None:
         """Call a function of the driver with the policy, such as one that writes its tokenizer and configuration."""
         function(self.policy)
 
     # --- training ---------------------------------------------------------------------------------------------------------
 
-    def score(self, name: str, batch: Batch) -> MicroBatchOutputs:
+    def score(self, name: str, batch: Batch | BatchShare) -> MicroBatchOutputs:
         scorer: RankScorer = self.models.learners[name] if name in self.models.learners else self.models.scorers[name]
         with self._count_busy_seconds():
             return scorer.score_local(batch)
 
-    def forward_backward(self, name: str, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
+    def forward_backward(self, name: str, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
         with self._count_busy_seconds():
             return self.models.learners[name].forward_backward_local(batch, loss)
 
-    def evaluate_loss(self, name: str, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
+    def evaluate_loss(self, name: str, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
         with self._count_busy_seconds():
             return self.models.learners[name].evaluate_loss_local(batch, loss)
 
@@ -208,7 +229,7 @@ class LearnerWorker:
         """Return the seconds that this rank has spent in scoring and training since its start."""
         return self.busy_seconds
 
-    def columns(self, name: tuple[str, str], batch: Batch) -> list[ColumnShard]:
+    def columns(self, name: tuple[str, str], batch: Batch | BatchShare) -> list[ColumnShard]:
         """Compute columns for this rank's micro-batches, as the teacher's own parallelism cuts them."""
         with self._count_busy_seconds():
             return [ColumnShard(index, columns) for index, columns in self.models.columns[name].columns_local(batch)]

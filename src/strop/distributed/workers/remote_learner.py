@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from strop.data.shares.divide_batch import divide_batch
+from strop.data.shares.split_rule import ShareRequest
 from strop.distributed.actor_group import ActorGroup
 from strop.distributed.base import Cluster
 from strop.distributed.workers.column_shards import merge_columns
+from strop.distributed.workers.learner_worker import RankTarget
 from strop.learner.base import WeightSource
 from strop.learner.client import LearnerClient
 from strop.learner.parallel.micro_batch import assemble_outputs, assemble_result
 from strop.types import Batch
 from strop.weight_sync.base import ChannelAddress, TransportError
 from strop.weight_sync.exporter import Fingerprints, SentAdapters, TransferContent, TransferPlan
+from strop.weight_sync.transports.split_channel import SplitAddress
 
 
 @dataclass(frozen=True)
 class RankCaller:
     """Calls a learner, a scorer or a column source on every rank, and combines what the ranks return.
 
-    Batches are passed by reference, so that each node reads them once.
+    A batch is divided before it travels: each rank is sent the share that it reads. Shares are passed by reference, so that ranks that
+    read the same micro-batches are sent one copy, and a node reads it once.
     """
 
-    name: str | tuple[str, str]  # of a learner or scorer; (teacher, column) of a column source
+    name: RankTarget
     group: ActorGroup
     cluster: Cluster
+    requests: Mapping[str, Sequence[ShareRequest]]  # of each rank, by the method that reads a batch
 
     async def call(self, method: str, *arguments: Any) -> Any:
         sent = arguments[:1] if method == "columns" else arguments  # the groups of a batch stay with the driver
-        shared = [self.cluster.put(each) if isinstance(each, Batch) else each for each in sent]
-        results = await self.group.call_all(method, self.name, *shared)
+        of_ranks = [self._put_shares(method, each) if isinstance(each, Batch) else None for each in sent]
+        results = await self.group.call_each(
+            method,
+            [
+                (self.name, *(each if shares is None else shares[rank] for each, shares in zip(sent, of_ranks, strict=True)))
+                for rank in range(len(self.group.actors))
+            ],
+        )
         match method, *arguments:
             case "score", Batch() as batch:
                 return assemble_outputs(results, len(batch.target))
@@ -41,6 +55,14 @@ class RankCaller:
                 return merge_columns([shard for shards in results for shard in shards], len(batch.target))
             case _:
                 return results[0]
+
+    def _put_shares(self, method: str, batch: Batch) -> list[Any]:
+        """Divide a batch and store each share once. Return a reference to the share of each rank."""
+        requests = self.requests[method]
+        if not requests[0].routes:
+            batch = replace(batch, routes=None)
+        stored = [self.cluster.put(share) for share in divide_batch(batch, requests[0].rule)]
+        return [stored[request.number] for request in requests]
 
     def call_sync(self, method: str, *arguments: Any) -> Any:
         resolved = [each.resolve() if isinstance(each, Path) else each for each in arguments]  # ranks have other working folders
@@ -89,29 +111,35 @@ class RemoteMemory:
 
 
 class RemoteExporter:
-    """The learner's side of a publish. Rank 0 sends; the other ranks take part in gathering the weights."""
+    """The learner's side of a publish. Some ranks send, each its part of the tensors; all take part in gathering them."""
 
-    def __init__(self, group: ActorGroup) -> None:
+    def __init__(self, group: ActorGroup, senders: Sequence[int] = (0,)) -> None:
+        """``senders``: the ranks that send, in the order that tensors are dealt to them."""
         self.group = group
+        self.senders = tuple(senders)
 
     async def prepare(self, content: TransferContent) -> TransferPlan:
         plan: TransferPlan = (await self.group.call_all("prepare_export", content))[0]
         return plan
 
     async def open(self, receivers: int) -> ChannelAddress:
-        address: ChannelAddress = await self.group.call_one(0, "open_sender", receivers)
-        return address
+        addresses: list[ChannelAddress] = [await self.group.call_one(rank, "open_sender", receivers) for rank in self.senders]
+        return addresses[0] if len(addresses) == 1 else SplitAddress(tuple(addresses))
 
     async def send(self, *, read_back: bool) -> Fingerprints:
-        result = (await self.group.call_all("send", read_back))[0]
-        if isinstance(result, TransportError):
-            raise result
-        fingerprints: Fingerprints = result
-        return fingerprints
+        results: list[Fingerprints | TransportError] = await self.group.call_all("send", read_back)
+        sent: dict[str, int] = {}
+        to_read_back: dict[str, int] = {}
+        for result in results:
+            if isinstance(result, TransportError):
+                raise result
+            sent |= result.sent
+            to_read_back |= result.read_back
+        return Fingerprints(sent, to_read_back)
 
     async def export_adapters(self, *, resend: bool) -> SentAdapters:
         adapters: SentAdapters = (await self.group.call_all("export_adapters", resend))[0]
         return adapters
 
     async def close(self) -> None:
-        await self.group.call_one(0, "close_export", urgent=True)
+        await asyncio.gather(*(self.group.call_one(rank, "close_export", urgent=True) for rank in self.senders))

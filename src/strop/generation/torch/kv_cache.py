@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strop.models.attention import AttentionSpec, causal_mask, masked_attention
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.plain_attention import causal_mask, masked_attention
 from strop.models.routing.routes import RecordedRoutes, RoutedLayers
 
 

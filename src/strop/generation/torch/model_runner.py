@@ -14,7 +14,7 @@ from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.kv_cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
-from strop.models.attention import AttentionPlan, AttentionSpec
+from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
 from strop.models.network import Network
 from strop.models.routing.routes import RecordedRoutes
 

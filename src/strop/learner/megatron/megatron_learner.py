@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
+from strop.data.shares.batch_share import BatchShare, count_tokens
+from strop.data.shares.split_rule import ShareRequest
 from strop.learner.megatron.checkpoint.learner_checkpoint import load_learner, snapshot_learner
 from strop.learner.megatron.checkpoint.megatron_snapshot import MegatronSnapshot
 from strop.learner.megatron.megatron_network import MegatronNetwork
@@ -101,20 +104,32 @@ class MegatronLearner:
 
     # --- passes -----------------------------------------------------------------------------------------------------------
 
-    def score_local(self, batch: Batch) -> MicroBatchOutputs:
+    def share_requests(self) -> dict[str, ShareRequest]:
+        """Return, for each pass over a batch, which share this rank reads."""
+        batching, whole = self.config.batching, self.whole_groups
+        request = partial(self.network.share_request, routes=True)
+        return {
+            "score": request(batching.logprob_mb_tokens),
+            "forward_backward": request(batching.train_mb_tokens, whole_groups=whole),
+            "evaluate_loss": request(batching.logprob_mb_tokens, whole_groups=whole),
+        }
+
+    def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
         """Score this rank's micro-batches."""
         with self.weight_offload.on_device():  # a canary asks while the learner is offloaded
             tokens = self.config.batching.logprob_mb_tokens
             return MegatronScorer(self.network, self.sampling, tokens, replays=True).score_local(batch)
 
-    def forward_backward_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
+    def forward_backward_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
         """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""
         return self._run_micro_batches(batch, loss, self.config.batching.train_mb_tokens, backward=True)
 
-    def evaluate_loss_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
+    def evaluate_loss_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
         return self._run_micro_batches(batch, loss, self.config.batching.logprob_mb_tokens, backward=False)
 
-    def _run_micro_batches(self, batch: Batch, loss: LossFn, token_budget: int, *, backward: bool) -> MicroBatchOutputs:
+    def _run_micro_batches(
+        self, batch: Batch | BatchShare, loss: LossFn, token_budget: int, *, backward: bool
+    ) -> MicroBatchOutputs:
         micro_batches, balance = self.network.split_batch(batch, token_budget, whole_groups=self.whole_groups)
         trained = [each for each in micro_batches if backward and (self.routers_learn or not each.zero_gradient)]
         scale = self._scale_loss(batch) if trained else 1.0
@@ -145,7 +160,7 @@ class MegatronLearner:
             metrics.merge(disagreement, router_losses, *measured, *(logged for _, _, logged in real)),
         )
 
-    def _scale_loss(self, batch: Batch) -> float:
+    def _scale_loss(self, batch: Batch | BatchShare) -> float:
         """Set the scale of the gradients, and return the factor that the loss is multiplied with before it.
 
         Megatron Core weighs the auxiliary losses of its routers by the tokens of a micro-batch and divides all gradients by the tokens of
@@ -153,7 +168,7 @@ class MegatronLearner:
         Where ranks share the tokens of a micro-batch, it weighs by those of a rank, so that the divisor is a rank's share too.
         """
         sharing = self.layout.dims.tensor * self.layout.dims.context
-        tokens = len(batch.tokens) / sharing if self.router_losses.names else 1
+        tokens = count_tokens(batch) / sharing if self.router_losses.names else 1
         self.transformer.grad_scale_func = (lambda loss: loss / tokens) if tokens != 1 else None
         return float(tokens)
 

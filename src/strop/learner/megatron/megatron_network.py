@@ -10,8 +10,10 @@ from megatron.core.fp8_utils import get_fp8_align_size
 from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES, SQUARED_PROBS, Outputs, ValueOutputs
-from strop.data.balance import partition_batch
-from strop.data.splitting import select_rollouts
+from strop.data.rollout_selector import SubBatch
+from strop.data.shares.batch_share import BatchShare
+from strop.data.shares.divide_batch import take_share
+from strop.data.shares.split_rule import ShareRequest, SplitRule
 from strop.learner.megatron.adapters.stage_adapters import StageAdapters
 from strop.learner.megatron.layout import MegatronLayout
 from strop.learner.megatron.models.gpt_stage import GptStage
@@ -21,7 +23,7 @@ from strop.learner.megatron.passes.row_sharding import RowSharding
 from strop.learner.megatron.passes.schedule import Finish, run_schedule
 from strop.learner.megatron.passes.vocab_parallel import VocabParallelHead, vocab_parallel_logprobs
 from strop.learner.parallel.micro_batch import MicroBatch
-from strop.models.heads import make_lm_head
+from strop.models.logprobs.lm_head import make_lm_head
 from strop.models.routing.routes import ReplayedRoutes, RoutedLayers
 from strop.models.value_network import apply_score_layer
 from strop.sampling import KEPT_TOKENS, Sampling
@@ -69,21 +71,31 @@ class MegatronNetwork:
             for name, parameter in stage.named_parameters():
                 yield f"{index}.{name}", parameter
 
-    def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[list[MicroBatch], float]:
+    def share_request(self, token_budget: int, *, whole_groups: bool = False, routes: bool = False) -> ShareRequest:
+        """Return which share of a batch this rank reads in micro-batches of ``token_budget``."""
+        dims = self.layout.dims
+        rule = SplitRule(ranks=dims.data, token_budget=token_budget, whole_groups=whole_groups, fills_up=dims.virtual > 1)
+        return ShareRequest(rule=rule, number=self.layout.data_rank, routes=routes)
+
+    def split_batch(
+        self, batch: Batch | BatchShare, token_budget: int, *, whole_groups: bool = False
+    ) -> tuple[list[MicroBatch], float]:
         """Return this rank's micro-batches, equally many of each kind on every rank, and the fullest rank's tokens over the mean.
 
         The interleaved schedule takes a multiple of the stages, which dummies fill up.
         """
-        partition = partition_batch(batch, self.layout.dims.data, token_budget, whole_groups=whole_groups)
-        plan = partition.ranks[self.layout.data_rank]
+        request = self.share_request(token_budget, whole_groups=whole_groups)
+        share = take_share(batch, request.rule, request.number)
+        cut = list(share.micro_batches())
         micro_batches = []
-        for parts, zero_gradient in ((plan.trained, False), (plan.forward_only, True)):
+        for kind in (False, True):
+            parts = [part for part, zero_gradient in cut if zero_gradient == kind]
             missing = -len(parts) % self.layout.dims.pipeline if self.layout.dims.virtual > 1 else 0
             micro_batches += [
-                MicroBatch(select_rollouts(batch, part or (partition.dummy_sequence,)), zero_gradient, dummy=not part)
-                for part in (*parts, *[()] * missing)
+                MicroBatch(_read_dummy(share) if part is None else part, kind, dummy=part is None)
+                for part in (*parts, *[None] * missing)
             ]
-        return micro_batches, partition.max_over_mean
+        return micro_batches, share.max_over_mean
 
     def run(self, micro_batches: Sequence[MicroBatch], finish: Finish, *, backward: bool = False) -> list[Any]:
         """Read micro-batches; return the results of ``finish`` in their order, on ranks of the last stage.
@@ -168,3 +180,8 @@ class MegatronNetwork:
                 config = getattr(chunk, "ddp_config", None)
                 if config is not None and config.use_distributed_optimizer and config.overlap_param_gather:
                     chunk.start_param_sync(force_sync=True)
+
+
+def _read_dummy(share: BatchShare) -> SubBatch:
+    dummy = share.require_dummy()
+    return SubBatch(dummy, torch.arange(len(dummy.target)))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from strop.data.shares.batch_share import BatchShare, without_routes
+from strop.data.shares.split_rule import ShareRequest
 from strop.learner.megatron.megatron_network import MegatronNetwork
 from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, OutputsT, detach_to_cpu
 from strop.learner.torch.top_tokens import TopTokens, find_top_tokens
@@ -29,7 +31,11 @@ class MegatronScorer:
         False  # the experts recorded in rollouts, as the policy does; a reference is another one, with a routing of its own
     )
 
-    def score_local(self, batch: Batch) -> MicroBatchOutputs:
+    def share_requests(self) -> dict[str, ShareRequest]:
+        """Return which share of a batch this rank reads."""
+        return {"score": self.network.share_request(self.score_tokens, routes=self.replays)}
+
+    def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
         """Score this rank's micro-batches."""
         return MicroBatchOutputs(self.read_local(batch, lambda hidden, part: self.network.outputs(hidden, part, self.sampling)))
 
@@ -38,7 +44,7 @@ class MegatronScorer:
         """Size of the output layer."""
         return self.network.vocab_size
 
-    def top_tokens_local(self, batch: Batch, count: int, vocabulary: int) -> tuple[tuple[Tensor, TopTokens], ...]:
+    def top_tokens_local(self, batch: Batch | BatchShare, count: int, vocabulary: int) -> tuple[tuple[Tensor, TopTokens], ...]:
         """Return the ``count`` most likely of the first ``vocabulary`` token ids at this rank's places [n] in the batch's N."""
 
         def compute(hidden: Tensor, part: Batch) -> TopTokens:
@@ -50,7 +56,9 @@ class MegatronScorer:
 
         return self.read_local(batch, compute)
 
-    def read_local(self, batch: Batch, compute: Callable[[Tensor, Batch], OutputsT]) -> tuple[tuple[Tensor, OutputsT], ...]:
+    def read_local(
+        self, batch: Batch | BatchShare, compute: Callable[[Tensor, Batch], OutputsT]
+    ) -> tuple[tuple[Tensor, OutputsT], ...]:
         """Return what ``compute(hidden states of the last stage, micro-batch)`` returns for each of this rank's micro-batches, with its
         places [n] in the batch's N; nothing on ranks that do not lead."""
 
@@ -61,7 +69,7 @@ class MegatronScorer:
             )
 
         if not self.replays:
-            batch = replace(batch, routes=None)
+            batch = without_routes(batch)
         with self.context():
             micro_batches, _ = self.network.split_batch(batch, self.score_tokens)
             halves = ([each for each in micro_batches if each.zero_gradient == kind] for kind in (False, True))

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from strop.learner.parallel.collectives import all_gather, all_to_all, copy_to_ranks, join_rows
 from strop.learner.parallel.micro_batch import tensor_fields
 from strop.learner.parallel.parallel_dims import DeviceMeshes
-from strop.models.attention import AttentionPlan, AttentionSpec
+from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
 from strop.models.network import OutputsT
 
 dist: Any = torch.distributed

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strop import metrics
 from strop.algorithms.base import Outputs
-from strop.data.splitting import SubBatch, select_rollouts
+from strop.data.rollout_selector import SubBatch
 from strop.learner.base import BackwardResult
 from strop.metrics import Metrics
 from strop.types import Batch
@@ -40,9 +40,9 @@ LocalOutputs = tuple[tuple[Tensor, OutputsT], ...]
 """Outputs [n] of this rank's micro-batches, with their index [n] into the batch's N."""
 
 
-def make_dummy(batch: Batch, sequence: int, *, zero_gradient: bool) -> MicroBatch:
-    """Return a dummy with one rollout of a batch. It has no recorded experts, which would be counted."""
-    return MicroBatch(select_rollouts(replace(batch, routes=None), (sequence,)), zero_gradient, dummy=True)
+def make_dummy(batch: Batch, *, zero_gradient: bool) -> MicroBatch:
+    """Return a dummy that reads ``batch``, one rollout. It has no recorded experts, which would be counted."""
+    return MicroBatch(SubBatch(replace(batch, routes=None), torch.arange(len(batch.target))), zero_gradient, dummy=True)
 
 
 def run_in_turn(

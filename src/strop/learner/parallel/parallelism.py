@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strop.algorithms.base import Outputs
+from strop.data.shares.batch_share import BatchShare
+from strop.data.shares.split_rule import ShareRequest
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
@@ -54,8 +56,14 @@ class Parallelism(Protocol):
         """Yield every tensor that refers to the memory of this rank's weights."""
         ...
 
-    def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
-        """Return this rank's micro-batches, equally many on every rank, and metrics of the split."""
+    def share_request(self, token_budget: int, *, whole_groups: bool = False, routes: bool = False) -> ShareRequest:
+        """Return which share of a batch this rank reads in micro-batches of ``token_budget``."""
+        ...
+
+    def split_batch(
+        self, batch: Batch | BatchShare, token_budget: int, *, whole_groups: bool = False
+    ) -> tuple[Sequence[MicroBatch], Metrics]:
+        """Return this rank's micro-batches of a batch, or of its share of one: equally many on every rank; and metrics of the split."""
         ...
 
     def run_passes(

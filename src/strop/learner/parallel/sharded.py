@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from strop import metrics
-from strop.data.balance import partition_batch
-from strop.data.splitting import select_rollouts
+from strop.data.shares.batch_share import BatchShare
+from strop.data.shares.divide_batch import take_share
+from strop.data.shares.split_rule import ShareRequest, SplitRule
 from strop.learner.parallel import sharded_checkpoint
 from strop.learner.parallel.context_parallel import SampleSharding, check_heads
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, make_dummy, run_in_turn, tensor_fields
@@ -299,18 +300,26 @@ class Sharded:
             if isinstance(module, FSDPModule):
                 yield from _gathered_from(module)
 
-    def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
+    def share_request(self, token_budget: int, *, whole_groups: bool = False, routes: bool = False) -> ShareRequest:
         padded = not self.network.packed
-        partition = partition_batch(batch, self.meshes.dims.data, token_budget, padded=padded, whole_groups=whole_groups)
-        plan = partition.ranks[self.meshes.data_rank]
+        rule = SplitRule(ranks=self.meshes.dims.data, token_budget=token_budget, padded=padded, whole_groups=whole_groups)
+        rule = replace(rule, fills_up=self.meshes.dims.pipeline > 1)
+        return ShareRequest(rule=rule, number=self.meshes.data_rank, routes=routes)
+
+    def take_share(self, batch: Batch | BatchShare, token_budget: int, *, whole_groups: bool = False) -> BatchShare:
+        """Return this rank's share of a batch, or the share that it was sent. Raises ValueError for that of another rank."""
+        request = self.share_request(token_budget, whole_groups=whole_groups)
+        return take_share(batch, request.rule, request.number)
+
+    def split_batch(
+        self, batch: Batch | BatchShare, token_budget: int, *, whole_groups: bool = False
+    ) -> tuple[Sequence[MicroBatch], Metrics]:
+        share = self.take_share(batch, token_budget, whole_groups=whole_groups)
         micro_batches = [
-            MicroBatch(select_rollouts(batch, part), zero_gradient)
-            if part
-            else make_dummy(batch, partition.dummy_sequence, zero_gradient=zero_gradient)
-            for parts, zero_gradient in ((plan.trained, False), (plan.forward_only, True))
-            for part in parts
+            make_dummy(share.require_dummy(), zero_gradient=zero_gradient) if part is None else MicroBatch(part, zero_gradient)
+            for part, zero_gradient in share.micro_batches()
         ]
-        return micro_batches, {"tokens_per_rank_max_over_mean": metrics.mean(partition.max_over_mean, 1)}
+        return micro_batches, {"tokens_per_rank_max_over_mean": metrics.mean(share.max_over_mean, 1)}
 
     def run_passes(
         self,

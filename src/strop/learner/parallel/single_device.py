@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strop.data.shares.batch_share import BatchShare, require_whole
+from strop.data.shares.split_rule import ShareRequest
 from strop.data.splitting import split_micro_batches
 from strop.learner.parallel import sharded_checkpoint
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, run_in_turn
@@ -49,8 +51,14 @@ class SingleDevice:
     def weight_tensors(self) -> Iterator[Tensor]:
         yield from self.network.model.parameters()
 
-    def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
-        parts = split_micro_batches(batch, token_budget, padded=not self.network.packed, whole_groups=whole_groups)
+    def share_request(self, token_budget: int, *, whole_groups: bool = False, routes: bool = False) -> ShareRequest:
+        raise TypeError("a network on a single device reads whole batches; send it those")
+
+    def split_batch(
+        self, batch: Batch | BatchShare, token_budget: int, *, whole_groups: bool = False
+    ) -> tuple[Sequence[MicroBatch], Metrics]:
+        whole = require_whole(batch)
+        parts = split_micro_batches(whole, token_budget, padded=not self.network.packed, whole_groups=whole_groups)
         flags = (part.batch.zero_gradient for part in parts)
         return [MicroBatch(part, flag is not None and bool(flag.all())) for part, flag in zip(parts, flags, strict=True)], {}
 

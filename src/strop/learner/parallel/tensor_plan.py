@@ -18,7 +18,7 @@ from torch import nn
 
 from strop.learner.parallel.expert_parallel import check_experts, find_experts
 from strop.learner.parallel.parallel_dims import ParallelDims
-from strop.models.attention import mixes_tokens
+from strop.models.attention.attention_interface import mixes_tokens
 
 TensorPlan = Mapping[str, str]  # pattern -> style; * matches one part of a name
 PLAN_KEY = "policy.dtensor_cfg.custom_parallel_plan"

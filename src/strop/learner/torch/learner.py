@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
+from strop.data.shares.batch_share import BatchShare
+from strop.data.shares.split_rule import ShareRequest
 from strop.learner.base import BackwardResult
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.micro_batch import (
@@ -127,12 +130,22 @@ class TorchLearner:
     def evaluate_loss(self, batch: Batch, loss: LossFn) -> BackwardResult:
         return assemble_result([self.evaluate_loss_local(batch, loss)], len(batch.target))
 
-    def score_local(self, batch: Batch) -> MicroBatchOutputs:
+    def share_requests(self) -> dict[str, ShareRequest]:
+        """Return, for each pass over a batch, which share this rank reads."""
+        batching, whole = self.config.batching, self.whole_groups
+        request = partial(self.parallelism.share_request, routes=True)
+        return {
+            "score": request(batching.logprob_mb_tokens),
+            "forward_backward": request(batching.train_mb_tokens, whole_groups=whole),
+            "evaluate_loss": request(batching.logprob_mb_tokens, whole_groups=whole),
+        }
+
+    def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
         """Score this rank's micro-batches: the full batch on a single device."""
         with self.weight_offload.on_device():  # a canary asks while the learner is offloaded
             return score_local(self.parallelism, batch, self.sampling, self.config.batching.logprob_mb_tokens)
 
-    def forward_backward_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
+    def forward_backward_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
         """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""
         result = self._run_micro_batches(batch, loss, self.config.batching.train_mb_tokens, backward=True)
         if all(parameter.grad is None for parameter in self.parameters):
@@ -140,10 +153,12 @@ class TorchLearner:
                 parameter.grad = torch.zeros_like(parameter)
         return result
 
-    def evaluate_loss_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
+    def evaluate_loss_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
         return self._run_micro_batches(batch, loss, self.config.batching.logprob_mb_tokens, backward=False)
 
-    def _run_micro_batches(self, batch: Batch, loss: LossFn, token_budget: int, *, backward: bool) -> MicroBatchOutputs:
+    def _run_micro_batches(
+        self, batch: Batch | BatchShare, loss: LossFn, token_budget: int, *, backward: bool
+    ) -> MicroBatchOutputs:
         micro_batches, balance = self.parallelism.split_batch(batch, token_budget, whole_groups=self.whole_groups)
         logged: list[Metrics] = [balance] if backward else []
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from strop.algorithms.base import Outputs
+from strop.data.shares.batch_share import BatchShare, without_routes
+from strop.data.shares.split_rule import ShareRequest
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatchOutputs, OutputsT, assemble_outputs
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
@@ -52,7 +54,12 @@ class NetworkScorer:
     def score(self, batch: Batch) -> Outputs:
         return assemble_outputs([self.score_local(batch)], len(batch.target))
 
-    def score_local(self, batch: Batch) -> MicroBatchOutputs:
+    def share_requests(self) -> dict[str, ShareRequest]:
+        """Return which share of a batch this rank reads, if it is one of several."""
+        parallelism = self.parallelism or SingleDevice(self.network)
+        return {"score": parallelism.share_request(self.score_tokens)}
+
+    def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
         """Score this rank's micro-batches: with several ranks, a part of the result of ``score``."""
         return MicroBatchOutputs(self.read_local(batch, lambda part: self.network.outputs(part, self.sampling)))
 
@@ -62,20 +69,20 @@ class NetworkScorer:
         assert isinstance(self.network, Network)
         return int(self.network.head.weight.shape[0])
 
-    def top_tokens_local(self, batch: Batch, count: int, vocabulary: int) -> LocalOutputs[TopTokens]:
+    def top_tokens_local(self, batch: Batch | BatchShare, count: int, vocabulary: int) -> LocalOutputs[TopTokens]:
         """Return the ``count`` most likely of the first ``vocabulary`` token ids at this rank's places [n] in the batch's N."""
         network, sampling = self.network, self.sampling
         assert isinstance(network, Network)
         return self.read_local(batch, lambda part: compute_top_tokens(network, part, sampling, count, vocabulary))
 
-    def read_local(self, batch: Batch, compute: Callable[[Batch], OutputsT]) -> LocalOutputs[OutputsT]:
+    def read_local(self, batch: Batch | BatchShare, compute: Callable[[Batch], OutputsT]) -> LocalOutputs[OutputsT]:
         """Return what ``compute`` returns for each of this rank's micro-batches, with its places [n] in the batch's N."""
-        batch = replace(batch, routes=None)  # a reference is another policy, with a routing of its own
+        batch = without_routes(batch)  # a reference is another policy, with a routing of its own
         with self.context():
             return read_local(self.parallelism or SingleDevice(self.network), batch, self.score_tokens, compute)
 
 
-def score_local(parallelism: Parallelism, batch: Batch, sampling: Sampling, token_budget: int) -> MicroBatchOutputs:
+def score_local(parallelism: Parallelism, batch: Batch | BatchShare, sampling: Sampling, token_budget: int) -> MicroBatchOutputs:
     """Score this rank's micro-batches of a batch."""
     outputs = read_local(parallelism, batch, token_budget, lambda part: parallelism.network.outputs(part, sampling))
     return MicroBatchOutputs(outputs)
@@ -83,7 +90,7 @@ def score_local(parallelism: Parallelism, batch: Batch, sampling: Sampling, toke
 
 @torch.no_grad()
 def read_local(
-    parallelism: Parallelism, batch: Batch, token_budget: int, compute: Callable[[Batch], OutputsT]
+    parallelism: Parallelism, batch: Batch | BatchShare, token_budget: int, compute: Callable[[Batch], OutputsT]
 ) -> LocalOutputs[OutputsT]:
     """Return what ``compute`` returns for each of this rank's micro-batches, with its places [n] in the batch's N; nothing if another
     rank that reads the same micro-batches reports them."""
@@ -94,7 +101,13 @@ def read_local(
 def copy_frozen(network: Network) -> Network:
     """Return a frozen copy of a network with its current weights, in evaluation mode."""
     model = copy.deepcopy(network.model).eval().requires_grad_(False)
-    return Network(model, precision=network.precision, chunk=network.chunk, packed=network.packed)
+    return Network(
+        model,
+        precision=network.precision,
+        chunk=network.chunk,
+        packed=network.packed,
+        attention_kernel=network.attention_kernel,
+    )
 
 
 def without_adapters(network: Network) -> ScoringContext:

@@ -25,6 +25,8 @@ from strop.algorithms.base import CANDIDATES
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
 from strop.data.packing import pack
+from strop.data.shares.batch_share import BatchShare
+from strop.data.shares.split_rule import ShareRequest
 from strop.data.splitting import select_rollouts
 from strop.learner.base import ColumnSource, Scorer, require_token_outputs
 from strop.learner.client import AsyncColumnSource
@@ -42,9 +44,11 @@ class LocalScorer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def score_local(self, batch: Batch) -> MicroBatchOutputs: ...
+    def share_requests(self) -> Mapping[str, ShareRequest]: ...
 
-    def top_tokens_local(self, batch: Batch, count: int, vocabulary: int) -> Sequence[tuple[Tensor, TopTokens]]: ...
+    def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs: ...
+
+    def top_tokens_local(self, batch: Batch | BatchShare, count: int, vocabulary: int) -> Sequence[tuple[Tensor, TopTokens]]: ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,11 @@ class TeacherLogprobs:
     def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         return {TEACHER_LOGPROBS: require_token_outputs(cast(Scorer, self.teacher).score(batch)).logprobs}
 
-    def columns_local(self, batch: Batch) -> list[LocalColumns]:
+    def share_requests(self) -> Mapping[str, ShareRequest]:
+        """Return which share of a batch this rank reads."""
+        return {"columns": cast(LocalScorer, self.teacher).share_requests()["score"]}
+
+    def columns_local(self, batch: Batch | BatchShare) -> list[LocalColumns]:
         """Return the column for this rank's micro-batches."""
         results = cast(LocalScorer, self.teacher).score_local(batch).outputs
         return [(index, {TEACHER_LOGPROBS: require_token_outputs(outputs).logprobs}) for index, outputs in results]
@@ -83,7 +91,11 @@ class TeacherTopK:
                 columns[name][index] = column
         return columns
 
-    def columns_local(self, batch: Batch) -> list[LocalColumns]:
+    def share_requests(self) -> Mapping[str, ShareRequest]:
+        """Return which share of a batch this rank reads."""
+        return {"columns": self.teacher.share_requests()["score"]}
+
+    def columns_local(self, batch: Batch | BatchShare) -> list[LocalColumns]:
         """Return the columns for this rank's micro-batches. Raises ValueError if ``count`` exceeds the vocabulary."""
         size = self.teacher.vocab_size if self.vocabulary is None else self.vocabulary
         if not 1 <= self.count <= size:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from strop.problems import raise_problems
+from strop.problems import Problem, raise_problems
 from strop.weight_sync.base import Sender
 from strop.weight_sync.transports.broadcast import BroadcastSender
 from strop.weight_sync.transports.cuda_ipc import CudaIpcSender
 from strop.weight_sync.transports.host_memory import MemorySender
 from strop.weight_sync.transports.shared_folder import FolderSender
 from strop.weight_sync.weight_sync_config import WeightSyncConfig, choose_auto_transport
+
+AUTO_SENDERS = 4  # ranks that send, at most, unless the configuration says more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ def make_sender_factory(
         case "cuda_ipc":
             return lambda receivers: CudaIpcSender(receivers, device=device, timeout=timeout, **size)
         case "broadcast":
-            backend: Any = "nccl" if device.type == "cuda" and not engines.colocated else "gloo"
+            backend: Any = "nccl" if uses_nccl(device, engines) else "gloo"
             backend_device = device if backend == "nccl" else torch.device("cpu")
             return lambda receivers: BroadcastSender(
                 receivers, backend=backend, device=backend_device, host=engines.host, timeout=timeout, **size
@@ -58,6 +60,37 @@ def make_sender_factory(
         case _:
             folder = Path(config.folder) if config.folder else default_folder
             return lambda receivers: FolderSender(folder, receivers, timeout=timeout)
+
+
+def choose_senders(
+    config: WeightSyncConfig, device: torch.device, engines: EngineLocations, hosts: Sequence[str]
+) -> tuple[int, ...]:
+    """Return the ranks that send weights, rank 0 first and spread over all: ``hosts`` are the machines of the ranks.
+
+    Raises ValueError for more senders than there are ranks that reach the engines.
+    """
+    transport = choose_transport(device, engines) if config.transport == "auto" else config.transport
+    on_one_machine = transport in ("memory", "cuda_ipc")
+    ranks = [rank for rank, host in enumerate(hosts) if not on_one_machine or host == hosts[0]]
+    if config.senders != "auto" and config.senders > len(ranks):
+        where = f"ranks that reach the engines over {transport}" if len(ranks) < len(hosts) else "ranks that train"
+        raise_problems(
+            [
+                Problem(
+                    "policy.generation.weight_sync.senders",
+                    f"found {config.senders}, and there are {len(ranks)} {where}",
+                    f"Set it to auto, or to at most {len(ranks)}.",
+                )
+            ]
+        )
+    one = transport == "cuda_ipc" or (transport == "broadcast" and uses_nccl(device, engines))
+    count = config.senders if config.senders != "auto" else 1 if one else min(AUTO_SENDERS, len(ranks))
+    return tuple(ranks[number * len(ranks) // count] for number in range(count))
+
+
+def uses_nccl(device: torch.device, engines: EngineLocations) -> bool:
+    """Whether a broadcast goes over NCCL."""
+    return device.type == "cuda" and not engines.colocated
 
 
 def choose_transport(device: torch.device, engines: EngineLocations) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,20 @@ import torch
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.preference.dpo import DPO
+from strop.data.shares.split_rule import ShareRequest, SplitRule
 from strop.distributed.workers.column_shards import ColumnShard
 from strop.distributed.workers.remote_learner import RankCaller, RemoteLearner
-from strop.learner.client import ColumnClient
+from strop.learner.client import ColumnClient, ScorerClient
 from strop.learner.parallel.micro_batch import MicroBatchOutputs
+from strop.types import Batch
 from support.recorded import random_groups
 from support.rollouts import pack_for
 
 GROUPS = random_groups(3)
 BATCH = pack_for(GROUPS, DPO())
 LOSS = DPO().losses(0)["policy"]
+RULE = SplitRule(ranks=2, token_budget=30, whole_groups=True)
+METHODS = ("score", "forward_backward", "evaluate_loss", "columns")
 
 
 class Reference:
@@ -33,17 +38,22 @@ class Reference:
 
 
 class FakeRanks:
-    """Two ranks, of which each answers for every second token."""
+    """Two ranks, of which each answers for every second token; or four, of which two and two read the same tokens."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
+    def __init__(self, count: int = 2) -> None:
+        self.actors = [None] * count
+        self.calls: list[tuple[Any, ...]] = []  # of the first rank
+        self.sent: list[tuple[Any, ...]] = []  # to each rank by the last call
+        self.stored = 0
 
     def put(self, value: Any) -> Reference:
+        self.stored += 1
         return Reference(value)
 
-    async def call_all(self, method: str, name: Any, *arguments: Any) -> list[Any]:
-        self.calls.append((method, name, *arguments))
-        return [self._answer(method, rank) for rank in range(2)]
+    async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        self.calls.append((method, *arguments[0]))
+        self.sent = list(arguments)
+        return [self._answer(method, rank) for rank in range(2)] + [MicroBatchOutputs()] * (len(self.actors) - 2)
 
     def call_all_sync(self, method: str, name: Any, *arguments: Any, urgent: bool = False) -> list[Any]:
         self.calls.append((method, name, *arguments, urgent))
@@ -59,19 +69,31 @@ class FakeRanks:
         return MicroBatchOutputs(((index, outputs),), {"tokens": metrics.total(len(index))})
 
 
+def caller_of(ranks: Any, name: Any = "policy", *, routes: bool = True) -> RankCaller:
+    requests = [ShareRequest(rule=RULE, number=rank % 2, routes=routes) for rank in range(len(ranks.actors))]
+    return RankCaller(name, ranks, ranks, dict.fromkeys(METHODS, requests))
+
+
 def client_of(ranks: Any) -> RemoteLearner:
-    return RemoteLearner(RankCaller("policy", ranks, ranks))
+    return RemoteLearner(caller_of(ranks))
 
 
-def arguments_of(call: Sequence[Any]) -> list[Any]:
-    return [each.value if isinstance(each, Reference) else each for each in call]
+def assert_shares(sent: Sequence[tuple[Any, ...]], batch: Batch) -> None:
+    """Each rank is sent its own share, by reference, and together they are the batch."""
+    shares = [arguments[1].value for arguments in sent]
+    assert [share.number for share in shares] == list(range(len(sent)))
+    places = torch.cat([share.index for share in shares])
+    assert places.sort().values.tolist() == list(range(len(batch.target)))
+    assert torch.equal(torch.cat([share.batch.target for share in shares]), batch.target[places])
+    assert {share.batch.totals for share in shares} == {batch.totals}
 
 
-def test_outputs_of_all_ranks_are_put_together_and_batches_are_sent_by_reference() -> None:
+def test_outputs_of_all_ranks_are_put_together_and_each_is_sent_its_share_by_reference() -> None:
     ranks = FakeRanks()
     scored: Any = asyncio.run(client_of(ranks).score(BATCH))
     assert scored.logprobs.tolist() == list(range(len(BATCH.target)))
-    assert isinstance(ranks.calls[0][2], Reference) and arguments_of(ranks.calls[0]) == ["score", "policy", BATCH]
+    assert ranks.calls[0][:2] == ("score", "policy")
+    assert_shares(ranks.sent, BATCH)
 
 
 @pytest.mark.parametrize("method", ["forward_backward", "evaluate_loss"])
@@ -80,7 +102,8 @@ def test_results_of_all_ranks_are_merged(method: str) -> None:
     result = asyncio.run(getattr(client_of(ranks), method)(BATCH, LOSS))
     assert metrics.to_floats(result.metrics) == {"tokens": len(BATCH.target)}
     assert result.outputs.logprobs.tolist() == list(range(len(BATCH.target)))
-    assert isinstance(ranks.calls[0][2], Reference) and arguments_of(ranks.calls[0]) == [method, "policy", BATCH, LOSS]
+    assert ranks.calls[0][:2] == (method, "policy") and all(arguments[2] == LOSS for arguments in ranks.sent)
+    assert_shares(ranks.sent, BATCH)
 
 
 def test_a_step_is_what_the_first_rank_says() -> None:
@@ -89,10 +112,27 @@ def test_a_step_is_what_the_first_rank_says() -> None:
 
 def test_columns_come_from_the_ranks_that_computed_some() -> None:
     ranks: Any = FakeRanks()
-    client = ColumnClient(RankCaller(("teacher", "column"), ranks, ranks))
+    client = ColumnClient(caller_of(ranks, ("teacher", "column")))
     found = asyncio.run(client.columns(BATCH, GROUPS))["column"]
     assert found.tolist() == [place if place % 2 else 0 for place in range(len(BATCH.target))]
-    assert isinstance(ranks.calls[0][2], Reference) and arguments_of(ranks.calls[0]) == ["columns", ("teacher", "column"), BATCH]
+    assert ranks.calls[0][:2] == ("columns", ("teacher", "column"))
+    assert_shares(ranks.sent, BATCH)
+
+
+def test_ranks_that_read_the_same_tokens_are_sent_one_copy_of_their_share() -> None:
+    ranks = FakeRanks(4)
+    asyncio.run(client_of(ranks).score(BATCH))
+    assert ranks.stored == 2
+    assert ranks.sent[0][1] is ranks.sent[2][1] and ranks.sent[1][1] is ranks.sent[3][1]
+    assert ranks.sent[0][1] is not ranks.sent[1][1]
+
+
+@pytest.mark.parametrize("routes", [True, False])
+def test_recorded_experts_travel_only_to_ranks_that_read_them(routes: bool) -> None:
+    ranks = FakeRanks()
+    batch = replace(BATCH, routes=torch.zeros(len(BATCH.tokens), 2, 1, dtype=torch.int16))
+    asyncio.run(ScorerClient(caller_of(ranks, routes=routes)).score(batch))
+    assert [arguments[1].value.batch.routes is not None for arguments in ranks.sent] == [routes] * 2
 
 
 def test_a_checkpoint_is_written_by_every_rank_at_once_or_from_a_staged_copy(tmp_path: Path) -> None:

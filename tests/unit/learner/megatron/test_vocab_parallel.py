@@ -9,7 +9,8 @@ from tests.support.ranks import run_on_ranks
 from torch import Tensor
 
 from strop.learner.parallel.collectives import copy_to_ranks
-from strop.models.heads import LMHead, token_logprobs
+from strop.models.logprobs.lm_head import LMHead
+from strop.models.logprobs.token_logprobs import token_logprobs
 from strop.sampling import Sampling
 from support.needs import needs_megatron
 

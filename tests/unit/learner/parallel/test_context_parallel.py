@@ -10,7 +10,8 @@ from tests.support.ranks import run_on_ranks
 from torch import Tensor
 
 from strop.learner.parallel.context_parallel import UlyssesPlan, check_heads
-from strop.models.attention import AttentionSpec, TreePlan
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.tree_plan import TreePlan
 
 SHAPES = {  # heads, heads of keys, size of queries and keys, size of values
     "as many keys as queries": (4, 4, 6, 6),

@@ -20,7 +20,7 @@ from tests.support.sharded import (
 from strop.learner.parallel.expert_parallel import apply_expert_parallel, check_experts
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.tensor_parallel import apply_tensor_parallel
-from strop.models.attention import IMPLEMENTATION
+from strop.models.attention.attention_interface import IMPLEMENTATION
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from strop.generation.torch.paged.paged_cache import PagedCache, PagedSequence
-from strop.models.attention import AttentionSpec, causal_mask, masked_attention
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.plain_attention import causal_mask, masked_attention
 from strop.models.routing.routes import RecordedRoutes
 
 SPAN_STEP = 32  # the attended part of a page is rounded up to a multiple of this many tokens
@@ -141,7 +142,7 @@ class PagedDecodePlan:
         if self.layout.simple:
             return self._attend_simple(query, keys, values, spec)
         parts = [self._attend_batch(index, query, keys, values, spec) for index in range(len(self.layout.batches))]
-        return merge_parts(parts).view(query.shape).to(dtype)
+        return merge_parts(parts, spec.sinks).view(query.shape).to(dtype)
 
     def _attend_simple(self, query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
         count = len(query)
@@ -214,13 +215,18 @@ def attend_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     return scores.softmax(-1).to(value.dtype) @ value, scores.logsumexp(-1)
 
 
-def merge_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Merge parts of attention, [T, n, kv_heads, G, D] with log-sum-exp [T, n, kv_heads, G] each -> [T, kv_heads, G, D]."""
+def merge_parts(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None) -> Tensor:
+    """Merge parts of attention, [T, n, kv_heads, G, D] with log-sum-exp [T, n, kv_heads, G] each -> [T, kv_heads, G, D].
+
+    ``sinks`` [heads]: one more logit for each query, without a value.
+    """
     output = torch.cat([output for output, _ in parts], 1) if len(parts) > 1 else parts[0][0]
     lse = torch.cat([lse for _, lse in parts], 1) if len(parts) > 1 else parts[0][1]
-    if output.shape[1] == 1:
+    if output.shape[1] == 1 and sinks is None:
         return output[:, 0]
-    merged: Tensor = (output * lse.softmax(1).unsqueeze(-1)).sum(1)
+    if sinks is not None:
+        lse = torch.cat([lse, sinks.to(lse.dtype).view(1, 1, *lse.shape[2:]).expand(len(lse), -1, -1, -1)], 1)
+    merged: Tensor = (output * lse.softmax(1)[:, : output.shape[1]].unsqueeze(-1)).sum(1)
     return merged
 
 

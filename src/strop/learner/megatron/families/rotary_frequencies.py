@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from strop.learner.megatron.families.architecture import Rotary
-from strop.models.attention import scaled_rotary_frequencies
+from strop.models.attention.rotary_scaling import scaled_rotary_frequencies
 
 
 def rotary_of(hf_config: Any, head_dim: int, layer_type: str | None = None) -> Rotary:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from strop.models.attention import AttentionPlan
+from strop.models.attention.attention_plan import AttentionPlan
 from strop.models.routing.routes import ReplayedRoutes
 
 

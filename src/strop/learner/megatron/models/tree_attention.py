@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from strop.models.attention import AttentionSpec
+from strop.models.attention.attention_plan import AttentionSpec
 
 
 class TreeAttention(MegatronModule):  # type: ignore[misc]

@@ -14,7 +14,8 @@ from strop.learner.megatron.models.stage_row import StageRow
 from strop.learner.parallel.collectives import all_gather, copy_to_ranks, join_rows
 from strop.learner.parallel.context_parallel import UlyssesPlan
 from strop.learner.parallel.micro_batch import OutputsT, tensor_fields
-from strop.models.attention import AttentionPlan, TreePlan
+from strop.models.attention.attention_plan import AttentionPlan
+from strop.models.attention.tree_plan import TreePlan
 from strop.models.routing.routes import ReplayedRoutes, RoutedLayers
 from strop.types import NO_ROUTE, Batch
 

@@ -2,7 +2,7 @@
 
 Logits stay where they are: the ranks exchange maxima, sums and the logits of single tokens, [n] numbers for n rows. Only a filter of the
 sampling distribution (top-k, top-p, min-p), whose threshold is over the whole vocabulary, gathers the logits, of one chunk at a time. As in
-``strop.models.heads`` the backward pass recomputes a chunk's logits instead of storing them.
+``strop.models.logprobs`` the backward pass recomputes a chunk's logits instead of storing them.
 
 The gradient of the hidden states is that of this rank's rows; who gathered them adds the ranks' (``RowSharding.gather_hidden``).
 """
@@ -18,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from strop.algorithms.base import TokenOutputs
 from strop.learner.parallel.collectives import all_reduce, join_rows
-from strop.models.heads import LMHead, map_chunks, token_logprobs
+from strop.models.logprobs.lm_head import LMHead
+from strop.models.logprobs.row_chunks import map_chunks
+from strop.models.logprobs.token_logprobs import token_logprobs
 from strop.sampling import NO_TOKEN, Sampling, at_least_float32
 
 dist: Any = torch.distributed
@@ -86,7 +88,7 @@ def vocab_parallel_logprobs(
     *,
     squared_probs: bool = False,
 ) -> TokenOutputs:
-    """Return what ``strop.models.heads.token_logprobs`` returns for the whole layer, with the same arguments."""
+    """Return what ``token_logprobs`` returns for the whole layer, with the same arguments."""
     if not head.parallel:
         return token_logprobs(hidden, target, head.whole(), sampling, chunk, candidates, kept, squared_probs=squared_probs)
     if kept is None and sampling.filtered and not sampling.greedy:

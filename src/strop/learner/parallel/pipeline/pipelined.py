@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
+from strop.data.shares.batch_share import BatchShare
 from strop.learner.parallel.context_parallel import SampleSharding
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, detach_to_cpu, make_dummy
 from strop.learner.parallel.parallel_dims import DeviceMeshes
@@ -89,22 +90,24 @@ class Pipelined(Sharded):
 
     # --- passes ----------------------------------------------------------------------------------------------------------
 
-    def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
-        micro_batches, logged = super().split_batch(batch, token_budget, whole_groups=whole_groups)
+    def split_batch(
+        self, batch: Batch | BatchShare, token_budget: int, *, whole_groups: bool = False
+    ) -> tuple[Sequence[MicroBatch], Metrics]:
+        share = self.take_share(batch, token_budget, whole_groups=whole_groups)
+        micro_batches, logged = super().split_batch(share, token_budget, whole_groups=whole_groups)
         filled: list[MicroBatch] = []
         for kind in (False, True):
             members = [each for each in micro_batches if each.zero_gradient == kind]
-            filled += [*members, *self._make_dummies(batch, members)]
+            filled += [*members, *self._make_dummies(share.require_dummy(), members)]
         return filled, logged
 
-    def _make_dummies(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def _make_dummies(self, dummy: Batch, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the dummies that the schedule needs: at least a micro-batch for each rank, and for interleaved stages whole rounds."""
         count, ranks = len(micro_batches), self.meshes.dims.pipeline
         missing = -count % ranks if self.meshes.dims.interleaved else ranks - count
         if not count or missing <= 0:
             return []
-        lengths = [int(batch.segment_length[leaf]) for leaf in batch.leaf.tolist()]
-        return [make_dummy(batch, lengths.index(min(lengths)), zero_gradient=micro_batches[0].zero_gradient)] * missing
+        return [make_dummy(dummy, zero_gradient=micro_batches[0].zero_gradient)] * missing
 
     def run_passes(
         self,

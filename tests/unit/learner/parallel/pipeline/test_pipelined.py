@@ -11,10 +11,10 @@ import torch
 from tests.support.ranks import run_on_ranks
 
 from strop.algorithms.base import CANDIDATES
+from strop.learner.parallel.export.sharded_export import iter_sharded_weights
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.pipeline.pipelined import parallelize_stages
 from strop.learner.parallel.sharded import parallelize_head
-from strop.learner.parallel.sharded_export import iter_sharded_weights
 from strop.learner.parallel.single_device import SingleDevice
 from strop.learner.torch.scorer import NetworkScorer
 from strop.learner.torch.teacher import TeacherTopK

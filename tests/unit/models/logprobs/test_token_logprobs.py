@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strop.models.heads import LMHead, get_lm_head, token_logprobs
+from strop.models.logprobs.lm_head import LMHead, get_lm_head
+from strop.models.logprobs.token_logprobs import token_logprobs
 from strop.sampling import Sampling
 from support.models import build
 

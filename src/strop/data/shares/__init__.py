@@ -1,0 +1,1 @@
+"""Batches divided into the share of each rank before they travel."""

@@ -1,0 +1,1 @@
+"""The weights of a sharded network on their way to engines."""

@@ -1,0 +1,243 @@
+"""Attention by torch's fused kernels, which return the log-sum-exp of their scores: no padding, and no mask.
+
+On a CPU a kernel is called for each piece; causal squares of one size that follow each other are one call. On a GPU each level of the tree
+is one call with sequences of different lengths (varlen): all segments among themselves, then everything that attends to the roots, and so
+on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.merged_attention import Gradients, merge_part
+from strop.models.attention.tree_pieces import AttentionPiece, Levels
+from strop.sampling import at_least_float32
+
+aten: Any = torch.ops.aten
+
+LARGEST_HEAD = 256  # of the kernels on a GPU
+
+
+def flash_obstacle(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> str | None:
+    """Return why the fused kernels cannot compute an attention; None if they can."""
+    if spec.window is not None:
+        return "the layer has a sliding window"
+    if spec.softcap is not None:
+        return "the layer caps its scores"
+    size, values = query.shape[2], value.shape[2]
+    if query.device.type == "cpu":
+        known = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        return (
+            None
+            if query.dtype in known and size >= values
+            else f"a CPU has none for {query.dtype} with heads of {size}, {values}"
+        )
+    if query.device.type != "cuda":
+        return f"there are none for {query.device.type}"
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return f"a GPU has none for {query.dtype}"
+    if size != values or size % 8 or size > LARGEST_HEAD:
+        return f"they want heads of one size, a multiple of 8 and at most {LARGEST_HEAD}, and these have {size} and {values}"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """Pieces of one size that one call computes as a batch: consecutive rows of queries, and of keys."""
+
+    rows: slice
+    columns: slice
+    count: int
+    causal: bool
+
+
+class CpuFlashKernel:
+    """A ``PieceKernel`` (strop.models.attention.merged_attention) of pieces that are causal squares or have no mask."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, levels: Levels, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        values = pad(value, (0, query.shape[2] - value.shape[2]))
+        output = at_least_float32(query.new_zeros(query.shape))
+        lse = at_least_float32(query.new_full(query.shape[:2], float("-inf")))
+        for call in _batch_pieces(levels):
+            batch = [_to_batch(row, part, call.count) for row, part in _parts(call, query, key, values)]
+            part, part_lse = aten._scaled_dot_product_flash_attention_for_cpu(*batch, 0.0, call.causal, scale=spec.scale)
+            part, part_lse = _to_rows(part), part_lse.transpose(1, 2).flatten(0, 1)
+            if call.causal:  # the first part of these rows
+                output[call.rows], lse[call.rows] = part, part_lse
+            else:
+                merge_part(output[call.rows], lse[call.rows], part, part_lse)
+        return output[..., : value.shape[2]], lse
+
+    def backward(
+        self, rows: Gradients, output: Tensor, lse: Tensor, grad: Tensor, levels: Levels, spec: AttentionSpec
+    ) -> Gradients:
+        query, key, value = rows
+        missing = query.shape[2] - value.shape[2]
+        values, output, grad = (pad(tensor, (0, missing)) for tensor in (value, output, grad))
+        grads = tuple(at_least_float32(torch.zeros_like(tensor)) for tensor in (query, key, values))
+        for call in _batch_pieces(levels):
+            batch = [_to_batch(row, part, call.count) for row, part in _parts(call, query, key, values)]
+            out, arriving = (_to_batch(tensor, call.rows, call.count) for tensor in (output, grad))
+            total = lse[call.rows].unflatten(0, (call.count, -1)).transpose(1, 2)
+            parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                arriving, *batch, out, total, 0.0, call.causal, scale=spec.scale
+            )
+            for (whole, place), part in zip(_parts(call, *grads), parts, strict=True):
+                whole[place] += _to_rows(part)
+        return grads[0], grads[1], grads[2][..., : value.shape[2]]
+
+
+def _parts(call: _Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[Tensor, slice], ...]:
+    return (query, call.rows), (key, call.columns), (value, call.columns)
+
+
+def _batch_pieces(levels: Levels) -> Iterator[_Call]:
+    """Yield the calls that compute the pieces: causal squares of one size that follow each other are one."""
+    for piece in (piece for level in levels for piece in level if not piece.causal):
+        assert piece.distance is None, "a window, which fused kernels do not have"
+    squares = [piece for level in levels for piece in level if piece.causal]
+    for run in _runs(squares):
+        yield _make_call(run, causal=True)
+    for piece in (piece for level in levels for piece in level if not piece.causal):
+        yield _make_call([piece], causal=False)
+
+
+def _make_call(pieces: list[AttentionPiece], *, causal: bool) -> _Call:
+    first, last = pieces[0], pieces[-1]
+    rows, columns = slice(first.query, last.query + last.queries), slice(first.key, last.key + last.keys)
+    return _Call(rows, columns, len(pieces), causal)
+
+
+def _runs(pieces: Iterable[AttentionPiece]) -> Iterator[list[AttentionPiece]]:
+    run: list[AttentionPiece] = []
+    for piece in pieces:
+        if run and not _follows(run[-1], piece):
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run
+
+
+def _follows(before: AttentionPiece, after: AttentionPiece) -> bool:
+    rows, columns = before.query + before.queries == after.query, before.key + before.keys == after.key
+    return rows and columns and before.queries == after.queries
+
+
+def _to_batch(tensor: Tensor, rows: slice, count: int) -> Tensor:
+    """Rows of [T, heads, D] -> [count, heads, L, D]"""
+    batch: Tensor = tensor[rows].unflatten(0, (count, -1))  # type: ignore[no-untyped-call]
+    return batch.transpose(1, 2)
+
+
+def _to_rows(batch: Tensor) -> Tensor:
+    """[count, heads, L, D] -> [count * L, heads, D]"""
+    return batch.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _VarlenLevel:
+    """The pieces of a level as sequences of one call."""
+
+    rows: Tensor | slice  # of the queries, one sequence after the other
+    columns: Tensor | slice
+    query_ends: Tensor  # [pieces + 1] int32: where each sequence begins, and the end of the last
+    key_ends: Tensor
+    longest: tuple[int, int]
+    causal: bool
+
+
+class VarlenFlashKernel:
+    """A ``PieceKernel`` (strop.models.attention.merged_attention) on a GPU, of pieces that are causal squares or have no mask."""
+
+    def __init__(self) -> None:
+        self._levels: tuple[Levels, list[_VarlenLevel]] | None = None  # the last ones: those of all layers of a pass
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, levels: Levels, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        output = at_least_float32(query.new_zeros(*query.shape[:2], value.shape[2]))
+        lse = at_least_float32(query.new_full(query.shape[:2], float("-inf")))
+        for level in self._calls(levels, query.device):
+            part, part_lse, *_ = aten._flash_attention_forward(
+                query[level.rows],
+                key[level.columns],
+                value[level.columns],
+                level.query_ends,
+                level.key_ends,
+                *level.longest,
+                0.0,
+                level.causal,
+                False,
+                scale=spec.scale,
+            )
+            merged, merged_lse = output[level.rows], lse[level.rows]  # views, or copies where rows are indices
+            merge_part(merged, merged_lse, part, part_lse.transpose(0, 1))
+            if isinstance(level.rows, Tensor):
+                output[level.rows], lse[level.rows] = merged, merged_lse
+        return output, lse
+
+    def backward(
+        self, rows: Gradients, output: Tensor, lse: Tensor, grad: Tensor, levels: Levels, spec: AttentionSpec
+    ) -> Gradients:
+        query, key, value = rows
+        grads = tuple(at_least_float32(torch.zeros_like(tensor)) for tensor in rows)
+        for level in self._calls(levels, query.device):
+            parts = aten._flash_attention_backward(
+                grad[level.rows],
+                query[level.rows],
+                key[level.columns],
+                value[level.columns],
+                output[level.rows],
+                lse[level.rows].transpose(0, 1).contiguous(),
+                level.query_ends,
+                level.key_ends,
+                *level.longest,
+                0.0,
+                level.causal,
+                torch.zeros(2, dtype=torch.uint64, device=query.device),
+                torch.empty(0, device=query.device),
+                scale=spec.scale,
+            )
+            for whole, part, place in zip(grads, parts, (level.rows, level.columns, level.columns), strict=True):
+                _add_rows(whole, part, place)
+        return grads[0], grads[1], grads[2]
+
+    def _calls(self, levels: Levels, device: torch.device) -> list[_VarlenLevel]:
+        if self._levels is None or self._levels[0] is not levels:
+            calls = [
+                _make_varlen(list(pieces), causal, device)
+                for level in levels
+                for causal, pieces in groupby(level, lambda piece: piece.causal)
+            ]
+            self._levels = (levels, calls)
+        return self._levels[1]
+
+
+def _add_rows(whole: Tensor, part: Tensor, place: Tensor | slice) -> None:
+    if isinstance(place, slice):
+        whole[place] += part
+    else:
+        whole.index_add_(0, place, part.to(whole.dtype))
+
+
+def _make_varlen(pieces: list[AttentionPiece], causal: bool, device: torch.device) -> _VarlenLevel:
+    assert causal or all(piece.distance is None for piece in pieces), "a window, which this kernel does not have"
+    queries, keys = [piece.queries for piece in pieces], [piece.keys for piece in pieces]
+    ends = [torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32, device=device) for sizes in (queries, keys)]
+    rows = _gather([(piece.query, piece.queries) for piece in pieces], device)
+    columns = _gather([(piece.key, piece.keys) for piece in pieces], device)
+    return _VarlenLevel(rows, columns, ends[0], ends[1], (max(queries), max(keys)), causal)
+
+
+def _gather(ranges: list[tuple[int, int]], device: torch.device) -> Tensor | slice:
+    """Return the rows of ranges (first, count) one after the other: a slice if they follow each other, else indices."""
+    if all(first + count == after for (first, count), (after, _) in pairwise(ranges)):
+        return slice(ranges[0][0], ranges[-1][0] + ranges[-1][1])
+    return torch.cat([torch.arange(first, first + count) for first, count in ranges]).to(device)

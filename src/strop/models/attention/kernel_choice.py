@@ -1,0 +1,98 @@
+"""Which kernel computes an attention: by device, dtype and length, from a measured table (docs/performance.md)."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.flash_kernel import flash_obstacle
+
+log = logging.getLogger(__name__)
+
+AttentionKernel = Literal["auto", "plain", "flash", "blockwise", "flex"]
+AttentionKernelName = Literal["plain", "flash", "blockwise", "flex"]
+
+# Up to so many scores of the largest family of siblings, with its padding, plain products are as fast as the others or faster.
+PLAIN_SCORES = {
+    ("cpu", torch.float64): 1 << 22,
+    ("cpu", torch.float32): 1 << 22,
+    ("cpu", torch.bfloat16): 1 << 24,
+    ("cpu", torch.float16): 1 << 22,
+    ("cuda", torch.float32): 1 << 22,
+    ("cuda", torch.float64): 1 << 22,
+}
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """A kernel and why it was chosen."""
+
+    kernel: AttentionKernelName
+    reason: str
+    replaces: AttentionKernel = "auto"  # what was asked for and cannot compute it
+
+
+def choose_kernel(
+    asked: AttentionKernel, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, scores: int
+) -> AttentionKernelName:
+    """Return the kernel of a layer's attention, and log it once. ``scores``: of the largest family, as plain products make them."""
+    if asked == "plain" or asked == "blockwise":
+        return asked
+    obstacle = flash_obstacle(query, key, value, spec)
+    if asked == "auto":
+        choice = _choose(query, scores, obstacle)
+    elif asked == "flash":
+        choice = KernelChoice("flash", "as configured") if obstacle is None else KernelChoice("blockwise", obstacle, "flash")
+    else:
+        missing = _flex_obstacle(query.device.type)
+        choice = KernelChoice("flex", "as configured") if missing is None else KernelChoice("blockwise", missing, "flex")
+    _log_once(choice, query.device.type, query.dtype)
+    return choice.kernel
+
+
+def _choose(query: Tensor, scores: int, obstacle: str | None) -> KernelChoice:
+    device, dtype = query.device.type, query.dtype
+    limit = PLAIN_SCORES.get((device, dtype), 0)
+    if scores <= limit:
+        return KernelChoice("plain", f"a family of siblings has at most {limit:,} scores")
+    if obstacle is None:
+        return KernelChoice("flash", f"more than {limit:,} scores, which it does not keep" if limit else "no padding and no mask")
+    if device == "cuda" and (missing := _flex_obstacle(device)) is None:
+        return KernelChoice("flex", f"no fused kernel: {obstacle}")
+    return KernelChoice(
+        "blockwise", f"no fused kernel: {obstacle}" + (f"; no FlexAttention: {missing}" if device == "cuda" else "")
+    )
+
+
+@cache
+def _flex_obstacle(device: str) -> str | None:
+    """Return why FlexAttention cannot be compiled for a device; None if it can."""
+    if device == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton is not installed"
+    if device != "cpu":
+        return f"it is not made for {device}"
+    found = any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
+    return None if found else "there is no C++ compiler to compile it with"
+
+
+_logged: set[tuple[KernelChoice, str, torch.dtype]] = set()
+
+
+def _log_once(choice: KernelChoice, device: str, dtype: torch.dtype) -> None:
+    if (choice, device, dtype) in _logged:
+        return
+    _logged.add((choice, device, dtype))
+    kind = f"{device}, {str(dtype).removeprefix('torch.')}"
+    if choice.replaces == "auto":
+        log.info("attention on %s: %s (%s)", kind, choice.kernel, choice.reason)
+    else:
+        log.warning("attention on %s: %s instead of %s: %s", kind, choice.kernel, choice.replaces, choice.reason)

@@ -1,0 +1,94 @@
+"""Attention computed in parts, which are merged by the log-sum-exp of their scores; and its gradient.
+
+A part is attention to some of the keys: an output and, for each query and head, the logarithm of the sum of the exponentials of its scores
+(lse). Two parts weigh exp(lse) in their sum. In the backward pass each part uses the total lse and output, with which its gradients are
+those of the whole: no part needs to know another (FlashAttention, arXiv 2205.14135; RingAttention, arXiv 2310.01889).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.tree_pieces import Levels
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class PieceKernel(Protocol):
+    """Computes pieces of attention. Rows: query [T, heads, D], key [S, kv_heads, D], value [S, kv_heads, V]."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, levels: Levels, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        """Return the output [T, heads, V] and lse [T, heads], in float32 or float64; 0 and -inf for a query without a key."""
+        ...
+
+    def backward(
+        self, rows: Gradients, output: Tensor, lse: Tensor, grad: Tensor, levels: Levels, spec: AttentionSpec
+    ) -> Gradients:
+        """Return the gradients of ``rows`` (query, key, value), in float32 or float64.
+
+        ``output`` and ``grad`` [T, heads, V] in the rows' dtype and ``lse`` [T, heads] are those of the whole attention.
+        """
+        ...
+
+
+def merge_part(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge a part into an output [T, heads, V] and lse [T, heads], in place. Parts without keys have the lse -inf."""
+    total = torch.logaddexp(lse, part_lse)
+    known = total.clamp(min=torch.finfo(total.dtype).min)  # -inf minus -inf is no number
+    output.mul_((lse - known).exp_().unsqueeze(-1)).add_(part * (part_lse - known).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def weigh_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Add a score without a value for each head, ``sinks`` [heads], to an output [T, heads, V] and lse [T, heads]."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return output * (lse - total).exp().unsqueeze(-1), total
+
+
+def sink_gradient(output: Tensor, lse: Tensor, grad: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient [heads] of sinks from the total output, lse and the output's gradient."""
+    weight = (sinks.to(lse.dtype) - lse).exp()
+    return -(weight * (output.to(lse.dtype) * grad.to(lse.dtype)).sum(-1)).sum(0).to(sinks.dtype)
+
+
+class _PieceAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        kernel: PieceKernel,
+        levels: Levels,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        output, lse = kernel.forward(query, key, value, levels, spec)
+        if sinks is not None:
+            output, lse = weigh_sinks(output, lse, sinks)
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, lse, sinks)
+        ctx.kernel, ctx.levels, ctx.spec = kernel, levels, spec
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[misc]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, lse, sinks = ctx.saved_tensors
+        rows = (query, key, value)
+        grads = ctx.kernel.backward(rows, output, lse, grad.contiguous(), ctx.levels, ctx.spec)
+        own = None if sinks is None else sink_gradient(output, lse, grad, sinks)
+        return *(one.to(row.dtype) for one, row in zip(grads, rows, strict=True)), own, None, None, None
+
+
+def attend_in_pieces(
+    query: Tensor, key: Tensor, value: Tensor, kernel: PieceKernel, levels: Levels, spec: AttentionSpec
+) -> Tensor:
+    """Attention [T, heads, D] x [T, kv_heads, D] -> [T, heads, V] in pieces, with the sinks of ``spec``."""
+    apply: Any = _PieceAttention.apply
+    output: Tensor = apply(query, key, value, spec.sinks, kernel, levels, spec)
+    return output

@@ -1,0 +1,145 @@
+"""Attention of families of segments, padded to their longest: one call for each family, with a dense mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.plain_attention import causal_mask, masked_attention
+from strop.models.attention.row_moves import move_rows
+from strop.models.attention.tree_pieces import TreeSegments
+
+
+@dataclass(frozen=True, eq=False)
+class SiblingSegments:
+    """Segments with the same parent, padded to a common length for a single attention call."""
+
+    count: int
+    max_length: int
+    padded_index: Tensor | None  # [tokens] int64: index of each token in the padded [count * max_length]; None without padding
+    prefix: tuple[tuple[int, int, int], ...]  # shared prefix, in order: (family, first, last + 1) of each ancestor
+
+    @property
+    def prefix_length(self) -> int:
+        return sum(last - first for _, first, last in self.prefix)
+
+
+class PaddedFamilies:
+    """Attention of each family of segments with one parent, which are padded to the longest of them and repeat their prefix.
+
+    The cost is that of the real tokens plus the padding and the repeated prefixes: for short sequences, which this makes few calls of.
+    """
+
+    def __init__(self, segments: TreeSegments, device: torch.device) -> None:
+        starts, lengths, parents = segments.starts, segments.lengths, segments.parents
+        members: dict[int, list[int]] = {}
+        for segment, parent in enumerate(parents):
+            if lengths[segment]:
+                members.setdefault(parent, []).append(segment)
+        ranges = {  # segment -> (family, first, last + 1) among the family's tokens
+            segment: (
+                family,
+                sum(lengths[other] for other in segments[:index]),
+                sum(lengths[other] for other in segments[: index + 1]),
+            )
+            for family, segments in enumerate(members.values())
+            for index, segment in enumerate(segments)
+        }
+        self.families = [
+            _make_siblings([lengths[segment] for segment in segments], _ancestors(parent, parents, ranges), device)
+            for parent, segments in members.items()
+        ]
+        self.sizes = [sum(lengths[segment] for segment in segments) for segments in members.values()]
+        ordered = [segment for segments in members.values() for segment in segments]
+        order = torch.cat([torch.arange(starts[segment], starts[segment] + lengths[segment]) for segment in ordered])
+        in_order = torch.equal(order, torch.arange(len(order)))
+        self.order = None if in_order else order.to(device)  # permutation of the row that groups the tokens of each family
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+
+    def count_scores(self, heads: int) -> int:
+        """Return how many scores the largest family has in a layer, with its padding."""
+        return max(heads * each.count * each.max_length * (each.prefix_length + each.max_length) for each in self.families)
+
+    def _mask(self, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+        shape = (queries, keys, window)
+        if shape not in self._masks:
+            self._masks[shape] = causal_mask(*shape, device)
+        return self._masks[shape]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        if self.order is not None:
+            query, key, value = (move_rows(tensor, self.order, None) for tensor in (query, key, value))
+        queries, keys, values = (tensor.split(self.sizes) for tensor in (query, key, value))
+        outputs = [
+            self._attend_family(
+                family,
+                queries[index],
+                (keys[index], _gather_prefix(family, keys)),
+                (values[index], _gather_prefix(family, values)),
+                spec,
+            )
+            for index, family in enumerate(self.families)
+        ]
+        output: Tensor = torch.cat(outputs)
+        if self.order is not None:
+            output = move_rows(output, None, self.order)
+        return output
+
+    def _attend_family(
+        self,
+        family: SiblingSegments,
+        query: Tensor,
+        key: tuple[Tensor, Tensor | None],
+        value: tuple[Tensor, Tensor | None],
+        spec: AttentionSpec,
+    ) -> Tensor:
+        span = family.prefix_length + family.max_length
+        spec = spec.drop_unused_window(span)
+        keys, values = (_prepend_prefix(_pad(tensor, family), prefix) for tensor, prefix in (key, value))
+        causal = not family.prefix and spec.window is None
+        mask = None if causal else self._mask(family.max_length, span, spec.window, query.device)
+        output = masked_attention(_pad(query, family), keys, values, mask, spec, causal=causal)
+        flat = output.transpose(1, 2).flatten(0, 1)
+        return flat if family.padded_index is None else move_rows(flat, family.padded_index, None)
+
+
+def _make_siblings(lengths: list[int], prefix: tuple[tuple[int, int, int], ...], device: torch.device) -> SiblingSegments:
+    longest = max(lengths)
+    real = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
+    padded_index = None if bool(real.all()) else real.flatten().nonzero().squeeze(1).to(device)
+    return SiblingSegments(len(lengths), longest, padded_index, prefix)
+
+
+def _ancestors(segment: int, parents: Sequence[int], ranges: dict[int, tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Return the ranges of a segment and its ancestors, from the root down; empty segments are skipped."""
+    path: list[tuple[int, int, int]] = []
+    while segment != -1:
+        if segment in ranges:
+            path.insert(0, ranges[segment])
+        segment = parents[segment]
+    return tuple(path)
+
+
+def _gather_prefix(family: SiblingSegments, tensors: Sequence[Tensor]) -> Tensor | None:  # [P, heads, D]
+    parts = [tensors[index][first:last] for index, first, last in family.prefix]
+    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else None
+
+
+def _pad(flat: Any, family: SiblingSegments) -> Tensor:
+    """[tokens, heads, D] -> [count, heads, max_length, D], padded with zeros."""
+    if family.padded_index is not None:
+        flat = move_rows(flat, None, family.padded_index, family.count * family.max_length)
+    padded: Tensor = flat.unflatten(0, (family.count, family.max_length))
+    return padded.transpose(1, 2)
+
+
+def _prepend_prefix(tensor: Tensor, prefix: Tensor | None) -> Tensor:
+    """Prepend the prefix [P, heads, D], the same for all C, to [C, heads, L, D] -> [C, heads, P + L, D]."""
+    if prefix is None:
+        return tensor
+    return torch.cat([prefix.transpose(0, 1).expand(len(tensor), -1, -1, -1), tensor], dim=2)

@@ -1,0 +1,138 @@
+"""The pieces of attention over a tree: rectangles of a row's queries and keys, made from its segments.
+
+A segment attends causally to itself, and everything under it attends to it whole. In the order of a batch what is under a segment stands
+together, so each segment has two pieces however many completions follow it: a causal square, and one long rectangle without a mask. With a
+sliding window the rectangle is cut by segment, to the tokens that the window reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+Levels = tuple[tuple["AttentionPiece", ...], ...]
+"""Pieces whose queries do not overlap within a level; the first level has the causal squares."""
+
+
+@dataclass(frozen=True)
+class AttentionPiece:
+    """Queries [query, query + queries) of a row and the keys [key, key + keys) that they attend to."""
+
+    query: int
+    queries: int
+    key: int
+    keys: int
+    distance: int | None = None  # position of the first query minus that of the first key; None: each query sees each key
+
+    @property
+    def causal(self) -> bool:
+        """Whether it is a square whose queries see the keys up to their own place."""
+        return self.distance == 0 and self.queries == self.keys
+
+    def narrow(self, window: int | None) -> AttentionPiece | None:
+        """Return the piece without a distance if each query sees each key, and None if no query sees any."""
+        if self.queries <= 0 or self.keys <= 0:
+            return None
+        if self.distance is None:
+            return self
+        nearest, farthest = self.distance - self.keys + 1, self.distance + self.queries - 1
+        if farthest < 0 or (window is not None and nearest >= window):
+            return None
+        if nearest >= 0 and (window is None or farthest < window):
+            return AttentionPiece(self.query, self.queries, self.key, self.keys)
+        return self
+
+    def clip(self, queries: tuple[int, int], keys: tuple[int, int], window: int | None) -> AttentionPiece | None:
+        """Return the part of it in two ranges [first, last), counted from their starts. None if it is empty."""
+        query, key = max(self.query, queries[0]), max(self.key, keys[0])
+        last_query, last_key = min(self.query + self.queries, queries[1]), min(self.key + self.keys, keys[1])
+        distance = None if self.distance is None else self.distance + (query - self.query) - (key - self.key)
+        return AttentionPiece(query - queries[0], last_query - query, key - keys[0], last_key - key, distance).narrow(window)
+
+    def blocks(self, queries: int, keys: int, window: int | None) -> Iterator[AttentionPiece]:
+        """Cut it into blocks of at most so many queries and keys; those that are out of sight are left out."""
+        for row in range(0, self.queries, queries):
+            for column in range(0, self.keys, keys):
+                distance = None if self.distance is None else self.distance + row - column
+                size = (min(queries, self.queries - row), min(keys, self.keys - column))
+                block = AttentionPiece(self.query + row, size[0], self.key + column, size[1], distance).narrow(window)
+                if block is not None:
+                    yield block
+
+
+@dataclass(frozen=True, eq=False)
+class TreeSegments:
+    """A row's segments, in any order. A segment's ancestors come before it in position, not always in the row."""
+
+    starts: Sequence[int]
+    lengths: Sequence[int]
+    parents: Sequence[int]  # -1: a root
+
+    @property
+    def children(self) -> list[list[int]]:
+        """The segments under each segment, and under the roots' own parent at the end."""
+        children: list[list[int]] = [[] for _ in range(len(self.starts) + 1)]
+        for segment, parent in enumerate(self.parents):
+            children[parent].append(segment)
+        return children
+
+    def walk(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (segment, depth, position of its first token), each segment before those under it."""
+        children = self.children
+        waiting = [(segment, 0, 0) for segment in reversed(children[-1])]
+        while waiting:
+            segment, depth, position = waiting.pop()
+            yield segment, depth, position
+            below = (depth + 1, position + self.lengths[segment])
+            waiting += [(child, *below) for child in reversed(children[segment])]
+
+    def levels(self, window: int | None = None) -> Levels:
+        """Return the pieces of the row: the causal squares, then what attends to the roots, to their children, and so on."""
+        children = self.children
+        levels: list[list[AttentionPiece]] = [[]]
+        for segment, depth, _ in self.walk():
+            start, length = self.starts[segment], self.lengths[segment]
+            if not length:
+                continue
+            levels[0].append(AttentionPiece(start, length, start, length, 0))
+            pieces = self._below(segment, children) if window is None else self._within(segment, children, window)
+            levels += [[] for _ in range(depth + 2 - len(levels))]
+            levels[depth + 1] += pieces
+        return tuple(tuple(level) for level in levels if level)
+
+    def _below(self, segment: int, children: list[list[int]]) -> Iterable[AttentionPiece]:
+        """What is under a segment attends to it whole: a piece for each stretch of the row."""
+        waiting, found = list(children[segment]), []
+        while waiting:
+            below = waiting.pop()
+            waiting += children[below]
+            if self.lengths[below]:
+                found.append((self.starts[below], self.starts[below] + self.lengths[below]))
+        for first, last in join_ranges(found):
+            yield AttentionPiece(first, last - first, self.starts[segment], self.lengths[segment])
+
+    def _within(self, segment: int, children: list[list[int]], window: int) -> Iterable[AttentionPiece]:
+        """The same within a window: a piece for each segment that reaches back so far."""
+        start, length = self.starts[segment], self.lengths[segment]
+        waiting = [(below, length) for below in children[segment]]
+        while waiting:
+            below, distance = waiting.pop()
+            unseen = max(0, distance - window + 1)  # keys before the window of the first query
+            if unseen >= length:
+                continue
+            queries = min(self.lengths[below], window + length - 1 - distance)
+            piece = AttentionPiece(self.starts[below], queries, start + unseen, length - unseen, distance - unseen).narrow(window)
+            if piece is not None:
+                yield piece
+            waiting += [(child, distance + self.lengths[below]) for child in children[below]]
+
+
+def join_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join ranges [first, last) that do not overlap where one begins at the end of another."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if joined and joined[-1][1] == first:
+            joined[-1] = (joined[-1][0], last)
+        else:
+            joined.append((first, last))
+    return joined

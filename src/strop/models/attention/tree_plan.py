@@ -1,0 +1,76 @@
+"""Attention in a forest of segments: shared prefixes and what follows them, as one packed row."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.blockwise_kernel import BlockwiseKernel
+from strop.models.attention.flash_kernel import CpuFlashKernel, VarlenFlashKernel
+from strop.models.attention.flex_kernel import FlexKernel
+from strop.models.attention.kernel_choice import AttentionKernel, AttentionKernelName, choose_kernel
+from strop.models.attention.merged_attention import PieceKernel, attend_in_pieces
+from strop.models.attention.padded_families import PaddedFamilies
+from strop.models.attention.tree_pieces import Levels, TreeSegments
+
+
+class TreePlan:
+    """Attention in a forest of segments: a token attends causally to its own segment and fully to its ancestors.
+
+    A token's position is its distance from the root, so sliding windows follow from positions. A shared prefix is projected and stored
+    once. ``kernel``: what computes the attention (``policy.attention_kernel``); auto chooses by device, dtype and length.
+    """
+
+    def __init__(
+        self,
+        segment_start: Tensor,
+        segment_length: Tensor,
+        segment_parent: Tensor,
+        device: torch.device,
+        kernel: AttentionKernel = "auto",
+    ) -> None:
+        columns = (segment_start, segment_length, segment_parent)
+        self.segments = TreeSegments(*(column.tolist() for column in columns))
+        self.device = device
+        self.kernel = kernel
+        self._levels: dict[int | None, Levels] = {}
+
+    @cached_property
+    def families(self) -> PaddedFamilies:
+        return PaddedFamilies(self.segments, self.device)
+
+    @cached_property
+    def longest(self) -> int:
+        """The largest number of tokens on a path."""
+        return max(position + self.segments.lengths[segment] for segment, _, position in self.segments.walk())
+
+    @cached_property
+    def flex(self) -> FlexKernel:
+        return FlexKernel(self.segments, self.device)
+
+    def levels(self, window: int | None) -> Levels:
+        """Return the pieces of the row for layers with a window; the same object for each of them."""
+        if window not in self._levels:
+            self._levels[window] = self.segments.levels(window)
+        return self._levels[window]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attention [T, heads, D] x [T, kv_heads, D] -> [T, heads, V]."""
+        spec = spec.drop_unused_window(self.longest)
+        kernel = choose_kernel(self.kernel, query, key, value, spec, self.families.count_scores(query.shape[1]))
+        if kernel == "plain":
+            return self.families.attend(query, key, value, spec)
+        if kernel == "flex" and query.device.type != "cpu":
+            return self.flex.attend(query, key, value, spec)
+        pieces = self.flex if kernel == "flex" else make_piece_kernel(kernel, query.device)
+        return attend_in_pieces(query, key, value, pieces, self.levels(spec.window), spec)
+
+
+def make_piece_kernel(kernel: AttentionKernelName, device: torch.device) -> PieceKernel:
+    """Return the kernel with this name that computes pieces of a row."""
+    if kernel == "flash":
+        return CpuFlashKernel() if device.type == "cpu" else VarlenFlashKernel()
+    return BlockwiseKernel()

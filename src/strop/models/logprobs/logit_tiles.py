@@ -1,0 +1,111 @@
+"""Softmax statistics and gradients of one tile of logits, with PyTorch's operators.
+
+A tile is the product of some rows of hidden states with some rows of the output layer. Its size is fixed by the device and by
+``policy.logprob_chunk_size``, never by the batch, so that sums over the vocabulary are taken in the same order however a batch is cut.
+On a CPU the float32 numbers of a tile stay in the cache between the operators below. Exponentials are taken with ``torch.softmax``, which
+there costs half of what ``torch.exp`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+CPU_ROWS, CPU_COLUMNS = 512, 2048  # 4 MiB of float32; taller or wider tiles leave the cache, smaller ones slow the products down
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """Rows of hidden states and rows of the output layer that meet in one tile."""
+
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class TileSummary:
+    """Of the softmax over one tile's columns, [r] each, at least float32."""
+
+    log_normalizer: Tensor  # log of the sum of exp(logit)
+    mean_logit: Tensor  # sum of p * logit
+
+
+@dataclass(frozen=True)
+class RowSlopes:
+    """What the gradient of a tile's logits is made of, [r] each: p * (of_logprob + of_entropy * (logit + shift))
+    plus ``chosen`` at ``place``.
+
+    p is the softmax over the tile's columns; the share that the tile has of a row's probability is in the slopes, as is the temperature.
+    """
+
+    log_normalizer: Tensor  # of the tile
+    of_logprob: Tensor
+    of_entropy: Tensor | None  # None: nothing depends on the entropies
+    shift: Tensor  # entropy - the row's log-normalizer
+    place: Tensor  # int64, the target's column in this tile; any column where the target is in another
+    chosen: Tensor  # 0 where the target is in another
+
+
+class TileOperations(Protocol):
+    """How the two passes over a tile are computed. Neither changes ``product`` [r, k], contiguous, the logits before the temperature."""
+
+    def summarize(self, product: Tensor, temperature: float) -> TileSummary: ...
+
+    def differentiate(self, product: Tensor, temperature: float, slopes: RowSlopes) -> Tensor:
+        """Return the gradient of ``product`` in its dtype; valid until the next call."""
+        ...
+
+
+@dataclass
+class TorchTiles:
+    """The operations of one call by PyTorch's operators, in buffers that all tiles of the call share."""
+
+    buffers: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def summarize(self, product: Tensor, temperature: float) -> TileSummary:
+        logits = self._scale(product, temperature)
+        highest = logits.amax(1)
+        probabilities = torch.softmax(logits, 1, out=self._buffer("probabilities", logits))
+        # the likeliest of a softmax is exp(0) / sum
+        log_normalizer = highest - probabilities.amax(1).log()
+        return TileSummary(log_normalizer, probabilities.mul_(logits).sum(1))
+
+    def differentiate(self, product: Tensor, temperature: float, slopes: RowSlopes) -> Tensor:
+        logits = self._scale(product, temperature)
+        gradient = torch.softmax(logits, 1, out=self._buffer("probabilities", logits))
+        if slopes.of_entropy is None:
+            gradient.mul_(slopes.of_logprob[:, None])
+        else:
+            factor = torch.add(logits, slopes.shift[:, None], out=self._buffer("factor", logits))
+            gradient.mul_(factor.mul_(slopes.of_entropy[:, None]).add_(slopes.of_logprob[:, None]))
+        gradient.scatter_add_(1, slopes.place[:, None], slopes.chosen[:, None])
+        return gradient if gradient.dtype == product.dtype else self._buffer("gradient", product).copy_(gradient)
+
+    def _scale(self, product: Tensor, temperature: float) -> Tensor:
+        """Return the logits in at least float32, divided by the temperature."""
+        if product.dtype in (torch.float32, torch.float64):
+            return product if temperature == 1.0 else torch.div(product, temperature, out=self._buffer("logits", product))
+        logits = self._buffer("logits", product, torch.float32).copy_(product)
+        return logits if temperature == 1.0 else logits.div_(temperature)
+
+    def _buffer(self, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or like.dtype
+        held = self.buffers.get((name, dtype))
+        if held is None or held.numel() < like.numel():
+            held = self.buffers[name, dtype] = torch.empty(like.numel(), dtype=dtype, device=like.device)
+        return held[: like.numel()].view(like.shape)
+
+
+def choose_tile_shape(device: torch.device, vocabulary: int, chunk: int) -> TileShape:
+    """Return the tiles of a device: whole rows on a GPU, whose memory is no cache; ``chunk`` rows at most."""
+    if device.type == "cpu":
+        return TileShape(min(chunk, CPU_ROWS), CPU_COLUMNS)
+    return TileShape(chunk, max(vocabulary, 1))
+
+
+def tile_slices(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))

@@ -1,0 +1,230 @@
+"""Log-probabilities, entropies and their gradients over the vocabulary, one tile of logits at a time.
+
+The forward pass reads each tile of logits once and keeps three numbers of each row: the log of the tile's sum of exponentials, the mean
+logit under the tile's softmax, and the target's logit (online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867, merged at the end).
+The backward pass writes softmax minus one-hot into the buffer that the two products of the gradient read (cut cross-entropy, Wijmans et
+al. 2024, arXiv 2411.09009, without its fused products). All but the products is at least float32.
+
+With p = softmax(logits): d logprob / d logits = onehot(target) - p, and d entropy / d logits = -p (log p + entropy).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.models.logprobs.logit_tiles import (
+    RowSlopes,
+    TileOperations,
+    TileShape,
+    TorchTiles,
+    choose_tile_shape,
+    tile_slices,
+)
+from strop.sampling import at_least_float32
+
+log = logging.getLogger(__name__)
+
+MOST_KEPT_LOGITS = 512 * 2**20  # bytes
+
+
+def tiled_logprobs(
+    hidden: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """hidden [N, H], target [N], weight [V, H], bias [V] -> log softmax(W h / temperature)[target] and its entropy in nats, [N] each.
+
+    Differentiable in hidden, weight and bias. The products are computed in the autocast dtype, or that of ``hidden``. Where a backward
+    pass will follow, logits of the first rows are kept for it: as many bytes as ``chunk`` rows take in float32, 512 MiB at most. Those
+    of the others are computed again, to the same bits.
+    """
+    layer = _OutputLayer(temperature, choose_tile_shape(hidden.device, len(weight), chunk))
+    kept = min(MOST_KEPT_LOGITS, 4 * chunk * len(weight)) if torch.is_grad_enabled() else 0
+    apply: Any = _TiledLogprobs.apply
+    outputs: tuple[Tensor, Tensor] = apply(hidden, weight, bias, target, layer, kept)
+    return outputs
+
+
+def choose_operations(device: torch.device, dtype: torch.dtype) -> TileOperations:
+    """Return Triton's kernels on a GPU, and PyTorch's operators elsewhere or where Triton is missing."""
+    if device.type == "cuda" and dtype != torch.float64 and _has_triton():
+        from strop.models.logprobs.row_kernels import TritonRows
+
+        return TritonRows()
+    return TorchTiles()
+
+
+@cache
+def _has_triton() -> bool:
+    found = find_spec("triton") is not None
+    if found:
+        log.info("log-probabilities: Triton kernels, one pass over the logits of a row")
+    else:
+        log.warning("log-probabilities: Triton is not installed, so PyTorch's operators read the logits of a row several times")
+    return found
+
+
+@dataclass(frozen=True)
+class _OutputLayer:
+    temperature: float
+    tiles: TileShape
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The arguments of the products, in their dtype."""
+
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    tiles: TileShape
+
+    def row_slices(self) -> list[slice]:
+        return list(tile_slices(len(self.hidden), self.tiles.rows))
+
+    def column_slices(self) -> list[slice]:
+        return list(tile_slices(len(self.weight), self.tiles.columns))
+
+    def multiply(self, rows: slice, columns: slice) -> Tensor:
+        """Return the logits of a tile before the temperature, [r, k]."""
+        hidden, weight = self.hidden[rows], self.weight[columns]
+        return hidden @ weight.t() if self.bias is None else torch.addmm(self.bias[columns], hidden, weight.t())
+
+
+class _TiledLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, layer: _OutputLayer, kept: int
+    ) -> tuple[Tensor, Tensor]:
+        device = hidden.device.type
+        ctx.layer, ctx.kept = layer, {}
+        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        ctx.set_materialize_grads(False)
+        with torch.autocast(device, enabled=False):
+            rows = _cast(hidden, weight, bias, ctx.dtype, layer.tiles)
+            chosen, normalizers, means = _read_tiles(rows, target, layer.temperature, ctx.kept, kept)
+            normalizer = normalizers.logsumexp(0)
+            shares = normalizers.sub_(normalizer)  # log of each tile's share of a row's probability
+            entropy = normalizer - (shares.exp() * means).sum(0)
+        ctx.save_for_backward(hidden, weight, bias, target, shares, normalizer, entropy)
+        return chosen - normalizer, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, bias, target, shares, normalizer, entropy = ctx.saved_tensors
+        if grad is None and grad_entropy is None:
+            return None, None, None, None, None, None
+        grad = torch.zeros_like(normalizer) if grad is None else grad
+        outgoing = _Outgoing(target, shares, normalizer, entropy, grad, grad_entropy, ctx.layer.temperature)
+        with torch.autocast(hidden.device.type, enabled=False):
+            rows = _cast(hidden, weight, bias, ctx.dtype, ctx.layer.tiles)
+            sums = _GradientSums(rows, hidden, weight, bias, ctx.needs_input_grad)
+            for row, column, gradient in _gradient_tiles(rows, outgoing, ctx.kept):
+                sums.add(row, column, gradient)
+        return *sums.gradients(hidden), None, None, None
+
+
+def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, tiles: TileShape) -> _Rows:
+    """Cast once for all tiles."""
+    return _Rows(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), tiles)
+
+
+def _read_tiles(
+    rows: _Rows, target: Tensor, temperature: float, kept: dict[tuple[int, int], Tensor], budget: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the targets' logits [N], and of each tile of columns the log-normalizers and the mean logits [tiles, N]."""
+    count, columns = len(rows.hidden), rows.column_slices()
+    dtype = at_least_float32(rows.hidden.new_empty(0)).dtype
+    chosen = torch.zeros(count, dtype=dtype, device=target.device)
+    normalizers, means = (torch.empty(len(columns), count, dtype=dtype, device=target.device) for _ in range(2))
+    operations = choose_operations(rows.hidden.device, rows.hidden.dtype)
+    for row in rows.row_slices():
+        for tile, column in enumerate(columns):
+            product = rows.multiply(row, column)
+            if (budget := budget - product.nbytes) >= 0:
+                kept[row.start, column.start] = product
+            summary = operations.summarize(product, temperature)
+            normalizers[tile, row], means[tile, row] = summary.log_normalizer, summary.mean_logit
+            place, here = _find(target[row], column)
+            logits = at_least_float32(product.gather(1, place[:, None]).squeeze(1))
+            chosen[row] += (logits if temperature == 1.0 else logits / temperature).masked_fill_(~here, 0.0)
+    return chosen, normalizers, means
+
+
+def _find(target: Tensor, column: slice) -> tuple[Tensor, Tensor]:
+    """Return the targets' places in a tile's columns, and which of them are there: [r] each."""
+    local = target - column.start
+    last = column.stop - column.start - 1
+    return local.clamp(0, last), (local >= 0) & (local <= last)
+
+
+@dataclass(frozen=True)
+class _Outgoing:
+    """The outputs of the forward pass, [N] each, and the gradients that came for them."""
+
+    target: Tensor
+    shares: Tensor  # [tiles, N]
+    normalizer: Tensor
+    entropy: Tensor
+    grad: Tensor
+    grad_entropy: Tensor | None
+    temperature: float
+
+    def slopes(self, row: slice, tile: int, column: slice) -> RowSlopes:
+        log_share = self.shares[tile, row]
+        share = log_share.exp().div_(self.temperature)
+        place, here = _find(self.target[row], column)
+        return RowSlopes(
+            log_normalizer=log_share + self.normalizer[row],
+            of_logprob=-self.grad[row] * share,
+            of_entropy=None if self.grad_entropy is None else -self.grad_entropy[row] * share,
+            shift=self.entropy[row] - self.normalizer[row],
+            place=place,
+            chosen=(self.grad[row] / self.temperature).masked_fill(~here, 0.0),
+        )
+
+
+def _gradient_tiles(
+    rows: _Rows, outgoing: _Outgoing, kept: dict[tuple[int, int], Tensor]
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield the gradient of each tile of logits, and its rows and columns; valid until the next."""
+    operations = choose_operations(rows.hidden.device, rows.hidden.dtype)
+    for tile, column in enumerate(rows.column_slices()):
+        for row in rows.row_slices():
+            product = kept.pop((row.start, column.start), None)
+            product = rows.multiply(row, column) if product is None else product
+            yield row, column, operations.differentiate(product, outgoing.temperature, outgoing.slopes(row, tile, column))
+
+
+class _GradientSums:
+    """Gradients of hidden states, weight and bias, summed in at least float32. Tiles come column by column."""
+
+    def __init__(self, rows: _Rows, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
+        self.rows = rows
+        self.hidden = at_least_float32(rows.hidden.new_empty(0)).new_zeros(hidden.shape) if needed[0] else None
+        self.weight = torch.zeros_like(weight) if needed[1] else None
+        self.bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
+        self.columns: list[Tensor] = []  # of this tile's rows of the weight, and of the bias
+        self.last = max((each.start for each in rows.row_slices()), default=0)
+
+    def add(self, row: slice, column: slice, gradient: Tensor) -> None:
+        if self.hidden is not None:
+            self.hidden[row] += gradient @ self.rows.weight[column]
+        found = [] if self.weight is None else [gradient.t() @ self.rows.hidden[row]]
+        found += [] if self.bias is None else [gradient.sum(0, dtype=at_least_float32(gradient.new_empty(0)).dtype)]
+        if row.start == 0:
+            self.columns = found if self.last == 0 else [at_least_float32(each) for each in found]
+        else:
+            self.columns = [total.add_(each) for total, each in zip(self.columns, found, strict=True)]
+        if row.start == self.last:
+            for whole, part in zip((each for each in (self.weight, self.bias) if each is not None), self.columns, strict=True):
+                whole[column] = part.to(whole.dtype)
+
+    def gradients(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return None if self.hidden is None else self.hidden.to(hidden.dtype), self.weight, self.bias
