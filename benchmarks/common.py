@@ -21,8 +21,9 @@ from statistics import median
 from typing import Any, Literal
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-Side = str  # "trl" or "strop"
+Side = str  # "trl", "trl_malloc" or "strop"
 SIDES: tuple[Side, Side] = ("trl", "strop")
+TITLES = {"trl": "TRL", "trl_malloc": "TRL with Strop's malloc", "strop": "Strop"}
 DISTURBED = 0.2  # a measurement counts as disturbed if other processes use more cores than this
 
 
@@ -80,9 +81,9 @@ def number(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-def order(pair: int) -> tuple[Side, Side]:
+def order(pair: int, sides: tuple[Side, ...] = SIDES) -> tuple[Side, ...]:
     """Return the order within a pair of steps: A B, B A, A B, ..., so that drift of the machine favours neither side."""
-    return SIDES if pair % 2 == 0 else (SIDES[1], SIDES[0])
+    return sides if pair % 2 == 0 else sides[::-1]
 
 
 def pair_ratios(
@@ -403,10 +404,16 @@ class Settings:
     trl_bf16_weights: bool
     trl_reuse_memory: bool
     profile: bool
+    same_work: bool = False  # no token ends a completion, and the rewards of a group alternate
+    trl_malloc: bool = False  # a third side: TRL with Strop's malloc settings
 
     @property
     def total_steps(self) -> int:
         return self.warmup + self.steps
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        return ("trl", "trl_malloc", "strop") if self.trl_malloc else SIDES
 
 
 @dataclass(frozen=True)
@@ -461,15 +468,17 @@ MEASURES: tuple[tuple[str, Callable[[StepRecord], float]], ...] = (
 
 
 def measures(result: Result) -> str:
-    rows = [[name, *(str(spread(map(measure, result.records[side]))) for side in SIDES)] for name, measure in MEASURES]
-    peaks = {side: max(record.peak_memory for record in result.records[side]) for side in SIDES}
+    sides = result.settings.sides
+    rows = [[name, *(str(spread(map(measure, result.records[side]))) for side in sides)] for name, measure in MEASURES]
+    peaks = {side: max(record.peak_memory for record in result.records[side]) for side in sides}
     rows.append(
-        ["cores busy with other processes", *(str(spread(record.foreign for record in result.records[side])) for side in SIDES)]
+        ["cores busy with other processes", *(str(spread(record.foreign for record in result.records[side])) for side in sides)]
     )
-    rows.append(["peak memory, MiB", *(f"{peaks[side]:.0f}" for side in SIDES)])
-    rows.append(["  of it over the loaded model, MiB", *(f"{peaks[side] - result.ready[side].resident:.0f}" for side in SIDES)])
-    text = f"Per step, median (min to max) of {result.settings.steps}:\n" + table(["", "TRL", "Strop"], rows)
-    disturbed = max(record.foreign for side in SIDES for record in result.records[side])
+    rows.append(["peak memory, MiB", *(f"{peaks[side]:.0f}" for side in sides)])
+    rows.append(["  of it over the loaded model, MiB", *(f"{peaks[side] - result.ready[side].resident:.0f}" for side in sides)])
+    header = ["", *(TITLES[side] for side in sides)]
+    text = f"Per step, median (min to max) of {result.settings.steps}:\n" + table(header, rows)
+    disturbed = max(record.foreign for side in sides for record in result.records[side])
     if disturbed > DISTURBED:
         text += (
             f"\nNOT A QUIET MACHINE: other processes used up to {disturbed:.1f} cores during a step; measure again without them."
@@ -480,11 +489,11 @@ def measures(result: Result) -> str:
 TIMES = MEASURES[:3]
 
 
-def quiet_pairs(result: Result) -> tuple[list[StepRecord], list[StepRecord]]:
+def quiet_pairs(result: Result, opponent: Side = "trl") -> tuple[list[StepRecord], list[StepRecord]]:
     """Return the pairs of steps that other processes did not disturb."""
     pairs = [
         pair
-        for pair in zip(*(result.records[side] for side in SIDES), strict=True)
+        for pair in zip(result.records[opponent], result.records["strop"], strict=True)
         if max(step.foreign for step in pair) <= DISTURBED
     ]
     return [trl for trl, _ in pairs], [strop for _, strop in pairs]
@@ -502,12 +511,16 @@ def ratio_spreads(trl: Sequence[StepRecord], strop: Sequence[StepRecord]) -> dic
 
 
 def ratios(result: Result) -> str:
-    quiet, every = quiet_pairs(result), result.records
-    text = "TRL / Strop, pair by pair (above 1: Strop is faster):\n" + _ratio_table(every["trl"], every["strop"])
-    if 0 < len(quiet[0]) < len(every["trl"]):
-        text += f"\nThe same over the {len(quiet[0])} of {len(every['trl'])} pairs that nobody disturbed:\n" + _ratio_table(
-            *quiet
-        )
+    return "\n\n".join(_ratios_to(result, side) for side in result.settings.sides if side != "strop")
+
+
+def _ratios_to(result: Result, opponent: Side) -> str:
+    quiet, every = quiet_pairs(result, opponent), result.records
+    text = f"{TITLES[opponent]} / Strop, pair by pair (above 1: Strop is faster):\n"
+    text += _ratio_table(every[opponent], every["strop"])
+    if 0 < len(quiet[0]) < len(every[opponent]):
+        text += f"\nThe same over the {len(quiet[0])} of {len(every[opponent])} pairs that nobody disturbed:\n"
+        text += _ratio_table(*quiet)
     return text
 
 
@@ -521,11 +534,11 @@ def _ratio_table(trl: Sequence[StepRecord], strop: Sequence[StepRecord]) -> str:
 
 def phases(result: Result) -> str:
     lines = ["Where a step goes, median seconds:"]
-    for side in SIDES:
+    for side in result.settings.sides:
         records = result.records[side]
         found = {name: median(record.phases[name] for record in records) for name in records[0].phases}
         found["other"] = median(record.other for record in records)
-        lines.append(f"  {side:5}  " + "   ".join(f"{name} {number(value)}" for name, value in found.items()))
+        lines.append(f"  {side:10}  " + "   ".join(f"{name} {number(value)}" for name, value in found.items()))
     return "\n".join(lines)
 
 
@@ -533,7 +546,7 @@ def training_rates(result: Result) -> dict[Side, float]:
     """Return the GFLOP/s of forward and backward: FLOPs from shapes over measured time."""
     return {
         side: median(_flops(result.shape, record) / record.phases["forward, backward"] / 1e9 for record in result.records[side])
-        for side in SIDES
+        for side in result.settings.sides
     }
 
 
@@ -549,10 +562,10 @@ def machine(result: Result) -> str:
     lines = [f"Matrix products on this machine, {result.settings.dtype}, {result.settings.threads} threads, GFLOP/s:"]
     lines += [f"  {name:32} {number(rate)}" for name, rate in result.rates.items()]
     lines.append("Forward and backward:")
-    for side in SIDES:
+    for side in result.settings.sides:
         work = median(_flops(result.shape, record) for record in result.records[side]) / 1e9
         lines.append(
-            f"  {side:5}  {number(work)} GFLOP a step at {number(rates[side])} GFLOP/s: {rates[side] / best:.0%} of the 2048-cube rate, "
+            f"  {side:10}  {number(work)} GFLOP a step at {number(rates[side])} GFLOP/s: {rates[side] / best:.0%} of the 2048-cube rate, "
             f"{rates[side] / shaped:.0%} of the rate at Strop's training shapes"
         )
     return "\n".join(lines)
@@ -560,7 +573,8 @@ def machine(result: Result) -> str:
 
 def rewards(result: Result) -> str:
     lines = ["Reward of the completions of each step:"]
-    lines += [f"  {side:5}  " + " ".join(f"{record.reward:.3f}" for record in result.records[side]) for side in SIDES]
+    for side in result.settings.sides:
+        lines.append(f"  {side:10}  " + " ".join(f"{record.reward:.3f}" for record in result.records[side]))
     if result.held_out:
         found = ", ".join(f"{name} {mean:.3f} +- {error:.3f}" for name, (mean, error) in result.held_out.items())
         lines.append(f"Held-out reward at temperature 1, after {result.settings.total_steps} steps: {found}")
@@ -584,15 +598,18 @@ def as_json(result: Result) -> dict[str, Any]:
         "strop_configuration": result.ready["strop"].configuration,
         "steps": {
             side: [{**asdict(record), "distinct_tokens": record.distinct_tokens} for record in result.records[side]]
-            for side in SIDES
+            for side in result.settings.sides
         },
         "resident_when_loaded_mib": {side: ready.resident for side, ready in result.ready.items()},
-        "ratios": {
-            name: {kind: asdict(value) for kind, value in kinds.items()}
-            for name, kinds in ratio_spreads(*(result.records[side] for side in SIDES)).items()
-        },
+        "ratios": _ratios_as_json(result, "trl"),
+        **({"ratios_trl_malloc": _ratios_as_json(result, "trl_malloc")} if result.settings.trl_malloc else {}),
         "matrix_gflops": result.rates,
         "training_gflops": training_rates(result),
         "held_out_reward": result.held_out,
         "profile": asdict(result.profile) if result.profile else None,
     }
+
+
+def _ratios_as_json(result: Result, opponent: Side) -> dict[str, Any]:
+    spreads = ratio_spreads(result.records[opponent], result.records["strop"])
+    return {name: {kind: asdict(value) for kind, value in kinds.items()} for name, kinds in spreads.items()}

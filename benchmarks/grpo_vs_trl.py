@@ -27,7 +27,6 @@ from typing import Any
 from common import (
     DISTURBED,
     MODEL,
-    SIDES,
     Command,
     ModelShape,
     Profile,
@@ -112,7 +111,12 @@ def trl_configuration(settings: Settings) -> dict[str, Any]:
     }
 
 
-def trl_side(settings: Settings, baton: Connection) -> None:
+def trl_malloc_side(settings: Settings, baton: Connection) -> None:
+    """Train with GRPOTrainer in a process that keeps freed memory, as Strop's does."""
+    trl_side(replace(settings, trl_reuse_memory=True), baton, side="trl_malloc")
+
+
+def trl_side(settings: Settings, baton: Connection, side: Side = "trl") -> None:
     """Train with GRPOTrainer, returning the turn after every optimizer step."""
     import torch
     from datasets import Dataset
@@ -145,8 +149,8 @@ def trl_side(settings: Settings, baton: Connection) -> None:
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         found = [
-            float(extract_last_number(text[0]["content"]) == int(wanted))
-            for text, wanted in zip(completions, answer, strict=True)
+            float(index % 2) if settings.same_work else float(extract_last_number(text[0]["content"]) == int(wanted))
+            for index, (text, wanted) in enumerate(zip(completions, answer, strict=True))
         ]
         last["reward"] = sum(found) / len(found)
         return found
@@ -169,7 +173,7 @@ def trl_side(settings: Settings, baton: Connection) -> None:
         backward = spent["training_step"] - spent["generation"]
         ended = laps.since("training_step")
         return StepRecord(
-            side="trl",
+            side=side,
             step=step,
             seconds=seconds,
             generation=spent["generation"],
@@ -205,13 +209,22 @@ def trl_side(settings: Settings, baton: Connection) -> None:
         callbacks=[Turns()],
     )
     trainer.remove_callback(PrinterCallback)
+    if settings.same_work:
+        ignore_end_tokens(trainer)
     first, *_ = trainer._tokenize_prompts([row["prompt"] for row in tasks[: settings.prompts]])
     ready = Ready(memory("VmRSS"), [list(ids) for ids in first], sorted(trainer.eos_token_ids), configuration)
     reset_peak_memory()
     trainer.train()
     baton.recv()
-    save(trainer.model.float(), load_tokenizer(settings.model), f"{settings.folder}/trained_trl")
+    save(trainer.model.float(), load_tokenizer(settings.model), f"{settings.folder}/trained_{side}")
     baton.send(None)
+
+
+def ignore_end_tokens(trainer: Any) -> None:
+    """Let no token end a completion: each is then as long as it may be."""
+    trainer.eos_token_ids = []
+    trainer.generation_kwargs["eos_token_id"] = None
+    trainer.generation_config.eos_token_id = trainer.model.generation_config.eos_token_id = None
 
 
 # ---- the Strop side ----------------------------------------------------------------------------------------------------------
@@ -282,13 +295,15 @@ def strop_side(settings: Settings, baton: Connection) -> None:
     profilers: dict[str, Any] = {}
 
     class Stream:
-        """Records the sampled groups."""
+        """Records the sampled groups; for the same work on both sides, with alternating rewards."""
 
         def __init__(self, inner: Any) -> None:
             self.inner = inner
 
         async def next(self) -> Group:
             group: Group = await self.inner.next()
+            if settings.same_work:
+                group = replace(group, rollouts=tuple(replace(each, reward=float(each.sample % 2)) for each in group.rollouts))
             groups.append(group)
             return group
 
@@ -392,6 +407,8 @@ def strop_side(settings: Settings, baton: Connection) -> None:
     run.stream, run.weights = Stream(run.stream), Weights(run.weights)
     run.learners = {"policy": Learner(run.learners["policy"])}
     assert isinstance(generator, TorchEngine)
+    if settings.same_work:
+        generator.stop_ids = frozenset()
     template = ChatTemplate(generator.tokenizer)
     asked = [[Message(**message) for message in row["prompt"]] for row in training_rows(settings)[: settings.prompts]]
     prompts = [template.encode_prompt(messages) for messages in asked]
@@ -520,21 +537,24 @@ def matrix_rates(settings: Settings, shape: ModelShape, tokens: int, predicted: 
 
 def compare(settings: Settings, *, tasks: int, samples: int, patience: float = 0) -> Result:
     """Alternate the two sides, then evaluate both models and measure the machine."""
-    players = {"trl": SideProcess("trl", trl_side, settings)}
-    ready = {side: player.receive(Ready) for side, player in players.items()}
-    players["strop"] = SideProcess("strop", strop_side, settings)  # load one after the other
-    ready["strop"] = players["strop"].receive(Ready)
+    bodies = {"trl": trl_side, "trl_malloc": trl_malloc_side, "strop": strop_side}
+    players: dict[Side, SideProcess] = {}
+    ready: dict[Side, Ready] = {}
+    for side in settings.sides:  # load one after the other
+        players[side] = SideProcess(side, bodies[side], settings)
+        ready[side] = players[side].receive(Ready)
     for name in ("prompts", "stop_ids"):
         if getattr(ready["trl"], name) != getattr(ready["strop"], name):
             raise SideFailed(
                 f"the sides differ in their {name}: {getattr(ready['trl'], name)} and {getattr(ready['strop'], name)}"
             )
-    records: dict[Side, list[StepRecord]] = {side: [] for side in SIDES}
+    records: dict[Side, list[StepRecord]] = {side: [] for side in settings.sides}
     for pair in range(settings.total_steps):
-        for side in order(pair):
+        for side in order(pair, settings.sides):
             wait_for_quiet(patience)
             record: StepRecord = players[side].turn("step", StepRecord)
             show(record, warm=pair < settings.warmup)
+            check_work(record, settings)
             if pair >= settings.warmup:
                 records[side].append(record)
     profile: Profile | None = players["strop"].turn("profile", Profile) if settings.profile else None
@@ -546,7 +566,7 @@ def compare(settings: Settings, *, tasks: int, samples: int, patience: float = 0
     wait_for_quiet(patience)
     typical = sorted(records["strop"], key=lambda record: record.tokens_read)[len(records["strop"]) // 2]
     rates: dict[str, float] = run_in_subprocess(matrix_rates, settings, shape, typical.tokens_read, typical.head_rows)
-    models = {"before": settings.model, **{side: f"{settings.folder}/trained_{side}" for side in SIDES}}
+    models = {"before": settings.model, **{side: f"{settings.folder}/trained_{side}" for side in settings.sides}}
     held_out = (
         {name: run_in_subprocess(held_out_reward, settings, model, tasks, samples) for name, model in models.items()}
         if tasks
@@ -555,11 +575,18 @@ def compare(settings: Settings, *, tasks: int, samples: int, patience: float = 0
     return Result(settings=settings, ready=ready, records=records, rates=rates, shape=shape, held_out=held_out, profile=profile)
 
 
+def check_work(record: StepRecord, settings: Settings) -> None:
+    """Raises SideFailed for a step of the same work whose completions are not all as long as they may be."""
+    wanted = settings.prompts * settings.completions * settings.max_tokens
+    if settings.same_work and record.sampled_tokens != wanted:
+        raise SideFailed(f"the {record.side} side sampled {record.sampled_tokens} tokens in step {record.step}, not {wanted}")
+
+
 def show(record: StepRecord, *, warm: bool) -> None:
     times = f"{record.seconds:7.2f} s  generation {record.generation:6.2f}  training {record.training:6.2f}"
     rest = f"sampled {record.sampled_tokens}  reward {record.reward:.3f}{'  (warm-up)' if warm else ''}"
     rest += f"  (others: {record.foreign:.1f} cores)" if record.foreign > DISTURBED else ""
-    print(f"  step {record.step:2} {record.side:5} {times}  {rest}", flush=True)
+    print(f"  step {record.step:2} {record.side:10} {times}  {rest}", flush=True)
 
 
 # ---- the command line ----------------------------------------------------------------------------------------------------------
@@ -597,6 +624,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--trl-reuse-memory", action="store_true", help="use Strop's malloc settings for TRL's process too (strop.models.malloc)"
     )
+    parser.add_argument(
+        "--same-work",
+        action="store_true",
+        help="no token ends a completion and rewards alternate: both sides sample --max-tokens each, and every group is trained on",
+    )
+    parser.add_argument("--trl-malloc", action="store_true", help="a third side: TRL with Strop's malloc settings")
     parser.add_argument("--profile", action="store_true", help="one more step of Strop under torch.profiler")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements to this file")
     options = parser.parse_args(arguments)
@@ -607,6 +640,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--completions must be at least 2: a group of one has no baseline")
     if options.trl_rows is not None and (options.trl_rows < 1 or rows % options.trl_rows):
         parser.error(f"--trl-rows must divide the {rows} completions of a step")
+    if options.trl_malloc and options.trl_reuse_memory:
+        parser.error("--trl-reuse-memory sets both sides of TRL alike; give --trl-malloc alone for a third side with it")
+    if options.same_work:
+        options.held_out = 0  # rewards that mean nothing teach nothing
     if options.trl_bf16_weights and options.dtype != "bfloat16":
         parser.error("--trl-bf16-weights needs --dtype bfloat16")
     return options
@@ -629,6 +666,8 @@ def settings_of(options: argparse.Namespace, dtype: str, model: str, folder: str
         trl_bf16_weights=options.trl_bf16_weights,
         trl_reuse_memory=options.trl_reuse_memory,
         profile=options.profile,
+        same_work=options.same_work,
+        trl_malloc=options.trl_malloc,
     )
 
 

@@ -107,6 +107,15 @@ def _deepseek_v3() -> Any:
     )
 
 
+def _gpt_oss() -> Any:
+    from transformers import GptOssConfig
+
+    layers = ["sliding_attention", "full_attention"]
+    return GptOssConfig(
+        **_SIZES, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW, layer_types=layers
+    )
+
+
 def _gpt2() -> Any:
     from transformers import GPT2Config
 
@@ -131,6 +140,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "deepseek_v3": _deepseek_v3,
+    "gpt_oss": _gpt_oss,
     "gpt2": _gpt2,
     "mamba": _mamba,
 }

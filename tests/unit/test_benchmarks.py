@@ -193,6 +193,45 @@ def test_everything_measured_is_json(common: Any, bench: Any) -> None:
     assert len(written["steps"]["trl"]) == 3
 
 
+def test_a_third_side_has_ratios_of_its_own(common: Any, bench: Any) -> None:
+    found = result(common, bench)
+    slower = [record(common, "trl_malloc", step, seconds=30.0) for step in (2, 3, 4)]
+    found = replace(
+        found,
+        settings=settings(bench, trl_malloc=True),
+        ready={side: common.Ready(1000.0, [[1]], [2], {}) for side in ("trl", "trl_malloc", "strop")},
+        records={**found.records, "trl_malloc": slower},
+    )
+    assert [common.order(pair, found.settings.sides)[0] for pair in range(2)] == ["trl", "strop"]
+    text = common.report(found)
+    assert "TRL with Strop's malloc / Strop" in text and "3.00 (3.00 to 3.00)" in text
+    assert common.as_json(found)["ratios_trl_malloc"]["seconds per step"]["as measured"]["median"] == 3.0
+
+
+def test_the_same_work_is_checked_step_by_step(common: Any, bench: Any) -> None:
+    asked = settings(bench, same_work=True)
+    bench.check_work(record(common, "trl", 1, sampled_tokens=4 * 8 * 64), asked)
+    with pytest.raises(common.SideFailed, match="the trl side sampled 2047 tokens in step 1, not 2048"):
+        bench.check_work(record(common, "trl", 1, sampled_tokens=2047), asked)
+    assert bench.parse(["--same-work"]).held_out == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "part"),
+    [
+        (["aten::mm", "_TiledLogprobsBackward"], "output layer"),
+        (["aten::mm", "MmBackward0"], "products of the layers"),
+        (["aten::bmm", "aten::matmul"], "attention"),
+        (["aten::mul", "MulBackward0"], "elementwise"),
+        (["aten::copy_", "aten::to"], "elementwise"),
+        (["aten::index_select"], "the rest"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_operators_belong_to_parts_of_the_training_phase(common: Any, names: list[str], part: str) -> None:
+    assert importlib.import_module("training_phase").part_of(names) == part
+
+
 def test_trl_makes_one_optimizer_step_of_one_generation(bench: Any) -> None:
     whole = bench.trl_configuration(settings(bench))
     assert whole["per_device_train_batch_size"] == 32
@@ -231,7 +270,15 @@ def test_both_sides_get_the_same_prompts_in_the_same_order(bench: Any, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--steps", "0"], ["--warmup", "0"], ["--completions", "1"], ["--trl-rows", "5"], ["--trl-bf16-weights"]]
+    "arguments",
+    [
+        ["--steps", "0"],
+        ["--warmup", "0"],
+        ["--completions", "1"],
+        ["--trl-rows", "5"],
+        ["--trl-bf16-weights"],
+        ["--trl-malloc", "--trl-reuse-memory"],
+    ],
 )
 def test_what_cannot_be_measured_is_refused(bench: Any, arguments: list[str]) -> None:
     with pytest.raises(SystemExit):

@@ -13,6 +13,7 @@ from strop.build.algorithm.run_algorithm import count_steps_per_batch
 from strop.build.backend import Backend, LocalBackend, make_backend
 from strop.build.cluster.ray_backend import make_remote_environments
 from strop.build.engines import GeneratorSpec
+from strop.build.events.clocked_run import make_clock_state, start_clock
 from strop.build.jobs.episode_rules import make_episode_rules
 from strop.build.jobs.evaluation_identity import identify_entries
 from strop.build.jobs.evaluation_job import make_validation_job
@@ -37,6 +38,9 @@ from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import make_failed_group, run_group
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.prompts_ahead import PromptsAhead
+from strop.rollouts.repeat.answer_times import FixedDelay
+from strop.rollouts.repeat.engine_clock import ClockedGenerator, EngineClock
+from strop.rollouts.repeat.group_clock import OWN_TIME
 from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
 from strop.rollouts.tool_turns import describe_tool_calls
 from strop.safety.exits import contain_exits
@@ -47,7 +51,7 @@ from strop.trainer.evaluation import Evaluator
 from strop.trainer.health.health_rules import HealthFinding
 from strop.trainer.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
 from strop.trainer.mismatch import MismatchGuard
-from strop.trainer.run import DATA, PAST_SELVES, DrainBefore, TrainingRun, TrainOptions
+from strop.trainer.run import CLOCK, DATA, PAST_SELVES, DrainBefore, TrainingRun, TrainOptions
 from strop.types import Group
 from strop.weight_sync.snapshots import SnapshottedWeights
 
@@ -96,6 +100,8 @@ async def build_rollout_run(
     parts: dict[str, Restorable] = {} if selves is None else {PAST_SELVES: selves.pool}
     if train_source.resumable:
         parts[DATA] = DataState(train_source)
+    if (clock_state := make_clock_state(config, environments)) is not None:
+        parts[CLOCK] = clock_state
     state = restore_checkpoint(config, checkpoints, {**learners, **parts}, tracker, store)
     tracker.progress(describe_engine_start(config))
     synced = await backend.build_generator(
@@ -111,6 +117,9 @@ async def build_rollout_run(
             output_folder=Path(config.logger.log_dir) / "engines",
         )
     )
+    clock = None
+    if clock_state is not None:
+        clock, synced = start_clock(config, clock_state, synced, tracker.note)
     generator = synced.generator
     stream_state = None
     if state is not None:
@@ -120,6 +129,7 @@ async def build_rollout_run(
             groups_per_step=options.groups_per_step,
             max_staleness=options.max_staleness,
             order=make_order(config, options),
+            versions={} if clock_state is None else clock_state.versions,
         )
     prefetch = options.groups_per_step if config.data.prefetch is None else config.data.prefetch
     ahead = PromptsAhead(train_source.peek_messages, bundle.template, ahead=prefetch) if prefetch else None
@@ -137,6 +147,7 @@ async def build_rollout_run(
             greedy=algorithm.greedy_baseline,
             past=selves,
             ahead=ahead,
+            clock=clock,
         ),
         learners=learners,
         parts=parts,
@@ -145,14 +156,14 @@ async def build_rollout_run(
         tracker=tracker,
         rollouts=store,
         decode=bundle.tokenizer.decode,
-        evaluator=make_evaluator(config, validation_source, generator, bundle.template, tracker, past=selves),
+        evaluator=make_evaluator(config, validation_source, generator, bundle.template, tracker, past=selves, clock=clock),
         early_stop=make_early_stop(config),
         mismatch=MismatchGuard(config.policy.generation.mismatch),
         health=make_health(config, find_at_start(config, options, train_source, algorithm)),
         monitor=monitor,
         checkpoints=make_saver(config, checkpoints),
     )
-    run.on_close += [each.close for each in (selves, ahead) if each is not None]
+    run.on_close += [each.close for each in (selves, ahead, clock) if each is not None]
     return resume_run(run, state), generator
 
 
@@ -218,6 +229,7 @@ def make_rollout_stream(
     greedy: bool = False,
     past: PastSelves | None = None,
     ahead: PromptsAhead | None = None,
+    clock: EngineClock | None = None,
 ) -> RolloutStream:
     rules = make_episode_rules(config)
 
@@ -244,6 +256,7 @@ def make_rollout_stream(
             seed=config.rollout_training.seed,
             greedy_baseline=greedy,
             past=past,
+            clock=OWN_TIME if clock is None else clock.group(index),
         )
         source.observe(group)
         return group
@@ -257,6 +270,7 @@ def make_rollout_stream(
         refill_on_release=options.max_staleness > 0,
         order=make_order(config, options),
         version=lambda: generator.version,
+        pace=clock,
     )
 
 
@@ -278,6 +292,7 @@ def make_evaluator(
     template: ChatTemplate,
     tracker: Tracker,
     past: PastSelves | None = None,
+    clock: EngineClock | None = None,
 ) -> Evaluator | None:
     training = config.rollout_training
     if source is None:
@@ -301,17 +316,20 @@ def make_evaluator(
         name_set=source.name_set,
         samples_to_print=config.logger.num_val_samples_to_print,
         on_sampled=choose_forgetting(config, generator),
+        make_clock=None if clock is None else lambda: EngineClock(clock.engine, FixedDelay()),
     )
 
 
 def choose_forgetting(config: RolloutRunConfig, generator: Generator) -> Callable[[], object]:
-    """Return what drops the prompts that the embedded engine has cached, for when a synchronous run has validated.
+    """Return what drops the prompts that the embedded engine has cached, for when a synchronous or repeatable run has validated.
 
     A prompt of both sets would be taken from the cache, where it was read beside other prompts and rounded differently in the last digits.
     A run that is resumed behind the validation has no such cache, and would not equal the uninterrupted one.
     """
-    if isinstance(generator, TorchEngine) and config.rollout_training.max_staleness == 0:
-        return generator.runner.reset_prefix_cache
+    engine = generator.engine if isinstance(generator, ClockedGenerator) else generator
+    on_clock = engine is not generator
+    if isinstance(engine, TorchEngine) and (on_clock or config.rollout_training.max_staleness == 0):
+        return engine.runner.reset_prefix_cache
     return lambda: None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,7 +35,10 @@ class RequestTooLong(ValueError):
 class Generator(Protocol):
     """An inference engine, in this process or another."""
 
-    version: int  # version of the weights that it samples with
+    @property
+    def version(self) -> int:
+        """Version of the weights that it samples with."""
+        ...
 
     async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
         """Sample one completion. Equal (prompt, sampling, seed, weights) give equal tokens, whatever else is in the batch.
@@ -45,6 +48,14 @@ class Generator(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class Pacer(Protocol):
+    """Decides when an engine takes its steps."""
+
+    async def pace(self, step: Callable[[], object]) -> None:
+        """Call ``step`` when it is time."""
+        ...
 
 
 class PastGenerator(Protocol):

@@ -248,8 +248,7 @@ def test_heads_are_counted_only_where_the_layout_cuts_them(folder: Path, capsys:
     words = [*RUN, "policy.model_name=model", "cluster.gpus_per_node=4"]
     dry_run(capsys, "grpo", *words, "policy.dtensor_cfg.tensor_parallel_size=2")
     dry_run(capsys, "grpo", *words, "policy.dtensor_cfg.tensor_parallel_size=4")  # its plan gathers the projections' outputs
-    said = dry_run(capsys, "grpo", *words, "policy.dtensor_cfg.context_parallel_size=4", code=2)
-    assert "policy.dtensor_cfg.context_parallel_size: found 4, which does not divide the 6 attention heads" in said
+    dry_run(capsys, "grpo", *words, "policy.dtensor_cfg.context_parallel_size=4")  # keys and values go around a ring
 
 
 def test_layers_and_experts_are_counted_where_megatron_core_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,6 +167,9 @@ REWORDED: dict[str, str] = {
 
 # The old message -> why nothing says it any more.
 DROPPED: dict[str, str] = {
+    "each layer has {} attention heads on a rank, which cannot be split evenly among {} context ranks; set context_parallel_size to a "
+    "divisor of {}": "keys and values go around a ring",
+    "attention sinks are not supported by packed attention": "they are",
     "{} has weight 0, but every assistant message is trained on; end the conversation before it": "it is read and not trained on",
     "found {} with cluster.backend = {}, but an evaluation runs on one machine, without Ray, in this version": "it runs on any, over Ray",
     "Set cluster.num_nodes=1 and cluster.backend=auto.": "an evaluation runs on several nodes",

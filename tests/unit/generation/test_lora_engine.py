@@ -61,7 +61,7 @@ def test_sampler_and_learner_agree_in_float32(family: str) -> None:
         assert disagreement(batch, NetworkScorer(base, SAMPLING, score_tokens=30)) > 0.1, "the adapters are what sampled"
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe")])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe", "gpt_oss")])
 def test_sampler_and_learner_agree_in_bfloat16(family: str) -> None:
     network = Network(build_with_adapters(family, spread=0.1), precision=torch.bfloat16)
     for prepack in (False, True):

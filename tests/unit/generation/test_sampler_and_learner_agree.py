@@ -69,7 +69,7 @@ def test_log_probabilities_and_entropies_agree_in_float32(family: str, sampling:
         assert entropy < FLOAT32, prepack
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe")])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe", "gpt_oss")])
 def test_log_probabilities_agree_in_bfloat16(family: str) -> None:
     """Mixtures of experts are left out: where two experts' scores are close, rounding chooses another one."""
     network = Network(build(family), precision=torch.bfloat16)

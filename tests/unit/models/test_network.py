@@ -21,7 +21,7 @@ FLOAT32 = 2e-5
 def truth(family: str) -> torch.Tensor:
     """Log-probabilities by the model's own forward pass with its reference attention, one rollout at a time."""
     model = build(family)
-    if family not in ("mixtral", "qwen3_moe"):  # the kernel of experts takes no float64
+    if family not in ("mixtral", "qwen3_moe", "gpt_oss"):  # the kernel of experts takes no float64
         model = model.double()
     model.set_attn_implementation("eager")
     found = []

@@ -50,8 +50,8 @@ def _check_learner(key: str, model: ModelConfig) -> Iterator[Problem]:
             interleaved=sizes.pipeline_parallel_schedule == "Interleaved1F1B",
             layers_per_stage=sizes.pipeline_parallel_layers_per_stage,
         )
-    tensor, context = sizes.tensor_parallel_size, sizes.context_parallel_size
-    counts = read_head_counts(model.model_name) if tensor * context > 1 else None
+    tensor = sizes.tensor_parallel_size
+    counts = read_head_counts(model.model_name) if tensor > 1 else None
     if counts is None:
         return
     name = f"{key}.dtensor_cfg.tensor_parallel_size"
@@ -62,9 +62,6 @@ def _check_learner(key: str, model: ModelConfig) -> Iterator[Problem]:
                 name, f"found {tensor}, which does not divide the {count} {what} of {model.model_name}", _divisors(count)
             )
             return
-    if counts.query % tensor == 0 and (own := counts.query // tensor) % context:
-        message = f"found {context}, which does not divide the {own} attention heads that a rank has of {model.model_name}"
-        yield Problem(f"{key}.dtensor_cfg.context_parallel_size", message, _divisors(own))
 
 
 def _check_megatron(key: str, model: ModelConfig) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ from strop.monitoring.config_history import HISTORY_FILE, End, record_finish, re
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE
+from strop.rollouts.repeat.event_log import EVENTS_FILE
 from strop.rollouts.stream import StreamState
 from strop.stopping import EarlyStop
 from strop.storage.folder_probe import explain_folder
@@ -23,7 +24,7 @@ from strop.storage.storage_error import StorageError, find_refusal
 from strop.trainer.run import TrainingRun
 
 LIMITS_OF_ROLLOUTS = ("policy.generation.", "policy.max_total_sequence_length", "data.max_input_seq_length")
-RECORDS = (METRICS_FILE, "rollouts", "validation", CONFIG_FILE, HISTORY_FILE, "curves.png")
+RECORDS = (METRICS_FILE, "rollouts", "validation", CONFIG_FILE, HISTORY_FILE, EVENTS_FILE, "curves.png")
 
 
 def restore_checkpoint(

@@ -65,6 +65,28 @@ def check_engine_device(config: RolloutRunConfig, device: str | None = None) -> 
             yield from generation.async_errors(key, device)
 
 
+def check_clock(config: RolloutRunConfig) -> Problems:
+    """Only an embedded engine in this process takes its steps when it is told to."""
+    training, key = config.rollout_training, f"{config.section}.async_{config.section}"
+    if not training.orders_events:
+        return
+    section = training.async_config
+    name = "repeatable" if section.repeatable else "record_events" if section.record_events else "replay_events"
+    found = f"found {getattr(section, name)}, which orders events by the steps of the torch engine in the process of the run"
+    if config.policy.generation.uses_vllm:
+        yield Problem(
+            f"{key}.{name}",
+            f"{found}, and vLLM samples this run",
+            f"Set policy.generation.backend=torch, or turn {key}.{name} off: vLLM repeats a run up to rounding only.",
+        )
+    elif count_devices(config).uses_ray:
+        yield Problem(
+            f"{key}.{name}",
+            f"{found}, and this run has processes on a Ray cluster",
+            f"Set cluster.backend=local, or turn {key}.{name} off.",
+        )
+
+
 def check_critic_batch(config: PpoRunConfig) -> Problems:
     """The critic trains on the policy's batches, with one optimizer step for each of the policy's."""
     policy, value = config.policy, config.value
@@ -322,6 +344,7 @@ ERROR_CHECKS: tuple[Check, ...] = (
     check_global_batch,
     check_critic_batch,
     check_engine_device,
+    check_clock,
     check_teachers,
     check_token_budget,
     check_lengths,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import Tensor
 
 from strop.data.balance import RankPlan
 from strop.data.rollout_selector import RolloutSelector, SubBatch
+from strop.data.shares.flat_tensors import FlatTensors, flatten
 from strop.data.shares.split_rule import SplitRule
 from strop.types import Batch
 
@@ -46,9 +48,44 @@ class BatchShare:
         assert self.dummy is not None, f"share {self.number} was divided by {self.rule}, which runs no dummies"
         return self.dummy
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle all tensors as one piece of memory."""
+        tensors: dict[str, Tensor] = {"index": self.index}
+        parts = {name: _take_apart(part, name, tensors) for name, part in (("batch", self.batch), ("dummy", self.dummy))}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("index", *parts)}
+        return _restore_share, (flatten(tensors, protocol), parts, values)
+
     def without_routes(self) -> BatchShare:
         batch, dummy = (None if part is None else replace(part, routes=None) for part in (self.batch, self.dummy))
         return replace(self, batch=batch, dummy=dummy)
+
+
+_OfBatch = dict[str, Any]  # what a batch has besides tensors; the names of its columns
+
+
+def _take_apart(batch: Batch | None, name: str, tensors: dict[str, Tensor]) -> _OfBatch | None:
+    """Move the tensors of a batch to ``tensors``, as name.field and name.columns.column. Return the rest."""
+    if batch is None:
+        return None
+    values = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "columns"}
+    tensors |= {f"{name}.{field}": value for field, value in values.items() if isinstance(value, Tensor)}
+    tensors |= {f"{name}.columns.{column}": value for column, value in batch.columns.items()}
+    rest = {field: None if isinstance(value, Tensor) else value for field, value in values.items()}
+    return {**rest, "columns": list(batch.columns)}
+
+
+def _restore_share(flat: FlatTensors, parts: dict[str, _OfBatch | None], values: dict[str, Any]) -> BatchShare:
+    tensors = flat.unflatten()
+    restored: dict[str, Any] = {name: _put_together(part, name, tensors) for name, part in parts.items()}
+    return BatchShare(**{"index": tensors["index"], **restored, **values})
+
+
+def _put_together(rest: _OfBatch | None, name: str, tensors: dict[str, Tensor]) -> Batch | None:
+    if rest is None:
+        return None
+    columns = {column: tensors[f"{name}.columns.{column}"] for column in rest["columns"]}
+    values: dict[str, Any] = {field: tensors.get(f"{name}.{field}", value) for field, value in rest.items()}
+    return Batch(**{**values, "columns": columns})
 
 
 def without_routes(batch: Batch | BatchShare) -> Batch | BatchShare:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from strop.generation.base import Completion, RequestTooLong
+from strop.generation.base import Completion, Pacer, RequestTooLong
 from strop.generation.torch.model_runner import (
     CachedRunner,
     ModelRunner,
@@ -105,6 +105,7 @@ class TorchEngine:
         self.drafts = drafts
         self.version = 0
         self.counters = TokenCounters()
+        self.pacer: Pacer | None = None  # of a run whose events are ordered by the engine's steps
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
         self._paused = True  # no request starts; until the first publish
@@ -200,6 +201,16 @@ class TorchEngine:
         """The error that stopped the engine, or None."""
         return self._failure
 
+    @property
+    def load(self) -> int:
+        """Requests that run or wait, without those that their callers cancelled."""
+        return sum(not request.done.done() for request in (*self._running, *self._waiting))
+
+    @property
+    def room(self) -> int:
+        """How many more requests would run at once."""
+        return max(0, self.runner.slots - len(self._running) - len(self._waiting))
+
     async def close(self) -> None:
         if self._loop is not None:
             self._loop.cancel()
@@ -219,7 +230,10 @@ class TorchEngine:
                     await asyncio.sleep(0)  # let other tasks that were woken at the same time submit their requests first
                     continue
                 self._idle.clear()
-                self._step()
+                if self.pacer is None:
+                    self._step()
+                else:
+                    await self.pacer.pace(self._step)
                 await asyncio.sleep(0)
         except Exception as error:
             self._fail(error)

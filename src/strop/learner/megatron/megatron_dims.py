@@ -124,7 +124,7 @@ def model_errors(config: MegatronConfig, key: str, shape: MegatronModelShape) ->
 
 
 def _check_heads(config: MegatronConfig, key: str, shape: MegatronModelShape) -> Iterator[Problem]:
-    tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
+    tensor = config.tensor_model_parallel_size
     name, groups = f"{key}.tensor_model_parallel_size", shape.key_value_heads
     if shape.heads % tensor:
         message = f"found {tensor}, which does not divide the {shape.heads} attention heads of {shape.name}"
@@ -132,9 +132,6 @@ def _check_heads(config: MegatronConfig, key: str, shape: MegatronModelShape) ->
     elif groups % tensor and tensor % groups:  # with fewer key-value heads than ranks, ranks share them
         message = f"found {tensor}, and ranks cannot share the {groups} key-value heads of {shape.name} evenly"
         yield Problem(name, message, divisors(groups))
-    elif (own := shape.heads // tensor) % context:
-        message = f"found {context}, which does not divide the {own} attention heads that a rank has of {shape.name}"
-        yield Problem(f"{key}.context_parallel_size", message, divisors(own))
 
 
 def _check_stages(config: MegatronConfig, key: str, shape: MegatronModelShape) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.divide_batch import take_share
 from strop.data.shares.split_rule import ShareRequest, SplitRule
 from strop.learner.parallel import sharded_checkpoint
-from strop.learner.parallel.context_parallel import SampleSharding, check_heads
+from strop.learner.parallel.context.sample_sharding import SampleSharding
 from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, make_dummy, run_in_turn, tensor_fields
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.parallelism import NamedParameters
@@ -149,9 +149,6 @@ def check_parallelizable(network: Network, dims: ParallelDims) -> None:
             f"{type(network.model).__name__} reads padded rows ({network.fallback or 'as configured'}), and context, tensor and expert "
             "parallelism need packed rows; set their sizes to 1 and use data parallelism alone"
         )
-    heads = getattr(network.model.config.get_text_config(), "num_attention_heads", None)
-    if heads is not None and heads % dims.tensor == 0:
-        check_heads(heads // dims.tensor, dims.context)
 
 
 def decoder_layers(decoder: nn.Module) -> list[nn.Module]:

@@ -159,7 +159,7 @@ class VarlenFlashKernel:
     """A ``PieceKernel`` (strop.models.attention.merged_attention) on a GPU, of pieces that are causal squares or have no mask."""
 
     def __init__(self) -> None:
-        self._levels: tuple[Levels, list[_VarlenLevel]] | None = None  # the last ones: those of all layers of a pass
+        self._made: dict[int, tuple[Levels, list[_VarlenLevel]]] = {}  # by the id of the levels, which all layers share
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, levels: Levels, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         output = at_least_float32(query.new_zeros(*query.shape[:2], value.shape[2]))
@@ -210,14 +210,14 @@ class VarlenFlashKernel:
         return grads[0], grads[1], grads[2]
 
     def _calls(self, levels: Levels, device: torch.device) -> list[_VarlenLevel]:
-        if self._levels is None or self._levels[0] is not levels:
+        if id(levels) not in self._made:
             calls = [
                 _make_varlen(list(pieces), causal, device)
                 for level in levels
                 for causal, pieces in groupby(level, lambda piece: piece.causal)
             ]
-            self._levels = (levels, calls)
-        return self._levels[1]
+            self._made[id(levels)] = (levels, calls)
+        return self._made[id(levels)][1]
 
 
 def _add_rows(whole: Tensor, part: Tensor, place: Tensor | slice) -> None:

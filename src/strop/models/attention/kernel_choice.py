@@ -57,6 +57,18 @@ def choose_kernel(
     return choice.kernel
 
 
+def choose_piece_kernel(
+    asked: AttentionKernel, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
+) -> AttentionKernelName:
+    """Return the kernel of attention whose keys are in several places, ``flash`` or ``blockwise``, and log it once."""
+    obstacle = "as configured" if asked == "blockwise" else flash_obstacle(query, key, value, spec)
+    reason = obstacle or "as the keys are in several places"
+    replaced = asked in ("plain", "flex") or (asked == "flash" and obstacle is not None)
+    choice = KernelChoice("blockwise" if obstacle else "flash", reason, asked if replaced else "auto")
+    _log_once(choice, query.device.type, query.dtype)
+    return choice.kernel
+
+
 def _choose(query: Tensor, scores: int, obstacle: str | None) -> KernelChoice:
     device, dtype = query.device.type, query.dtype
     limit = PLAIN_SCORES.get((device, dtype), 0)

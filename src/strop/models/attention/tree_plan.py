@@ -36,6 +36,7 @@ class TreePlan:
         self.segments = TreeSegments(*(column.tolist() for column in columns))
         self.device = device
         self.kernel = kernel
+        self._kernels: dict[str, PieceKernel] = {}
         self._levels: dict[int | None, Levels] = {}
 
     @cached_property
@@ -65,12 +66,12 @@ class TreePlan:
             return self.families.attend(query, key, value, spec)
         if kernel == "flex" and query.device.type != "cpu":
             return self.flex.attend(query, key, value, spec)
-        pieces = self.flex if kernel == "flex" else make_piece_kernel(kernel, query.device)
+        pieces = self.flex if kernel == "flex" else self.piece_kernel(kernel, query.device)
         return attend_in_pieces(query, key, value, pieces, self.levels(spec.window), spec)
 
-
-def make_piece_kernel(kernel: AttentionKernelName, device: torch.device) -> PieceKernel:
-    """Return the kernel with this name that computes pieces of a row."""
-    if kernel == "flash":
-        return CpuFlashKernel() if device.type == "cpu" else VarlenFlashKernel()
-    return BlockwiseKernel()
+    def piece_kernel(self, name: AttentionKernelName, device: torch.device) -> PieceKernel:
+        """Return the kernel that computes pieces of a row, ``flash`` or ``blockwise``; the same one for each layer."""
+        if name not in self._kernels:
+            flash = CpuFlashKernel if device.type == "cpu" else VarlenFlashKernel
+            self._kernels[name] = flash() if name == "flash" else BlockwiseKernel()
+        return self._kernels[name]

@@ -89,6 +89,7 @@ KEPT_CASES: dict[str, tuple[MegatronCase, Differences]] = {
         MegatronCase(case=case(family="mistral", branches=True), world=2, sizes={"cp": 2}),
         FLOAT64,
     ),
+    "context 3, ring, branches": (MegatronCase(case=case(branches=True), world=3, sizes={"cp": 3}), FLOAT64),
     "experts 2, tensor 2, frozen routers": (
         MegatronCase(case=case(family="qwen3_moe", frozen_routers=True), world=2, sizes={"ep": 2, "tp": 2, "sp": True}),
         FLOAT64,

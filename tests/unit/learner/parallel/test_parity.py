@@ -65,6 +65,10 @@ CASES: dict[str, Case] = {
     "hsdp 2 x 2, checkpointing": Case(sizes=ParallelDims(replicate=2, shard=2), checkpointing=True),
     "fsdp 2, context 2": Case(sizes=ParallelDims(shard=2, context=2), algorithm="gspo"),
     "fsdp 2, context 2, tied, checkpointing": Case(sizes=ParallelDims(shard=2, context=2), family="qwen2", checkpointing=True),
+    "context 3, ring, branches, tied, checkpointing": Case(
+        sizes=ParallelDims(context=3), family="qwen2", branches=True, checkpointing=True
+    ),
+    "context 3, ring, window, lora": Case(sizes=ParallelDims(context=3), family="mistral", lora=True, rate=1e-3),
     "context 4, repeated keys": Case(sizes=ParallelDims(context=4), family="qwen3"),
     "context 2, tensor 2, tied, checkpointing": Case(
         sizes=ParallelDims(context=2, tensor=2, sequence=True), family="qwen2", checkpointing=True
@@ -112,6 +116,7 @@ KEPT = (  # each way of dividing, each kind of model and of loss at least once
     "context 2, window",
     "context 2, critic on the policy",
     "context 2, filters",
+    "context 3, ring, branches, tied, checkpointing",
     "fsdp 4, fewer pairs than ranks",
     "hsdp 2 x 2, checkpointing",
     "fsdp 2, context 2, tied, checkpointing",

@@ -72,7 +72,7 @@ def build_network(family: str, *, packed: bool | None = None) -> Network:
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.copy_(torch.randn(parameter.shape) * 1.2 / parameter.shape[-1] ** 0.5)
-    network = Network(model.eval(), chunk=5, packed=False if family == "gpt_oss" else packed)
+    network = Network(model.eval(), chunk=5, packed=packed)
     network.enable_router_replay()
     return network
 

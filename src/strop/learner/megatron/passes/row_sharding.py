@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from strop.learner.megatron.layout import MegatronLayout
 from strop.learner.megatron.models.stage_row import StageRow
 from strop.learner.parallel.collectives import all_gather, copy_to_ranks, join_rows
-from strop.learner.parallel.context_parallel import UlyssesPlan
+from strop.learner.parallel.context.context_plan import ContextPlan
 from strop.learner.parallel.micro_batch import OutputsT, tensor_fields
 from strop.models.attention.attention_plan import AttentionPlan
 from strop.models.attention.tree_plan import TreePlan
@@ -42,7 +42,7 @@ class RowSharding:
         tokens, positions = (pad(column, (0, padding)).to(self.device) for column in (batch.tokens, batch.positions))
         plan: AttentionPlan = TreePlan(batch.segment_start, batch.segment_length, batch.segment_parent, self.device)
         if padding or self.dims.context > 1:
-            plan = UlyssesPlan(plan, self.layout.context, count)
+            plan = ContextPlan(plan, self.layout.context, count)
         length = len(tokens) // self.dims.context
         local = slice(dist.get_rank(self.layout.context) * length, (dist.get_rank(self.layout.context) + 1) * length)
         routes = None

@@ -1,0 +1,52 @@
+"""What context ranks exchange in attention: heads where their number divides them, else keys and values around a ring."""
+
+from __future__ import annotations
+
+import logging
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.learner.parallel.context.ring_plan import RingPlan
+from strop.learner.parallel.context.ulysses_plan import UlyssesPlan
+from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
+from strop.models.attention.tree_plan import TreePlan
+
+log = logging.getLogger(__name__)
+dist: Any = torch.distributed
+Group = Any  # torch.distributed.ProcessGroup
+
+
+class ContextPlan:
+    """An attention plan of ranks that each have an equal part of a row, padded at its end. ``length``: of the row without padding."""
+
+    def __init__(self, plan: AttentionPlan, group: Group, length: int) -> None:
+        self.heads_exchanged = UlyssesPlan(plan, group, length)
+        self.plan = plan
+        self.group = group
+
+    @cached_property
+    def ring(self) -> RingPlan:
+        assert isinstance(self.plan, TreePlan), f"{type(self.plan).__name__} has no pieces"
+        return RingPlan(self.plan, self.group)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attention of this rank's rows: [t, heads, D] x [t, kv_heads, D] -> [t, heads, V]."""
+        ranks = self.heads_exchanged.world_size
+        if query.shape[1] % ranks == 0:
+            return self.heads_exchanged.attend(query, key, value, spec)
+        _log_once(query.shape[1], ranks)
+        return self.ring.attend(query, key, value, spec)
+
+
+_logged: set[tuple[int, int]] = set()
+
+
+def _log_once(heads: int, ranks: int) -> None:
+    if (heads, ranks) not in _logged:
+        _logged.add((heads, ranks))
+        log.info(
+            "keys and values go around a ring of %d context ranks, which cannot have %d heads divided among them", ranks, heads
+        )

@@ -1,0 +1,133 @@
+"""Attention of context ranks by passing keys and values around a ring (RingAttention, arXiv 2310.01889), over a prefix tree.
+
+Each rank keeps the queries of its rows and sees the keys and values of every rank in turn. It computes the pieces of the tree that its
+queries have with them, and merges them by their log-sum-exp. In the backward pass the gradients of keys and values travel with them, and
+come home complete. Any number of heads will do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.kernel_choice import choose_piece_kernel
+from strop.models.attention.merged_attention import PieceKernel, merge_part, sink_gradient, weigh_sinks
+from strop.models.attention.tree_pieces import Levels
+from strop.models.attention.tree_plan import TreePlan
+from strop.sampling import at_least_float32
+
+dist: Any = torch.distributed
+Group = Any  # torch.distributed.ProcessGroup
+
+
+class RingPlan:
+    """An attention plan of ranks that each have an equal part of the row of a tree, padded at its end."""
+
+    def __init__(self, tree: TreePlan, group: Group) -> None:
+        self.tree = tree
+        self.group = group
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
+        self._pieces: dict[tuple[int, int, int | None], Levels] = {}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attention of this rank's rows: [t, heads, D] x [t, kv_heads, D] -> [t, heads, V]."""
+        spec = spec.drop_unused_window(self.tree.longest)
+        name = choose_piece_kernel(self.tree.kernel, query, key, value, spec)
+        kernel = self.tree.piece_kernel(name, query.device)
+        apply: Any = _RingAttention.apply
+        output: Tensor = apply(query, key, value, spec.sinks, self, kernel, spec)
+        return output
+
+    def pieces(self, source: int, rows: int, window: int | None) -> Levels:
+        """Return the pieces of this rank's queries with the keys of rank ``source``; each rank has ``rows`` rows."""
+        if (source, rows, window) not in self._pieces:
+            own, theirs = ((rank * rows, (rank + 1) * rows) for rank in (self.rank, source))
+            clipped = [
+                tuple(part for piece in level if (part := piece.clip(own, theirs, window)) is not None)
+                for level in self.tree.levels(window)
+            ]
+            self._pieces[source, rows, window] = tuple(level for level in clipped if level)
+        return self._pieces[source, rows, window]
+
+    def source(self, step: int) -> int:
+        """Return whose keys and values this rank holds after so many steps."""
+        return (self.rank - step) % self.world_size
+
+    def start_passing(self, held: Tensor) -> _Passing:
+        """Begin to send what this rank holds to the next one, and to receive as much from the one before."""
+        received = torch.empty_like(held)
+        after, before = (dist.get_global_rank(self.group, (self.rank + step) % self.world_size) for step in (1, -1))
+        operations = [
+            dist.P2POp(dist.isend, held, after, group=self.group),
+            dist.P2POp(dist.irecv, received, before, group=self.group),
+        ]
+        return _Passing(held, received, dist.batch_isend_irecv(operations))
+
+
+class _Passing:
+    """A tensor on its way around the ring."""
+
+    def __init__(self, held: Tensor, received: Tensor, requests: list[Any]) -> None:
+        self._held = held  # must live until it is sent
+        self._received = received
+        self._requests = requests
+
+    def wait(self) -> Tensor:
+        for request in self._requests:
+            request.wait()
+        return self._received
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        ring: RingPlan,
+        kernel: PieceKernel,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        output = at_least_float32(query.new_zeros(*query.shape[:2], value.shape[2]))
+        lse = at_least_float32(query.new_full(query.shape[:2], float("-inf")))
+        held = torch.cat([key, value], dim=-1)  # [t, kv_heads, D + V]
+        for step in range(ring.world_size):
+            passing = ring.start_passing(held) if step + 1 < ring.world_size else None
+            if levels := ring.pieces(ring.source(step), len(query), spec.window):
+                keys, values = held.split([key.shape[2], value.shape[2]], dim=-1)
+                merge_part(output, lse, *kernel.forward(query, keys, values, levels, spec))
+            held = held if passing is None else passing.wait()
+        if sinks is not None:
+            output, lse = weigh_sinks(output, lse, sinks)
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, lse, sinks)
+        ctx.ring, ctx.kernel, ctx.spec = ring, kernel, spec
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[misc]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, lse, sinks = ctx.saved_tensors
+        ring, grad = ctx.ring, grad.contiguous()
+        sizes = [key.shape[2], value.shape[2]]
+        query_grad = at_least_float32(torch.zeros_like(query))
+        held = torch.cat([key, value], dim=-1)
+        held_grad = at_least_float32(torch.zeros_like(held))
+        for step in range(ring.world_size):
+            passing = ring.start_passing(held) if step + 1 < ring.world_size else None
+            if levels := ring.pieces(ring.source(step), len(query), ctx.spec.window):
+                rows = (query, *held.split(sizes, dim=-1))
+                own, *others = ctx.kernel.backward(rows, output, lse, grad, levels, ctx.spec)
+                query_grad += own
+                held_grad += torch.cat(others, dim=-1)
+            held = held if passing is None else passing.wait()
+            held_grad = ring.start_passing(held_grad).wait() if ring.world_size > 1 else held_grad
+        key_grad, value_grad = held_grad.to(key.dtype).split(sizes, dim=-1)
+        sinks_grad = None if sinks is None else sink_gradient(output, lse, grad, sinks)
+        return query_grad.to(query.dtype), key_grad, value_grad, sinks_grad, None, None, None
