@@ -1,8 +1,9 @@
 """Copies of the linear layers' weights in the layout that is fastest for decoding.
 
-A decoding step multiplies a few rows with every weight, so it is bound by memory bandwidth. On a CPU oneDNN's packed layout halves that
-time; in bf16 the copies also avoid casting float32 weights at every step. Refreshing the copies is one pass over the weights, at each
-publish. Where neither applies (float32 on a GPU) the module's own weights are used and a publish costs nothing.
+A decoding step multiplies a few rows with every weight, so it is bound by memory bandwidth. On a CPU oneDNN's packed layout, or the panels
+of the compiled kernels, halve that time; in bf16 the copies also avoid casting float32 weights at every step. Refreshing the copies is one
+pass over the weights, at each publish. Where neither applies (float32 on a GPU) the module's own weights are used and a publish costs
+nothing.
 
 Adapters (LoRA) are part of the copies; the model itself never changes. In float32 they are merged, W + scale B A: one matrix product per
 layer. In bf16 they stay separate, and a layer computes the same operations as the learner's. Merging in bf16 would round small updates
@@ -19,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strop.generation.torch.decode_kernels import DecodeKernels, PackedMatrix
 from strop.models.adapters import LoraLayer, lora_layers
 
-LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+LinearFunction = Callable[[Tensor, Any, Tensor | None], Tensor]
 
 PREPACK_ROWS = 32  # batch size that oneDNN optimizes its layout for; other sizes work too
 
@@ -40,22 +42,25 @@ class _RoutedLayer:
 class _LinearWeights:
     """y = weight x + bias + scale * up (down x)."""
 
-    weight: Tensor  # [outputs, inputs], or the same in oneDNN's layout
+    weight: Tensor | PackedMatrix  # [outputs, inputs], or the same in oneDNN's layout or that of the compiled kernels
     bias: Tensor | None  # [outputs]
-    down: Tensor | None = None  # [r, inputs]
-    up: Tensor | None = None  # [outputs, r]
+    down: Tensor | PackedMatrix | None = None  # [r, inputs]
+    up: Tensor | PackedMatrix | None = None  # [outputs, r]
     scale: float = 1.0
 
 
 class FastLinears:
     """Switches a model's nn.Linear modules, with or without adapters, between their own weights and fast copies."""
 
-    def __init__(self, model: nn.Module, precision: torch.dtype, *, prepack: bool | None = None) -> None:
-        """``prepack`` None: pack weights on a CPU with oneDNN."""
+    def __init__(
+        self, model: nn.Module, precision: torch.dtype, *, prepack: bool | None = None, kernels: DecodeKernels | None = None
+    ) -> None:
+        """``prepack`` None: pack weights on a CPU, for the compiled kernels if they are given, else for oneDNN."""
         parameter = next(model.parameters())
         self.layers = list(_find_layers(model))
         self.precision = precision
-        on_cpu = parameter.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self.kernels = kernels
+        on_cpu = parameter.device.type == "cpu" and (kernels is not None or torch.backends.mkldnn.is_available())
         self.prepack = on_cpu if prepack is None else prepack and on_cpu
         self.cast = precision != parameter.dtype
         self.merge = precision.itemsize >= 4
@@ -99,10 +104,17 @@ class FastLinears:
                     stale[f"{layer.name}.{name}"] = actual
         return stale
 
+    def packed_weights(self, module: nn.Module) -> tuple[PackedMatrix, Tensor | None]:
+        """Return the kernels' copy of a layer's weight and its bias [outputs]. Raises ValueError for a layer without one."""
+        for layer, copy in zip(self.layers, self.copies, strict=False):
+            if layer.module is module and isinstance(copy.weight, PackedMatrix) and copy.down is None:
+                return copy.weight, copy.bias
+        raise ValueError(f"{type(module).__name__} has no weights that are packed for the compiled kernels")
+
     @staticmethod
-    def _to_dense(copy: Tensor) -> Tensor:
-        """Return a copy in the dense layout. Unpacking from oneDNN's layout is exact to the bit."""
-        return copy.to_dense() if copy.is_mkldnn else copy
+    def _to_dense(copy: Tensor | PackedMatrix) -> Tensor:
+        """Return a copy in the dense layout. Unpacking is exact to the bit."""
+        return copy.to_dense() if isinstance(copy, PackedMatrix) or copy.is_mkldnn else copy
 
     def _effective_weights(self, layer: _RoutedLayer) -> _LinearWeights:
         """Return the weights that the layer computes with, before the cast to the generation precision."""
@@ -116,20 +128,25 @@ class FastLinears:
     def _copy_weights(self, weights: _LinearWeights, old: _LinearWeights | None) -> _LinearWeights:
         copies: dict[str, Any] = {}
         for name in ("weight", "bias", "down", "up"):
-            tensor: Tensor | None = getattr(weights, name)
+            tensor = getattr(weights, name)
             if tensor is not None:
                 copies[name] = self._copy(tensor.detach(), getattr(old, name, None), matrix=name != "bias")
         return replace(weights, **copies)
 
-    def _copy(self, tensor: Tensor, old: Tensor | None, *, matrix: bool) -> Tensor:
+    def _copy(self, tensor: Tensor, old: Any, *, matrix: bool) -> Tensor | PackedMatrix:
+        if self.kernels is not None and self.prepack and matrix:
+            return self.kernels.pack(tensor, self.precision)
         tensor = tensor.to(self.precision)
         if self.prepack and matrix:
             packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(tensor.contiguous(), PREPACK_ROWS)
             return packed
-        return tensor.clone() if old is None else old.copy_(tensor)  # in place: captured CUDA graphs read this memory
+        copy: Tensor = tensor.clone() if old is None else old.copy_(tensor)  # in place: captured CUDA graphs read this memory
+        return copy
 
     def _make_forward(self, copy: _LinearWeights) -> Callable[[Tensor], Tensor]:
         linear: LinearFunction = _packed_linear if self.prepack else nn.functional.linear
+        if self.kernels is not None and self.prepack:
+            linear = self.kernels.linear
         precision = self.precision
         down, up = copy.down, copy.up
         if down is None or up is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from strop.generation.torch.cuda_graphs import DecodeGraphs
+from strop.generation.torch.fast_layers import FastLayers, choose_kernels
 from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.kv_cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
 from strop.generation.torch.torch_config import TorchGenerationConfig
@@ -151,10 +152,15 @@ class FixedSlots:
 class PlanRunner:
     """What the runners with a key-value cache have in common: weights, and the pass of a model that follows an attention plan."""
 
-    def __init__(self, network: Network, config: TorchGenerationConfig) -> None:
+    def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int) -> None:
         self.network = network
-        self.shape = infer_cache_shape(network)
-        self.linears = FastLinears(network.model, network.precision, prepack=config.prepack_weights)
+        self.length = length
+        self.shape, self.specs = infer_cache_layout(network)
+        self.kernels = choose_kernels(network, config.compiled_kernels, prepack=config.prepack_weights)
+        self.linears = FastLinears(network.model, network.precision, prepack=config.prepack_weights, kernels=self.kernels)
+        self.layers: FastLayers | None = None
+        if self.kernels is not None:
+            self.layers = FastLayers(network, self.linears, self.kernels, self.specs, length)
 
     @torch.no_grad()
     def _forward(self, tokens: Tensor, positions: Tensor, plan: EnginePlan, rows: Tensor | None) -> Tensor:
@@ -174,6 +180,8 @@ class PlanRunner:
         self.reset_prefix_cache()
         self.network.use_plan_attention()
         self.linears.enable()
+        if self.layers is not None:
+            self.layers.refresh()
 
     def deactivate(self) -> None:
         self.linears.disable()
@@ -181,6 +189,8 @@ class PlanRunner:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         stale = self.linears.find_stale_copies()
+        if self.layers is not None:
+            stale |= self.layers.find_stale_norms()
         for name, tensor in base_weights(self.network.model):
             yield name, stale.get(name, tensor)
 
@@ -193,10 +203,9 @@ class CachedRunner(FixedSlots, PlanRunner):
 
     def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int) -> None:
         """Raises ValueError if the configured memory cannot hold one sequence of ``length`` tokens."""
-        super().__init__(network, config)
+        super().__init__(network, config, length=length)
         capacity = cache_capacity(network, self.shape, config, length)
         self.slots = min(config.max_num_seqs, capacity // length)
-        self.length = length
         self.cache = SlotCache(self.shape, self.slots, length, network.routed)
         self.prefixes = PrefixStore(capacity - self.slots * length)
         captures = config.cuda_graphs and network.device.type == "cuda"
@@ -239,6 +248,9 @@ class CachedRunner(FixedSlots, PlanRunner):
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         if self.graphs is not None:
             return self.graphs(tokens, positions)
+        if self.layers is not None:
+            table = torch.arange(len(tokens), dtype=torch.int32)[:, None]  # a slot is one page
+            return self.layers.decode(torch.tensor(tokens), torch.tensor(positions), table, self.cache)
         span = min(-(-(max(positions) + 1) // SPAN_STEP) * SPAN_STEP, self.length)
         return self._decode_static(torch.tensor(tokens), torch.tensor(positions), span)
 
@@ -330,10 +342,11 @@ class RecomputeRunner(FixedSlots):
 
 
 class _ShapeRecorder:
-    """An attention plan that only records the key shapes of each layer."""
+    """An attention plan that only records the key shapes and options of each layer."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int, int]] = []
+        self.specs: list[AttentionSpec] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         if key.shape != value.shape:
@@ -342,12 +355,21 @@ class _ShapeRecorder:
                 "the embedded engine needs keys and values of the same shape"
             )
         self.seen.append((spec.layer, key.shape[1], key.shape[2]))
+        self.specs.append(spec)
         return query
 
 
-@torch.no_grad()
 def infer_cache_shape(network: Network) -> CacheShape:
     """Infer the cache shape of a model from one forward pass. Raises ValueError if its layers differ in shape."""
+    return infer_cache_layout(network)[0]
+
+
+@torch.no_grad()
+def infer_cache_layout(network: Network) -> tuple[CacheShape, list[AttentionSpec]]:
+    """Infer the cache shape of a model, and the attention options of each layer, from one forward pass.
+
+    Raises ValueError if its layers differ in shape.
+    """
     recorder = _ShapeRecorder()
     network.use_plan_attention()
     token = torch.zeros(1, 1, dtype=torch.int64, device=network.device)
@@ -357,4 +379,5 @@ def infer_cache_shape(network: Network) -> CacheShape:
     if len(shapes) != 1 or [layer for layer, *_ in recorder.seen] != list(range(len(recorder.seen))):
         raise ValueError(f"layers with different attention shapes ({sorted(shapes)}) do not fit one cache")
     heads, size = shapes.pop()
-    return CacheShape(layers=len(recorder.seen), heads=heads, head_size=size, dtype=network.precision, device=network.device)
+    shape = CacheShape(layers=len(recorder.seen), heads=heads, head_size=size, dtype=network.precision, device=network.device)
+    return shape, recorder.specs

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from strop.generation.torch.decode_kernels import DTYPES, DecodeKernels
 from strop.sampling import Sampling, filtered_logits
 
 BLOCK = 256
@@ -26,17 +27,19 @@ class SampledTokens:
     kept: dict[int, Tensor] = field(default_factory=dict)  # row -> [k] int32, ids it was sampled from, if recorded
 
 
-def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> SampledTokens:
-    """Sample one token for each row of logits [B, V], each with its own options."""
+def sample_tokens(
+    logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float], kernels: DecodeKernels | None = None
+) -> SampledTokens:
+    """Sample one token for each row of logits [B, V], each with its own options; with the compiled kernels where they can."""
     numbers = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)
     if all(sampling == samplings[0] for sampling in samplings):
-        return _sample(logits, samplings[0], numbers)
+        return _sample(logits, samplings[0], numbers, kernels)
     zeros = partial(torch.zeros, len(logits), device=logits.device)
     sampled = SampledTokens(zeros(dtype=torch.int64), zeros(dtype=torch.float32), zeros(dtype=torch.float32))
     for sampling in dict.fromkeys(samplings):
         indices = [row for row, other in enumerate(samplings) if other == sampling]
         rows = torch.tensor(indices, device=logits.device)
-        part = _sample(logits[rows], sampling, numbers[rows])
+        part = _sample(logits[rows], sampling, numbers[rows], kernels)
         sampled.kept.update({indices[row]: tokens for row, tokens in part.kept.items()})
         for full, values in zip(
             (sampled.tokens, sampled.logprobs, sampled.entropies), (part.tokens, part.logprobs, part.entropies), strict=True
@@ -45,7 +48,15 @@ def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Seque
     return sampled
 
 
-def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> SampledTokens:
+def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor, kernels: DecodeKernels | None) -> SampledTokens:
+    if (
+        kernels is not None
+        and not (sampling.greedy or sampling.filtered)
+        and logits.dtype in DTYPES
+        and logits.device.type == "cpu"
+    ):
+        tokens, logprobs, entropies = kernels.sample(logits, sampling.temperature, uniforms)
+        return SampledTokens(tokens, logprobs, entropies if sampling.entropy else torch.zeros_like(entropies))
     scaled = filtered_logits(logits, sampling)
     if sampling.greedy:
         zeros = torch.zeros(len(logits), device=logits.device)

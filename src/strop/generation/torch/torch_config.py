@@ -33,6 +33,11 @@ class TorchGenerationConfig(BaseConfig):
         description="Keep a copy of the weights in the CPU's matmul layout: faster decoding, more memory; null decides by "
         "device.",
     )
+    compiled_kernels: bool | None = Field(
+        None,
+        description="Decode with kernels that are compiled once on each machine (CPU, g++); null uses them where they work, and "
+        "needs prepack_weights not to be false.",
+    )
     cuda_graphs: bool = Field(True, description="Capture decoding steps as CUDA graphs on a GPU.")
 
     def cache_memory_gb(self, gpu_memory_gb: float | None) -> float:

@@ -21,6 +21,7 @@ from strop.generation.base import Completion, Pacer, RequestTooLong
 from strop.generation.torch.model_runner import (
     CachedRunner,
     ModelRunner,
+    PlanRunner,
     RecomputeRunner,
     SlotPrompt,
     cache_capacity,
@@ -99,6 +100,7 @@ class TorchEngine:
             drafts: Tokens looked up ahead for each request; 0 decodes one token at a time. The runner must verify drafts.
         """
         self.runner = runner
+        self.kernels = runner.kernels if isinstance(runner, PlanRunner) else None  # to sample with
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.prefill_tokens = prefill_tokens
@@ -358,7 +360,7 @@ class TorchEngine:
         drafts = drafts or [[] for _ in requests]
         rows = [(request, index) for request, draft in zip(requests, drafts, strict=True) for index in range(len(draft) + 1)]
         uniforms = [uniform(request.seed, len(request.tokens) + index) for request, index in rows]
-        sampled = sample_tokens(logits, [request.sampling for request, _ in rows], uniforms)
+        sampled = sample_tokens(logits, [request.sampling for request, _ in rows], uniforms, self.kernels)
         columns = list(zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.entropies.tolist(), strict=True))
         first = 0
         for request, draft in zip(requests, drafts, strict=True):

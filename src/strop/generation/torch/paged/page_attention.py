@@ -49,7 +49,6 @@ class PageLayout:
     """Who attends to which page, for T new tokens of B sequences. It changes only when pages do."""
 
     batches: tuple[PageBatch, ...]
-    table: Tensor  # [B, n] int32, pages of each sequence; padded with 0
     single: bool  # each sequence has one page of its own
     simple: bool  # and nothing else, in order, for one new token
 
@@ -70,11 +69,9 @@ def make_layout(cache: PagedCache, sequences: Sequence[PagedSequence], widths: S
     batches = [_make_batch(own, readers, starts, sum(widths), cache, own=True)] if own else []
     shared = [page for sequence in sequences for page in (node.page for node in sequence.nodes)]
     batches += [_make_batch(pages, readers, starts, sum(widths), cache) for pages in _group_by_readers(set(shared), readers)]
-    longest = max(len(sequence.pages) for sequence in sequences)
-    table = torch.tensor([sequence.pages + [0] * (longest - len(sequence.pages)) for sequence in sequences], dtype=torch.int32)
     single = all(len(sequence.own) == 1 for sequence in sequences)
     simple = single and len(batches) == 1 and batches[0].first
-    return PageLayout(tuple(batches), table.to(cache.shape.device), single, simple)
+    return PageLayout(tuple(batches), single, simple)
 
 
 def _group_by_readers(pages: set[int], readers: dict[int, list[int]]) -> list[list[int]]:

@@ -21,7 +21,7 @@ class PagedRunner(PlanRunner):
 
     def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int, page: int | None = None) -> None:
         """``page``: tokens of a page; None chooses. Raises ValueError if the memory holds no sequence of ``length`` tokens."""
-        super().__init__(network, config)
+        super().__init__(network, config, length=length)
         capacity = cache_capacity(network, self.shape, config, length)
         page = page or choose_page(capacity, length, config.max_num_seqs)
         if page is None or capacity // page * page < length:
@@ -30,19 +30,23 @@ class PagedRunner(PlanRunner):
                 f"policy.max_total_sequence_length = {length}; raise the first, or set policy.generation.torch_cfg.paged_cache=false"
             )
         self.slots = config.max_num_seqs
-        self.length = length
         self.cache = PagedCache(self.shape, capacity // page, page, network.routed)
         self._sequences: list[PagedSequence] = []  # of the slots, in order
         self._opened: dict[int, OpenedSequence] = {}  # slot -> reserved for the next prefill
         self._readers: dict[tuple[int, ...], int] = {}  # prompt -> slot that reads it in the next prefill
         self._ahead: PagedSequence | None = None  # what was read of a prompt that is not admitted yet
         self._layout: PageLayout | None = None  # of one new token for each sequence
+        self._table: Tensor | None = None  # [B, n] int32, pages of each sequence, for the compiled kernels
+
+    def _forget_layout(self) -> None:
+        """Pages have changed hands."""
+        self._layout = self._table = None
 
     def count_unread(self, prompt: SlotPrompt) -> int:
         return len(prompt.tokens) - self.cache.tree.match(prompt.tokens).length(self.cache.page)
 
     def reserve(self, prompt: SlotPrompt) -> bool:
-        self._layout = None
+        self._forget_layout()
         reserved = self._open(prompt)
         if not reserved and self._ahead is not None:
             self._drop_ahead()
@@ -71,7 +75,7 @@ class PagedRunner(PlanRunner):
             self._ahead = None
 
     def read_ahead(self, prompt: SlotPrompt, budget: int) -> int:
-        self._layout = None
+        self._forget_layout()
         cached = self.count_unread(prompt)
         cached = len(prompt.tokens) - cached
         page = self.cache.page
@@ -130,7 +134,7 @@ class PagedRunner(PlanRunner):
     def extend(self, lengths: Sequence[int]) -> bool:
         for sequence, length in zip(self._sequences, lengths, strict=True):
             if (len(sequence.nodes) + len(sequence.own)) * self.cache.page < length:
-                self._layout = None
+                self._forget_layout()
                 if not self.cache.extend(sequence, length):
                     self._drop_ahead()
                     if not self.cache.extend(sequence, length):
@@ -138,9 +142,19 @@ class PagedRunner(PlanRunner):
         return True
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        if self.layers is not None:
+            return self.layers.decode(torch.tensor(tokens), torch.tensor(positions), self._make_table(), self.cache)
         if self._layout is None:
             self._layout = make_layout(self.cache, self._sequences, [1] * len(tokens))
         return self._decode(tokens, positions, self._layout, range(len(tokens)))
+
+    def _make_table(self) -> Tensor:
+        """Return the pages of each sequence, [B, n] int32, padded with 0."""
+        if self._table is None:
+            pages = [sequence.pages for sequence in self._sequences]
+            longest = max(map(len, pages))
+            self._table = torch.tensor([row + [0] * (longest - len(row)) for row in pages], dtype=torch.int32)
+        return self._table
 
     def decode_drafts(self, rows: Sequence[Sequence[int]], positions: Sequence[int]) -> Tensor:
         layout = make_layout(self.cache, self._sequences, [len(row) for row in rows])
@@ -162,13 +176,13 @@ class PagedRunner(PlanRunner):
         return logits
 
     def release(self, slot: int) -> None:
-        self._layout = None
+        self._forget_layout()
         self.cache.close(self._sequences[slot])
         if slot == len(self._sequences) - 1:
             self._sequences.pop()
 
     def move(self, source: int, target: int, length: int) -> None:
-        self._layout = None
+        self._forget_layout()
         assert source == len(self._sequences) - 1
         self._sequences[target] = self._sequences.pop()
 
