@@ -222,8 +222,9 @@ def propose(monkeypatch: Any, sequences: list[list[int]], wrong_every: int) -> N
 OPTIONS = [Sampling(), Sampling(temperature=0.0), Sampling(top_k=5, top_p=0.9, record_sampling_mask=True)]
 
 
+@pytest.mark.parametrize("prepack", [False, None], ids=["modules", "kernels"])
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "greedy", "filtered"])
-def test_drafts_change_no_token(network: Network, monkeypatch: Any, options: Sampling) -> None:
+def test_drafts_change_no_token(network: Network, monkeypatch: Any, options: Sampling, prepack: bool | None) -> None:
     """Every token has its own uniform number, so drafts decide only how many tokens are computed at once."""
     requests = [
         Request([7, 8, 9, 10] * 4 + [place], replace(options, max_new_tokens=24 - place, entropy=True), seed=place)
@@ -231,7 +232,7 @@ def test_drafts_change_no_token(network: Network, monkeypatch: Any, options: Sam
     ]
     wanted = run_requests(make_engine(make_runner(network, slots=6)), requests)
     propose(monkeypatch, [[*r.prompt, *w.tokens.tolist()] for r, w in zip(requests, wanted, strict=True)], wrong_every=5)
-    engine = make_engine(make_paged_runner(network, slots=6), drafts=4)
+    engine = make_engine(make_paged_runner(network, slots=6, prepack=prepack), drafts=4)
     found = run_requests(engine, requests)
     check_same(found, wanted)
     for left, right in zip(found, wanted, strict=True):
@@ -327,6 +328,14 @@ def test_the_cache_is_paged_on_a_cpu_unless_it_is_turned_off(network: Network, c
         engine = make_torch_engine(network, None, off, length=48, stop_ids=())
     assert isinstance(engine.runner, CachedRunner) and engine.drafts == 0
     assert "speculative_lookup needs a paged cache" in caplog.text
+
+
+def test_in_bfloat16_pages_are_used_where_they_round_as_the_learner_does() -> None:
+    network = Network(build("llama"), precision=torch.bfloat16)
+    config = cache_config(5 * 16 * infer_cache_shape(network).bytes_per_token, slots=2, prepack_weights=False)
+    assert isinstance(make_torch_engine(network, None, config, length=48, stop_ids=()).runner, CachedRunner)
+    forced = make_torch_engine(network, None, replace(config, paged_cache=True), length=48, stop_ids=()).runner
+    assert isinstance(forced, PagedRunner) and not forced.rounds_as_learner
 
 
 def test_memory_of_less_than_whole_pages_is_refused_with_the_keys_to_change(network: Network) -> None:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -107,6 +107,7 @@ class TorchEngine:
         self.drafts = drafts
         self.version = 0
         self.counters = TokenCounters()
+        self._collected = TokenCounters()  # at the last ``collect_metrics``
         self.pacer: Pacer | None = None  # of a run whose events are ordered by the engine's steps
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
@@ -212,6 +213,17 @@ class TorchEngine:
     def room(self) -> int:
         """How many more requests would run at once."""
         return max(0, self.runner.slots - len(self._running) - len(self._waiting))
+
+    def collect_metrics(self) -> dict[str, float]:
+        """Return what speculation and preemption did since the previous call; nothing where there was neither."""
+        counts, last = self.counters, self._collected
+        self._collected = replace(counts)
+        found = {}
+        if drafted := counts.drafted_tokens - last.drafted_tokens:
+            found["generation/acceptance_rate"] = (counts.accepted_tokens - last.accepted_tokens) / drafted
+        if preempted := counts.preemptions - last.preemptions:
+            found["generation/preemptions"] = float(preempted)
+        return found
 
     async def close(self) -> None:
         if self._loop is not None:
@@ -456,17 +468,19 @@ def make_runner(network: Network, config: TorchGenerationConfig, *, length: int)
             "the torch engine cannot use a KV cache and recomputes the whole sequence for every token: %s", network.fallback
         )
         return RecomputeRunner(network, max_slots=config.max_num_seqs, length=length)
-    if _uses_pages(network, config, length):
+    if _may_use_pages(network, config, length):
         paged = PagedRunner(network, config, length=length)
-        log.info("the torch engine's KV cache has %d pages of %d tokens", paged.cache.pool.size, paged.cache.page)
-        return paged
+        if config.paged_cache or paged.rounds_as_learner:
+            log.info("the torch engine's KV cache has %d pages of %d tokens", paged.cache.pool.size, paged.cache.page)
+            return paged
+        config = replace(config, compiled_kernels=False)  # it was found, and said, that they cannot be used
     slots = CachedRunner(network, config, length=length)
     log.info("the torch engine's KV cache has %d slots of %d tokens", slots.slots, length)
     return slots
 
 
-def _uses_pages(network: Network, config: TorchGenerationConfig, length: int) -> bool:
-    """Whether the cache is paged: as configured, else on a CPU, where it was measured. On a GPU, CUDA graphs need fixed slots."""
+def _may_use_pages(network: Network, config: TorchGenerationConfig, length: int) -> bool:
+    """Whether the cache may be paged: as configured, else on a CPU, where it was measured. On a GPU, CUDA graphs need fixed slots."""
     if config.paged_cache is not None:
         return config.paged_cache
     if network.device.type != "cpu":

@@ -38,6 +38,14 @@ class PagedRunner(PlanRunner):
         self._layout: PageLayout | None = None  # of one new token for each sequence
         self._table: Tensor | None = None  # [B, n] int32, pages of each sequence, for the compiled kernels
 
+    @property
+    def rounds_as_learner(self) -> bool:
+        """Whether merged parts of attention make no difference: in float32, or with kernels that do not merge.
+
+        In bfloat16 a part is rounded before it is merged, which the learner's attention does not do.
+        """
+        return self.layers is not None or self.network.precision != torch.bfloat16
+
     def _forget_layout(self) -> None:
         """Pages have changed hands."""
         self._layout = self._table = None
@@ -157,10 +165,13 @@ class PagedRunner(PlanRunner):
         return self._table
 
     def decode_drafts(self, rows: Sequence[Sequence[int]], positions: Sequence[int]) -> Tensor:
-        layout = make_layout(self.cache, self._sequences, [len(row) for row in rows])
         slots = [slot for slot, row in enumerate(rows) for _ in row]
+        tokens = [token for row in rows for token in row]
         places = [position + index for row, position in zip(rows, positions, strict=True) for index in range(len(row))]
-        return self._decode([token for row in rows for token in row], places, layout, slots)
+        if self.layers is not None:
+            return self.layers.decode(torch.tensor(tokens), torch.tensor(places), self._make_table()[slots], self.cache)
+        layout = make_layout(self.cache, self._sequences, [len(row) for row in rows])
+        return self._decode(tokens, places, layout, slots)
 
     def _decode(self, tokens: Sequence[int], positions: Sequence[int], layout: PageLayout, slots: Sequence[int]) -> Tensor:
         page, device = self.cache.page, self.network.device
