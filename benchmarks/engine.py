@@ -2,6 +2,7 @@
 
     python benchmarks/engine.py                                      # all workloads, float32 and bfloat16
     python benchmarks/engine.py --workloads short group --dtype float32 --rounds 5
+    python benchmarks/engine.py --steps --layers 4 --threads 1       # decoding steps alone, processor time: for a busy machine
 
 A round runs A B, the next B A. What is reported is tokens per second of each side (median, minimum to maximum) and the ratio pair by pair.
 """
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from common import MODEL
 
-from strop.generation.torch.model_runner import CachedRunner
+from strop.generation.torch.model_runner import CachedRunner, SlotPrompt
 from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import TorchEngine
@@ -134,8 +135,8 @@ class Row:
         return f"{self.workload:18} {self.dtype:9} {sides} tokens/s, ratio {ratio}"
 
 
-def measure(network: Network, workload: Workload, dtype: str, rounds: int, memory: float) -> Row:
-    config = TorchGenerationConfig(kv_cache_memory_gb=memory)
+def measure(network: Network, workload: Workload, dtype: str, rounds: int, memory: float, kernels: bool | None) -> Row:
+    config = TorchGenerationConfig(kv_cache_memory_gb=memory, compiled_kernels=kernels)
     engines = {
         name: TorchEngine(runner(network, config, length=workload.length), _NoText(), stop_ids=())
         for name, runner in SIDES.items()
@@ -155,6 +156,39 @@ def measure(network: Network, workload: Workload, dtype: str, rounds: int, memor
     asyncio.run(run())
     ratios = [b / a for a, b in zip(rates["slots"], rates["pages"], strict=True)]
     return Row(workload.name, dtype, rates, ratios)
+
+
+def step_prompts(rng: random.Random) -> dict[str, list[tuple[int, ...]]]:
+    """Return what the sequences of a decoding step have read."""
+    groups = [make_tokens(rng, 1000) for _ in range(4)]
+    return {
+        "32 x 45": [make_tokens(rng, 45) for _ in range(32)],
+        "16 x 300": [make_tokens(rng, 300) for _ in range(16)],
+        "25 x 20 to 600": [make_tokens(rng, length) for length in (20, 60, 150, 300, 600) * 5],
+        "4 x 8, 1k shared": [group for group in groups for _ in range(8)],
+    }
+
+
+def measure_steps(network: Network, prompts: list[tuple[int, ...]], config: TorchGenerationConfig, steps: int = 24) -> str:
+    """Alternate decoding steps of both sides; report the processor time of a step and the largest difference of logits."""
+    runners = {name: runner(network, config, length=max(map(len, prompts)) + steps + 1) for name, runner in SIDES.items()}
+    for runner in runners.values():
+        runner.activate()
+        asked = [SlotPrompt(slot, prompt) for slot, prompt in enumerate(prompts)]
+        assert all(runner.reserve(prompt) for prompt in asked)
+        runner.prefill(asked)
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    positions, logits, difference = [len(prompt) for prompt in prompts], {}, 0.0
+    for step in range(steps):
+        for name in sorted(runners, reverse=bool(step % 2)):
+            assert runners[name].extend([position + 1 for position in positions])
+            started = time.process_time()
+            logits[name] = runners[name].decode([5 + step] * len(positions), positions)
+            seconds[name].append(time.process_time() - started)
+        difference = max(difference, float((logits["slots"] - logits["pages"]).abs().max()))
+        positions = [position + 1 for position in positions]
+    slots, pages = (1e3 * median(seconds[name][4:]) for name in ("slots", "pages"))
+    return f"slots {slots:.1f} ms, pages {pages:.1f} ms, ratio {slots / pages:.2f}, largest difference of logits {difference:.1e}"
 
 
 def make_random_model(layers: int) -> Any:
@@ -183,17 +217,24 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--layers", type=int, help="random weights of the model's shape with so many layers, for a quick look")
+    parser.add_argument("--steps", action="store_true", help="decoding steps alone, in processor time")
+    parser.add_argument("--modules", action="store_true", help="without compiled kernels")
     parser.add_argument("--memory", type=float, default=3.5, help="of each side's cache (GiB)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {options.threads} threads")
     model = make_random_model(options.layers) if options.layers else load_model(options.model)
-    rows = []
+    rows, kernels = [], False if options.modules else None
     for dtype in options.dtype:
         network = Network(model, precision=getattr(torch, dtype))
+        if options.steps:
+            config = TorchGenerationConfig(kv_cache_memory_gb=options.memory, compiled_kernels=kernels)
+            for name, prompts in step_prompts(random.Random(1)).items():
+                print(f"{name:18} {dtype:9} {measure_steps(network, prompts, config)}", flush=True)
+            continue
         for name in options.workloads:
-            rows.append(measure(network, WORKLOADS[name](random.Random(7)), dtype, options.rounds, options.memory))
+            rows.append(measure(network, WORKLOADS[name](random.Random(7)), dtype, options.rounds, options.memory, kernels))
             print(rows[-1], flush=True)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
