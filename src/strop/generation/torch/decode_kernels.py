@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-w")
 BUILD_SECONDS = 300
+SMALLEST_BLOCK = 64
 FLOAT32_BLOCK = 2048  # inputs whose part of a panel stays in the L2 cache
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -229,7 +230,8 @@ def measure_inner_block(inputs: int, dtype: torch.dtype) -> int:
     x = torch.zeros(pairs - 2, inputs)
     x[row, 2 * row], x[row, 2 * row + 2], x[row, 2 * row + 4] = 2.0**40, -(2.0**40), 1.0
     lost = torch.nn.functional.linear(x.to(dtype), torch.ones(64, inputs, dtype=dtype))[:, 0] == 0
-    return 2 * int(lost.nonzero()[0]) + 2 if lost.any() else inputs
+    block = 2 * int(lost.nonzero()[0]) + 2 if lost.any() else inputs
+    return block if block >= SMALLEST_BLOCK else inputs  # else it sums in another way, which blocks do not describe
 
 
 _POINTER = c_void_p

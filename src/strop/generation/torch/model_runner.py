@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +20,16 @@ from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
 from strop.models.network import Network
 from strop.models.routing.routes import RecordedRoutes
 
+log = logging.getLogger(__name__)
+
+PROBE_LENGTH = 8
+PROBE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # mean difference of log-probabilities, nats; far above rounding
 SPAN_STEP = 32  # the attended span of the cache is rounded up to a multiple of this many positions
+
+
+def slot_table(count: int) -> Tensor:
+    """Return the page table [count, 1] of the first slots, each of which is one page."""
+    return torch.arange(count, dtype=torch.int32)[:, None]
 
 
 @dataclass(frozen=True)
@@ -158,7 +168,9 @@ class PlanRunner:
         self.shape, self.specs = infer_cache_layout(network)
         self.kernels = choose_kernels(network, config.compiled_kernels, prepack=config.prepack_weights)
         self.linears = FastLinears(network.model, network.precision, prepack=config.prepack_weights, kernels=self.kernels)
+        self.prepack = config.prepack_weights
         self.layers: FastLayers | None = None
+        self._checked = False  # the kernels against the modules
         if self.kernels is not None:
             self.layers = FastLayers(network, self.linears, self.kernels, self.specs, length)
 
@@ -179,9 +191,40 @@ class PlanRunner:
     def activate(self) -> None:
         self.reset_prefix_cache()
         self.network.use_plan_attention()
+        expected = None if self.layers is None or self._checked else self._probe_decoding(None)
         self.linears.enable()
         if self.layers is not None:
             self.layers.refresh()
+            if expected is not None and bool(expected.isfinite().all()):
+                self._check_kernels(self.layers, expected)
+
+    def _probe_decoding(self, layers: FastLayers | None) -> Tensor:
+        """Decode two tokens of two sequences with the kernels, or with the modules; return the last log-probabilities, [2, V]."""
+        cache = SlotCache(self.shape, 2, PROBE_LENGTH)
+        for position in range(2):
+            tokens, positions = torch.tensor([position + 1, position + 5]), torch.full((2,), position)
+            if layers is None:
+                logits = self._forward(tokens, positions, DecodePlan(cache, positions, PROBE_LENGTH), None)
+            else:
+                logits = layers.decode(tokens, positions, slot_table(2), cache)
+        return logits.float().log_softmax(-1)
+
+    def _check_kernels(self, layers: FastLayers, expected: Tensor) -> None:
+        """Compare the kernels with the modules' log-probabilities, once. Where they differ, decode with the modules and say so."""
+        self._checked = True
+        error = (self._probe_decoding(layers) - expected).abs().mean().item()
+        if error < PROBE_ERROR[self.network.precision]:
+            return
+        log.warning(
+            "decoding with the model's own modules, which is slower than with compiled kernels: their log-probabilities of %s differ "
+            "by %.2g",
+            type(self.network.model).__name__,
+            error,
+        )
+        self.linears.disable()
+        self.kernels = self.layers = None
+        self.linears = FastLinears(self.network.model, self.network.precision, prepack=self.prepack)
+        self.linears.enable()
 
     def deactivate(self) -> None:
         self.linears.disable()
@@ -249,8 +292,7 @@ class CachedRunner(FixedSlots, PlanRunner):
         if self.graphs is not None:
             return self.graphs(tokens, positions)
         if self.layers is not None:
-            table = torch.arange(len(tokens), dtype=torch.int32)[:, None]  # a slot is one page
-            return self.layers.decode(torch.tensor(tokens), torch.tensor(positions), table, self.cache)
+            return self.layers.decode(torch.tensor(tokens), torch.tensor(positions), slot_table(len(tokens)), self.cache)
         span = min(-(-(max(positions) + 1) // SPAN_STEP) * SPAN_STEP, self.length)
         return self._decode_static(torch.tensor(tokens), torch.tensor(positions), span)
 
