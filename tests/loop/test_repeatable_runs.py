@@ -28,7 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "windowed": {**IN_FLIGHT, "max_trajectory_age_steps": 2, "order": "windowed", "window": 6, "slots": 9, "answer_delay": 2},
     "drop_too_old": {**IN_FLIGHT, "max_trajectory_age_steps": 1, "order": "drop_too_old", "slots": 15, "answer_delay": 4},
 }
-KILLS = (Kill("at the optimizer step", 4), Kill("while generating", 9), Kill("at a save", 1, "after"), Kill("at the log", 1))
+KILLS = (Kill("at the optimizer step", 4), Kill("at a publish", 2), Kill("at a save", 1, "after"), Kill("while generating", 1))
 
 
 def run(model: Path, folder: Path, section: dict[str, Any], *, before: Any = None, **changes: Any) -> Outcome:

@@ -36,7 +36,9 @@ def make_runner(
     """Build a runner with memory for ``slots`` sequences of ``length`` tokens and ``prefix_tokens`` cached prefix tokens."""
     from strop.generation.torch.model_runner import infer_cache_shape
 
-    memory = (slots * length + prefix_tokens) * infer_cache_shape(network).bytes_per_token
+    shape = infer_cache_shape(network)
+    stored = shape.round_span(length) if shape.exact else length
+    memory = (slots * stored + prefix_tokens) * shape.bytes_per_token
     return CachedRunner(
         network, cache_config(memory, slots=slots, prepack_weights=prepack, cuda_graphs=cuda_graphs), length=length
     )
@@ -71,7 +73,10 @@ def make_engine(
     runner: ModelRunner, tokenizer: Any = None, *, stop_ids: Sequence[int] = (), prefill_tokens: int = 4096, drafts: int = 0
 ) -> TorchEngine:
     """Build an engine that is ready to generate with weights of version 0."""
-    engine = TorchEngine(runner, tokenizer or _EmptyTokenizer(), stop_ids=stop_ids, prefill_tokens=prefill_tokens, drafts=drafts)
+    exact = isinstance(runner, CachedRunner) and runner.network.exact is not None
+    engine = TorchEngine(
+        runner, tokenizer or _EmptyTokenizer(), stop_ids=stop_ids, prefill_tokens=prefill_tokens, drafts=drafts, exact=exact
+    )
     engine.resume(0)
     return engine
 

@@ -74,6 +74,7 @@ def make_generator(
         on_cpu=on_cpu,
         max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
         return_routes=config.router_replay.enabled,
+        batch_invariant=config.exact_on_policy,
     )
     engines = make_local_engines(
         launch,

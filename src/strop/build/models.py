@@ -180,6 +180,8 @@ def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_
     policy = load(config.policy, config.training.seed, loader)
     if isinstance(config, RolloutRunConfig) and config.policy.router_replay.enabled:
         policy.network.enable_router_replay()
+    if isinstance(config, RolloutRunConfig) and config.policy.exact_on_policy:
+        policy.network.make_exact()
     return policy
 
 

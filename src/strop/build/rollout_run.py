@@ -158,13 +158,18 @@ async def build_rollout_run(
         decode=bundle.tokenizer.decode,
         evaluator=make_evaluator(config, validation_source, generator, bundle.template, tracker, past=selves, clock=clock),
         early_stop=make_early_stop(config),
-        mismatch=MismatchGuard(config.policy.generation.mismatch),
+        mismatch=make_mismatch_guard(config),
         health=make_health(config, find_at_start(config, options, train_source, algorithm)),
         monitor=monitor,
         checkpoints=make_saver(config, checkpoints),
     )
     run.on_close += [each.close for each in (selves, ahead, clock) if each is not None]
     return resume_run(run, state), generator
+
+
+def make_mismatch_guard(config: RolloutRunConfig) -> MismatchGuard:
+    policy = config.policy
+    return MismatchGuard(policy.generation.mismatch, exact=policy.exact_on_policy and not policy.generation.uses_vllm)
 
 
 def describe_count(count: int | None, what: str) -> str:

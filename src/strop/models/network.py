@@ -21,6 +21,11 @@ from strop.models.attention.attention_interface import IMPLEMENTATION
 from strop.models.attention.attention_plan import AttentionPlan
 from strop.models.attention.kernel_choice import AttentionKernel
 from strop.models.attention.tree_plan import TreePlan
+from strop.models.exact.exact_logprobs import ExactHead, exact_token_logprobs
+from strop.models.exact.exact_network import ExactPasses
+from strop.models.exact.exact_tree import ExactTree
+from strop.models.exact.exactness_error import NotExactError
+from strop.models.layers.fused_layers import FusedLayers, enable_fused_layers
 from strop.models.logprobs.lm_head import LMHead, get_lm_head
 from strop.models.logprobs.token_logprobs import token_logprobs
 from strop.models.routing.router_replay import install_router_replay, replayable_layers
@@ -99,9 +104,11 @@ class Network:
         self.chunk = chunk
         self.attention_kernel: AttentionKernel = attention_kernel  # of packed rows
         self.device = next(model.parameters()).device
+        self.fused_layers: FusedLayers = enable_fused_layers(model)  # a learner's passes use them
         self.token_sharding: TokenSharding = NoTokenSharding()
         self.routed: RoutedLayers | None = None  # with router replay
         self.router_counts: Tensor | None = None  # since they were taken: (token, layer) pairs that differ, compared
+        self.exact: ExactPasses | None = None  # with policy.exact_on_policy
         self.received: Tensor | None = None  # [t, H], from an earlier pipeline stage: this one does not embed the tokens
         self.fallback: str | None = None  # why the model cannot read packed rows
         self.packed = self._probe() if packed is None else packed
@@ -135,6 +142,21 @@ class Network:
     def enable_router_replay(self) -> None:
         """Record the experts that an engine chooses, and train with recorded ones. Raises ValueError for a model without experts."""
         self.routed = install_router_replay(self.model)
+
+    def make_exact(self) -> None:
+        """Compute the same bits for a token whatever stands beside it, from now on. Raises NotExactError for a model that cannot."""
+        if not self.packed:
+            raise NotExactError(
+                f"policy.exact_on_policy: {type(self.model).__name__} cannot read packed rows "
+                f"({self.fallback or 'sequence packing is off'}), and padded ones have no fixed order of additions; set it to false"
+            )
+        self.exact = ExactPasses(self.model)
+
+    @property
+    def exact_head(self) -> ExactHead:
+        assert self.exact is not None
+        head = self.head
+        return ExactHead(head.weight, head.bias, head.transform_logits, self.exact.weights)
 
     def record_routes(self) -> RecordedRoutes | None:
         """Return what records the experts of a pass of an engine; None without router replay."""
@@ -183,6 +205,10 @@ class Network:
         with self.autocast():
             hidden = self.hidden(batch)
             squares = SQUARED_PROBS in batch.columns
+            if self.exact is not None:
+                return exact_token_logprobs(
+                    hidden, target, self.exact_head, sampling, self.chunk, candidates, squared_probs=squares
+                )
             outputs = token_logprobs(hidden, target, self.head, sampling, self.chunk, candidates, kept, squared_probs=squares)
         return self.token_sharding.gather_outputs(outputs, len(batch.target))
 
@@ -196,7 +222,7 @@ class Network:
 
     def run_decoder(self, batch: Batch) -> Tensor:
         """Return the decoder's hidden states [t, H] of this device's tokens in a packed row."""
-        tree = TreePlan(batch.segment_start, batch.segment_length, batch.segment_parent, self.device, self.attention_kernel)
+        tree = self._plan_tree(batch)
         tokens, positions, plan = self.token_sharding.shard_tokens(batch.tokens, batch.positions, tree)
         inputs = {"input_ids": tokens[None].to(self.device)} if self.received is None else {"inputs_embeds": self.received[None]}
         replayed = self._replay_routes(batch)
@@ -204,6 +230,14 @@ class Network:
         self._count_differences(replayed)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    def _plan_tree(self, batch: Batch) -> AttentionPlan:
+        segments = (batch.segment_start, batch.segment_length, batch.segment_parent)
+        return (
+            ExactTree(*segments, self.device)
+            if self.exact is not None
+            else TreePlan(*segments, self.device, self.attention_kernel)
+        )
 
     def _hidden_padded(self, batch: Batch) -> Tensor:
         rows = _read_rows(batch, batch.tokens)

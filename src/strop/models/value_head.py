@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.algorithms.base import ValueOutputs
+from strop.models.layers.fused_layers import FusedLayers
 from strop.models.network import Network
 from strop.models.value_network import apply_score_layer
 from strop.sampling import Sampling
@@ -74,6 +75,10 @@ class ValueHead:
         # The trunk is on the meta device on ranks that have not received it yet; the head is the same zeros on all of them.
         device = torch.device("cpu") if trunk.device.type == "meta" else trunk.device
         self.model = (ScalarHead(size) if head is None else head).to(device=device, dtype=wide)
+
+    @property
+    def fused_layers(self) -> FusedLayers:
+        return self.trunk.fused_layers
 
     def outputs(self, batch: Batch, sampling: Sampling) -> ValueOutputs:
         """Return the values at each sampled token, [N]. ``sampling`` has no effect."""

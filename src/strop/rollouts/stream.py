@@ -164,8 +164,8 @@ class RolloutStream:
             self._pending[index] = replace(self._pending[index], finish_rank=self._finished_count)
             self._finished_count += 1
             self._finish_event.set()
-        if self._pace is not None:
-            self._pace.end(index)
+            if self._pace is not None:
+                self._pace.end(index)
 
     async def next(self) -> Group:
         """Return the next group in the order, waiting for it to finish if necessary. Raises EndOfTasks."""

@@ -131,11 +131,17 @@ class MismatchGuard:
     """Checks each step against the limits."""
 
     limits: MismatchConfig = field(default_factory=lambda: validate_section(MismatchConfig, {}))
+    exact: bool = False  # policy.exact_on_policy: no token of the current weights may differ in a single bit
     steps_above_stop: int = 0  # consecutive steps above ``stop``
     last_warning: int | None = None  # the step of the last warning
 
     def check(self, step: int, report: MismatchReport) -> str | None:
-        """Return a warning, if one is due. Raises MismatchTooLarge after ``stop_after`` consecutive steps above ``stop``."""
+        """Return a warning, if one is due.
+
+        Raises MismatchTooLarge after ``stop_after`` consecutive steps above ``stop``, and with ``exact`` at the first bit that differs.
+        """
+        if self.exact:
+            _check_exact(step, report)
         limits, error = self.limits, report.checked.error
         self.steps_above_stop = self.steps_above_stop + 1 if _exceeds(error, limits.stop) else 0
         if self.steps_above_stop >= limits.stop_after:
@@ -150,6 +156,16 @@ class MismatchGuard:
         return (
             f"mismatch: step {step}: {_describe(report)}; expected is about 1.00 to 1.05 (policy.generation.mismatch.warn = "
             f"{limits.warn:g}). {_suggest_causes(report)}"
+        )
+
+
+def _check_exact(step: int, report: MismatchReport) -> None:
+    current = report.by_age.get(0)
+    if current is not None and current.max_error != 1.0:
+        raise MismatchTooLarge(
+            f"step {step}: policy.exact_on_policy is true, but learner and engine differ by a factor of up to {current.max_error:.9g} "
+            f"on {current.tokens} tokens that the current weights sampled (mean {current.error:.9g}): something computes in another order "
+            "of additions, or the engine has other weights. Set it to false to train as before, and report the model and the processor"
         )
 
 

@@ -16,6 +16,7 @@ from strop.monitoring.config_history import HISTORY_FILE, End, record_finish, re
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE
+from strop.rollouts.repeat.clock_state import ClockState
 from strop.rollouts.repeat.event_log import EVENTS_FILE
 from strop.rollouts.stream import StreamState
 from strop.stopping import EarlyStop
@@ -65,7 +66,12 @@ def restore_checkpoint(
     if state is None:
         return None
     _say_continued(plan, state, tracker)
-    return replace(state, stream=_restart_groups(config, plan, state.stream))
+    if not changes_rollouts(config, plan):
+        return state
+    for part in learners.values():
+        if isinstance(part, ClockState):
+            part.forget_groups()
+    return replace(state, stream=_restart_groups(state.stream))
 
 
 def _say_continued(plan: ResumePlan, state: RunState, tracker: Tracker) -> None:
@@ -78,14 +84,17 @@ def _say_continued(plan: ResumePlan, state: RunState, tracker: Tracker) -> None:
         tracker.note(f"resumed with: {', '.join(map(str, plan.changes))} (applied from step {state.step + 1} on)")
 
 
-def _restart_groups(config: TrainingRunConfig, plan: ResumePlan, stream: StreamState) -> StreamState:
-    """Begin groups again that were finished and not trained on, if they were made with other settings than this run's."""
+def changes_rollouts(config: TrainingRunConfig, plan: ResumePlan) -> bool:
+    """Return whether groups that were begun and not trained on were made with other settings than this run's."""
     made_with: tuple[str, ...] = ("",)  # recorded data costs nothing to read again
     if not isinstance(config, RecordedRunConfig):
         own = ("num_generations_per_prompt", "max_rollout_turns", "reward_scaling")
         made_with = (*LIMITS_OF_ROLLOUTS, *(f"{config.section}.{name}" for name in own))
-    if not any(change.key.startswith(made_with) for change in plan.changes):
-        return stream
+    return any(change.key.startswith(made_with) for change in plan.changes)
+
+
+def _restart_groups(stream: StreamState) -> StreamState:
+    """Begin all groups again that were begun and not trained on."""
     restarted = sorted({*stream.unfinished, *(group.index for group in stream.finished)})
     return StreamState(next_index=stream.next_index, unfinished=tuple(restarted), finished=())
 

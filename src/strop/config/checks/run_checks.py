@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
 from strop.base_config import BaseConfig, iter_sections
-from strop.config.checks import cluster_checks, megatron_checks, unused_keys
+from strop.config.checks import cluster_checks, exact_checks, megatron_checks, unused_keys
 from strop.config.checks.device_counts import count_devices, plan_gpus
 from strop.config.schema.run_config import (
     DistillationRunConfig,
@@ -354,6 +354,7 @@ ERROR_CHECKS: tuple[Check, ...] = (
     check_environments,
     check_past_opponents,
     check_eval_sampling,
+    exact_checks.check_one_process,
     *cluster_checks.ERROR_CHECKS,
     *megatron_checks.ERROR_CHECKS,
 )

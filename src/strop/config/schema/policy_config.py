@@ -50,6 +50,12 @@ class PolicyConfig(ModelConfig):
         "samples on the same device; auto does so on GPUs. With the torch engine in the learner's process, only true does, and the "
         "policy's weights stay.",
     )
+    exact_on_policy: bool = Field(
+        False,
+        description="Compute a token's log-probability with the same bits in the engine and in the learner, in both precisions: products, "
+        "attention, norms and activations in one order of additions, whatever stands beside the token. The ratio of an on-policy "
+        "step is then exactly 1, which every step checks. Costs time (performance). For the torch engine in the learner's process.",
+    )
     reference: ReferenceConfig = subsection(ReferenceConfig)
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
     generation: GenerationConfig = subsection(GenerationConfig)
@@ -67,6 +73,8 @@ class PolicyConfig(ModelConfig):
             yield from self._check_adapter_dropout(f"{key}.megatron_cfg.peft.dropout", self.megatron_cfg.peft)
         yield from self._check_engine_length(f"{key}.generation.vllm_cfg.max_model_len")
         yield from self._check_router_replay(key)
+        if self.exact_on_policy:
+            yield from self._check_exact(key)
 
     def _check_backend(self, key: str) -> Iterator[Problem]:
         enabled = self.megatron_cfg.enabled
@@ -112,8 +120,51 @@ class PolicyConfig(ModelConfig):
                 f"Set {key}.generation.vllm_cfg.pipeline_parallel_size=1, and tensor_parallel_size for a model that needs several GPUs.",
             )
 
+    def _check_exact(self, key: str) -> Iterator[Problem]:
+        """Yield what cannot compute the same bits on both sides."""
+        if self.megatron_cfg.enabled:
+            yield Problem(
+                f"{key}.exact_on_policy",
+                "found true, but Megatron Core's layers add in an order that depends on the batch",
+                f"Set it to false, or {key}.backend=torch.",
+            )
+        if self.generation.uses_vllm and self.device == "cpu":
+            yield Problem(
+                f"{key}.exact_on_policy",
+                "found true, but vLLM has a batch-invariant mode on GPUs alone",
+                f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
+            )
+        if not self.sequence_packing.enabled:
+            yield Problem(
+                f"{key}.sequence_packing.enabled",
+                "found false, but policy.exact_on_policy reads packed rows: padded ones have no fixed order of additions",
+                f"Set it to true, or {key}.exact_on_policy=false.",
+            )
+        if self.generation.keep_sampling_mask:
+            yield Problem(
+                f"{key}.generation.keep_sampling_mask",
+                "found true, but with policy.exact_on_policy the filters keep the same tokens on both sides without a record of them",
+                f"Set it to false, or {key}.exact_on_policy=false.",
+            )
+        sizes = self.dtensor_cfg
+        if (
+            max(sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.pipeline_parallel_size, sizes.expert_parallel_size)
+            > 1
+        ):
+            yield Problem(
+                f"{key}.exact_on_policy",
+                "found true, but tensor-, context-, pipeline- or expert-parallel ranks add in an order of their own",
+                f"Set it to false, or these sizes of {key}.dtensor_cfg to 1.",
+            )
+
     def warnings(self, key: str) -> Iterator[Problem]:
         yield from self._warn_unused_batch_size(key)
+        if self.exact_on_policy and self.generation.uses_vllm:
+            yield Problem(
+                f"{key}.exact_on_policy",
+                "vLLM samples in its batch-invariant mode (VLLM_BATCH_INVARIANT=1), whose agreement with the learner to the last bit is "
+                "unchecked: train/token_mult_prob_error says what is left of the difference",
+            )
         if self.offload is True and not self.generation.colocated.enabled:
             yield Problem(f"{key}.offload", "it has no effect: the engine has devices of its own")
         if self.router_replay.enabled and self.generation.uses_vllm and not self.generation.vllm_cfg.enable_prefix_caching:
@@ -154,3 +205,5 @@ class RecordedPolicyConfig(PolicyConfig):
             yield Problem(f"{key}.offload", "it has no effect: a run on recorded data has no engine to make room for")
         if self.router_replay.enabled:
             yield Problem(f"{key}.router_replay.enabled", "it has no effect: recorded data has no experts that an engine chose")
+        if self.exact_on_policy:
+            yield Problem(f"{key}.exact_on_policy", "it has no effect: no engine computes what recorded data is trained on")

@@ -70,7 +70,7 @@ def choose_kernels(network: Network, wanted: bool | None, *, prepack: bool | Non
 
     ``wanted`` None: if they can be used. True: raises ValueError with the reason if they cannot.
     """
-    if wanted is False or (wanted is None and (network.device.type != "cpu" or prepack is False)):
+    if wanted is False or (wanted is None and (network.device.type != "cpu" or prepack is False or network.exact is not None)):
         return None
     try:
         reason = "prepack_weights is false" if prepack is False else find_obstacle(network)
@@ -89,6 +89,8 @@ def choose_kernels(network: Network, wanted: bool | None, *, prepack: bool | Non
 
 def find_obstacle(network: Network) -> str | None:
     """Return why the kernels cannot compute a network's layers; None if they can."""
+    if network.exact is not None:
+        return "policy.exact_on_policy computes every row as the learner does"
     decoder, model = network.decoder, network.model
     kind = type(decoder).__name__
     if network.device.type != "cpu":

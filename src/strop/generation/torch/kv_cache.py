@@ -10,7 +10,10 @@ from torch import Tensor
 
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.plain_attention import causal_mask, masked_attention
+from strop.models.exact.exact_attention import KEY_BLOCK, attend_cached
 from strop.models.routing.routes import RecordedRoutes, RoutedLayers
+
+SPAN_STEP = 32  # positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,12 @@ class CacheShape:
     head_size: int
     dtype: torch.dtype
     device: torch.device
+    exact: bool = False  # attention in the learner's order of additions (``strop.models.exact``)
+
+    def round_span(self, span: int) -> int:
+        """Round a number of attended positions up: few different shapes, and whole blocks of keys for exact attention."""
+        step = KEY_BLOCK if self.exact else SPAN_STEP
+        return -(-span // step) * step
 
     @property
     def bytes_per_token(self) -> int:
@@ -140,9 +149,8 @@ class PrefillPlan:
         self.keys.append(key)
         self.values.append(value)
         outputs = []
-        for q, k, v, prefix in zip(
-            *(tensor.split(self.lengths) for tensor in (query.to(self.shape.dtype), key, value)), self.prefixes, strict=True
-        ):
+        query = query if self.shape.exact else query.to(self.shape.dtype)
+        for q, k, v, prefix in zip(*(tensor.split(self.lengths) for tensor in (query, key, value)), self.prefixes, strict=True):
             outputs.append(self._attend_one(q, k, v, prefix, spec))
         return torch.cat(outputs)
 
@@ -151,6 +159,9 @@ class PrefillPlan:
         if prefix is not None:
             keys = torch.cat([prefix.keys[spec.layer][None], keys], dim=2)
             values = torch.cat([prefix.values[spec.layer][None], values], dim=2)
+        if self.shape.exact:
+            positions = torch.arange(keys.shape[2] - len(query), keys.shape[2], device=query.device)
+            return attend_cached(queries, keys, values, positions[None], spec)[0].transpose(0, 1)
         spec = spec.drop_unused_window(keys.shape[2])
         causal = prefix is None and spec.window is None
         mask = None if causal else causal_mask(queries.shape[2], keys.shape[2], spec.window, query.device)
@@ -195,8 +206,11 @@ class DecodePlan:
         dtype = keys.dtype
         keys[self.rows, :, self.positions] = key.to(dtype)
         values[self.rows, :, self.positions] = value.to(dtype)
-        spec = spec.drop_unused_window(self.span)
         count = len(self.rows)
+        if self.cache.shape.exact:
+            cached_keys, cached_values = (tensor[:count, :, : self.span] for tensor in (keys, values))
+            return attend_cached(query[:, :, None], cached_keys, cached_values, self.positions[:, None], spec)[:, :, 0]
+        spec = spec.drop_unused_window(self.span)
         output = masked_attention(
             query.to(dtype)[:, :, None],
             keys[:count, :, : self.span],

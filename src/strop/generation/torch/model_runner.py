@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 
 PROBE_LENGTH = 8
 PROBE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # mean difference of log-probabilities, nats; far above rounding
-SPAN_STEP = 32  # the attended span of the cache is rounded up to a multiple of this many positions
 
 
 def slot_table(count: int) -> Tensor:
@@ -119,12 +118,18 @@ class EnginePlan(AttentionPlan, Protocol):
     routes: RecordedRoutes | None
 
 
-def cache_capacity(network: Network, shape: CacheShape, config: TorchGenerationConfig, length: int) -> int:
-    """Return the tokens that the configured memory holds. Raises ValueError if it cannot hold one sequence of ``length`` tokens."""
+def cache_capacity(
+    network: Network, shape: CacheShape, config: TorchGenerationConfig, length: int, stored: int | None = None
+) -> int:
+    """Return the tokens that the configured memory holds. Raises ValueError if it cannot hold one sequence of ``length`` tokens.
+
+    ``stored``: tokens that such a sequence takes; None: as many.
+    """
+    stored = stored or length
     memory = config.cache_memory_gb(_gpu_memory_gb(network.device))
     capacity = int(memory * 2**30 // shape.bytes_per_token)
-    if capacity < length:
-        needed = length * shape.bytes_per_token / 2**30
+    if capacity < stored:
+        needed = stored * shape.bytes_per_token / 2**30
         raise ValueError(
             f"policy.generation.torch_cfg.kv_cache_memory_gb = {memory:.3g} GiB holds {capacity} tokens, but one "
             f"sequence of policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB; raise the first or lower "
@@ -166,7 +171,8 @@ class PlanRunner:
         self.network = network
         self.length = length
         self.shape, self.specs = infer_cache_layout(network)
-        self.kernels = choose_kernels(network, config.compiled_kernels, prepack=config.prepack_weights)
+        exact = network.exact is not None  # which has products and attention of its own
+        self.kernels = None if exact else choose_kernels(network, config.compiled_kernels, prepack=config.prepack_weights)
         self.linears = FastLinears(network.model, network.precision, prepack=config.prepack_weights, kernels=self.kernels)
         self.prepack = config.prepack_weights
         self.layers: FastLayers | None = None
@@ -184,6 +190,8 @@ class PlanRunner:
             )
             hidden = output.last_hidden_state[0]
             hidden = hidden if rows is None else hidden.index_select(0, rows.to(device))
+            if self.network.exact is not None:
+                return self.network.exact_head.compute_logits(hidden)
             layer = self.network.model.get_output_embeddings()
             logits: Tensor = self.network.head.transform_logits(layer(hidden))
             return logits
@@ -192,7 +200,10 @@ class PlanRunner:
         self.reset_prefix_cache()
         self.network.use_plan_attention()
         expected = None if self.layers is None or self._checked else self._probe_decoding(None)
-        self.linears.enable()
+        if self.network.exact is None:
+            self.linears.enable()
+        else:
+            self.network.exact.forget_weights()
         if self.layers is not None:
             self.layers.refresh()
             if expected is not None and bool(expected.isfinite().all()):
@@ -227,15 +238,18 @@ class PlanRunner:
         self.linears.enable()
 
     def deactivate(self) -> None:
-        self.linears.disable()
+        if self.network.exact is None:
+            self.linears.disable()
         self.network.use_learner_attention()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         stale = self.linears.find_stale_copies()
         if self.layers is not None:
             stale |= self.layers.find_stale_norms()
+        exact = self.network.exact
         for name, tensor in base_weights(self.network.model):
-            yield name, stale.get(name, tensor)
+            found = stale.get(name) if exact is None else exact.weights.find_stale(tensor)
+            yield name, tensor if found is None else found
 
     def reset_prefix_cache(self) -> None:
         raise NotImplementedError
@@ -247,11 +261,12 @@ class CachedRunner(FixedSlots, PlanRunner):
     def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int) -> None:
         """Raises ValueError if the configured memory cannot hold one sequence of ``length`` tokens."""
         super().__init__(network, config, length=length)
-        capacity = cache_capacity(network, self.shape, config, length)
-        self.slots = min(config.max_num_seqs, capacity // length)
-        self.cache = SlotCache(self.shape, self.slots, length, network.routed)
-        self.prefixes = PrefixStore(capacity - self.slots * length)
-        captures = config.cuda_graphs and network.device.type == "cuda"
+        stored = self.shape.round_span(length) if self.shape.exact else length
+        capacity = cache_capacity(network, self.shape, config, length, stored)
+        self.slots = min(config.max_num_seqs, capacity // stored)
+        self.cache = SlotCache(self.shape, self.slots, stored, network.routed)
+        self.prefixes = PrefixStore(capacity - self.slots * stored)
+        captures = config.cuda_graphs and network.exact is None and network.device.type == "cuda"
         self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if captures else None
 
     def count_unread(self, prompt: SlotPrompt) -> int:
@@ -293,7 +308,7 @@ class CachedRunner(FixedSlots, PlanRunner):
             return self.graphs(tokens, positions)
         if self.layers is not None:
             return self.layers.decode(torch.tensor(tokens), torch.tensor(positions), slot_table(len(tokens)), self.cache)
-        span = min(-(-(max(positions) + 1) // SPAN_STEP) * SPAN_STEP, self.length)
+        span = min(self.shape.round_span(max(positions) + 1), self.cache.length)
         return self._decode_static(torch.tensor(tokens), torch.tensor(positions), span)
 
     def _decode_static(self, tokens: Tensor, positions: Tensor, span: int | None = None) -> Tensor:
@@ -421,5 +436,7 @@ def infer_cache_layout(network: Network) -> tuple[CacheShape, list[AttentionSpec
     if len(shapes) != 1 or [layer for layer, *_ in recorder.seen] != list(range(len(recorder.seen))):
         raise ValueError(f"layers with different attention shapes ({sorted(shapes)}) do not fit one cache")
     heads, size = shapes.pop()
-    shape = CacheShape(layers=len(recorder.seen), heads=heads, head_size=size, dtype=network.precision, device=network.device)
+    exact = network.exact is not None  # float32 keys: attention reads them so, and a step casts none
+    dtype = torch.float32 if exact else network.precision
+    shape = CacheShape(layers=len(recorder.seen), heads=heads, head_size=size, dtype=dtype, device=network.device, exact=exact)
     return shape, recorder.specs

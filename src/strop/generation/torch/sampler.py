@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from strop.generation.torch.decode_kernels import DTYPES, DecodeKernels
+from strop.models.exact.exact_logprobs import sampled_logprobs
 from strop.sampling import Sampling, filtered_logits
 
 BLOCK = 256
@@ -28,18 +29,26 @@ class SampledTokens:
 
 
 def sample_tokens(
-    logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float], kernels: DecodeKernels | None = None
+    logits: Tensor,
+    samplings: Sequence[Sampling],
+    uniforms: Sequence[float],
+    *,
+    kernels: DecodeKernels | None = None,
+    exact: bool = False,
 ) -> SampledTokens:
-    """Sample one token for each row of logits [B, V], each with its own options; with the compiled kernels where they can."""
+    """Sample one token for each row of logits [B, V], each with its own options; with the compiled kernels where they can.
+
+    ``exact``: report log-probabilities and entropies that have the bits of an exact learner's (``strop.models.exact``).
+    """
     numbers = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)
     if all(sampling == samplings[0] for sampling in samplings):
-        return _sample(logits, samplings[0], numbers, kernels)
+        return _sample(logits, samplings[0], numbers, kernels, exact)
     zeros = partial(torch.zeros, len(logits), device=logits.device)
     sampled = SampledTokens(zeros(dtype=torch.int64), zeros(dtype=torch.float32), zeros(dtype=torch.float32))
     for sampling in dict.fromkeys(samplings):
         indices = [row for row, other in enumerate(samplings) if other == sampling]
         rows = torch.tensor(indices, device=logits.device)
-        part = _sample(logits[rows], sampling, numbers[rows], kernels)
+        part = _sample(logits[rows], sampling, numbers[rows], kernels, exact)
         sampled.kept.update({indices[row]: tokens for row, tokens in part.kept.items()})
         for full, values in zip(
             (sampled.tokens, sampled.logprobs, sampled.entropies), (part.tokens, part.logprobs, part.entropies), strict=True
@@ -48,10 +57,10 @@ def sample_tokens(
     return sampled
 
 
-def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor, kernels: DecodeKernels | None) -> SampledTokens:
+def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor, kernels: DecodeKernels | None, exact: bool) -> SampledTokens:
     if (
         kernels is not None
-        and not (sampling.greedy or sampling.filtered)
+        and not (exact or sampling.greedy or sampling.filtered)
         and logits.dtype in DTYPES
         and logits.device.type == "cpu"
     ):
@@ -64,6 +73,8 @@ def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor, kernels: Decod
     below_peak = scaled - scaled.max(-1, keepdim=True).values
     weights = torch.exp(below_peak)
     tokens, mass = _inverse_cdf(weights, uniforms)
+    if exact:
+        return SampledTokens(tokens, *sampled_logprobs(scaled, tokens))
     logprobs = below_peak.gather(1, tokens[:, None]).squeeze(1) - mass.log()
     entropies = torch.zeros_like(logprobs)
     if sampling.entropy:

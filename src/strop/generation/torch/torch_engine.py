@@ -88,7 +88,14 @@ class TorchEngine:
     """The embedded generator. Serves requests in this process, on the event loop of the caller."""
 
     def __init__(
-        self, runner: ModelRunner, tokenizer: Any, *, stop_ids: Sequence[int], prefill_tokens: int = 4096, drafts: int = 0
+        self,
+        runner: ModelRunner,
+        tokenizer: Any,
+        *,
+        stop_ids: Sequence[int],
+        prefill_tokens: int = 4096,
+        drafts: int = 0,
+        exact: bool = False,
     ) -> None:
         """Create an engine that waits for its first weights.
 
@@ -98,7 +105,9 @@ class TorchEngine:
             stop_ids: End every request.
             prefill_tokens: Limits the prompt tokens computed between two decoding steps.
             drafts: Tokens looked up ahead for each request; 0 decodes one token at a time. The runner must verify drafts.
+            exact: The network is, and log-probabilities are computed as an exact learner does.
         """
+        self.exact = exact
         self.runner = runner
         self.kernels = runner.kernels if isinstance(runner, PlanRunner) else None  # to sample with
         self.tokenizer = tokenizer
@@ -372,7 +381,8 @@ class TorchEngine:
         drafts = drafts or [[] for _ in requests]
         rows = [(request, index) for request, draft in zip(requests, drafts, strict=True) for index in range(len(draft) + 1)]
         uniforms = [uniform(request.seed, len(request.tokens) + index) for request, index in rows]
-        sampled = sample_tokens(logits, [request.sampling for request, _ in rows], uniforms, self.kernels)
+        samplings = [request.sampling for request, _ in rows]
+        sampled = sample_tokens(logits, samplings, uniforms, kernels=self.kernels, exact=self.exact)
         columns = list(zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.entropies.tolist(), strict=True))
         first = 0
         for request, draft in zip(requests, drafts, strict=True):
@@ -458,7 +468,8 @@ def make_torch_engine(
     drafts = config.speculative_lookup if runner.verifies_drafts else 0
     if drafts < config.speculative_lookup:
         log.warning("torch_cfg.speculative_lookup needs a paged cache, which this engine has not: it decodes one token at a time")
-    return TorchEngine(runner, tokenizer, stop_ids=stop_ids, prefill_tokens=config.prefill_tokens, drafts=drafts)
+    exact = network.exact is not None
+    return TorchEngine(runner, tokenizer, stop_ids=stop_ids, prefill_tokens=config.prefill_tokens, drafts=drafts, exact=exact)
 
 
 def make_runner(network: Network, config: TorchGenerationConfig, *, length: int) -> ModelRunner:
@@ -480,7 +491,14 @@ def make_runner(network: Network, config: TorchGenerationConfig, *, length: int)
 
 
 def _may_use_pages(network: Network, config: TorchGenerationConfig, length: int) -> bool:
-    """Whether the cache may be paged: as configured, else on a CPU, where it was measured. On a GPU, CUDA graphs need fixed slots."""
+    """Whether the cache may be paged: as configured, else on a CPU, where it was measured. On a GPU, CUDA graphs need fixed slots.
+
+    Exact attention adds in the learner's order, which it does over fixed slots alone.
+    """
+    if network.exact is not None:
+        if config.paged_cache:
+            log.warning("torch_cfg.paged_cache is true, but policy.exact_on_policy attends over fixed slots: they are used")
+        return False
     if config.paged_cache is not None:
         return config.paged_cache
     if network.device.type != "cpu":

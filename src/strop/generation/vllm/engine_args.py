@@ -68,6 +68,7 @@ class VllmLaunch:
     tokenizer: str = ""  # a folder or a name; empty: that of the model
     max_lora_rank: int | None = None  # LoRA adapters of at most this rank are loaded over the base weights
     return_routes: bool = False  # the experts of each token, for router replay
+    batch_invariant: bool = False  # the bits of a token do not depend on the batch; vLLM has this mode on GPUs
     environment: Mapping[str, str] = field(default_factory=dict)  # where the engine runs: its CPU threads or its GPUs
     worker_extension: str = "strop.generation.vllm.worker.StropWorker"  # vLLM's worker_extension_cls
     output_file: Path | None = None  # file for the output of the engine's processes; None: that of this process
@@ -82,7 +83,8 @@ class VllmLaunch:
         routes = (
             {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.return_routes else {}
         )  # the other one does not say the experts of tokens
-        own = {**start, **routes, **self.environment, **self.config.vllm_cfg.env_vars}
+        invariant = {"VLLM_BATCH_INVARIANT": "1"} if self.batch_invariant else {}
+        own = {**start, **routes, **invariant, **self.environment, **self.config.vllm_cfg.env_vars}
         if not self.nodes:
             return own
         spanned = {

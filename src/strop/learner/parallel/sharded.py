@@ -33,6 +33,7 @@ from strop.learner.parallel.shard_files import is_elsewhere, storage_key
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.adapters import adapter_weights, lora_layers, merged_weights, weights_with_layers
+from strop.models.layers.fused_layers import use_fused_layers
 from strop.models.loading import cast_weights
 from strop.models.network import Network
 from strop.models.value_head import ValueHead
@@ -326,7 +327,8 @@ class Sharded:
         *,
         backward: bool = False,
     ) -> LocalOutputs[OutputsT]:
-        results = run_in_turn(micro_batches, lambda batch: self._run(partial(compute, batch)), loss, backward=backward)
+        with use_fused_layers(self.network, keep_copies=False):  # copies would keep the gathered weights of all layers
+            results = run_in_turn(micro_batches, lambda batch: self._run(partial(compute, batch)), loss, backward=backward)
         self._finish_passes()
         return results if self.is_leader else ()
 

@@ -26,6 +26,7 @@ from strop.learner.parallel.parallelism import NamedParameters, ParallelNetwork
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.adapters import adapter_weights, load_adapters, lora_layers, merged_weights, save_adapters
+from strop.models.layers.fused_layers import use_fused_layers
 from strop.models.loading import quiet_transformers
 from strop.types import Batch
 
@@ -70,7 +71,8 @@ class SingleDevice:
         *,
         backward: bool = False,
     ) -> LocalOutputs[OutputsT]:
-        return run_in_turn(micro_batches, compute, loss, backward=backward)
+        with use_fused_layers(self.network, keep_copies=True):
+            return run_in_turn(micro_batches, compute, loss, backward=backward)
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, limit)

@@ -36,6 +36,7 @@ from strop.learner.torch.tensor_offload import TensorOffload
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
+from strop.models.exact.exact_network import forget_exact_weights
 from strop.models.malloc import trim_freed_memory
 from strop.models.routing.router_metrics import measure_disagreement, measure_missing_routes, take_router_counts
 from strop.sampling import Sampling
@@ -188,6 +189,7 @@ class TorchLearner:
             self.masters.write_back()
             if self.average is not None:
                 self.average.update()
+        forget_exact_weights(self.network)
         self._steps += 1
         if self.scheduler is not None and self._steps % self.state.schedule_unit.optimizer_steps == 0:
             self.scheduler.step()
@@ -223,4 +225,5 @@ class TorchLearner:
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote on any number of ranks, in place: everything that shares the module sees the restored weights."""
         self.parallelism.load(folder, self.state)
+        forget_exact_weights(self.network)
         self._steps = 0

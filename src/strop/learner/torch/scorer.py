@@ -19,6 +19,7 @@ from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
 from strop.learner.torch.top_tokens import TopTokens, compute_top_tokens
 from strop.models.adapters import lora_layers
+from strop.models.exact.exact_modules import restore_modules
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
@@ -101,6 +102,7 @@ def read_local(
 def copy_frozen(network: Network) -> Network:
     """Return a frozen copy of a network with its current weights, in evaluation mode."""
     model = copy.deepcopy(network.model).eval().requires_grad_(False)
+    restore_modules(model)  # a copy only scores
     return Network(
         model,
         precision=network.precision,

@@ -38,6 +38,10 @@ class ClockState:
         """The versions of the weights with which the restored unfinished groups began."""
         return {int(index): journal["version"] for index, journal in self._restored.get("groups", {}).items()}
 
+    def forget_groups(self) -> None:
+        """Forget what unfinished groups have sampled: they begin anew, with other settings."""
+        self._restored = {**self._restored, "groups": {}}
+
     def start(self, clock: EngineClock) -> None:
         """Set the clock to the restored state, and begin to write its events. Raises EventFileError, OSError."""
         self.clock = clock

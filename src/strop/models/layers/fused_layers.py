@@ -1,0 +1,234 @@
+"""Replace the forward passes of norms, attention and gated MLPs of Transformers' decoders by ones with fewer passes over memory.
+
+They round where the modules of Transformers round, and what a sampler computes with those modules stays comparable. A module that is not
+known, a linear layer with an adapter, a hook or shards, and everything outside ``FusedLayers.use`` runs as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from strop.models.layers.gated_activation import activation_kind, gated_activation
+from strop.models.layers.joined_linear import are_plain, joined_linear
+from strop.models.layers.rms_norm import RmsNormSpec, rms_norm, rms_norm_spec
+from strop.models.layers.rotary import rotate
+from strop.models.layers.weight_copies import WeightCopies
+
+# Attention modules of Transformers by the options that they pass to the attention function, which are attributes of theirs.
+_WINDOW = {"sliding_window": "sliding_window"}
+_ATTENTION: Mapping[str, Mapping[str, str]] = {
+    "LlamaAttention": {},
+    "GemmaAttention": {},
+    "GraniteAttention": {},
+    "MistralAttention": {"sliding_window": "config.sliding_window"},
+    "MixtralAttention": {"sliding_window": "config.sliding_window"},
+    "Qwen2Attention": _WINDOW,
+    "Qwen3Attention": _WINDOW,
+    "Qwen3MoeAttention": _WINDOW,
+    "Gemma2Attention": {"sliding_window": "sliding_window", "softcap": "attn_logit_softcapping"},
+    "Gemma3Attention": _WINDOW,
+}
+_MLPS = frozenset(
+    f"{family}MLP" for family in ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "SmolLM3", "Granite")
+)
+_STATE = "_strop_fused"
+
+
+class FusedLayers:
+    """The fused forward passes of a model's modules, which are in effect inside ``use``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.active = False
+        self.keep_copies = False
+        self.copies = WeightCopies()
+        self.count = sum(_fuse(module, self) for module in model.modules())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedLayers:
+        """The copy of a model has its own, with its own copies of weights."""
+        copy = memo[id(self)] = FusedLayers.__new__(FusedLayers)
+        copy.active = copy.keep_copies = False
+        copy.copies, copy.count = WeightCopies(), self.count
+        return copy
+
+    @contextmanager
+    def use(self, *, keep_copies: bool) -> Iterator[None]:
+        """Use the fused forward passes, also in backward passes that recompute.
+
+        With ``keep_copies``, the copies of weights in the dtype of the products are made once: the weights must not change inside.
+        """
+        outer = self.active, self.keep_copies
+        self.active, self.keep_copies = True, keep_copies
+        try:
+            yield
+        finally:
+            self.active, self.keep_copies = outer
+            self.copies.clear()
+
+    def project(self, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+        """[..., K] -> [..., N] of each layer; the modules themselves compute it unless they are plain."""
+        dtype = _product_dtype(x)
+        if not are_plain(linears) or (dtype is None and linears[0].weight.dtype != x.dtype):
+            return tuple(linear(x) for linear in linears)
+        x = x if dtype is None else x.to(dtype)
+        weights = self.copies.get(linears, x.dtype, keep=self.keep_copies)
+        outputs = joined_linear(x.reshape(-1, x.shape[-1]), linears, weights)
+        return tuple(output.view(*x.shape[:-1], -1) for output in outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class FusedNorm:
+    """How a norm is computed."""
+
+    layers: FusedLayers
+    spec: RmsNormSpec
+    readers: tuple[nn.Module, ...] = ()  # the linear layers that alone read its output, which is then written in their dtype
+
+
+@dataclass(frozen=True, eq=False)
+class FusedAttention:
+    """How an attention module is computed."""
+
+    layers: FusedLayers
+    options: Mapping[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class FusedMlp:
+    """How a gated MLP is computed."""
+
+    layers: FusedLayers
+    activation: str
+
+
+def enable_fused_layers(model: nn.Module) -> FusedLayers:
+    """Give a model's modules their fused forward passes, once. They have no effect outside ``FusedLayers.use``."""
+    for module in model.modules():
+        if (state := module.__dict__.get(_STATE)) is not None:
+            layers: FusedLayers = state.layers
+            return layers
+    layers = FusedLayers(model)
+    for module in model.modules():
+        _connect_norms(module)
+    return layers
+
+
+def use_fused_layers(network: object, *, keep_copies: bool) -> AbstractContextManager[None]:
+    """Return ``FusedLayers.use`` of a network, or a context without effect for one that has no fused layers or computes exactly."""
+    layers: FusedLayers | None = getattr(network, "fused_layers", None)
+    exact = getattr(network, "exact", None) is not None
+    return nullcontext() if layers is None or exact else layers.use(keep_copies=keep_copies)
+
+
+def _fuse(module: nn.Module, layers: FusedLayers) -> bool:
+    """Replace the forward pass of a module whose class is known. Return whether it is."""
+    name, known = type(module).__name__, type(module).__module__.startswith("transformers.")
+    state: Any = None
+    forward: Callable[..., Any] | None = None
+    if (spec := rms_norm_spec(module)) is not None:
+        state, forward = FusedNorm(layers, spec), _norm_forward
+    elif known and name in _ATTENTION:
+        state, forward = FusedAttention(layers, _ATTENTION[name]), _attention_forward
+    elif known and name in _MLPS and (kind := activation_kind(module.act_fn)) is not None:
+        state, forward = FusedMlp(layers, kind), _mlp_forward
+    if forward is None or "forward" in module.__dict__:
+        return False
+    module.__dict__[_STATE] = state
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    return True
+
+
+def _connect_norms(layer: nn.Module) -> None:
+    """Tell the norms of a decoder layer which linear layers read them."""
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    before_mlp = "pre_feedforward_layernorm" if hasattr(layer, "pre_feedforward_layernorm") else "post_attention_layernorm"
+    pairs = (("input_layernorm", attention, ("q_proj", "k_proj", "v_proj")), (before_mlp, mlp, ("gate_proj", "up_proj")))
+    for name, reader, linears in pairs:
+        norm = getattr(layer, name, None)
+        state = getattr(norm, _STATE, None)
+        if state is not None and getattr(reader, _STATE, None) is not None and type(layer).__name__.endswith("DecoderLayer"):
+            readers = tuple(getattr(reader, linear) for linear in linears)
+            norm.__dict__[_STATE] = FusedNorm(state.layers, state.spec, readers)  # type: ignore[union-attr]
+
+
+def _norm_forward(module: Any, x: Tensor) -> Tensor:
+    state: FusedNorm = module.__dict__[_STATE]
+    if not state.layers.active or x.dtype == torch.float64 or isinstance(x, DTensor) or isinstance(module.weight, DTensor):
+        return type(module).forward(module, x)  # type: ignore[no-any-return]
+    dtype = torch.promote_types(x.dtype, module.weight.dtype) if state.spec.rounds_first else x.dtype
+    product_dtype = _product_dtype(x)
+    if product_dtype is not None and state.readers and are_plain(state.readers):
+        dtype = product_dtype
+    return rms_norm(x, module.weight, state.spec, dtype)
+
+
+def _mlp_forward(module: Any, x: Tensor) -> Tensor:
+    state: FusedMlp = module.__dict__[_STATE]
+    if not state.layers.active or not are_plain((module.gate_proj, module.up_proj)):
+        return type(module).forward(module, x)  # type: ignore[no-any-return]
+    gate, up = state.layers.project(x, (module.gate_proj, module.up_proj))
+    return state.layers.project(gated_activation(gate, up, state.activation), (module.down_proj,))[0]
+
+
+def _attention_forward(
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    state: FusedAttention = module.__dict__[_STATE]
+    linears = (module.q_proj, module.k_proj, module.v_proj)
+    if not state.layers.active or past_key_values is not None or not are_plain(linears):
+        inputs = {
+            "position_embeddings": position_embeddings,
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+        }
+        return type(module).forward(module, hidden_states, **inputs, **kwargs)  # type: ignore[no-any-return]
+    shape = hidden_states.shape[:-1]
+    query, key, value = (part.view(*shape, -1, module.head_dim) for part in state.layers.project(hidden_states, linears))
+    if hasattr(module, "q_norm"):
+        query, key = module.q_norm(query), module.k_norm(key)
+    cos, sin = (angles.unsqueeze(-2) for angles in position_embeddings)
+    dtype = _product_dtype(query) or torch.promote_types(query.dtype, cos.dtype)
+    query, key = (rotate(part, cos, sin, dtype) for part in (query, key))
+    options = {name: _get(module, path) for name, path in state.options.items()}
+    output, weights = _attention_function(module)(
+        module,
+        *(part.transpose(1, 2) for part in (query, key, value)),
+        attention_mask,
+        dropout=module.attention_dropout if module.training else 0.0,
+        scaling=module.scaling,
+        **options,
+        **kwargs,
+    )
+    return state.layers.project(output.reshape(*shape, -1), (module.o_proj,))[0], weights
+
+
+def _attention_function(module: Any) -> Callable[..., tuple[Tensor, Any]]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    function: Callable[..., tuple[Tensor, Any]] = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
+    return function
+
+
+def _get(module: Any, path: str) -> Any:
+    return functools.reduce(lambda value, name: getattr(value, name, None), path.split("."), module)
+
+
+def _product_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype of autocast's matrix products; None without autocast."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -1,0 +1,91 @@
+"""RMSNorm (arXiv 1910.07467) as one autograd function: it keeps its input and one number per row, and may write bfloat16 at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Classes of Transformers with the formula of Llama, weight * (x / rms(x)), and with that of Gemma, (1 + weight) * (x / rms(x)).
+LLAMA_NORMS = frozenset(
+    f"{family}RMSNorm"
+    for family in (
+        "Llama",
+        "Qwen2",
+        "Qwen3",
+        "Mistral",
+        "Ministral",
+        "Mixtral",
+        "Qwen2Moe",
+        "Qwen3Moe",
+        "SmolLM3",
+        "Granite",
+        "Phi3",
+    )
+)
+GEMMA_NORMS = frozenset({"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"})
+
+
+@dataclass(frozen=True)
+class RmsNormSpec:
+    """What an RMSNorm computes, besides its weight."""
+
+    eps: float
+    offset: float  # added to the weight: 1 in Gemma
+    rounds_first: bool  # Llama rounds x / rms(x) to the dtype of x before it multiplies with the weight; Gemma rounds the product
+
+
+def rms_norm_spec(module: nn.Module) -> RmsNormSpec | None:
+    """Return what a module of Transformers computes; None for a module that is not known to be an RMSNorm."""
+    name = type(module).__name__
+    if not type(module).__module__.startswith("transformers.") or not isinstance(getattr(module, "weight", None), nn.Parameter):
+        return None
+    if name in LLAMA_NORMS:
+        return RmsNormSpec(float(module.variance_epsilon), 0.0, True)  # type: ignore[arg-type]
+    return RmsNormSpec(float(module.eps), 1.0, False) if name in GEMMA_NORMS else None  # type: ignore[arg-type]
+
+
+def rms_norm(x: Tensor, weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:
+    """[..., H] and [H] -> [..., H] in ``dtype``. Computed in float32, or in float64 for an input of that dtype."""
+    apply: Any = _RmsNorm.apply
+    result: Tensor = apply(x, weight, spec, dtype)
+    return result
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:
+        wide = _widen(x)
+        scale = wide.square().mean(-1, keepdim=True).add_(spec.eps).rsqrt_()  # [..., 1]
+        ctx.save_for_backward(x, scale, weight)
+        ctx.spec = spec
+        normed = wide * scale
+        if spec.rounds_first and normed.dtype != x.dtype:
+            normed = normed.to(x.dtype).to(normed.dtype)
+        return normed.mul_(_factor(weight, spec, normed.dtype)).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, scale, weight = ctx.saved_tensors
+        wide = _widen(x)
+        normed = wide * scale
+        grad = grad.to(normed.dtype)
+        weighted = grad * normed  # d weight is its sum over rows; its product with the weight is what x / rms(x) projects out
+        factor = _factor(weight, ctx.spec, normed.dtype)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            mean = (weighted @ factor).unsqueeze(-1).mul_(1 / x.shape[-1])
+            grad_x = (grad * factor).addcmul_(normed, mean, value=-1.0).mul_(scale).to(x.dtype)
+        grad_weight = weighted.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _factor(weight: Tensor, spec: RmsNormSpec, dtype: torch.dtype) -> Tensor:
+    factor = weight.to(dtype)
+    return factor + spec.offset if spec.offset else factor

@@ -1,0 +1,136 @@
+"""The weights of linear layers that read the same input, in the dtype and the layout of the matrix products.
+
+Under autocast the float32 weights are cast once for all micro-batches of a pass. On a CPU the forward pass reads another copy in oneDNN's
+packed layout, with which its products are about a tenth faster. Packing for the gradient of the input as well, or in float32, costs as much
+as it saves where a pass has a single micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+PACKED_ROWS = 1024  # the number of rows that oneDNN optimizes its layout for; other numbers work too
+
+
+class LinearWeights(Protocol):
+    """The weights [N, K] of linear layers with one input, in the dtype of the products."""
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[T, K] -> [T, N] of each layer."""
+        ...
+
+    def join_columns(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Prepare gradients [T, N] of the outputs of each layer for the two methods below."""
+        ...
+
+    def project_back(self, grads: Sequence[Tensor]) -> Tensor:
+        """Return the gradient of the input, [T, K]."""
+        ...
+
+    def gradients(self, x: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradient of each weight, [N, K], of the input ``x`` [T, K]."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class SeparateWeights:
+    """The layers' own weights."""
+
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor | None, ...]
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(nn.functional.linear(x, *parameters) for parameters in zip(self.weights, self.biases, strict=True))
+
+    def join_columns(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        return grads
+
+    def project_back(self, grads: Sequence[Tensor]) -> Tensor:
+        result = grads[0] @ self.weights[0]
+        if len(grads) == 1:
+            return result
+        total = result.to(torch.promote_types(result.dtype, torch.float32))  # low-precision parts add up without rounding
+        for grad, weight in zip(grads[1:], self.weights[1:], strict=True):
+            total = total.addmm_(grad, weight) if total.dtype == grad.dtype else total.add_(grad @ weight)
+        return total.to(result.dtype)
+
+    def gradients(self, x: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
+        return [grad.t() @ x for grad in grads]
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedWeights:
+    """Copies of the weights of all layers in one matrix [N1 + N2 ..., K], so that each pass has one product."""
+
+    sizes: tuple[int, ...]  # outputs of each layer
+    weight: Tensor
+    packed: Tensor | None  # the same in oneDNN's layout
+    bias: Tensor | None  # [N1 + N2 ...]
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.packed is None:
+            outputs = nn.functional.linear(x, self.weight, self.bias)
+        else:
+            outputs = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return outputs.split(self.sizes, -1)  # type: ignore[no-any-return]
+
+    def join_columns(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [grads[0].contiguous() if len(grads) == 1 else torch.cat(tuple(grads), -1)]
+
+    def project_back(self, grads: Sequence[Tensor]) -> Tensor:
+        (grad,) = grads
+        return grad @ self.weight
+
+    def gradients(self, x: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
+        return list((grads[0].t() @ x).split(self.sizes))
+
+
+class WeightCopies:
+    """Makes the weights of a model's linear layers ready for their products, and keeps the copies until ``clear``."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, LinearWeights] = {}
+
+    def clear(self) -> None:
+        """Drop the copies. The weights must not change between two calls."""
+        self._kept.clear()
+
+    @torch.no_grad()
+    def get(self, linears: Sequence[nn.Linear], dtype: torch.dtype, *, keep: bool) -> LinearWeights:
+        """Return the weights of linear layers in ``dtype``, kept copies if there are any."""
+        kept = self._kept.get(id(linears[0]))
+        if kept is None:
+            kept = _prepare(linears, dtype)
+            if keep:
+                self._kept[id(linears[0])] = kept
+        return kept
+
+
+def _prepare(linears: Sequence[nn.Linear], dtype: torch.dtype) -> LinearWeights:
+    weights = tuple(linear.weight.detach() for linear in linears)
+    biases = tuple(None if linear.bias is None else linear.bias.detach() for linear in linears)
+    pack = _can_pack(weights[0].device, dtype)
+    if weights[0].dtype == dtype and not pack:
+        return SeparateWeights(weights, biases)
+    weight = _cat_as(weights, dtype)
+    bias = None if biases[0] is None else _cat_as([bias for bias in biases if bias is not None], dtype)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS) if pack else None
+    return JoinedWeights(tuple(len(part) for part in weights), weight, packed, bias)
+
+
+def _can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    on_cpu = device.type == "cpu" and dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    return on_cpu and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _cat_as(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    if len(tensors) == 1:
+        return tensors[0].to(dtype)
+    joined = tensors[0].new_empty(sum(map(len, tensors)), *tensors[0].shape[1:], dtype=dtype)
+    torch._foreach_copy_(list(joined.split([len(tensor) for tensor in tensors])), list(tensors))
+    return joined

@@ -1,0 +1,192 @@
+"""The fused forward passes against the modules of Transformers that they replace."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strop.models.layers.fused_layers import FusedLayers, enable_fused_layers
+from strop.models.layers.gated_activation import gated_activation
+from strop.models.layers.rms_norm import RmsNormSpec, rms_norm, rms_norm_spec
+from strop.models.layers.rotary import rotate
+from strop.models.network import Network, probe_batch
+from strop.sampling import Sampling
+from strop.types import Batch
+from support.models import VOCABULARY, ExactNorm, build, copy_gradients, largest_difference
+
+FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "mixtral", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe")
+PRECISIONS = (torch.float32, torch.bfloat16)
+
+
+def make_batch() -> Batch:
+    batch = probe_batch(VOCABULARY)
+    return replace(batch, advantages=torch.randn(len(batch.target), generator=torch.Generator().manual_seed(3)))
+
+
+def without_rounding(model: Any) -> Any:
+    """Convert a model to float64, with norms that do not round to float32."""
+    for parent in list(model.double().modules()):
+        for name, child in list(parent.named_children()):
+            if (spec := rms_norm_spec(child)) is not None:
+                setattr(parent, name, ExactNorm(child.weight, spec.eps, spec.offset))  # type: ignore[arg-type]
+    return model
+
+
+def run(network: Network, *, fused: bool, passes: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the log-probabilities of a batch and the gradients of a loss on them."""
+    batch = make_batch()
+    network.model.zero_grad(set_to_none=True)
+    layers = network.fused_layers if fused else FusedLayers(nn.Module())
+    with layers.use(keep_copies=True):
+        for _ in range(passes):
+            outputs = network.outputs(batch, Sampling())
+            (outputs.logprobs * batch.advantages).sum().backward()
+    return outputs.logprobs.detach(), copy_gradients(network.model)
+
+
+@pytest.mark.parametrize("family", [family for family in FUSED if family not in MIXTURES])  # torch groups no experts in float64
+def test_fused_layers_compute_what_the_modules_compute_in_float64(family: str) -> None:
+    network = Network(without_rounding(build(family)), packed=True)
+    plain, fused = run(network, fused=False), run(network, fused=True)
+    torch.testing.assert_close(fused[0], plain[0], rtol=0, atol=1e-12)
+    assert largest_difference(fused[1], plain[1]) < 1e-12
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_fused_layers_compute_the_same_bits_in_float32(family: str) -> None:
+    network = Network(build(family), packed=True)
+    plain, fused = run(network, fused=False), run(network, fused=True)
+    assert torch.equal(fused[0], plain[0])
+    assert largest_difference(fused[1], plain[1]) < 5e-6
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_fused_layers_round_where_the_modules_round_under_autocast(family: str) -> None:
+    network = Network(build(family), precision=torch.bfloat16, packed=True)
+    exact = run(Network(build(family), packed=True), fused=False)
+    plain, fused = run(network, fused=False), run(network, fused=True)
+    rounding = (plain[0] - exact[0]).abs().max()
+    assert (
+        fused[0] - plain[0]
+    ).abs().max() < 0.25 * rounding  # nearly the same bits; the tokens of a mixture may take other experts
+    assert largest_difference(fused[1], exact[1]) < 1.5 * largest_difference(plain[1], exact[1])
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_most_modules_of_a_family_are_fused(family: str) -> None:
+    network = Network(build(family), packed=True)
+    per_layer = (
+        2
+        + 1
+        + int(family not in MIXTURES)
+        + (2 if family in ("qwen3", "qwen3_moe") else 0)
+        + {"gemma2": 2, "gemma3": 4}.get(family, 0)
+    )
+    assert network.fused_layers.count == 2 * per_layer + 1
+
+
+def test_a_module_is_as_before_outside_a_learners_pass() -> None:
+    model = build("llama")
+    tokens = torch.arange(20)[None]
+    before = model(tokens).logits
+    enable_fused_layers(model)
+    assert torch.equal(model(tokens).logits, before)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_two_micro_batches_add_up_with_kept_copies_of_the_weights(dtype: torch.dtype) -> None:
+    network = Network(build("qwen2"), precision=dtype, packed=True)
+    once, twice = run(network, fused=True)[1], run(network, fused=True, passes=2)[1]
+    for name in once:
+        torch.testing.assert_close(twice[name], 2 * once[name], rtol=1e-6, atol=1e-7)
+
+
+def test_new_weights_are_read_in_the_next_pass() -> None:
+    network = Network(build("llama"), precision=torch.bfloat16, packed=True)
+    before = run(network, fused=True)[0]
+    with torch.no_grad():
+        for parameter in network.model.parameters():
+            parameter.mul_(1.01)
+    after, expected = run(network, fused=True)[0], run(network, fused=False)[0]
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(after, expected, rtol=0, atol=1e-2)
+
+
+def test_bfloat16_weights_are_read_as_they_are() -> None:
+    network = Network(build("llama", dtype=torch.bfloat16), precision=torch.bfloat16, packed=True)
+    plain, fused = run(network, fused=False), run(network, fused=True)
+    torch.testing.assert_close(fused[0], plain[0], rtol=0, atol=2e-2)  # the same bits where packed products round as others do
+    assert all(gradient.dtype == torch.bfloat16 for gradient in fused[1].values())
+    assert largest_difference(fused[1], plain[1]) < 2e-2
+
+
+def test_recomputed_activations_give_the_same_gradient_bit_for_bit() -> None:
+    network = Network(build("qwen3"), precision=torch.bfloat16, packed=True)
+    stored = run(network, fused=True)
+    network.model.train()
+    network.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recomputed = run(network, fused=True)
+    assert torch.equal(stored[0], recomputed[0])
+    assert all(torch.equal(stored[1][name], recomputed[1][name]) for name in stored[1])
+
+
+def test_a_linear_layer_with_a_hook_runs_itself() -> None:
+    network = Network(build("llama"), packed=True)
+    seen: list[Any] = []
+    layer = network.model.model.layers[0]
+    for linear in (layer.self_attn.k_proj, layer.mlp.up_proj, layer.self_attn.o_proj):
+        linear.register_forward_hook(lambda module, inputs, output: seen.append(module))
+    run(network, fused=True)
+    assert len(seen) == 3
+
+
+def test_a_copy_of_a_model_has_fused_layers_of_its_own() -> None:
+    network = Network(build("llama"), packed=True)
+    twin = Network(copy.deepcopy(network.model), packed=True)
+    assert twin.fused_layers is not network.fused_layers
+    with torch.no_grad():
+        twin.model.model.layers[0].self_attn.q_proj.weight.zero_()
+    with network.fused_layers.use(keep_copies=True), twin.fused_layers.use(keep_copies=True):
+        assert not torch.equal(
+            network.outputs(make_batch(), Sampling()).logprobs, twin.outputs(make_batch(), Sampling()).logprobs
+        )
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    network = Network(build("llama"), packed=True)
+    network.model.model.layers[0].requires_grad_(False)
+    network.model.model.embed_tokens.requires_grad_(False)
+    gradients = run(network, fused=True)[1]
+    expected = run(network, fused=False)[1]
+    assert largest_difference(gradients, expected) < 5e-6
+    assert network.model.model.layers[0].mlp.up_proj.weight.grad is None
+
+
+@pytest.mark.parametrize("offset", (0.0, 1.0))
+def test_the_gradient_of_the_norm_is_exact(offset: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 5, 16, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.randn(16, dtype=torch.float64, generator=generator, requires_grad=True)
+    spec = RmsNormSpec(1e-6, offset, True)
+    norm = ExactNorm(nn.Parameter(weight.detach().clone()), 1e-6, offset)
+    torch.testing.assert_close(rms_norm(x, weight, spec, torch.float64), norm(x), rtol=0, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, spec, torch.float64), (x, weight))
+
+
+@pytest.mark.parametrize("kind", ("silu", "tanh", "none"))
+def test_the_gradient_of_a_gated_activation_is_exact(kind: str) -> None:
+    gate, up = (torch.randn(4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda a, b: gated_activation(a, b, kind), (gate, up))
+
+
+def test_the_gradient_of_a_rotation_is_exact() -> None:
+    angles = torch.rand(1, 5, 1, 4, dtype=torch.float64).repeat(1, 1, 1, 2)
+    x = torch.randn(1, 5, 3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a: rotate(a, angles.cos(), angles.sin(), torch.float64), (x,))
+    torch.testing.assert_close(rotate(x, angles.cos(), angles.sin(), torch.float64).norm(), x.norm())
