@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+Clock = Callable[[], float]
 DTYPES = ("float32", "bfloat16")
 KERNELS = ("plain", "flash", "blockwise")
 
@@ -73,24 +74,26 @@ class Timing:
     ratios: Sequence[float]
 
 
-def run_once(tree: Tree, shape: Shape, dtype: str, kernel: str, seed: int = 0) -> float:
-    """Return the seconds of a forward and a backward pass."""
+def run_once(tree: Tree, shape: Shape, dtype: str, kernel: str, clock: Clock = time.perf_counter) -> float:
+    """Return the seconds of a forward and a backward pass by a clock."""
     import torch
 
     from strop.models.attention.attention_plan import AttentionSpec
 
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     kind = getattr(torch, dtype)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
     rows = [torch.randn(tree.tokens, count, shape.size, generator=generator).to(kind).requires_grad_() for count in heads]
     grad = torch.randn(tree.tokens, shape.heads, shape.size, generator=generator).to(kind)
     plan = tree.plan(kernel)
-    start = time.perf_counter()
+    start = clock()
     plan.attend(*rows, AttentionSpec(0, shape.size**-0.5)).backward(grad)
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def measure_speed(tree: Tree, shape: Shape, dtype: str, kernels: Sequence[str], seconds: float) -> list[Timing]:
+def measure_speed(
+    tree: Tree, shape: Shape, dtype: str, kernels: Sequence[str], seconds: float, clock: Clock = time.perf_counter
+) -> list[Timing]:
     """Run the kernels in turn for about so many seconds, after one round that does not count."""
     taken: dict[str, list[float]] = {kernel: [] for kernel in kernels}
     for kernel in kernels:
@@ -98,7 +101,7 @@ def measure_speed(tree: Tree, shape: Shape, dtype: str, kernels: Sequence[str], 
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(taken[kernels[-1]]) < 3:
         for kernel in kernels:
-            taken[kernel].append(run_once(tree, shape, dtype, kernel))
+            taken[kernel].append(run_once(tree, shape, dtype, kernel, clock))
     base = taken[kernels[0]]
     return [
         Timing(
@@ -114,10 +117,16 @@ def measure_speed(tree: Tree, shape: Shape, dtype: str, kernels: Sequence[str], 
 
 def speed(options: argparse.Namespace) -> list[Timing]:
     timings = []
+    clock = time.perf_counter
+    if options.cpu_time:
+        import torch
+
+        torch.set_num_threads(1)
+        clock = time.process_time
     for longest in options.lengths:
         tree = Tree(prompt=max(32, longest // 4), completions=options.completions, longest=longest)
         for dtype in options.dtypes:
-            found = measure_speed(tree, Shape(), dtype, options.kernels, options.seconds)
+            found = measure_speed(tree, Shape(), dtype, options.kernels, options.seconds, clock)
             timings += found
             for timing in found:
                 ratios = f"{median(timing.ratios):.2f} ({min(timing.ratios):.2f} to {max(timing.ratios):.2f})"
@@ -202,6 +211,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=(*KERNELS, "flex", "auto"))
     parser.add_argument("--seconds", type=float, default=5.0, help="for each length and dtype")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="one thread and its own seconds: what a busy machine disturbs least"
+    )
     parser.add_argument("--json", type=Path, help="where to write every measurement")
     return parser.parse_args(arguments)
 

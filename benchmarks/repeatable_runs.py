@@ -69,7 +69,8 @@ class ModeResult:
     round: int
     seconds: float  # of a step (seconds)
     generation: float  # of it, until the groups are there and no request runs (seconds)
-    waited: float  # of that, the engine waited for answers (seconds); 0 in the ordinary run, which does not know
+    ticks: float  # of a step: how many steps the engine takes; 0 in the ordinary run, which does not count
+    waited: float  # of generation, the engine waited for answers (seconds); 0 in the ordinary run, which does not know
 
 
 def configure(model: Path, folder: Path, steps: int, latency: float, mode: Mapping[str, Any]) -> Any:
@@ -121,6 +122,7 @@ def measure(model: Path, folder: Path, options: argparse.Namespace, latency: flo
         round=number,
         seconds=mean(line["timing/train/total_step_time"] for line in lines),
         generation=mean(line["timing/train/generation"] + line.get("timing/train/drain", 0.0) for line in lines),
+        ticks=(lines[-1].get("generation/clock_tick", 0.0) - lines[0].get("generation/clock_tick", 0.0)) / max(len(lines) - 1, 1),
         waited=mean(line.get("timing/generation/waited_for_answers", 0.0) for line in lines),
     )
 
@@ -137,11 +139,12 @@ def report(found: list[ModeResult]) -> None:
                     str(spread([each.seconds for each in runs])),
                     str(spread([each.seconds / ordinary[each.round] for each in runs])),
                     str(spread([each.generation for each in runs])),
+                    str(spread([each.ticks for each in runs])),
                     str(spread([each.waited for each in runs])),
                 ]
             )
         print(f"answers take {1000 * latency:.0f} ms on average")
-        print(table(["run", "step, s", "of the ordinary one", "generation and drain, s", "waited for answers, s"], rows))
+        print(table(["run", "step, s", "of the ordinary one", "generation and drain, s", "ticks", "waited for answers, s"], rows))
 
 
 def main() -> None:

@@ -44,6 +44,7 @@ from common import (  # noqa: E402
 from grpo_vs_trl import matrix_rates, model_shape, parse, settings_of, strop_config  # noqa: E402
 
 HEAD = ("TiledLogprobs", "token_logprobs")  # autograd functions of the output layer
+FUSED = ("strop::", "fused")  # kernels of norms, rotary embedding and activations, Strop's own or compiled ones
 KINDS = {"matrix products": "products of the layers", "attention": "attention"}
 ELEMENTWISE = ("elementwise", "softmax and reductions", "casts and copies", "reordering weights")
 PARTS = ("products of the layers", "output layer", "attention", "elementwise", "the rest", "clipping, optimizer")
@@ -75,7 +76,8 @@ def part_of(names: Sequence[str]) -> str:
         return KINDS[kinds[0]]
     if "matrix products" in kinds and kinds[0] == "everything else":
         return "products of the layers"
-    return "elementwise" if kinds[0] in ELEMENTWISE else "the rest"
+    own = any(mark in names[0] for mark in FUSED) and kinds[0] != "optimizer"
+    return "elementwise" if own or kinds[0] in ELEMENTWISE else "the rest"
 
 
 def divide(events: Sequence[Any]) -> dict[str, float]:

@@ -111,6 +111,33 @@ def test_logits_of_a_large_vocabulary_do_not_fill_the_memory() -> None:
     assert grown < rows * words * 4 * 0.6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (1.0, -0.3)], ids=["log-probabilities", "entropies too"])
+def test_tritons_kernels_give_the_numbers_of_pytorchs_operators(
+    dtype: torch.dtype, weights: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from strop.models.logprobs import tiled_logprobs as module
+    from strop.models.logprobs.logit_tiles import TorchTiles
+
+    assert type(module.choose_operations(torch.device("cuda"), dtype)).__name__ == "TritonRows"
+    leaves = [
+        torch.randn(300, 64, device="cuda"),
+        0.3 * torch.randn(50_001, 64, device="cuda"),
+        torch.randn(50_001, device="cuda"),
+    ]
+    target = torch.randint(50_001, (300,), device="cuda")
+    found = []
+    for operations in (module.choose_operations, lambda device, dtype: TorchTiles()):
+        monkeypatch.setattr(module, "choose_operations", operations)
+        hidden, weight, bias = (leaf.to(dtype).requires_grad_() for leaf in leaves)
+        outputs = module.tiled_logprobs(hidden, target, weight, bias, 0.8, 128)
+        total = sum(by * column.sum() for by, column in zip(weights, outputs, strict=True))
+        found.append([*outputs, *torch.autograd.grad(total, [hidden, weight, bias])])  # type: ignore[arg-type]
+    for triton, torchs in zip(*found, strict=True):
+        error = (triton.detach().float() - torchs.detach().float()).abs().max() / torchs.detach().float().abs().max()
+        assert float(error) < (1e-4 if dtype == torch.float32 else 1e-2)
+
+
 def test_attention_to_a_shared_prefix_stores_no_scores() -> None:
     """A mask and fewer key-value heads at once: torch has kernels for both only since some version, and falls back without a word."""
     heads, groups, queries, keys = 16, 4, 2048, 4096

@@ -99,9 +99,10 @@ def test_a_recorded_run_is_replayed_bit_for_bit(tiny, tmp_path, mode):
     recorded = run(tiny, tmp_path / "recorded", {**section, "record_events": True})
     assert recorded.code == 0, recorded.err
     events = tmp_path / "recorded" / "logs" / "events.jsonl"
-    replayed = run(tiny, tmp_path / "replayed", {**section, "replay_events": str(events)})
+    replayed = run(tiny, tmp_path / "replayed", {**section, "replay_events": str(events), "record_events": True})
     assert replayed.code == 0, replayed.err
     assert_same_run(tmp_path / "replayed", tmp_path / "recorded")
+    assert read_events(tmp_path / "replayed") == read_events(tmp_path / "recorded")
 
 
 @pytest.mark.exhaustive

@@ -30,7 +30,8 @@ def make_model_config(
     max_grad_norm: float | None = 1.0,
     train_tokens: int = 8192,
     score_tokens: int = 8192,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: bool | float = False,
+    activation_offload: bool = False,
 ) -> ModelConfig:
     """``average_decay``: None is without a moving average of the weights."""
     kwargs = {"lr": 5e-6, "weight_decay": 0.01} if optimizer_kwargs is None else dict(optimizer_kwargs)
@@ -42,7 +43,7 @@ def make_model_config(
         ema=EmaConfig(enabled=average_decay is not None, decay=average_decay or 0.0, start_step=average_start),
         max_grad_norm=max_grad_norm,
         sequence_packing=SequencePackingConfig(train_mb_tokens=train_tokens, logprob_mb_tokens=score_tokens),
-        dtensor_cfg=DtensorConfig(activation_checkpointing=activation_checkpointing),
+        dtensor_cfg=DtensorConfig(activation_checkpointing=activation_checkpointing, activation_offload=activation_offload),
     )
 
 

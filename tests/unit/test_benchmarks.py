@@ -225,6 +225,8 @@ def test_the_same_work_is_checked_step_by_step(common: Any, bench: Any) -> None:
         (["aten::bmm", "aten::matmul"], "attention"),
         (["aten::mul", "MulBackward0"], "elementwise"),
         (["aten::copy_", "aten::to"], "elementwise"),
+        (["graph_0_cpp_fused_add_mul_2"], "elementwise"),
+        (["aten::_fused_adamw_"], "the rest"),
         (["aten::index_select"], "the rest"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

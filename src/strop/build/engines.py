@@ -30,7 +30,7 @@ from strop.weight_sync.exporter import Exporter, LocalAdapterSource, make_local_
 from strop.weight_sync.in_process import InProcessWeights
 from strop.weight_sync.publisher import PublishOptions
 from strop.weight_sync.timed_memory import TimedMemory
-from strop.weight_sync.transports.choose import EngineLocations, make_sender_factory
+from strop.weight_sync.transports.choose import EngineLocations, choose_senders, make_sender_factory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,7 @@ def make_generator(
         output_folder=spec.output_folder,
     )
     locations = EngineLocations(count=len(engines), colocated=generation.colocated.enabled)
+    choose_senders(generation.weight_sync, network.device, locations, [locations.host])  # refuses several of one process
     exporter = make_local_exporter(
         spec.learner.weights,
         make_sender_factory(generation.weight_sync, network.device, locations, spec.output_folder / "weights"),

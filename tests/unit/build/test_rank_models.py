@@ -162,7 +162,7 @@ def test_a_teacher_that_cannot_be_divided_is_refused_at_its_key(tmp_path: Path) 
         run_on_ranks(
             3,
             refused_on_rank,
-            distillation(model, model, "cluster.gpus_per_node=3", "teacher.dtensor_cfg.context_parallel_size=3"),
+            distillation(model, model, "cluster.gpus_per_node=3", "teacher.dtensor_cfg.tensor_parallel_size=3"),
         )
 
 

@@ -26,6 +26,7 @@ class Member:
         self.answer = answer
         self.waits = waits
         self.killed = threading.Event()
+        self.received: tuple[Any, ...] = ()
 
     def start_call(self, method: str, *arguments: Any, urgent: bool = False) -> Callable[[], Any]:
         def answer() -> Any:
@@ -39,6 +40,7 @@ class Member:
         return answer
 
     def call(self, method: str, *arguments: Any, urgent: bool = False, **named: Any) -> Any:
+        self.received = arguments
         return asyncio.to_thread(self.start_call(method))
 
     async def kill(self) -> None:
@@ -49,6 +51,15 @@ def test_what_all_answer_comes_by_rank() -> None:
     group = ActorGroup("learner", [Member(1), Member(2)])
     assert group.call_all_sync("save") == [1, 2]
     assert asyncio.run(group.call_all("save")) == [1, 2]
+
+
+def test_each_member_gets_arguments_of_its_own() -> None:
+    members = [Member(1), Member(2)]
+    group = ActorGroup("learner", members)
+    assert asyncio.run(group.call_each("score", [("policy", "share 0"), ("policy", "share 1")])) == [1, 2]
+    assert [member.received for member in members] == [("policy", "share 0"), ("policy", "share 1")]
+    with pytest.raises(ValueError, match="shorter"):
+        asyncio.run(group.call_each("score", [("policy", "share 0")]))
 
 
 @pytest.mark.parametrize("peer", ["Connection closed by peer [127.0.0.1]:1234", "[gloo] Connection reset by peer"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from strop.weight_sync.transports import choose
-from strop.weight_sync.transports.choose import EngineLocations, make_sender_factory
+from strop.weight_sync.transports.choose import EngineLocations, choose_senders, make_sender_factory
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -72,3 +72,46 @@ def test_a_sender_is_made_as_the_configuration_says() -> None:
         sender(BROADCAST, GPU)
     assert sender(WeightSyncConfig(transport="folder", folder="there"), CPU).arguments == (Path("there"), 3)
     assert sender(FOLDER, CPU).arguments == (Path("own"), 3)
+
+
+HERE, THERE = "10.0.0.1", "10.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "engines", "hosts", "expected"),
+    [
+        ({}, CPU, {}, [HERE], (0,)),
+        ({}, CPU, {}, [HERE] * 2, (0, 1)),
+        ({}, CPU, {}, [HERE] * 8, (0, 2, 4, 6)),  # four, spread over all
+        ({"senders": 8}, CPU, {}, [HERE] * 8, tuple(range(8))),
+        ({"senders": 1}, CPU, {}, [HERE] * 8, (0,)),
+        ({}, CPU, {"same_machine": False}, [HERE, HERE, THERE, THERE], (0, 1, 2, 3)),  # a broadcast leaves any node
+        ({}, GPU, {"count": 2}, [HERE] * 8, (0, 2, 4, 6)),
+        ({}, GPU, {}, [HERE] * 8, (0,)),  # the engine maps the memory of one rank
+        ({}, GPU, {"colocated": False}, [HERE] * 8, (0,)),  # NCCL, which has not been run with several
+        ({"senders": 2}, GPU, {"colocated": False}, [HERE] * 8, (0, 4)),
+        ({"transport": "memory"}, CPU, {}, [HERE, HERE, THERE, THERE], (0, 1)),  # only these share the engines' memory
+    ],
+)
+def test_weights_leave_from_as_many_ranks_as_reach_the_engines(
+    config: dict[str, Any], device: torch.device, engines: dict[str, Any], hosts: list[str], expected: tuple[int, ...]
+) -> None:
+    assert choose_senders(WeightSyncConfig(**config), device, EngineLocations(**engines), hosts) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "hosts", "message"),
+    [
+        ({"senders": 2}, [HERE], "found 2, and there are 1 ranks that train"),  # a learner in one process
+        ({"senders": 3}, [HERE] * 2, "found 3, and there are 2 ranks that train"),
+        ({"senders": 3, "transport": "memory"}, [HERE] * 2 + [THERE] * 2, "there are 2 ranks that reach the engines over memory"),
+    ],
+)
+def test_more_senders_than_ranks_are_refused(config: dict[str, Any], hosts: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_senders(WeightSyncConfig(**config), CPU, EngineLocations(), hosts)
+
+
+def test_several_senders_over_cuda_ipc_are_refused() -> None:
+    with pytest.raises(ValueError, match="the engine can map the GPU memory of one rank"):
+        sender(WeightSyncConfig(transport="cuda_ipc", senders=2), GPU)

@@ -123,6 +123,7 @@ class TeacherConfig(BaseConfig):
             yield Problem(f"{key}.dtensor_cfg.enabled", "it has no effect: a teacher runs on the torch backend")
         for name, used in (
             ("activation_checkpointing", self.dtensor_cfg.activation_checkpointing),
+            ("activation_offload", self.dtensor_cfg.activation_offload),
             ("lora_cfg.enabled", self.dtensor_cfg.lora_cfg.enabled),
         ):
             if used:

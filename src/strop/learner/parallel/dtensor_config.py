@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,8 +22,15 @@ class DtensorConfig(BaseConfig):
         False, description="Keep parameters, gradients and optimizer state in CPU memory; needs several ranks."
     )
     sequence_parallel: bool = Field(False, description="Split activations between tensor-parallel ranks along the sequence.")
-    activation_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: less memory, more time."
+    activation_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] = Field(
+        False,
+        description="Recompute activations in the backward pass: less memory, more time. true is all layers, and a number such as 0.5 that "
+        "share of them, evenly spread.",
+    )
+    activation_offload: bool = Field(
+        False,
+        description="Keep activations in CPU memory between the forward and the backward pass, where they are not recomputed: less "
+        "memory of a GPU, more time.",
     )
     tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks: they shard the linear layers (GPUs).")
     context_parallel_size: int = Field(

@@ -33,6 +33,7 @@ from strop.learner.parallel.shard_files import is_elsewhere, storage_key
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.adapters import adapter_weights, lora_layers, merged_weights, weights_with_layers
+from strop.models.layers.decoder_layers import decoder_layers
 from strop.models.layers.fused_layers import use_fused_layers
 from strop.models.loading import cast_weights
 from strop.models.network import Network
@@ -150,15 +151,6 @@ def check_parallelizable(network: Network, dims: ParallelDims) -> None:
             f"{type(network.model).__name__} reads padded rows ({network.fallback or 'as configured'}), and context, tensor and expert "
             "parallelism need packed rows; set their sizes to 1 and use data parallelism alone"
         )
-
-
-def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
-    """Return the layers of a decoder: its module list with the most parameters, or an empty list."""
-    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        return []
-    largest = max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
-    return list(largest)
 
 
 def _apply_weights_dtype(model: nn.Module, weights_dtype: torch.dtype | None) -> MixedPrecisionPolicy:

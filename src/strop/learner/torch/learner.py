@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from strop.learner.parallel.micro_batch import (
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
 from strop.learner.parallel.single_device import SingleDevice
+from strop.learner.torch.activation_memory import ActivationOffload, checkpoint_layers
 from strop.learner.torch.hyperparameters import Hyperparameters
 from strop.learner.torch.master_weights import MasterWeights
 from strop.learner.torch.optimizer import make_optimizer, make_scheduler
@@ -36,11 +39,14 @@ from strop.learner.torch.tensor_offload import TensorOffload
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
-from strop.models.exact.exact_network import forget_exact_weights
+from strop.models.layers.decoder_layers import decoder_layers
 from strop.models.malloc import trim_freed_memory
+from strop.models.network import Network
 from strop.models.routing.router_metrics import measure_disagreement, measure_missing_routes, take_router_counts
 from strop.sampling import Sampling
 from strop.types import Batch
+
+log = logging.getLogger(__name__)
 
 CONSTANT = SchedulerConfig(
     stages=(ScheduleStageConfig(name="constant"),)
@@ -84,9 +90,7 @@ class TorchLearner:
         self.config = config
         self.whole_groups = whole_groups
         self.model: nn.Module = network.model
-        self.model.train(config.dtensor_cfg.activation_checkpointing)
-        if config.dtensor_cfg.activation_checkpointing:
-            network.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._activations = self._limit_activations(section)
         self.trainable_parameters = self.parallelism.trainable_parameters()
         self.masters = MasterWeights(self.trainable_parameters)
         self.parameters = self.masters.parameters
@@ -114,6 +118,22 @@ class TorchLearner:
         self._steps = 0
         self.weight_offload = TensorOffload(self.parallelism.weight_tensors, network.device)
         self.state_offload = TensorOffload(self._state_tensors, network.device)
+
+    def _limit_activations(self, section: str) -> ActivationOffload | None:
+        """Set which layers recompute their activations; return what offloads the others, if it is asked for."""
+        options = self.config.dtensor_cfg
+        share = float(options.activation_checkpointing)
+        self.model.train(share > 0)
+        layers = decoder_layers(self.network.decoder) if isinstance(self.network, Network) else []
+        checkpointed = checkpoint_layers(self.model, layers, share)
+        if 0 < share < 1:
+            log.info("%s: %d of %d layers recompute their activations", section, checkpointed, len(layers))
+        if not options.activation_offload:
+            return None
+        if self.network.device.type == "cpu":
+            log.warning("%s.dtensor_cfg.activation_offload has no effect: the activations are in CPU memory already", section)
+            return None
+        return ActivationOffload(self.network.device)
 
     def _state_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of training besides the weights: gradients, masters, the optimizer's state, the average."""
@@ -178,7 +198,8 @@ class TorchLearner:
         return MicroBatchOutputs(results, metrics.merge(*logged)) if self.parallelism.is_leader else MicroBatchOutputs()
 
     def _compute_outputs(self, batch: Batch) -> Outputs:
-        return self.network.outputs(batch, self.sampling)
+        with nullcontext() if self._activations is None else self._activations.in_forward():
+            return self.network.outputs(batch, self.sampling)
 
     def step(self) -> Metrics:
         limit = self.config.max_grad_norm
@@ -189,7 +210,6 @@ class TorchLearner:
             self.masters.write_back()
             if self.average is not None:
                 self.average.update()
-        forget_exact_weights(self.network)
         self._steps += 1
         if self.scheduler is not None and self._steps % self.state.schedule_unit.optimizer_steps == 0:
             self.scheduler.step()
@@ -225,5 +245,4 @@ class TorchLearner:
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote on any number of ranks, in place: everything that shares the module sees the restored weights."""
         self.parallelism.load(folder, self.state)
-        forget_exact_weights(self.network)
         self._steps = 0

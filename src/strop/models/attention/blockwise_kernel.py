@@ -24,7 +24,7 @@ class BlockwiseKernel:
     """A ``PieceKernel`` (strop.models.attention.merged_attention) for any dtype, device, window, softcap and size of values."""
 
     queries: int = 256  # of a block
-    keys: int = 512
+    keys: int = 256
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, levels: Levels, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         queries, keys, values = _split_heads(query * spec.scale, key.shape[1]), _by_head(key), _by_head(value)

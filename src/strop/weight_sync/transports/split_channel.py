@@ -1,8 +1,8 @@
 """A channel from several senders: each sends its part of the tensors over a transport of its own.
 
-    rank 0   MemorySender     tensors dealt to it   ------>  thread 0  \\
-    rank 1   MemorySender     tensors dealt to it   ------>  thread 1   }  one tensor at a time to the engine, as they arrive
-    rank 2   MemorySender     tensors dealt to it   ------>  thread 2  /
+    rank 0   MemorySender     tensors dealt to it   ------>  thread 0  }
+    rank 1   MemorySender     tensors dealt to it   ------>  thread 1  }  one tensor at a time to the engine, as they arrive
+    rank 2   MemorySender     tensors dealt to it   ------>  thread 2  }
 
 The senders gather their tensors from each other's shards, so none may wait until another one's tensors are read: the receiver takes
 whatever arrives first. Tensors of one sender arrive in the order of the manifest, those of several in any.
