@@ -24,7 +24,7 @@ POINTS = {
     "at the optimizer step": "strop.learner.torch.learner:TorchLearner.step",
     "in a micro-batch": "strop.learner.torch.learner:TorchLearner._compute_outputs",
     "at a validation": "strop.trainer.evaluation:Evaluator.evaluate",
-    "while generating": "strop.generation.torch.model_runner:CachedRunner.decode",
+    "while generating": "strop.generation.torch.torch_engine:TorchEngine._decode",
     "at a publish": "strop.weight_sync.in_process:InProcessWeights.publish",
     "in the middle of a publish": "strop.weight_sync.transports.host_memory:MemorySender._fill_bucket",
 }
