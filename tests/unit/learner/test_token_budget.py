@@ -36,7 +36,9 @@ CPU = torch.device("cpu")
 KEY = "policy.sequence_packing.train_mb_tokens"
 
 
-def probe_of(tokens: int, peak: int, free: int = 1 << 40, *, device: str = "cpu", gradients: int = 0, later: int = 0) -> MemoryProbe:
+def probe_of(
+    tokens: int, peak: int, free: int = 1 << 40, *, device: str = "cpu", gradients: int = 0, later: int = 0
+) -> MemoryProbe:
     return MemoryProbe(
         device=device, tokens=tokens, peak_bytes=peak, free_bytes=free, gradient_bytes=gradients, optimizer_bytes=later
     )

@@ -110,4 +110,7 @@ def count_later(name: str, probes: Mapping[str, MemoryProbe], reserved_bytes: in
 
 
 def format_bytes(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count / 2**10:.1f} KiB"
