@@ -12,6 +12,7 @@ from strop.data.sources.records import DataError
 from strop.distributed.actor_group import ActorGroupDied
 from strop.distributed.base import ActorDied
 from strop.environments.base import EnvironmentConfigError
+from strop.learner.budget.out_of_memory import DeviceMemoryFull
 from strop.models.loading import ModelNotFound
 from strop.monitoring.console.message_style import configure_messages, reader_is_gone
 from strop.monitoring.hacking.hacking_monitor import RewardHacked
@@ -45,6 +46,7 @@ USER_ERRORS = (
     EngineDied,
     TransportError,
     RunExited,
+    DeviceMemoryFull,
     SandboxError,
     ValueError,
     OSError,

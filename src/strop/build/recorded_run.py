@@ -14,6 +14,7 @@ from strop.build.backend import make_backend
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_health, make_saver
 from strop.build.models import TokenizerBundle
 from strop.build.resume.restore import restore_checkpoint, resume_run
+from strop.build.resume.token_budgets import make_token_budgets, settle_token_budgets
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.checkpointing.base import Restorable
 from strop.config import RecordedRunConfig
@@ -162,7 +163,9 @@ async def build_recorded_run(
     checkpoints = make_checkpoints(config, backend.bundle.tokenizer.save_pretrained)
     store = RolloutStore(Path(config.logger.log_dir), "none")
     parts_with_state: dict[str, Restorable] = {DATA: DataState(examples)} if examples.resumable else {}
+    parts_with_state |= make_token_budgets(config)
     state = restore_checkpoint(config, checkpoints, {**learners, **parts_with_state}, tracker, store)
+    await settle_token_budgets(config, learners, parts_with_state, tracker)
     ahead = make_examples_ahead(config, examples, options)
     evaluator = None
     if validation_groups:

@@ -19,6 +19,7 @@ from strop.build.jobs.evaluation_identity import identify_entries
 from strop.build.jobs.evaluation_job import make_validation_job
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_hacking_monitor, make_health, make_saver
 from strop.build.resume.restore import restore_checkpoint, resume_run
+from strop.build.resume.token_budgets import make_token_budgets, settle_token_budgets
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.build.tasks import count_slots, list_reward_marks, make_training_tasks, make_validation_tasks
 from strop.checkpointing.base import Restorable
@@ -97,12 +98,13 @@ async def build_rollout_run(
     selves = make_past_selves(backend, environments)
     checkpoints = make_checkpoints(config, bundle.tokenizer.save_pretrained)
     store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=bundle.tokenizer.decode)
-    parts: dict[str, Restorable] = {} if selves is None else {PAST_SELVES: selves.pool}
+    parts: dict[str, Restorable] = {**make_token_budgets(config), **({} if selves is None else {PAST_SELVES: selves.pool})}
     if train_source.resumable:
         parts[DATA] = DataState(train_source)
     if (clock_state := make_clock_state(config, environments)) is not None:
         parts[CLOCK] = clock_state
     state = restore_checkpoint(config, checkpoints, {**learners, **parts}, tracker, store)
+    await settle_token_budgets(config, learners, parts, tracker)
     tracker.progress(describe_engine_start(config))
     synced = await backend.build_generator(
         GeneratorSpec(

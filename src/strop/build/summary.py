@@ -16,6 +16,7 @@ from strop.config.checks.run_checks import check_engine_device
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, environment_alias
 from strop.data.data_config import DataEntryConfig, EvalSetConfig
+from strop.data.packing_config import format_micro_batches
 from strop.data.sources.peek import format_rows
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.torch.torch_config import LEAST_CACHE_GB
@@ -96,7 +97,7 @@ def _find_devices(config: TrainingRunConfig, on_cpu: bool | None) -> RunDevices:
 def _summarize_recorded(config: RecordedRunConfig) -> Iterator[str]:
     policy = config.policy
     examples = policy.train_global_batch_size or "at most 32"
-    yield f"step        {examples} examples, micro-batches of at most {policy.batching.train_mb_tokens} tokens"
+    yield f"step        {examples} examples, {format_micro_batches(policy.batching.train_mb_tokens)}"
     yield f"data        {', '.join(_format_data(entry) for entry in config.data.train) or 'none'}"
     yield from _format_validation_data(config)
 

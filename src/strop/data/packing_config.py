@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from strop.base_config import BaseConfig, follows
+
+TokenBudget = Annotated[int, Field(ge=1)] | Literal["auto"]
+"""Tokens of a micro-batch; auto is what fits into memory, measured when the run starts."""
 
 
 class SequencePackingConfig(BaseConfig):
@@ -19,12 +22,12 @@ class SequencePackingConfig(BaseConfig):
         description="Pack rollouts into flat rows; false pads them to the longest of the batch, and the budgets of "
         "dynamic_batching hold.",
     )
-    train_mb_tokens: int = follows(
+    train_mb_tokens: TokenBudget = follows(
         "..max_total_sequence_length",
         "..train_micro_batch_size",
         standalone=2048,
-        ge=1,
-        description="Token budget of a training micro-batch (tokens).",
+        description="Token budget of a training micro-batch; auto is what fits into the free memory, measured when the run starts "
+        "and kept in its checkpoints (tokens).",
     )
     logprob_mb_tokens: int = follows(
         "..max_total_sequence_length",
@@ -44,12 +47,12 @@ class DynamicBatchingConfig(BaseConfig):
     enabled: bool = Field(
         False, description="Cut by tokens: true means sequence_packing.enabled=true with the budgets of this section."
     )
-    train_mb_tokens: int = follows(
+    train_mb_tokens: TokenBudget = follows(
         "..max_total_sequence_length",
         "..train_micro_batch_size",
         standalone=2048,
-        ge=1,
-        description="Token budget of a training micro-batch, padding included (tokens).",
+        description="Token budget of a training micro-batch, padding included; auto is what fits into the free memory, measured when the "
+        "run starts and kept in its checkpoints (tokens).",
     )
     logprob_mb_tokens: int = follows(
         "..max_total_sequence_length",
@@ -58,3 +61,15 @@ class DynamicBatchingConfig(BaseConfig):
         ge=1,
         description="Token budget of a micro-batch scored without gradients, padding included (tokens).",
     )
+
+
+def require_number(budget: TokenBudget) -> int:
+    """Return a budget that is a number. Raises ValueError for auto, where nothing measures memory."""
+    if budget == "auto":
+        raise ValueError("train_mb_tokens: found auto, but this learner measures no memory; set it to a number of tokens")
+    return budget
+
+
+def format_micro_batches(budget: TokenBudget) -> str:
+    """Say how large micro-batches are."""
+    return "micro-batches as large as memory allows (auto)" if budget == "auto" else f"micro-batches of at most {budget} tokens"

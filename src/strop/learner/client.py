@@ -18,6 +18,7 @@ from torch import Tensor
 from strop.algorithms.base import SQUARED_PROBS, LossFn, Outputs, TokenOutputs, ValueOutputs
 from strop.algorithms.functional import POLICY_LOGPROBS, POLICY_SQUARES
 from strop.learner.base import BackwardResult, WeightSource, require_token_outputs
+from strop.learner.budget.memory_probe import MemoryProbe
 from strop.learner.learner_thread import LearnerThread
 from strop.metrics import Metrics
 from strop.types import Batch, Group
@@ -84,6 +85,15 @@ class LearnerClient(ScorerClient):
     async def step(self) -> Metrics:
         metrics: Metrics = await self.caller.call("step")
         return metrics
+
+    async def probe_memory(self, rollouts: int, length: int) -> MemoryProbe:
+        """Measure a pass over made-up rollouts of ``length`` tokens; of several ranks, the worst of what they measure."""
+        probe: MemoryProbe = await self.caller.call("probe_memory", rollouts, length)
+        return probe
+
+    async def set_train_tokens(self, tokens: int) -> None:
+        """Set the token budget of training where the configuration says auto."""
+        await self.caller.call("set_train_tokens", tokens)
 
     def weights(self) -> WeightSource:
         weights: WeightSource = self.caller.call_sync("weights")

@@ -101,6 +101,11 @@ class ModelConfig(BaseConfig):
         return self.sequence_packing if self.sequence_packing.enabled else self.dynamic_batching
 
     @property
+    def batching_key(self) -> str:
+        """The name of that section."""
+        return "sequence_packing" if self.sequence_packing.enabled else "dynamic_batching"
+
+    @property
     def adapter_rank(self) -> int | None:
         """The rank of the adapters that are trained, whoever trains; None where all weights are."""
         adapters = self.megatron_cfg.peft if self.megatron_cfg.enabled else self.dtensor_cfg.lora_cfg

@@ -85,6 +85,7 @@ def test_a_batch_that_cuts_groups_or_leaves_a_rest_is_refused_with_the_sizes_tha
         ("policy.generation.max_new_tokens=513", "more than policy.max_total_sequence_length = 512"),
         ("data.max_input_seq_length=513", "more than policy.max_total_sequence_length = 512"),
         ("policy.sequence_packing.train_mb_tokens=100", "a single rollout may have"),
+        ("policy.sequence_packing.train_mb_tokens=0", "it must be int >= 1 or one of auto"),
         ("checkpointing.metric_name=val:acuracy", "which is not the name of a metric"),
         ("checkpointing.metric_name=accuracy", "which is not the name of a metric"),
         ("grpo.stop_at_validation_metric=accuracy", "stop_at_validation_threshold"),
@@ -453,3 +454,27 @@ def test_a_misspelt_built_in_set_is_not_taken_for_rows_without_an_environment() 
 def test_the_tasks_of_a_built_in_set_are_shown_with_what_grades_them() -> None:
     config = load_config(None, ["generation.model_name=m", "data.dataset_name=gsm8k"], root=EvalRunConfig).config
     assert "tasks       gsm8k (math)" in summarize(config)
+
+
+AUTO = "policy.sequence_packing.train_mb_tokens=auto"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["cluster.backend=ray", "cluster.gpus_per_node=2"], "an engine in another process shares the learner's device"),
+        (
+            ["cluster.backend=ray", "cluster.gpus_per_node=2", "policy.dtensor_cfg.pipeline_parallel_size=2"],
+            "with pipeline stages several micro-batches are in memory at once",
+        ),
+        (["policy.megatron_cfg.enabled=true"], "the Megatron Core learner measures no memory"),
+    ],
+)
+def test_a_budget_that_cannot_be_measured_is_refused(overrides: list[str], reason: str) -> None:
+    text = str(refusal(AUTO, *overrides))
+    assert f"train_mb_tokens: found auto, but {reason}" in text and "Set it to a number of tokens." in text
+
+
+def test_a_budget_is_measured_where_the_engine_runs_the_learner_s_module() -> None:
+    assert accepted(AUTO) == []
+    assert "micro-batches" not in str(accepted(AUTO, "policy.sequence_packing.prefix_sharing=false"))

@@ -8,6 +8,7 @@ from strop.build.algorithm.run_algorithm import count_steps_per_batch
 from strop.build.cluster.device_plan import choose_dims, format_device_rows
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
+from strop.data.packing_config import format_micro_batches
 from strop.distributed.placement import DevicePlan, plan_devices
 from strop.weight_sync.weight_sync_config import choose_auto_transport
 
@@ -36,7 +37,7 @@ def _format_shares(config: TrainingRunConfig, plan: DevicePlan) -> str:
         total = config.rollout_training.rollouts_per_step // count_steps_per_batch(config)
     elif isinstance(config, RecordedRunConfig):
         noun = "examples"
-    tokens = f"micro-batches of at most {config.policy.batching.train_mb_tokens} tokens"
+    tokens = format_micro_batches(config.policy.batching.train_mb_tokens)
     if total is None:
         return f"at most 32 {noun} an optimizer step over {_count(ranks, 'data rank')}, {tokens}"
     shares = f"{total // ranks} each" if total % ranks == 0 else f"{total / ranks:.1f} each on average, balanced by tokens"

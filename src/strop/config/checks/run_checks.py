@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
 from strop.base_config import BaseConfig, iter_sections
-from strop.config.checks import cluster_checks, exact_checks, megatron_checks, unused_keys
+from strop.config.checks import cluster_checks, exact_checks, megatron_checks, memory_checks, unused_keys
 from strop.config.checks.device_counts import count_devices, plan_gpus
 from strop.config.schema.run_config import (
     DistillationRunConfig,
@@ -119,7 +119,7 @@ def check_token_budget(config: TrainingRunConfig) -> Problems:
     for key, model in list_trained_models(config):
         packing = model.sequence_packing
         for name in ("train_mb_tokens", "logprob_mb_tokens"):
-            if packing.enabled and (budget := getattr(packing, name)) < total:
+            if packing.enabled and (budget := getattr(packing, name)) != "auto" and budget < total:
                 yield Problem(
                     f"{key}.sequence_packing.{name}",
                     f"found {budget}, but a single rollout may have policy.max_total_sequence_length = {total} tokens",
@@ -355,6 +355,7 @@ ERROR_CHECKS: tuple[Check, ...] = (
     check_past_opponents,
     check_eval_sampling,
     exact_checks.check_one_process,
+    memory_checks.check_measured_budget,
     *cluster_checks.ERROR_CHECKS,
     *megatron_checks.ERROR_CHECKS,
 )

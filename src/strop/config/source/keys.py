@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,22 +113,24 @@ def follows_interpolation(field: FieldInfo) -> str | None:
 
 def format_type(field: FieldInfo) -> str:
     text = _format_annotation(field.annotation)
-    limits = [
-        f"{sign} {getattr(limit, name):g}"
-        for limit in field.metadata
-        for kind, name, sign in LIMIT_SIGNS
-        if isinstance(limit, kind)
-    ]
-    if limits:
+    if limits := _format_limits(field.metadata):
         head, *tail = text.split(" or ", 1)
-        text = " or ".join([f"{head} {' and '.join(limits)}", *tail])
+        text = " or ".join([f"{head} {limits}", *tail])
     return text
+
+
+def _format_limits(metadata: Iterable[Any]) -> str:
+    limits = (
+        f"{sign} {getattr(limit, name):g}" for limit in metadata for kind, name, sign in LIMIT_SIGNS if isinstance(limit, kind)
+    )
+    return " and ".join(limits)
 
 
 def _format_annotation(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _format_annotation(arguments[0])
+        limits = _format_limits(limit for each in arguments[1:] for limit in getattr(each, "metadata", [each]))
+        return f"{_format_annotation(arguments[0])} {limits}".rstrip()
     if origin is Literal:
         return "one of " + ", ".join(str(value) for value in arguments)
     if origin in (typing.Union, types.UnionType):

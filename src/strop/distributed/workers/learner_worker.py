@@ -10,9 +10,9 @@ import datetime
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.split_rule import ShareRequest
 from strop.distributed.rendezvous import serve_store
 from strop.distributed.workers.column_shards import ColumnShard
+from strop.learner.budget.memory_probe import MemoryProbe
 from strop.learner.parallel.micro_batch import MicroBatchOutputs
 from strop.learner.torch.tensor_offload import ModelOffload
 from strop.metrics import Metrics
@@ -88,6 +89,15 @@ class RankLearner(RankScorer, Protocol):
         ...
 
     def load(self, folder: Path) -> None: ...
+
+
+@runtime_checkable
+class ProbedLearner(Protocol):
+    """A learner that finds the size of its micro-batches from memory."""
+
+    def probe_memory(self, rollouts: int, length: int) -> MemoryProbe: ...
+
+    def set_train_tokens(self, tokens: int) -> dict[str, ShareRequest]: ...
 
 
 class RankWeights(Protocol):
@@ -218,6 +228,20 @@ class LearnerWorker:
     def step(self, name: str) -> Metrics:
         with self._count_busy_seconds():
             return self.models.learners[name].step()
+
+    def probe_memory(self, name: str, rollouts: int, length: int) -> MemoryProbe:
+        """Measure a pass of a learner. The CPU memory of a machine is divided among all ranks, which may all be on it."""
+        probe = self._find_probed(name).probe_memory(rollouts, length)
+        return replace(probe, free_bytes=probe.free_bytes // self.world) if probe.device == "cpu" else probe
+
+    def set_train_tokens(self, name: str, tokens: int) -> dict[str, ShareRequest]:
+        """Set the token budget of a learner. Return which shares this rank reads from now on."""
+        return self._find_probed(name).set_train_tokens(tokens)
+
+    def _find_probed(self, name: str) -> ProbedLearner:
+        learner = self.models.learners[name]
+        assert isinstance(learner, ProbedLearner), f"{type(learner).__name__} measures no memory"
+        return learner
 
     @contextmanager
     def _count_busy_seconds(self) -> Iterator[None]:

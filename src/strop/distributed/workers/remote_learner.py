@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from strop.distributed.base import Cluster
 from strop.distributed.workers.column_shards import merge_columns
 from strop.distributed.workers.learner_worker import RankTarget
 from strop.learner.base import WeightSource
+from strop.learner.budget.memory_probe import take_worst
 from strop.learner.client import LearnerClient
 from strop.learner.parallel.micro_batch import assemble_outputs, assemble_result
 from strop.types import Batch
@@ -34,7 +35,7 @@ class RankCaller:
     name: RankTarget
     group: ActorGroup
     cluster: Cluster
-    requests: Mapping[str, Sequence[ShareRequest]]  # of each rank, by the method that reads a batch
+    requests: dict[str, list[ShareRequest]]  # of each rank, by the method that reads a batch; new ones after set_train_tokens
 
     async def call(self, method: str, *arguments: Any) -> Any:
         sent = arguments[:1] if method == "columns" else arguments  # the groups of a batch stay with the driver
@@ -53,6 +54,11 @@ class RankCaller:
                 return assemble_result(results, len(batch.target))
             case "columns", Batch() as batch, _:
                 return merge_columns([shard for shards in results for shard in shards], len(batch.target))
+            case "probe_memory", *_:
+                return take_worst(results)
+            case "set_train_tokens", *_:
+                self.requests.update({method: [requests[method] for requests in results] for method in results[0]})
+                return None
             case _:
                 return results[0]
 

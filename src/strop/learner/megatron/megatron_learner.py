@@ -11,6 +11,7 @@ from torch import Tensor
 
 from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
+from strop.data.packing_config import require_number
 from strop.data.shares.batch_share import BatchShare, count_tokens
 from strop.data.shares.split_rule import ShareRequest
 from strop.learner.megatron.checkpoint.learner_checkpoint import load_learner, snapshot_learner
@@ -110,7 +111,7 @@ class MegatronLearner:
         request = partial(self.network.share_request, routes=True)
         return {
             "score": request(batching.logprob_mb_tokens),
-            "forward_backward": request(batching.train_mb_tokens, whole_groups=whole),
+            "forward_backward": request(require_number(batching.train_mb_tokens), whole_groups=whole),
             "evaluate_loss": request(batching.logprob_mb_tokens, whole_groups=whole),
         }
 
@@ -122,7 +123,7 @@ class MegatronLearner:
 
     def forward_backward_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
         """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""
-        return self._run_micro_batches(batch, loss, self.config.batching.train_mb_tokens, backward=True)
+        return self._run_micro_batches(batch, loss, require_number(self.config.batching.train_mb_tokens), backward=True)
 
     def evaluate_loss_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
         return self._run_micro_batches(batch, loss, self.config.batching.logprob_mb_tokens, backward=False)

@@ -7,15 +7,22 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
+from strop.data.rollout_selector import SubBatch
 from strop.data.shares.batch_share import BatchShare
 from strop.data.shares.split_rule import ShareRequest
 from strop.learner.base import BackwardResult
+from strop.learner.budget.free_memory import measure_free
+from strop.learner.budget.full_rollouts import make_full_rollouts
+from strop.learner.budget.memory_probe import MemoryProbe
+from strop.learner.budget.out_of_memory import explain_full_memory
+from strop.learner.budget.peak_memory import measure_peak
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.micro_batch import (
     MicroBatch,
@@ -23,6 +30,7 @@ from strop.learner.parallel.micro_batch import (
     assemble_outputs,
     assemble_result,
     dummy_loss,
+    sum_outputs,
     to_device,
 )
 from strop.learner.parallel.parallelism import Parallelism
@@ -52,6 +60,7 @@ log = logging.getLogger(__name__)
 CONSTANT = SchedulerConfig(
     stages=(ScheduleStageConfig(name="constant"),)
 )  # also counts the steps, for a schedule that is set later
+MOMENTS = 2  # tensors of a parameter's size that an optimizer such as AdamW keeps
 STEPS_BETWEEN_TRIMS = 10  # optimizer steps between two returns of unused CPU memory to the system
 
 
@@ -90,6 +99,9 @@ class TorchLearner:
         self.sampling = sampling
         self.config = config
         self.whole_groups = whole_groups
+        budget = config.batching.train_mb_tokens
+        self._budget_key = f"{section}.{config.batching_key}"
+        self._train_tokens: int | None = None if budget == "auto" else budget  # None: until ``set_train_tokens``
         self.model: nn.Module = network.model
         self._activations = self._limit_activations(section)
         self.trainable_parameters = self.parallelism.trainable_parameters()
@@ -156,11 +168,51 @@ class TorchLearner:
         """Return, for each pass over a batch, which share this rank reads."""
         batching, whole = self.config.batching, self.whole_groups
         request = partial(self.parallelism.share_request, routes=True)
+        trained = {} if self._train_tokens is None else {"forward_backward": request(self._train_tokens, whole_groups=whole)}
         return {
             "score": request(batching.logprob_mb_tokens),
-            "forward_backward": request(batching.train_mb_tokens, whole_groups=whole),
             "evaluate_loss": request(batching.logprob_mb_tokens, whole_groups=whole),
+            **trained,
         }
+
+    def set_train_tokens(self, tokens: int) -> dict[str, ShareRequest]:
+        """Set the token budget of a training micro-batch where the configuration says auto. Return the shares that a rank reads now; of a
+        network on a single device, nothing."""
+        self._train_tokens = tokens
+        return {} if isinstance(self.parallelism, SingleDevice) else self.share_requests()
+
+    def probe_memory(self, rollouts: int, length: int) -> MemoryProbe:
+        """Measure a pass over made-up rollouts of ``length`` tokens. It changes neither weights nor gradients.
+
+        All ranks must call it, before the first step or between two of them. Raises DeviceMemoryFull.
+        """
+        reads: Any = getattr(self.network, "trunk", self.network)  # of a value head
+        batch = make_full_rollouts(rollouts, length, int(reads.model.get_input_embeddings().weight.shape[0]))
+        micro_batch = MicroBatch(SubBatch(batch, torch.arange(len(batch.target))), zero_gradient=False)
+
+        def read() -> None:
+            self.parallelism.run_passes([micro_batch], self._compute_outputs, sum_outputs, backward=True)
+
+        device = self.network.device
+        with explain_full_memory(f"{self._budget_key}.train_mb_tokens", rollouts * length, trains=True):
+            read()  # kernels are compiled, and gradients exist
+            peak = measure_peak(read, device)
+        free = measure_free(device)
+        weights = sum(each.nbytes for each in self.parameters if each.device.type == device.type)
+        self._drop_gradients()
+        take_router_counts(self.network)
+        return MemoryProbe(
+            device=device.type,
+            tokens=rollouts * length,
+            peak_bytes=peak,
+            free_bytes=free,
+            gradient_bytes=weights,
+            optimizer_bytes=0 if self.optimizer.state else MOMENTS * weights,
+        )
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.parallelism.after_step()
 
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
         """Score this rank's micro-batches: the full batch on a single device."""
@@ -169,7 +221,11 @@ class TorchLearner:
 
     def forward_backward_local(self, batch: Batch | BatchShare, loss: LossFn) -> MicroBatchOutputs:
         """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""
-        result = self._run_micro_batches(batch, loss, self.config.batching.train_mb_tokens, backward=True)
+        if self._train_tokens is None:
+            raise RuntimeError(
+                f"{self._budget_key}.train_mb_tokens is auto: set what was found (set_train_tokens) before training"
+            )
+        result = self._run_micro_batches(batch, loss, self._train_tokens, backward=True)
         if all(parameter.grad is None for parameter in self.parameters):
             for parameter in self.parameters:  # all losses have zero gradient: the step still updates the optimizer's momentum
                 parameter.grad = torch.zeros_like(parameter)
@@ -193,7 +249,9 @@ class TorchLearner:
             return value
 
         take_router_counts(self.network)  # those of earlier scores
-        results = self.parallelism.run_passes(micro_batches, self._compute_outputs, compute_loss, backward=backward)
+        key = f"{self._budget_key}.{'train' if backward else 'logprob'}_mb_tokens"
+        with explain_full_memory(key, token_budget, trains=backward):
+            results = self.parallelism.run_passes(micro_batches, self._compute_outputs, compute_loss, backward=backward)
         if (counts := take_router_counts(self.network)) is not None:
             logged.append(measure_disagreement(torch.stack(list(self.parallelism.gather_stages(counts))).sum(0)))
         return MicroBatchOutputs(results, metrics.merge(*logged)) if self.parallelism.is_leader else MicroBatchOutputs()
@@ -215,8 +273,7 @@ class TorchLearner:
         self._steps += 1
         if self.scheduler is not None and self._steps % self.state.schedule_unit.optimizer_steps == 0:
             self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.parallelism.after_step()
+        self._drop_gradients()
         if self._steps % STEPS_BETWEEN_TRIMS == 0 and self.network.device.type == "cpu":
             trim_freed_memory()
         return {

@@ -17,6 +17,7 @@ from strop.algorithms.preference.dpo import DPO
 from strop.data.shares.split_rule import ShareRequest, SplitRule
 from strop.distributed.workers.column_shards import ColumnShard
 from strop.distributed.workers.remote_learner import RankCaller, RemoteLearner
+from strop.learner.budget.memory_probe import MemoryProbe
 from strop.learner.client import ColumnClient, ScorerClient
 from strop.learner.parallel.micro_batch import MicroBatchOutputs
 from strop.types import Batch
@@ -152,3 +153,27 @@ def test_a_checkpoint_is_written_by_every_rank_at_once_or_from_a_staged_copy(tmp
 def test_the_driver_has_no_weights() -> None:
     with pytest.raises(RuntimeError, match="does not give its weights to the driver"):
         client_of(FakeRanks()).weights()
+
+
+class ProbedRanks(FakeRanks):
+    """Two ranks that measure their memory, and cut by the budget that they are given."""
+
+    def _answer(self, method: str, rank: int) -> Any:
+        if method == "probe_memory":
+            sizes = {"device": "cpu", "tokens": 64, "gradient_bytes": 5, "optimizer_bytes": 10}
+            return MemoryProbe(peak_bytes=100 + rank, free_bytes=1000 - rank, **sizes)
+        if method == "set_train_tokens":
+            return {"forward_backward": ShareRequest(rule=replace(RULE, token_budget=self.calls[-1][2]), number=rank)}
+        return super()._answer(method, rank)
+
+
+def test_what_the_worst_rank_measured_is_found_and_batches_are_divided_anew() -> None:
+    """The driver divides batches: a budget that it did not know would make every rank refuse its share."""
+    ranks = ProbedRanks()
+    client = RemoteLearner(replace(caller_of(ranks), requests={}))
+    probe = asyncio.run(client.probe_memory(1, 64))
+    assert (probe.peak_bytes, probe.free_bytes) == (101, 999)
+    asyncio.run(client.set_train_tokens(17))
+    asyncio.run(client.forward_backward(BATCH, LOSS))
+    assert [arguments[1].value.rule.token_budget for arguments in ranks.sent] == [17, 17]
+    assert_shares(ranks.sent, BATCH)

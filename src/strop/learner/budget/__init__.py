@@ -1,0 +1,1 @@
+"""The token budget of micro-batches, measured from memory."""
