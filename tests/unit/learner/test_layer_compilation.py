@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ def code(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "compiled"))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     yield
-    torch._dynamo.reset()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 def run(network: Network, *, compiled: bool) -> tuple[Tensor, dict[str, Tensor]]:
@@ -139,7 +141,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(network: Network, mo
         choose_layer_compilation(network, True, "policy", sharded=True)
     with pytest.raises(ValueError, match=r"value\.compile: found true, but the model reads padded rows"):
         choose_layer_compilation(Network(build("llama"), packed=False), True, "value")
-    monkeypatch.setattr(layer_compilation.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ValueError, match=r"no C\+\+ compiler on this machine \(install g\+\+\)\. Set it to auto or false"):
         choose_layer_compilation(network, True, "policy")
 
@@ -157,6 +159,7 @@ def test_hooks_and_unknown_layers_are_not_compiled(network: Network) -> None:
 
 
 @needs_compiler
+@pytest.mark.slow  # torch.compile takes seconds to import
 @pytest.mark.parametrize("failure", ["other values", "compiler error"])
 def test_layers_that_fail_their_trial_run_as_before(network: Network, monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
     def compare(calls: Any, compiled: CompiledLayers) -> list[float]:
