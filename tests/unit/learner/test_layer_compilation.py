@@ -68,8 +68,16 @@ def compare(network: Network, bound: float) -> CompiledLayers:
 def test_compiled_layers_compute_what_the_modules_compute_for_rows_of_any_length() -> None:
     network = Network(build("llama"), packed=True)
     state = torch.random.get_rng_state()
-    compiled = compare(network, 2e-5)
+    compare(network, 2e-5)
     assert torch.equal(state, torch.random.get_rng_state())
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_compiled_layers_see_what_an_engine_replaces_and_its_passes_do_not_compile() -> None:
+    network = Network(build("llama"), packed=True)
+    compiled = compare(network, 2e-5)
     parts = compiled.compiled
     network.decoder.layers[1].mlp.up_proj.forward = lambda x: x.new_zeros(*x.shape[:-1], 48)  # type: ignore[union-attr, index]
     plain = run(network, compiled=False)
