@@ -22,7 +22,7 @@ POINTS = {
     "at pruning": "strop.checkpointing.folders:FolderCheckpointer._prune",
     "at a save": "strop.checkpointing.folders:FolderCheckpointer.save",
     "at the optimizer step": "strop.learner.torch.learner:TorchLearner.step",
-    "in the backward pass": "strop.learner.torch.learner:TorchLearner._run_micro_batch",
+    "in a micro-batch": "strop.learner.torch.learner:TorchLearner._compute_outputs",
     "at a validation": "strop.trainer.evaluation:Evaluator.evaluate",
     "while generating": "strop.generation.torch.model_runner:CachedRunner.decode",
     "at a publish": "strop.weight_sync.in_process:InProcessWeights.publish",

@@ -92,7 +92,7 @@ CHAINS = {
         HalfALine(2),
     ],
     "inside a step": [
-        Kill("in the backward pass", 3),
+        Kill("in a micro-batch", 3),
         Kill("at the optimizer step", 3),
         Kill("at the optimizer step", 2, "after"),
         Kill("at a publish", 2),

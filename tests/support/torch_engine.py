@@ -9,6 +9,7 @@ from typing import Any
 
 from strop.generation.base import Completion
 from strop.generation.torch.model_runner import CachedRunner, ModelRunner
+from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.models.network import Network
@@ -43,6 +44,22 @@ def make_runner(
     )
 
 
+def make_paged_runner(
+    network: Network,
+    *,
+    slots: int = 4,
+    length: int = 48,
+    prefix_tokens: int = 96,
+    page: int | None = 16,
+    prepack: bool | None = False,
+) -> PagedRunner:
+    """Build a runner with a paged cache of the same memory; ``slots`` limits the sequences only."""
+    from strop.generation.torch.model_runner import infer_cache_shape
+
+    memory = (slots * length + prefix_tokens) * infer_cache_shape(network).bytes_per_token
+    return PagedRunner(network, cache_config(memory, slots=slots, prepack_weights=prepack), length=length, page=page)
+
+
 def cache_config(
     memory: float, *, slots: int, prepack_weights: bool | None = None, cuda_graphs: bool = True
 ) -> TorchGenerationConfig:
@@ -53,11 +70,13 @@ def cache_config(
 
 
 def make_engine(
-    runner: ModelRunner, tokenizer: Any = None, *, stop_ids: Sequence[int] = (), prefill_tokens: int = 4096
+    runner: ModelRunner, tokenizer: Any = None, *, stop_ids: Sequence[int] = (), prefill_tokens: int = 4096, drafts: int = 0
 ) -> TorchEngine:
     """Build an engine that is ready to generate with weights of version 0."""
     exact = isinstance(runner, CachedRunner) and runner.network.exact is not None
-    engine = TorchEngine(runner, tokenizer or _EmptyTokenizer(), stop_ids=stop_ids, prefill_tokens=prefill_tokens, exact=exact)
+    engine = TorchEngine(
+        runner, tokenizer or _EmptyTokenizer(), stop_ids=stop_ids, prefill_tokens=prefill_tokens, drafts=drafts, exact=exact
+    )
     engine.resume(0)
     return engine
 

@@ -64,7 +64,7 @@ def make_generator(
             stop_ids=policy.stop_ids,
         )
         return SyncedGenerator(
-            generator=engine, weights=InProcessWeights([engine], None if memory is None else TimedMemory(memory))
+            generator=engine, weights=InProcessWeights([engine], None if memory is None else TimedMemory(memory), engine)
         )
     on_cpu = network.device.type == "cpu"
     adapters = generation.weight_sync.adapters_alone and bool(lora_layers(network.model))

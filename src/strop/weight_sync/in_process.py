@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from strop import metrics
-from strop.metrics import Metrics
+from strop.metrics import Metric, Metrics
 from strop.weight_sync.timed_memory import TimedMemory
 
 
@@ -23,13 +23,27 @@ class InProcessEngine(Protocol):
         ...
 
 
+class CountingEngine(Protocol):
+    """An engine that says what it did, by the name of the metric, since it was last asked."""
+
+    def collect_metrics(self) -> Mapping[str, float]: ...
+
+
 class InProcessWeights:
     """``WeightSync`` without a transfer. A generator that keeps copies in a faster layout refreshes them when it resumes."""
 
-    def __init__(self, generators: Sequence[InProcessEngine], learner_memory: TimedMemory | None = None) -> None:
-        """``learner_memory``: of what only training needs, which leaves the device while generators sample; None: it stays."""
+    def __init__(
+        self,
+        generators: Sequence[InProcessEngine],
+        learner_memory: TimedMemory | None = None,
+        counting: CountingEngine | None = None,
+    ) -> None:
+        """``learner_memory``: of what only training needs, which leaves the device while generators sample; None: it stays.
+
+        ``counting``: the engine whose metrics are added to those of a publish."""
         self.generators = generators
         self.learner_memory = learner_memory
+        self.counting = counting
 
     async def yield_device(self) -> None:
         for generator in self.generators:
@@ -44,4 +58,7 @@ class InProcessWeights:
         for generator in self.generators:
             generator.resume(version)
         timing = {} if self.learner_memory is None else self.learner_memory.metrics()
-        return {"weights/publish_seconds": metrics.total(time.perf_counter() - started), **timing}
+        return {"weights/publish_seconds": metrics.total(time.perf_counter() - started), **timing, **self._collect_counts()}
+
+    def _collect_counts(self) -> Metrics:
+        return {} if self.counting is None else {name: Metric(value) for name, value in self.counting.collect_metrics().items()}

@@ -162,7 +162,7 @@ def test_sampled_tokens_are_those_of_the_reference(kernels: DecodeKernels, vocab
     logits, uniforms = (4 * torch.randn(2000, vocabulary)).to(dtype), torch.rand(2000).tolist()
     for temperature in (1.0, 0.7):
         sampling = [Sampling(temperature=temperature, entropy=True)] * len(logits)
-        found, expected = sample_tokens(logits, sampling, uniforms, kernels), sample_tokens(logits, sampling, uniforms)
+        found, expected = sample_tokens(logits, sampling, uniforms, kernels=kernels), sample_tokens(logits, sampling, uniforms)
         same = found.tokens == expected.tokens
         assert same.float().mean() > 0.998
         assert (found.logprobs - expected.logprobs)[same].abs().max() < 1e-5
@@ -172,7 +172,7 @@ def test_sampled_tokens_are_those_of_the_reference(kernels: DecodeKernels, vocab
 def test_tokens_without_probability_are_never_sampled(kernels: DecodeKernels) -> None:
     logits = torch.full((4, VOCABULARY), float("-inf"))
     logits[:, [3, 300]] = 0.0
-    found = sample_tokens(logits, [Sampling()] * 4, [0.0, 0.4, 0.6, 1.0 - 2**-24], kernels)
+    found = sample_tokens(logits, [Sampling()] * 4, [0.0, 0.4, 0.6, 1.0 - 2**-24], kernels=kernels)
     assert found.tokens.tolist() == [3, 3, 300, 300]
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from strop.generation.torch.model_runner import RecomputeRunner
+from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer
 from strop.models.network import Network
@@ -23,7 +24,7 @@ from strop.types import Batch
 from support.learners import make_torch_learner
 from support.models import FAMILIES, VOCABULARY, build
 from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
-from support.torch_engine import Request, make_engine, make_runner, run_requests
+from support.torch_engine import Request, make_engine, make_paged_runner, make_runner, run_requests
 
 pytestmark = pytest.mark.slow
 
@@ -61,12 +62,12 @@ def disagreement(batch: Batch, entropies: torch.Tensor, scorer: NetworkScorer | 
 def test_log_probabilities_and_entropies_agree_in_float32(family: str, sampling: Sampling) -> None:
     network = Network(build(family))
     assert network.packed
-    for prepack in (False, True):
-        batch, entropies = sample(make_runner(network, prepack=prepack), sampling)
+    for prepack, make in ((False, make_runner), (True, make_runner), (False, make_paged_runner), (True, make_paged_runner)):
+        batch, entropies = sample(make(network, prepack=prepack), sampling)
         assert len(batch.target) > 20
         logprobs, entropy = disagreement(batch, entropies, NetworkScorer(network, sampling, score_tokens=30))
-        assert logprobs < FLOAT32, prepack
-        assert entropy < FLOAT32, prepack
+        assert logprobs < FLOAT32, (prepack, make)
+        assert entropy < FLOAT32, (prepack, make)
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe", "gpt_oss")])
@@ -74,11 +75,14 @@ def test_log_probabilities_agree_in_bfloat16(family: str) -> None:
     """Mixtures of experts are left out: where two experts' scores are close, rounding chooses another one."""
     network = Network(build(family), precision=torch.bfloat16)
     sampling = SAMPLINGS["plain"]
-    for prepack in (False, True):
-        batch, entropies = sample(make_runner(network, prepack=prepack), sampling)
+    for prepack, make in ((False, make_runner), (True, make_runner), (False, make_paged_runner), (True, make_paged_runner)):
+        runner = make(network, prepack=prepack)
+        if isinstance(runner, PagedRunner) and not runner.rounds_as_learner:
+            continue  # chosen only by paged_cache=true
+        batch, entropies = sample(runner, sampling)
         logprobs, entropy = disagreement(batch, entropies, NetworkScorer(network, sampling, score_tokens=30))
-        assert logprobs < BFLOAT16, prepack
-        assert entropy < BFLOAT16, prepack
+        assert logprobs < BFLOAT16, (prepack, make)
+        assert entropy < BFLOAT16, (prepack, make)
 
 
 def test_a_learner_that_trains_agrees_after_every_step() -> None:
@@ -124,14 +128,15 @@ def test_the_slow_runner_samples_what_the_cached_one_does() -> None:
         assert torch.allclose(left.logprobs, right.logprobs, atol=FLOAT32)
 
 
-def test_a_long_conversation_agrees_across_turns() -> None:
+@pytest.mark.parametrize("make", [make_runner, make_paged_runner], ids=["slots", "pages"])
+def test_a_long_conversation_agrees_across_turns(make: Any) -> None:
     """The second turn reads the session's cached keys and values; the learner reads the whole conversation at once."""
     from strop.types import observation_turn
 
     network = Network(build("mistral"))  # its window of 7 is much shorter than the conversation
     sampling = SAMPLINGS["plain"]
     prompt, answer = PROMPTS[0], [9, 8, 7]
-    engine = make_engine(make_runner(network))
+    engine = make_engine(make(network))
 
     async def episode() -> Any:
         first = await engine.generate(prompt, sampling=sampling, seed=1, session="s")

@@ -631,6 +631,21 @@ template <class T> struct Buffers {
     int64_t stride;
 };
 
+// Write the keys and values of all rows, before any of them is attended to: several rows may be of one sequence.
+template <class T> void write_phase(const Model& model, const Layer& layer, const Step& step, const Buffers<T>& buffers, Team team) {
+    const int64_t size = model.head_size, width = (model.heads + 2 * model.kv_heads) * size;
+    const Cache cache{layer.keys, layer.values, step.page, model.kv_heads, size};
+    for (int64_t item = team.index; item < step.batch * model.kv_heads; item += team.size) {
+        const int64_t row = item / model.kv_heads, head = item % model.kv_heads, position = step.positions[row];
+        const T* projected = buffers.projected + row * width;
+        const float *cosine = step.cosines + position * size, *sine = step.sines + position * size;
+        const int64_t page = step.table[row * step.width + position / step.page], slot = position % step.page;
+        rotate<T>(projected + (model.heads + head) * size, layer.key_norm, model.eps, model.late_rounding, cosine, sine, size, 1.0f,
+                  cache.at<T>(cache.keys, page, head, slot));
+        std::memcpy(cache.at<T>(cache.values, page, head, slot), projected + (model.heads + model.kv_heads + head) * size, size * sizeof(T));
+    }
+}
+
 template <class T>
 void attention_phase(const Model& model, const Layer& layer, const Step& step, const Buffers<T>& buffers, Team team) {
     const int64_t size = model.head_size, group = model.heads / model.kv_heads, width = (model.heads + 2 * model.kv_heads) * size;
@@ -642,10 +657,6 @@ void attention_phase(const Model& model, const Layer& layer, const Step& step, c
         const T* projected = buffers.projected + row * width;
         const float *cosine = step.cosines + position * size, *sine = step.sines + position * size;
         const int32_t* table = step.table + row * step.width;
-        const int64_t page = table[position / step.page], slot = position % step.page;
-        rotate<T>(projected + (model.heads + head) * size, layer.key_norm, model.eps, model.late_rounding, cosine, sine, size, 1.0f,
-                  cache.at<T>(cache.keys, page, head, slot));
-        std::memcpy(cache.at<T>(cache.values, page, head, slot), projected + (model.heads + model.kv_heads + head) * size, size * sizeof(T));
         for (int64_t g = 0; g < group; ++g)
             rotate<T>(projected + (head * group + g) * size, layer.query_norm, model.eps, model.late_rounding, cosine, sine, size,
                       layer.scale, queries + g * size);
@@ -670,6 +681,8 @@ template <class T> void run_layers(const Model& model, const Step& step, const B
 #pragma omp barrier
         const Matrix* projections[] = {&layer.query, &layer.key, &layer.value};
         product<T>(buffers.input, step.batch, projections, 3, buffers.projected, team);
+#pragma omp barrier
+        write_phase<T>(model, layer, step, buffers, team);
 #pragma omp barrier
         attention_phase<T>(model, layer, step, buffers, team);
 #pragma omp barrier

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from strop.generation.torch.decode_kernels import (
     matrix_struct,
 )
 from strop.generation.torch.fast_linears import FastLinears
-from strop.generation.torch.kv_cache import SlotCache
+from strop.generation.torch.kv_cache import CacheShape
 from strop.models.adapters import lora_layers
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.network import Network
@@ -42,6 +42,14 @@ class _Family:
 
     late_rounding: bool = False  # its norms multiply by 1 + weight in float32 and then round
     norms_outputs: bool = False  # a second norm after attention and after the MLP, before they are added
+
+
+class PageTensors(Protocol):
+    """A cache that the kernels read and write: pages of keys and values, [layers, pages, heads, page, D]."""
+
+    shape: CacheShape
+    keys: Tensor
+    values: Tensor
 
 
 _GEMMA = _Family(late_rounding=True)
@@ -141,7 +149,7 @@ class FastLayers:
         self._norms: dict[str, Tensor] = {}  # [hidden] or [D] in float32, by the name of the module
         self._biases: list[Tensor] = []  # that the structures refer to
         self._model: ModelStruct | None = None
-        self._cache: SlotCache | None = None  # that the structures refer to
+        self._cache: PageTensors | None = None  # that the structures refer to
         self._rotary = self._compute_rotary()
 
     @torch.no_grad()
@@ -157,7 +165,7 @@ class FastLayers:
         self._model = None
 
     @torch.no_grad()
-    def decode(self, tokens: Tensor, positions: Tensor, table: Tensor, cache: SlotCache) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, table: Tensor, cache: PageTensors) -> Tensor:
         """Append a token to each of B sequences: tokens and positions [B] int64, table [B, n] int32 of their pages -> logits [B, V]."""
         if self._model is None or self._cache is not cache:
             self._model, self._cache = self._describe(cache), cache
@@ -185,7 +193,7 @@ class FastLayers:
     def _prefix(self) -> str:
         return next((f"{name}." for name, module in self.network.model.named_modules() if module is self.network.decoder), "")
 
-    def _describe(self, cache: SlotCache) -> ModelStruct:
+    def _describe(self, cache: PageTensors) -> ModelStruct:
         decoder: Any = self.network.decoder
         config = decoder.config
         self._biases.clear()
@@ -209,7 +217,7 @@ class FastLayers:
             activation=ACTIVATIONS[_activation(config)],
         )
 
-    def _describe_layer(self, index: int, layer: Any, cache: SlotCache) -> LayerStruct:
+    def _describe_layer(self, index: int, layer: Any, cache: PageTensors) -> LayerStruct:
         attention, mlp, spec = layer.self_attn, layer.mlp, self.specs[index]
         modules = {"query": attention.q_proj, "key": attention.k_proj, "value": attention.v_proj, "output": attention.o_proj}
         modules |= {"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj}

@@ -16,8 +16,9 @@ from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.kv_cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
-from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
 from strop.models.network import Network
+from strop.models.routing.routes import RecordedRoutes
 
 log = logging.getLogger(__name__)
 
@@ -45,21 +46,45 @@ class ModelRunner(Protocol):
     network: Network
     slots: int
     length: int  # maximum sequence length of a slot
+    verifies_drafts: bool  # whether several tokens of a sequence can be decoded in one pass
 
     def count_unread(self, prompt: SlotPrompt) -> int:
         """Return how many tokens of a prompt are not cached and would have to be computed."""
         ...
 
+    def reserve(self, prompt: SlotPrompt) -> bool:
+        """Take memory for a prompt that the next ``prefill`` reads into the first free slot. Return whether there was enough."""
+        ...
+
+    def read_ahead(self, prompt: SlotPrompt, budget: int) -> int:
+        """Read up to ``budget`` tokens of a prompt that is not admitted yet, and cache them. Return how many were read."""
+        ...
+
     def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
-        """Prefill prompts into their slots and return the logits after each, [B, V]."""
+        """Prefill prompts into their slots, which are reserved, and return the logits after each, [B, V]."""
+        ...
+
+    def extend(self, lengths: Sequence[int]) -> bool:
+        """Make room for so many tokens in each of the first B slots. Return whether there was memory for all."""
         ...
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Append one token to each of the first B slots and return the logits after each, [B, V]."""
         ...
 
+    def decode_drafts(self, rows: Sequence[Sequence[int]], positions: Sequence[int]) -> Tensor:
+        """Append several tokens to each of the first B slots, the first at ``positions``; return the logits after each token, [T, V].
+
+        Only for runners with ``verifies_drafts``. Tokens that turn out wrong are overwritten by later ones.
+        """
+        ...
+
+    def release(self, slot: int) -> None:
+        """Free the memory of a slot, whose request has ended or waits again."""
+        ...
+
     def move(self, source: int, target: int, length: int) -> None:
-        """Move the first ``length`` positions of slot ``source`` to slot ``target``."""
+        """Move the first ``length`` positions of the last slot ``source`` to slot ``target``, which was released."""
         ...
 
     def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
@@ -87,33 +112,65 @@ class ModelRunner(Protocol):
         ...
 
 
+class EnginePlan(AttentionPlan, Protocol):
+    """An attention plan that also collects the experts of its tokens, with router replay."""
+
+    routes: RecordedRoutes | None
+
+
+def cache_capacity(
+    network: Network, shape: CacheShape, config: TorchGenerationConfig, length: int, stored: int | None = None
+) -> int:
+    """Return the tokens that the configured memory holds. Raises ValueError if it cannot hold one sequence of ``length`` tokens.
+
+    ``stored``: tokens that such a sequence takes; None: as many.
+    """
+    stored = stored or length
+    memory = config.cache_memory_gb(_gpu_memory_gb(network.device))
+    capacity = int(memory * 2**30 // shape.bytes_per_token)
+    if capacity < stored:
+        needed = stored * shape.bytes_per_token / 2**30
+        raise ValueError(
+            f"policy.generation.torch_cfg.kv_cache_memory_gb = {memory:.3g} GiB holds {capacity} tokens, but one "
+            f"sequence of policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB; raise the first or lower "
+            "the second"
+        )
+    return capacity
+
+
 def _gpu_memory_gb(device: torch.device) -> float | None:
     """Return the memory of a GPU (GiB); None for a CPU."""
     return None if device.type != "cuda" else torch.cuda.get_device_properties(device).total_memory / 2**30
 
 
-class CachedRunner:
-    """Runs a network with a key-value cache of fixed size."""
+class FixedSlots:
+    """What a runner does about memory if every slot has its own for the longest sequence: nothing."""
+
+    verifies_drafts = False
+
+    def reserve(self, prompt: SlotPrompt) -> bool:
+        return True
+
+    def read_ahead(self, prompt: SlotPrompt, budget: int) -> int:
+        return 0
+
+    def extend(self, lengths: Sequence[int]) -> bool:
+        return True
+
+    def decode_drafts(self, rows: Sequence[Sequence[int]], positions: Sequence[int]) -> Tensor:
+        raise NotImplementedError
+
+    def release(self, slot: int) -> None:
+        return None
+
+
+class PlanRunner:
+    """What the runners with a key-value cache have in common: weights, and the pass of a model that follows an attention plan."""
 
     def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int) -> None:
-        """Raises ValueError if the configured memory cannot hold one sequence of ``length`` tokens."""
         self.network = network
-        self.shape, self.specs = infer_cache_layout(network)
-        memory = config.cache_memory_gb(_gpu_memory_gb(network.device))
-        capacity = int(memory * 2**30 // self.shape.bytes_per_token)  # tokens
-        stored = self.shape.round_span(length) if self.shape.exact else length
-        self.slots = min(config.max_num_seqs, capacity // stored)
-        if self.slots < 1:
-            needed = stored * self.shape.bytes_per_token / 2**30
-            raise ValueError(
-                f"policy.generation.torch_cfg.kv_cache_memory_gb = {memory:.3g} GiB holds {capacity} tokens, but one "
-                f"sequence of policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB; raise the first or lower "
-                "the second"
-            )
         self.length = length
-        self.cache = SlotCache(self.shape, self.slots, stored, network.routed)
-        self.prefixes = PrefixStore(capacity - self.slots * stored)
-        exact = network.exact is not None  # which has products and attention of its own
+        self.shape, self.specs = infer_cache_layout(network)
         self.kernels = choose_kernels(network, config.compiled_kernels, prepack=config.prepack_weights)
         self.linears = FastLinears(network.model, network.precision, prepack=config.prepack_weights, kernels=self.kernels)
         self.prepack = config.prepack_weights
@@ -121,62 +178,9 @@ class CachedRunner:
         self._checked = False  # the kernels against the modules
         if self.kernels is not None:
             self.layers = FastLayers(network, self.linears, self.kernels, self.specs, length)
-        captures = config.cuda_graphs and not exact and network.device.type == "cuda"
-        self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if captures else None
-
-    def count_unread(self, prompt: SlotPrompt) -> int:
-        prefix = self.prefixes.find(prompt.tokens, prompt.session)
-        return len(prompt.tokens) - (prefix.length if prefix is not None else 0)
-
-    def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
-        cached = {prompt.tokens: self.prefixes.find(prompt.tokens, prompt.session) for prompt in prompts}
-        missing = [tokens for tokens, prefix in cached.items() if prefix is None or prefix.length < len(tokens)]
-        if missing:
-            cached |= self._prefill_uncached(missing, cached)
-        logits = []
-        for prompt in prompts:
-            prefix = cached[prompt.tokens]
-            assert prefix is not None and prefix.logits is not None
-            self.prefixes.put(prompt.tokens, prefix)
-            self.cache.write_prefix(prompt.slot, prefix)
-            logits.append(prefix.logits)
-        return torch.stack(logits)
-
-    def _prefill_uncached(
-        self, prompts: list[tuple[int, ...]], cached: dict[tuple[int, ...], Prefix | None]
-    ) -> dict[tuple[int, ...], Prefix | None]:
-        """Run one forward pass over the uncached part of each prompt."""
-        prefixes = [cached[tokens] for tokens in prompts]
-        skipped = [prefix.length if prefix is not None else 0 for prefix in prefixes]
-        lengths = [len(tokens) - skip for tokens, skip in zip(prompts, skipped, strict=True)]
-        plan = PrefillPlan(self.shape, lengths, prefixes)
-        tokens = torch.tensor([token for prompt, skip in zip(prompts, skipped, strict=True) for token in prompt[skip:]])
-        positions = torch.cat([torch.arange(skip, skip + length) for skip, length in zip(skipped, lengths, strict=True)])
-        last = torch.tensor(lengths).cumsum(0) - 1
-        plan.routes = self.network.record_routes()
-        logits = self._forward(tokens, positions, plan, last)
-        routes = None if plan.routes is None else plan.routes.stack()
-        return {prompt: plan.build_prefix(index, prompt, logits[index], routes) for index, prompt in enumerate(prompts)}
-
-    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        if self.graphs is not None:
-            return self.graphs(tokens, positions)
-        if self.layers is not None:
-            return self.layers.decode(torch.tensor(tokens), torch.tensor(positions), slot_table(len(tokens)), self.cache)
-        span = min(self.shape.round_span(max(positions) + 1), self.cache.length)
-        return self._decode_static(torch.tensor(tokens), torch.tensor(positions), span)
-
-    def _decode_static(self, tokens: Tensor, positions: Tensor, span: int | None = None) -> Tensor:
-        positions = positions.to(self.network.device)
-        plan = DecodePlan(self.cache, positions, span or self.length)
-        plan.routes = self.network.record_routes()
-        logits = self._forward(tokens, positions, plan, None)
-        if plan.routes is not None and self.cache.routes is not None:
-            self.cache.routes[plan.rows, positions] = plan.routes.stack()
-        return logits
 
     @torch.no_grad()
-    def _forward(self, tokens: Tensor, positions: Tensor, plan: PrefillPlan | DecodePlan, rows: Tensor | None) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, plan: EnginePlan, rows: Tensor | None) -> Tensor:
         device = self.network.device
         options = {} if plan.routes is None else {"routes": plan.routes}
         with self.network.autocast():
@@ -191,17 +195,8 @@ class CachedRunner:
             logits: Tensor = self.network.head.transform_logits(layer(hidden))
             return logits
 
-    def move(self, source: int, target: int, length: int) -> None:
-        self.cache.move(source, target, length)
-
-    def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
-        self.prefixes.put(session, self.cache.read_prefix(slot, tokens))
-
-    def read_routes(self, slot: int, length: int) -> Tensor | None:
-        return None if self.cache.routes is None else self.cache.routes[slot, :length].to("cpu", copy=True)
-
     def activate(self) -> None:
-        self.prefixes.clear()
+        self.reset_prefix_cache()
         self.network.use_plan_attention()
         expected = None if self.layers is None or self._checked else self._probe_decoding(None)
         if self.network.exact is None:
@@ -256,10 +251,88 @@ class CachedRunner:
             yield name, tensor if found is None else found
 
     def reset_prefix_cache(self) -> None:
+        raise NotImplementedError
+
+
+class CachedRunner(FixedSlots, PlanRunner):
+    """Runs a network with a key-value cache of fixed slots, each as long as the longest sequence."""
+
+    def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int) -> None:
+        """Raises ValueError if the configured memory cannot hold one sequence of ``length`` tokens."""
+        super().__init__(network, config, length=length)
+        stored = self.shape.round_span(length) if self.shape.exact else length
+        capacity = cache_capacity(network, self.shape, config, length, stored)
+        self.slots = min(config.max_num_seqs, capacity // stored)
+        self.cache = SlotCache(self.shape, self.slots, stored, network.routed)
+        self.prefixes = PrefixStore(capacity - self.slots * stored)
+        captures = config.cuda_graphs and network.exact is None and network.device.type == "cuda"
+        self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if captures else None
+
+    def count_unread(self, prompt: SlotPrompt) -> int:
+        prefix = self.prefixes.find(prompt.tokens, prompt.session)
+        return len(prompt.tokens) - (prefix.length if prefix is not None else 0)
+
+    def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
+        cached = {prompt.tokens: self.prefixes.find(prompt.tokens, prompt.session) for prompt in prompts}
+        missing = [tokens for tokens, prefix in cached.items() if prefix is None or prefix.length < len(tokens)]
+        if missing:
+            cached |= self._prefill_uncached(missing, cached)
+        logits = []
+        for prompt in prompts:
+            prefix = cached[prompt.tokens]
+            assert prefix is not None and prefix.logits is not None
+            self.prefixes.put(prompt.tokens, prefix)
+            self.cache.write_prefix(prompt.slot, prefix)
+            logits.append(prefix.logits)
+        return torch.stack(logits)
+
+    def _prefill_uncached(
+        self, prompts: list[tuple[int, ...]], cached: dict[tuple[int, ...], Prefix | None]
+    ) -> dict[tuple[int, ...], Prefix | None]:
+        """Run one forward pass over the uncached part of each prompt."""
+        prefixes = [cached[tokens] for tokens in prompts]
+        skipped = [prefix.length if prefix is not None else 0 for prefix in prefixes]
+        lengths = [len(tokens) - skip for tokens, skip in zip(prompts, skipped, strict=True)]
+        plan = PrefillPlan(self.shape, lengths, prefixes)
+        tokens = torch.tensor([token for prompt, skip in zip(prompts, skipped, strict=True) for token in prompt[skip:]])
+        positions = torch.cat([torch.arange(skip, skip + length) for skip, length in zip(skipped, lengths, strict=True)])
+        last = torch.tensor(lengths).cumsum(0) - 1
+        plan.routes = self.network.record_routes()
+        logits = self._forward(tokens, positions, plan, last)
+        routes = None if plan.routes is None else plan.routes.stack()
+        return {prompt: plan.build_prefix(index, prompt, logits[index], routes) for index, prompt in enumerate(prompts)}
+
+    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        if self.graphs is not None:
+            return self.graphs(tokens, positions)
+        if self.layers is not None:
+            return self.layers.decode(torch.tensor(tokens), torch.tensor(positions), slot_table(len(tokens)), self.cache)
+        span = min(self.shape.round_span(max(positions) + 1), self.cache.length)
+        return self._decode_static(torch.tensor(tokens), torch.tensor(positions), span)
+
+    def _decode_static(self, tokens: Tensor, positions: Tensor, span: int | None = None) -> Tensor:
+        positions = positions.to(self.network.device)
+        plan = DecodePlan(self.cache, positions, span or self.length)
+        plan.routes = self.network.record_routes()
+        logits = self._forward(tokens, positions, plan, None)
+        if plan.routes is not None and self.cache.routes is not None:
+            self.cache.routes[plan.rows, positions] = plan.routes.stack()
+        return logits
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.cache.move(source, target, length)
+
+    def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
+        self.prefixes.put(session, self.cache.read_prefix(slot, tokens))
+
+    def read_routes(self, slot: int, length: int) -> Tensor | None:
+        return None if self.cache.routes is None else self.cache.routes[slot, :length].to("cpu", copy=True)
+
+    def reset_prefix_cache(self) -> None:
         self.prefixes.clear()
 
 
-class RecomputeRunner:
+class RecomputeRunner(FixedSlots):
     """Recomputes every sequence at every token, for models whose attention cannot use the key-value cache.
 
     Slow, but correct for any causal language model.

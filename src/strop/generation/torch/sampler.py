@@ -32,8 +32,8 @@ def sample_tokens(
     logits: Tensor,
     samplings: Sequence[Sampling],
     uniforms: Sequence[float],
-    *,
     kernels: DecodeKernels | None = None,
+    *,
     exact: bool = False,
 ) -> SampledTokens:
     """Sample one token for each row of logits [B, V], each with its own options; with the compiled kernels where they can.

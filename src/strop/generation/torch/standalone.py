@@ -246,7 +246,10 @@ class StandaloneTorchEngine:
             "prompt_tokens": float(counts.prompt_tokens),
             "sampled_tokens": float(counts.sampled_tokens),
             "prefix_queries": float(counts.queried_tokens),
-            "prefix_hits": float(counts.queried_tokens - counts.prompt_tokens),
+            "prefix_hits": float(max(0, counts.queried_tokens - counts.prompt_tokens)),
+            "drafted_tokens": float(counts.drafted_tokens),
+            "accepted_tokens": float(counts.accepted_tokens),
+            "preemptions": float(counts.preemptions),
         }
 
 

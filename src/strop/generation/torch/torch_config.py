@@ -20,6 +20,14 @@ class TorchGenerationConfig(BaseConfig):
     )
     max_num_seqs: int = Field(64, ge=1, description="Sequences decoded together (sequences).")
     prefill_tokens: int = Field(4096, ge=1, description="Prompt tokens in one forward pass (tokens).")
+    paged_cache: bool | None = Field(
+        None,
+        description="Keep keys and values in pages, which sequences share; false reserves room for the longest sequence in each slot; "
+        "null is true on a CPU.",
+    )
+    speculative_lookup: int = Field(
+        0, ge=0, le=32, description="Draft tokens looked up in the prompt and completion; 0 is none (tokens a step)."
+    )
     prepack_weights: bool | None = Field(
         None,
         description="Keep a copy of the weights in the CPU's matmul layout: faster decoding, more memory; null decides by "

@@ -1,8 +1,9 @@
 """Continuous batching: requests join and leave the running batch at every token.
 
 One step admits waiting requests into free slots (a prompt shared by several requests is read once) and then decodes one token for every
-running request. The event loop runs between steps, so environments work while other requests generate. Scheduling depends only on the order
-of requests, never on a clock.
+running request, or several where drafts of them turn out right. A prompt longer than a step may read is read in parts, beside decoding. If
+memory runs short, the request that was admitted last gives up its own, waits, and is read again. The event loop runs between steps, so
+environments work while other requests generate. Scheduling depends only on the order of requests, never on a clock.
 """
 
 from __future__ import annotations
@@ -11,14 +12,25 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from strop.generation.base import Completion, Pacer, RequestTooLong
-from strop.generation.torch.model_runner import CachedRunner, ModelRunner, RecomputeRunner, SlotPrompt
-from strop.generation.torch.sampler import sample_tokens
+from strop.generation.torch.model_runner import (
+    CachedRunner,
+    ModelRunner,
+    PlanRunner,
+    RecomputeRunner,
+    SlotPrompt,
+    cache_capacity,
+    infer_cache_shape,
+)
+from strop.generation.torch.paged.paged_cache import choose_page
+from strop.generation.torch.paged.paged_runner import PagedRunner
+from strop.generation.torch.paged.prompt_lookup import PromptLookup
+from strop.generation.torch.sampler import SampledTokens, sample_tokens
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.network import Network
 from strop.sampling import Sampling, pad_kept_tokens, uniform
@@ -45,6 +57,13 @@ class _Request:
     entropies: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)  # for each token the [k] ids it was sampled from, if recorded
+    lookup: PromptLookup | None = None  # with speculation
+    order: int = 0  # of admission
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """The tokens to read before the next one is sampled, or decoded if it was preempted."""
+        return (*self.prompt, *self.tokens[:-1])
 
     @property
     def position(self) -> int:
@@ -60,31 +79,51 @@ class TokenCounters:
     prompt_tokens: int = 0  # prompt tokens that were computed; the others were cached
     sampled_tokens: int = 0
     decode_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # drafts that were sampled
+    preemptions: int = 0  # requests that gave up their memory and were read again
 
 
 class TorchEngine:
     """The embedded generator. Serves requests in this process, on the event loop of the caller."""
 
     def __init__(
-        self, runner: ModelRunner, tokenizer: Any, *, stop_ids: Sequence[int], prefill_tokens: int = 4096, exact: bool = False
+        self,
+        runner: ModelRunner,
+        tokenizer: Any,
+        *,
+        stop_ids: Sequence[int],
+        prefill_tokens: int = 4096,
+        drafts: int = 0,
+        exact: bool = False,
     ) -> None:
-        """``stop_ids`` end every request; ``prefill_tokens`` limits the prompt tokens computed between two decoding steps.
+        """Create an engine that waits for its first weights.
 
-        ``exact``: the network is, and log-probabilities are computed as an exact learner does.
+        Args:
+            runner: Runs the model.
+            tokenizer: Decodes completions.
+            stop_ids: End every request.
+            prefill_tokens: Limits the prompt tokens computed between two decoding steps.
+            drafts: Tokens looked up ahead for each request; 0 decodes one token at a time. The runner must verify drafts.
+            exact: The network is, and log-probabilities are computed as an exact learner does.
         """
         self.exact = exact
         self.runner = runner
-        self.kernels = runner.kernels if isinstance(runner, CachedRunner) else None  # to sample with
+        self.kernels = runner.kernels if isinstance(runner, PlanRunner) else None  # to sample with
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.prefill_tokens = prefill_tokens
+        self.drafts = drafts
         self.version = 0
         self.counters = TokenCounters()
+        self._collected = TokenCounters()  # at the last ``collect_metrics``
         self.pacer: Pacer | None = None  # of a run whose events are ordered by the engine's steps
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
         self._paused = True  # no request starts; until the first publish
         self._frozen = False  # running requests are suspended too
+        self._crowded = False  # memory ran short: nothing starts until a request has ended
+        self._admitted = 0  # requests so far
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -158,8 +197,16 @@ class TorchEngine:
 
     def recompute_running(self) -> None:
         """Recompute keys and values of the running requests with the current weights."""
-        for slot, request in enumerate(self._running):
-            self.runner.prefill([SlotPrompt(slot, (*request.prompt, *request.tokens[:-1]))])
+        running, self._running = self._running, []
+        for slot in reversed(range(len(running))):
+            self.runner.release(slot)
+        for request in running:
+            prompt = SlotPrompt(len(self._running), request.context)
+            if self.runner.reserve(prompt):
+                self.runner.prefill([prompt])
+                self._running.append(request)
+            else:
+                self._wait_again(request)
 
     @property
     def failure(self) -> BaseException | None:
@@ -175,6 +222,17 @@ class TorchEngine:
     def room(self) -> int:
         """How many more requests would run at once."""
         return max(0, self.runner.slots - len(self._running) - len(self._waiting))
+
+    def collect_metrics(self) -> dict[str, float]:
+        """Return what speculation and preemption did since the previous call; nothing where there was neither."""
+        counts, last = self.counters, self._collected
+        self._collected = replace(counts)
+        found = {}
+        if drafted := counts.drafted_tokens - last.drafted_tokens:
+            found["generation/acceptance_rate"] = (counts.accepted_tokens - last.accepted_tokens) / drafted
+        if preempted := counts.preemptions - last.preemptions:
+            found["generation/preemptions"] = float(preempted)
+        return found
 
     async def close(self) -> None:
         if self._loop is not None:
@@ -205,7 +263,9 @@ class TorchEngine:
 
     def _can_admit(self) -> bool:
         """Whether the next waiting request may start."""
-        return bool(self._waiting) and (not self._paused or self._waiting[0].priority)
+        if not self._waiting or (self._crowded and self._running and not self._waiting[0].priority):
+            return False
+        return not self._paused or self._waiting[0].priority or bool(self._waiting[0].tokens)
 
     def _fail(self, error: Exception) -> None:
         """Stop the engine and fail all its requests, so that no caller keeps waiting for them."""
@@ -224,53 +284,133 @@ class TorchEngine:
             self._decode()
 
     def _admit(self) -> None:
-        """Fill free slots from the queue, in order, within the prompt tokens allowed per step."""
+        """Fill free slots from the queue, in order, within the prompt tokens allowed per step and the memory there is."""
         prompts: list[SlotPrompt] = []
         seen: set[tuple[int, ...]] = set()
-        first, read = len(self._running), 0
+        read = 0
         while self._can_admit() and len(self._running) < self.runner.slots:
             request = self._waiting[0]
-            prompt = SlotPrompt(len(self._running), request.prompt, request.session)
-            cost = 0 if request.prompt in seen else self.runner.count_unread(prompt)
-            if read and read + cost > self.prefill_tokens:
+            prompt = SlotPrompt(len(self._running), request.context, request.session)
+            cost = 0 if prompt.tokens in seen else self.runner.count_unread(prompt)
+            if read + cost > self.prefill_tokens and (prompts or self._read_ahead(prompt)):
+                break
+            if not self.runner.reserve(prompt):
+                if not prompts:
+                    self._make_way(request)
                 break
             read += cost
-            self.counters.queried_tokens += len(request.prompt)
-            seen.add(request.prompt)
+            seen.add(prompt.tokens)
             prompts.append(prompt)
-            self._running.append(self._waiting.popleft())
-        if not prompts:
-            return
-        logits = self.runner.prefill(prompts)
+            self._start(self._waiting.popleft())
+        if prompts:
+            self.counters.prompt_tokens += read
+            self._prefill(prompts)
+
+    def _read_ahead(self, prompt: SlotPrompt) -> bool:
+        """Read a part of a prompt that is too long for one step. Return whether there was one to read."""
+        read = self.runner.read_ahead(prompt, self.prefill_tokens)
         self.counters.prompt_tokens += read
-        self._append(self._running[first:], logits)
+        return read > 0
+
+    def _start(self, request: _Request) -> None:
+        self.counters.queried_tokens += 0 if request.tokens else len(request.prompt)
+        self._admitted += 1
+        request.order = self._admitted
+        self._running.append(request)
+
+    def _prefill(self, prompts: list[SlotPrompt]) -> None:
+        """Read the prompts of the requests that were started last, and sample a token for each; preempted ones have theirs."""
+        logits = self.runner.prefill(prompts)
+        started = self._running[-len(prompts) :]
+        new = [index for index, request in enumerate(started) if not request.tokens]
+        if new:
+            self._append([started[index] for index in new], logits if len(new) == len(started) else logits[new])
+
+    def _make_way(self, request: _Request) -> None:
+        """Memory is too short for the first request that waits. One with priority takes that of the newest one that runs."""
+        if not self._running:
+            raise RuntimeError(
+                f"the key-value cache has no room for a sequence of {len(request.context)} tokens though nothing runs"
+            )
+        if request.priority:
+            self._waiting.popleft()
+            self._preempt()
+            self._waiting.appendleft(request)
+
+    def _preempt(self) -> None:
+        """Take the memory of the request that was admitted last. It waits before all others, and is read again."""
+        request = max(self._running, key=lambda request: (not request.priority, request.order))
+        self._free_slot(self._running.index(request))
+        self._wait_again(request)
+        self._crowded = True
+
+    def _wait_again(self, request: _Request) -> None:
+        self.counters.preemptions += 1
+        self._waiting.appendleft(request)
 
     def _decode(self) -> None:
+        drafts = [self._draft(request) for request in self._running]
+        while not self.runner.extend([request.position + 1 + len(d) for request, d in zip(self._running, drafts, strict=True)]):
+            self._preempt()
+            drafts = [self._draft(request) for request in self._running]
         running = list(self._running)
-        logits = self.runner.decode([request.tokens[-1] for request in running], [request.position for request in running])
+        positions = [request.position for request in running]
+        if any(drafts):
+            rows = [[request.tokens[-1], *draft] for request, draft in zip(running, drafts, strict=True)]
+            logits = self.runner.decode_drafts(rows, positions)
+        else:
+            logits = self.runner.decode([request.tokens[-1] for request in running], positions)
         self.counters.decode_steps += 1
-        self._append(running, logits)
+        self._append(running, logits, drafts)
 
-    def _append(self, requests: list[_Request], logits: torch.Tensor) -> None:
-        """Sample the next token of each request and finish the requests that end with it."""
-        uniforms = [uniform(request.seed, len(request.tokens)) for request in requests]
-        samplings = [request.sampling for request in requests]
+    def _draft(self, request: _Request) -> list[int]:
+        """Look up the tokens that may follow."""
+        count = min(self.drafts, request.limit - len(request.tokens) - 1)
+        if count < 1:
+            return []
+        if request.lookup is None:
+            request.lookup = PromptLookup()
+        return request.lookup.draft((*request.prompt, *request.tokens), count)
+
+    def _append(self, requests: list[_Request], logits: torch.Tensor, drafts: Sequence[list[int]] | None = None) -> None:
+        """Sample the next tokens of each request and finish the requests that end with them.
+
+        Row by row of logits [T, V]: the token after the last one, then those after each drafted one, which count as far as the drafts are
+        what was sampled.
+        """
+        drafts = drafts or [[] for _ in requests]
+        rows = [(request, index) for request, draft in zip(requests, drafts, strict=True) for index in range(len(draft) + 1)]
+        uniforms = [uniform(request.seed, len(request.tokens) + index) for request, index in rows]
+        samplings = [request.sampling for request, _ in rows]
         sampled = sample_tokens(logits, samplings, uniforms, kernels=self.kernels, exact=self.exact)
-        columns = (sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.entropies.tolist())
-        for request, token, logprob, entropy in zip(requests, *columns, strict=True):
+        columns = list(zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.entropies.tolist(), strict=True))
+        first = 0
+        for request, draft in zip(requests, drafts, strict=True):
+            self._take_tokens(request, draft, columns[first : first + len(draft) + 1], sampled, first)
+            first += len(draft) + 1
+
+    def _take_tokens(
+        self, request: _Request, draft: list[int], columns: list[tuple[int, float, float]], sampled: SampledTokens, first: int
+    ) -> None:
+        """Append the sampled tokens up to the first that the draft did not say, and finish the request if it ends with one of them."""
+        self.counters.drafted_tokens += len(draft)
+        for index, (token, logprob, entropy) in enumerate(columns):
             request.tokens.append(token)
             request.logprobs.append(logprob)
             request.entropies.append(entropy)
             request.versions.append(self.version)
+            if first + index in sampled.kept:
+                request.kept.append(sampled.kept[first + index])
+            self.counters.sampled_tokens += 1
             if request.on_token is not None:
                 request.on_token(token, logprob)
-        for row, tokens in sampled.kept.items():
-            requests[row].kept.append(tokens)
-        self.counters.sampled_tokens += len(requests)
-        for request in requests:
+            accepted = index < len(draft) and draft[index] == token
+            self.counters.accepted_tokens += accepted
             stopped = self._hits_stop(request)
             if stopped or len(request.tokens) >= request.limit:
-                self._finish(request, stopped)
+                return self._finish(request, stopped)
+            if not accepted:
+                return None
 
     def _hits_stop(self, request: _Request) -> bool:
         last = request.tokens[-1]
@@ -284,7 +424,7 @@ class TorchEngine:
         return any(text in tail for text in request.sampling.stop_strings)
 
     def _finish(self, request: _Request, stopped: bool) -> None:
-        """Return the completion, and move the last running request into the freed slot."""
+        """Return the completion, and free the slot."""
         slot = self._running.index(request)
         if not request.done.done():
             request.done.set_result(
@@ -300,7 +440,13 @@ class TorchEngine:
                 )
             )
         if request.session:
-            self.runner.store_session(slot, request.session, (*request.prompt, *request.tokens[:-1]))
+            self.runner.store_session(slot, request.session, request.context)
+        self._free_slot(slot)
+        self._crowded = False
+
+    def _free_slot(self, slot: int) -> None:
+        """Free the memory of a slot, and move the last running request into it."""
+        self.runner.release(slot)
         last = len(self._running) - 1
         if slot != last:
             self.runner.move(last, slot, self._running[last].position + 1)
@@ -318,13 +464,44 @@ def make_torch_engine(
     network: Network, tokenizer: Any, config: TorchGenerationConfig, *, length: int, stop_ids: Sequence[int]
 ) -> TorchEngine:
     """Make an engine on a network, for sequences of up to ``length`` tokens. Raises ValueError if its KV cache is too small for one."""
-    runner: ModelRunner
-    if network.supports_attention_plans():
-        runner = CachedRunner(network, config, length=length)
-    else:
+    runner = make_runner(network, config, length=length)
+    drafts = config.speculative_lookup if runner.verifies_drafts else 0
+    if drafts < config.speculative_lookup:
+        log.warning("torch_cfg.speculative_lookup needs a paged cache, which this engine has not: it decodes one token at a time")
+    exact = network.exact is not None
+    return TorchEngine(runner, tokenizer, stop_ids=stop_ids, prefill_tokens=config.prefill_tokens, drafts=drafts, exact=exact)
+
+
+def make_runner(network: Network, config: TorchGenerationConfig, *, length: int) -> ModelRunner:
+    """Make the runner that a network and the configuration allow, and say which it is."""
+    if not network.supports_attention_plans():
         log.warning(
             "the torch engine cannot use a KV cache and recomputes the whole sequence for every token: %s", network.fallback
         )
-        runner = RecomputeRunner(network, max_slots=config.max_num_seqs, length=length)
-    exact = network.exact is not None
-    return TorchEngine(runner, tokenizer, stop_ids=stop_ids, prefill_tokens=config.prefill_tokens, exact=exact)
+        return RecomputeRunner(network, max_slots=config.max_num_seqs, length=length)
+    if _may_use_pages(network, config, length):
+        paged = PagedRunner(network, config, length=length)
+        if config.paged_cache or paged.rounds_as_learner:
+            log.info("the torch engine's KV cache has %d pages of %d tokens", paged.cache.pool.size, paged.cache.page)
+            return paged
+        config = replace(config, compiled_kernels=False)  # it was found, and said, that they cannot be used
+    slots = CachedRunner(network, config, length=length)
+    log.info("the torch engine's KV cache has %d slots of %d tokens", slots.slots, length)
+    return slots
+
+
+def _may_use_pages(network: Network, config: TorchGenerationConfig, length: int) -> bool:
+    """Whether the cache may be paged: as configured, else on a CPU, where it was measured. On a GPU, CUDA graphs need fixed slots.
+
+    Exact attention adds in the learner's order, which it does over fixed slots alone.
+    """
+    if network.exact is not None:
+        if config.paged_cache:
+            log.warning("torch_cfg.paged_cache is true, but policy.exact_on_policy attends over fixed slots: they are used")
+        return False
+    if config.paged_cache is not None:
+        return config.paged_cache
+    if network.device.type != "cpu":
+        return False
+    capacity = cache_capacity(network, infer_cache_shape(network), config, length)
+    return choose_page(capacity, length, config.max_num_seqs) is not None

@@ -1,0 +1,206 @@
+"""A key-value cache in pages: a sequence takes as many as it has tokens for, and sequences that begin alike share pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from strop.generation.torch.kv_cache import CacheShape
+from strop.generation.torch.paged.page_pool import PagePool
+from strop.generation.torch.paged.prefix_tree import PrefixMatch, PrefixNode, PrefixTree, Tokens
+from strop.models.routing.routes import RoutedLayers
+
+PAGE_SIZES = (256, 128, 64, 32, 16)
+
+
+@dataclass(eq=False)
+class PagedSequence:
+    """The pages of a sequence: shared ones, then its own."""
+
+    epoch: int  # of the tree when it was read
+    nodes: list[PrefixNode] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+
+    @property
+    def pages(self) -> list[int]:
+        return [node.page for node in self.nodes] + self.own
+
+    def renumber_page(self, old: int, new: int) -> None:
+        self.own[self.own.index(old)] = new
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedSequence:
+    """A sequence with pages for a prompt, of which ``cached`` tokens need not be read."""
+
+    sequence: PagedSequence
+    cached: int
+    logits: Tensor | None = None  # [V], if nothing has to be read
+
+
+def choose_page(capacity: int, length: int, sequences: int) -> int | None:
+    """Return the largest page size that gives two pages to each of ``sequences``, or the smallest; None if ``length`` tokens do not fit.
+
+    ``capacity`` is in tokens. Large pages make fewer and larger operators, small ones waste less of their last page.
+    """
+    fitting = [page for page in PAGE_SIZES if capacity // page >= -(-length // page)]
+    roomy = [page for page in fitting if capacity // page >= 2 * sequences]
+    return roomy[0] if roomy else fitting[-1] if fitting else None
+
+
+class PagedCache:
+    """Keys and values [layers, pages, heads, page, D], and who has which page."""
+
+    def __init__(self, shape: CacheShape, pages: int, page: int, routed: RoutedLayers | None = None) -> None:
+        """``routed``: also hold the experts of each token, for router replay."""
+        self.shape = shape
+        self.page = page  # tokens
+        size = (shape.layers, pages, shape.heads, page, shape.head_size)
+        # Uninitialized: a page takes memory when it is first used, and is zeroed then.
+        self.keys = torch.empty(size, dtype=shape.dtype, device=shape.device)
+        self.values = torch.empty(size, dtype=shape.dtype, device=shape.device)
+        self.routes: Tensor | None = None  # [pages, page, layers, k]
+        if routed is not None:
+            self.routes = torch.zeros((pages, page, *routed.shape), dtype=routed.dtype, device=shape.device)
+        self.pool = PagePool(pages, self.copy_page)
+        self.tree = PrefixTree(self.pool, page)
+        self._used = [False] * pages
+
+    def copy_page(self, source: int, target: int, length: int | None = None) -> None:
+        """Copy the first ``length`` tokens of a page (None: all)."""
+        self._prepare(target)
+        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
+        self.values[:, target, :, :length] = self.values[:, source, :, :length]
+        if self.routes is not None:
+            self.routes[target, :length] = self.routes[source, :length]
+
+    def _prepare(self, page: int) -> None:
+        """Zero a page at its first use: masked attention multiplies values that were never written by zero."""
+        if not self._used[page]:
+            self.keys[:, page].zero_()
+            self.values[:, page].zero_()
+            self._used[page] = True
+
+    def _push(self, sequence: PagedSequence) -> bool:
+        while (page := self.pool.push(sequence)) is None:
+            if not self.tree.evict():
+                return False
+        self._prepare(page)
+        sequence.own.append(page)
+        return True
+
+    def _insert(self, parent: PrefixNode, tokens: Tokens) -> PrefixNode | None:
+        """Add a node to the tree and keep it; the caller gives it up. None if there is no page for it."""
+        self.tree.acquire(parent)  # not to be evicted for its own child
+        while (node := self.tree.insert(parent, tokens)) is None:
+            if not self.tree.evict():
+                break
+        self.tree.give_up(parent)
+        if node is not None:
+            self._prepare(node.page)
+            self.tree.acquire(node)
+        return node
+
+    def open(self, tokens: Tokens) -> OpenedSequence | None:
+        """Make a sequence with pages for a prompt: cached ones, new shared ones, its last tokens in a page of its own.
+
+        Returns None, and changes nothing but what is cached, if memory is too short.
+        """
+        match = self.tree.match(tokens)
+        sequence = PagedSequence(self.tree.epoch, list(match.nodes))
+        for node in (*match.nodes, *([match.partial] if match.partial else [])):
+            self.tree.acquire(node)
+        complete = self._add_pages(sequence, tokens)
+        if complete and match.partial is not None:
+            self.copy_page(match.partial.page, sequence.pages[len(match.nodes)], match.count)
+        self.tree.touch([*match.nodes, *([match.partial] if match.partial else [])])
+        if match.partial is not None:
+            self.tree.give_up(match.partial)
+        if not complete:
+            self._forget(sequence, match)
+            return None
+        return OpenedSequence(sequence, match.length(self.page), match.logits)
+
+    def open_beside(self, sibling: PagedSequence, length: int) -> PagedSequence | None:
+        """Make a sequence that shares the pages of one with the same prompt. The tokens of its own page are still to be copied."""
+        sequence = PagedSequence(sibling.epoch, list(sibling.nodes))
+        for node in sequence.nodes:
+            self.tree.acquire(node)
+        if self.extend(sequence, length):
+            return sequence
+        self.close(sequence)
+        return None
+
+    def _add_pages(self, sequence: PagedSequence, tokens: Tokens) -> bool:
+        """Add shared pages for the whole pages of a prompt, and one of its own for the rest."""
+        for index in range(len(sequence.nodes), len(tokens) // self.page):
+            parent = sequence.nodes[-1] if sequence.nodes else self.tree.root
+            chunk = tokens[index * self.page : (index + 1) * self.page]
+            if parent.find_child(chunk) is not None:
+                break  # the prompt ends with this page, which is cached without logits: its last token is read in a page of its own
+            node = self._insert(parent, chunk)
+            if node is None:
+                return False
+            sequence.nodes.append(node)
+        return self.extend(sequence, len(tokens))
+
+    def _forget(self, sequence: PagedSequence, match: PrefixMatch) -> None:
+        """Close a sequence that was not read, with the nodes that were made for it."""
+        made = sequence.nodes[len(match.nodes) :]
+        self.close(sequence)
+        for node in reversed(made):
+            self.tree.drop(node)
+
+    def extend(self, sequence: PagedSequence, length: int) -> bool:
+        """Give a sequence room for ``length`` tokens, evicting what nothing needs. Return whether there was room."""
+        while (len(sequence.nodes) + len(sequence.own)) * self.page < length:
+            if not self._push(sequence):
+                return False
+        return True
+
+    def close(self, sequence: PagedSequence) -> None:
+        """Free the pages of a sequence; shared ones stay cached."""
+        for page in sorted(sequence.own, reverse=True):
+            self.pool.pop(page)
+        for node in sequence.nodes:
+            self.tree.give_up(node)
+        self.tree.touch(sequence.nodes)
+        sequence.own.clear()
+        sequence.nodes.clear()
+
+    def store(self, sequence: PagedSequence, tokens: Tokens, logits: Tensor | None = None) -> None:
+        """Keep the keys and values of a sequence's first tokens, as far as there is memory. ``logits`` [V]: after the last of them.
+
+        What was read with earlier weights is not kept.
+        """
+        if sequence.epoch != self.tree.epoch:
+            return
+        parent, kept = self.tree.root, list[PrefixNode]()
+        for index in range(-(-len(tokens) // self.page)):
+            chunk = tokens[index * self.page : (index + 1) * self.page]
+            node = sequence.nodes[index] if index < len(sequence.nodes) else parent.find_child(chunk)
+            if node is not None:
+                self.tree.acquire(node)
+            else:
+                node = self._insert(parent, chunk)
+                if node is None:
+                    break
+                self.copy_page(sequence.pages[index], node.page, len(chunk))
+            node.ready = True
+            kept.append(node)
+            parent = node
+        else:
+            if logits is not None and parent.attached:
+                parent.logits[len(parent.tokens)] = logits
+        for node in kept:
+            self.tree.give_up(node)
+        self.tree.touch(kept)
+
+    def read_routes(self, sequence: PagedSequence, length: int) -> Tensor | None:
+        """Return the experts of a sequence's first tokens, [length, layers, k] on the CPU; None without router replay."""
+        if self.routes is None:
+            return None
+        pages = torch.tensor(sequence.pages, device=self.routes.device)
+        return self.routes.index_select(0, pages).flatten(0, 1)[:length].to("cpu", copy=True)

@@ -1,0 +1,208 @@
+"""Forward passes of the embedded engine with a key-value cache in pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from strop.generation.torch.model_runner import PlanRunner, SlotPrompt, cache_capacity
+from strop.generation.torch.paged.page_attention import PagedDecodePlan, PagedPrefillPlan, PageLayout, PromptRead, make_layout
+from strop.generation.torch.paged.paged_cache import OpenedSequence, PagedCache, PagedSequence, choose_page
+from strop.generation.torch.torch_config import TorchGenerationConfig
+from strop.models.network import Network
+
+
+class PagedRunner(PlanRunner):
+    """Runs a network with a key-value cache in pages. Memory limits the tokens that are held, not the number of sequences."""
+
+    verifies_drafts = True
+
+    def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int, page: int | None = None) -> None:
+        """``page``: tokens of a page; None chooses. Raises ValueError if the memory holds no sequence of ``length`` tokens."""
+        super().__init__(network, config, length=length)
+        capacity = cache_capacity(network, self.shape, config, length)
+        page = page or choose_page(capacity, length, config.max_num_seqs)
+        if page is None or capacity // page * page < length:
+            raise ValueError(
+                f"policy.generation.torch_cfg.kv_cache_memory_gb holds {capacity} tokens, too few whole pages for a sequence of "
+                f"policy.max_total_sequence_length = {length}; raise the first, or set policy.generation.torch_cfg.paged_cache=false"
+            )
+        self.slots = config.max_num_seqs
+        self.cache = PagedCache(self.shape, capacity // page, page, network.routed)
+        self._sequences: list[PagedSequence] = []  # of the slots, in order
+        self._opened: dict[int, OpenedSequence] = {}  # slot -> reserved for the next prefill
+        self._readers: dict[tuple[int, ...], int] = {}  # prompt -> slot that reads it in the next prefill
+        self._ahead: PagedSequence | None = None  # what was read of a prompt that is not admitted yet
+        self._layout: PageLayout | None = None  # of one new token for each sequence
+        self._table: Tensor | None = None  # [B, n] int32, pages of each sequence, for the compiled kernels
+
+    @property
+    def rounds_as_learner(self) -> bool:
+        """Whether merged parts of attention make no difference: in float32, or with kernels that do not merge.
+
+        In bfloat16 a part is rounded before it is merged, which the learner's attention does not do.
+        """
+        return self.layers is not None or self.network.precision != torch.bfloat16
+
+    def _forget_layout(self) -> None:
+        """Pages have changed hands."""
+        self._layout = self._table = None
+
+    def count_unread(self, prompt: SlotPrompt) -> int:
+        return len(prompt.tokens) - self.cache.tree.match(prompt.tokens).length(self.cache.page)
+
+    def reserve(self, prompt: SlotPrompt) -> bool:
+        self._forget_layout()
+        reserved = self._open(prompt)
+        if not reserved and self._ahead is not None:
+            self._drop_ahead()
+            reserved = self._open(prompt)
+        return reserved
+
+    def _open(self, prompt: SlotPrompt) -> bool:
+        slot = len(self._sequences)
+        reader = self._readers.get(prompt.tokens)
+        if reader is not None:
+            sequence = self.cache.open_beside(self._sequences[reader], len(prompt.tokens))
+            if sequence is not None:
+                self._sequences.append(sequence)
+            return sequence is not None
+        opened = self.cache.open(prompt.tokens)
+        if opened is None:
+            return False
+        self._sequences.append(opened.sequence)
+        self._opened[slot] = opened
+        self._readers[prompt.tokens] = slot
+        return True
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self.cache.close(self._ahead)
+            self._ahead = None
+
+    def read_ahead(self, prompt: SlotPrompt, budget: int) -> int:
+        self._forget_layout()
+        cached = self.count_unread(prompt)
+        cached = len(prompt.tokens) - cached
+        page = self.cache.page
+        end = (cached + max(budget, page)) // page * page  # whole pages
+        if end >= len(prompt.tokens):
+            return 0
+        opened = self.cache.open(prompt.tokens[:end])
+        if opened is None:
+            return 0
+        self._drop_ahead()
+        self._ahead = opened.sequence
+        read = PromptRead(prompt.tokens[:end], opened.cached, opened.sequence.pages)
+        self._read([read])
+        for node in opened.sequence.nodes:
+            node.ready = True
+        return read.length
+
+    def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
+        logits = {slot: opened.logits for slot, opened in self._opened.items() if opened.logits is not None}
+        reading = [slot for slot in self._opened if slot not in logits]
+        tokens = {slot: prompt for prompt, slot in self._readers.items()}
+        if reading:
+            found = self._read(
+                [PromptRead(tokens[slot], self._opened[slot].cached, self._sequences[slot].pages) for slot in reading]
+            )
+            logits |= dict(zip(reading, found, strict=True))
+        for prompt in prompts:
+            reader = self._readers[prompt.tokens]
+            if prompt.slot != reader:
+                self._copy_own(reader, prompt.slot, len(prompt.tokens))
+        result = torch.stack([logits[self._readers[prompt.tokens]] for prompt in prompts])
+        for slot in reading:
+            self.cache.store(self._sequences[slot], tokens[slot], logits[slot])
+        self._opened.clear()
+        self._readers.clear()
+        self._drop_ahead()
+        return result
+
+    def _copy_own(self, source: int, target: int, length: int) -> None:
+        """Copy the tokens of a prompt that are not in shared pages."""
+        reader, sequence = self._sequences[source], self._sequences[target]
+        for index, (old, new) in enumerate(zip(reader.own, sequence.own, strict=True)):
+            start = (len(reader.nodes) + index) * self.cache.page
+            self.cache.copy_page(old, new, min(length - start, self.cache.page))
+
+    def _read(self, reads: Sequence[PromptRead]) -> Tensor:
+        """Run one forward pass over what is not cached of some sequences; return the logits after each, [B, V]."""
+        plan = PagedPrefillPlan(self.cache, reads)
+        tokens = torch.tensor([token for read in reads for token in read.tokens[read.cached :]])
+        last = torch.tensor(plan.lengths).cumsum(0) - 1
+        plan.routes = self.network.record_routes()
+        logits = self._forward(tokens, plan.positions, plan, last)
+        plan.record()
+        return logits
+
+    def extend(self, lengths: Sequence[int]) -> bool:
+        for sequence, length in zip(self._sequences, lengths, strict=True):
+            if (len(sequence.nodes) + len(sequence.own)) * self.cache.page < length:
+                self._forget_layout()
+                if not self.cache.extend(sequence, length):
+                    self._drop_ahead()
+                    if not self.cache.extend(sequence, length):
+                        return False
+        return True
+
+    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        if self.layers is not None:
+            return self.layers.decode(torch.tensor(tokens), torch.tensor(positions), self._make_table(), self.cache)
+        if self._layout is None:
+            self._layout = make_layout(self.cache, self._sequences, [1] * len(tokens))
+        return self._decode(tokens, positions, self._layout, range(len(tokens)))
+
+    def _make_table(self) -> Tensor:
+        """Return the pages of each sequence, [B, n] int32, padded with 0."""
+        if self._table is None:
+            pages = [sequence.pages for sequence in self._sequences]
+            longest = max(map(len, pages))
+            self._table = torch.tensor([row + [0] * (longest - len(row)) for row in pages], dtype=torch.int32)
+        return self._table
+
+    def decode_drafts(self, rows: Sequence[Sequence[int]], positions: Sequence[int]) -> Tensor:
+        slots = [slot for slot, row in enumerate(rows) for _ in row]
+        tokens = [token for row in rows for token in row]
+        places = [position + index for row, position in zip(rows, positions, strict=True) for index in range(len(row))]
+        if self.layers is not None:
+            return self.layers.decode(torch.tensor(tokens), torch.tensor(places), self._make_table()[slots], self.cache)
+        layout = make_layout(self.cache, self._sequences, [len(row) for row in rows])
+        return self._decode(tokens, places, layout, slots)
+
+    def _decode(self, tokens: Sequence[int], positions: Sequence[int], layout: PageLayout, slots: Sequence[int]) -> Tensor:
+        page, device = self.cache.page, self.network.device
+        pages = []
+        for slot, position in zip(slots, positions, strict=True):
+            sequence = self._sequences[slot]
+            pages.append(sequence.own[position // page - len(sequence.nodes)])
+        where = torch.tensor(pages, device=device), torch.tensor(positions, device=device)
+        plan = PagedDecodePlan(self.cache, layout, *where, longest=max(positions) + 1)
+        plan.routes = self.network.record_routes()
+        logits = self._forward(torch.tensor(tokens), plan.positions, plan, None)
+        plan.record()
+        return logits
+
+    def release(self, slot: int) -> None:
+        self._forget_layout()
+        self.cache.close(self._sequences[slot])
+        if slot == len(self._sequences) - 1:
+            self._sequences.pop()
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self._forget_layout()
+        assert source == len(self._sequences) - 1
+        self._sequences[target] = self._sequences.pop()
+
+    def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
+        self.cache.store(self._sequences[slot], tokens)
+
+    def read_routes(self, slot: int, length: int) -> Tensor | None:
+        return self.cache.read_routes(self._sequences[slot], length)
+
+    def reset_prefix_cache(self) -> None:
+        self._drop_ahead()
+        self.cache.tree.clear()
