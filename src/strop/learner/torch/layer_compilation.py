@@ -209,7 +209,7 @@ def _log_saving(network: Network, compiled: CompiledLayers, call: LayerCall, sai
                 taken.append(_time(call, network.device))
     fast, usual = (1000 * statistics.median(taken) for taken in seconds)
     log.info(
-        "%s: both passes of one over %d tokens take %.3g ms instead of %.3g (%.2f times as fast)",
+        "%s: both passes of one over %d tokens take %.1f ms instead of %.1f (%.2f times as fast)",
         said,
         call.hidden.shape[1],
         fast,
