@@ -29,7 +29,8 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 CODES_OF_A_CLASS = 64  # policy, critic and reference of one family, with and without gradients; torch stops compiling at 8
 
 # Values are rounded where the modules round them: a code that keeps float32 in between would move the learner away from the sampler.
-OPTIONS: Mapping[str, Any] = {"emulate_precision_casts": True}
+# And nothing is chosen by a stopwatch that changes a result: a resumed run must compile the same code.
+OPTIONS: Mapping[str, Any] = {"emulate_precision_casts": True, "deterministic": True}
 
 
 class CompiledLayers:
