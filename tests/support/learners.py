@@ -32,11 +32,13 @@ def make_model_config(
     score_tokens: int = 8192,
     activation_checkpointing: bool | float = False,
     activation_offload: bool = False,
+    compile_layers: bool = False,
 ) -> ModelConfig:
     """``average_decay``: None is without a moving average of the weights."""
     kwargs = {"lr": 5e-6, "weight_decay": 0.01} if optimizer_kwargs is None else dict(optimizer_kwargs)
     return ModelConfig(
         model_name="model",
+        compile=compile_layers,
         tokenizer=TokenizerConfig(name="model"),
         optimizer=OptimizerConfig(name=optimizer, kwargs=kwargs, no_decay=tuple(no_decay), groups=tuple(parameter_groups)),
         scheduler=schedule,

@@ -27,6 +27,7 @@ class ModelConfig(BaseConfig):
         "logprob_batch_size",
         "logprob_chunk_size",
         "attention_kernel",
+        "compile",
     )
 
     model_name: str = Field(..., min_length=1, description="A hub name or a folder with a Hugging Face model.")
@@ -70,6 +71,11 @@ class ModelConfig(BaseConfig):
         description="What computes the learner's attention over packed rows: plain (products with a mask, padded to the longest sibling), "
         "flash (torch's fused kernels, merged over the prefix tree), blockwise (torch code, any option), flex (FlexAttention, "
         "compiled); auto chooses by device, dtype and length.",
+    )
+    compile: Literal["auto"] | bool = Field(
+        "auto",
+        description="Compile the decoder layers of the learner by torch.compile, attention left out: true, false, or auto (on one GPU "
+        "with Triton, for the dense models that it is tested with). A CPU needs a C++ compiler.",
     )
     freeze_moe_router: bool = Field(
         False, description="Do not train the weights that choose the experts of a token; nothing in a model without experts."
@@ -117,12 +123,32 @@ class ModelConfig(BaseConfig):
         return check_weights_dtype(weights_dtype, values)
 
     def errors(self, key: str) -> Iterator[Problem]:
+        if self.compile is True and not self.megatron_cfg.enabled:
+            yield from self._check_compile_alone(key)
         if not self.dtensor_cfg.enabled and not self.megatron_cfg.enabled:
             yield Problem(
                 f"{key}.dtensor_cfg.enabled",
                 f"found false, and {key}.megatron_cfg.enabled is false too, which leaves no learner",
                 f"Set {key}.dtensor_cfg.enabled=true.",
             )
+
+    def _check_compile_alone(self, key: str) -> Iterator[Problem]:
+        """Yield sections that layers are not compiled beside."""
+        for section, refused, reason, value in (
+            ("sequence_packing.enabled", not self.sequence_packing.enabled, "padded rows are read by layers as they are", "true"),
+            (
+                "dtensor_cfg.lora_cfg.enabled",
+                self.dtensor_cfg.lora_cfg.enabled,
+                "a compiled layer may not notice adapters switched off",
+                "false",
+            ),
+        ):
+            if refused:
+                yield Problem(
+                    f"{key}.compile",
+                    f"found true, but {key}.{section} is {str(value == 'false').lower()}: {reason}",
+                    f"Set it to auto or false, or {key}.{section}={value}.",
+                )
 
 
 def check_weights_dtype(weights_dtype: str, values: ValidationInfo) -> str:

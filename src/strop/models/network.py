@@ -25,6 +25,7 @@ from strop.models.exact.exact_logprobs import ExactHead, exact_token_logprobs
 from strop.models.exact.exact_network import ExactPasses
 from strop.models.exact.exact_tree import ExactTree
 from strop.models.exact.exactness_error import NotExactError
+from strop.models.layers.compiled_layers import CompiledLayers
 from strop.models.layers.fused_layers import FusedLayers, enable_fused_layers
 from strop.models.logprobs.lm_head import LMHead, get_lm_head
 from strop.models.logprobs.token_logprobs import token_logprobs
@@ -105,6 +106,7 @@ class Network:
         self.attention_kernel: AttentionKernel = attention_kernel  # of packed rows
         self.device = next(model.parameters()).device
         self.fused_layers: FusedLayers = enable_fused_layers(model)  # a learner's passes use them
+        self.compiled_layers: CompiledLayers | None = None  # with policy.compile: they use these instead
         self.token_sharding: TokenSharding = NoTokenSharding()
         self.routed: RoutedLayers | None = None  # with router replay
         self.router_counts: Tensor | None = None  # since they were taken: (token, layer) pairs that differ, compared

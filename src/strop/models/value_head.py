@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.algorithms.base import ValueOutputs
+from strop.models.layers.compiled_layers import CompiledLayers
 from strop.models.layers.fused_layers import FusedLayers
 from strop.models.network import Network
 from strop.models.value_network import apply_score_layer
@@ -79,6 +80,10 @@ class ValueHead:
     @property
     def fused_layers(self) -> FusedLayers:
         return self.trunk.fused_layers
+
+    @property
+    def compiled_layers(self) -> CompiledLayers | None:
+        return self.trunk.compiled_layers
 
     def outputs(self, batch: Batch, sampling: Sampling) -> ValueOutputs:
         """Return the values at each sampled token, [N]. ``sampling`` has no effect."""

@@ -478,3 +478,23 @@ def test_a_budget_that_cannot_be_measured_is_refused(overrides: list[str], reaso
 def test_a_budget_is_measured_where_the_engine_runs_the_learner_s_module() -> None:
     assert accepted(AUTO) == []
     assert "micro-batches" not in str(accepted(AUTO, "policy.sequence_packing.prefix_sharing=false"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason", "remedy"),
+    [
+        (["policy.exact_on_policy=true"], "operations of a fixed order", "policy.exact_on_policy=false"),
+        (["policy.router_replay.enabled=true"], "recorded experts", "policy.router_replay.enabled=false"),
+        (["policy.sequence_packing.enabled=false"], "padded rows", "policy.sequence_packing.enabled=true"),
+        (["policy.dtensor_cfg.lora_cfg.enabled=true"], "adapters switched off", "policy.dtensor_cfg.lora_cfg.enabled=false"),
+    ],
+)
+def test_layers_are_not_compiled_beside_what_they_cannot_follow(overrides: list[str], reason: str, remedy: str) -> None:
+    text = str(refusal("policy.compile=true", *overrides))
+    assert "policy.compile: found true" in text and reason in text and remedy in text
+    assert not [problem for problem in accepted(*overrides) if "policy.compile" in problem]  # auto leaves them as they are
+
+
+def test_layers_are_compiled_with_ordinary_settings() -> None:
+    assert not [problem for problem in accepted("policy.compile=true") if "policy.compile" in problem]
+    assert not [problem for problem in accepted("policy.compile=auto") if "policy.compile" in problem]

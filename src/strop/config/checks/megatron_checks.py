@@ -79,6 +79,8 @@ def warn_torch_keys(config: TrainingRunConfig) -> Problems:
             yield Problem(
                 f"{key}.attention_kernel", "it has no effect: Megatron Core's layers attend with the kernel that auto chooses"
             )
+        if model.compile is True:
+            yield Problem(f"{key}.compile", "it has no effect: Megatron Core has fused layers of its own")
 
 
 ERROR_CHECKS = (check_megatron_installed, check_one_learner, check_megatron_models, check_megatron_ranks, check_critic_network)

@@ -73,6 +73,7 @@ class PolicyConfig(ModelConfig):
             yield from self._check_adapter_dropout(f"{key}.megatron_cfg.peft.dropout", self.megatron_cfg.peft)
         yield from self._check_engine_length(f"{key}.generation.vllm_cfg.max_model_len")
         yield from self._check_router_replay(key)
+        yield from self._check_compile(key)
         if self.exact_on_policy:
             yield from self._check_exact(key)
 
@@ -119,6 +120,29 @@ class PolicyConfig(ModelConfig):
                 f"found true, but vLLM does not say the experts of tokens with {stages} pipeline stages",
                 f"Set {key}.generation.vllm_cfg.pipeline_parallel_size=1, and tensor_parallel_size for a model that needs several GPUs.",
             )
+
+    def _check_compile(self, key: str) -> Iterator[Problem]:
+        """Yield what compiled layers cannot do; what depends on the model or the machine is found when it is loaded."""
+        if self.compile is not True or self.megatron_cfg.enabled:
+            return
+        for name, switched_on, reason in (
+            (
+                "exact_on_policy",
+                self.exact_on_policy,
+                "computes with operations of a fixed order, and a compiler chooses its own",
+            ),
+            (
+                "router_replay.enabled",
+                self.router_replay.enabled,
+                "hands recorded experts to the layers, which compiled ones do not take",
+            ),
+        ):
+            if switched_on:
+                yield Problem(
+                    f"{key}.compile",
+                    f"found true, but {key}.{name} {reason}",
+                    f"Set it to auto or false, or {key}.{name}=false.",
+                )
 
     def _check_exact(self, key: str) -> Iterator[Problem]:
         """Yield what cannot compute the same bits on both sides."""

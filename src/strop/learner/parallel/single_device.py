@@ -26,7 +26,7 @@ from strop.learner.parallel.parallelism import NamedParameters, ParallelNetwork
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.adapters import adapter_weights, load_adapters, lora_layers, merged_weights, save_adapters
-from strop.models.layers.fused_layers import use_fused_layers
+from strop.models.layers.compiled_layers import use_learner_layers
 from strop.models.loading import quiet_transformers
 from strop.types import Batch
 
@@ -71,7 +71,7 @@ class SingleDevice:
         *,
         backward: bool = False,
     ) -> LocalOutputs[OutputsT]:
-        with use_fused_layers(self.network, keep_copies=True):
+        with use_learner_layers(self.network, keep_copies=True):
             return run_in_turn(micro_batches, compute, loss, backward=backward)
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:

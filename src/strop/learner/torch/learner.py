@@ -38,6 +38,7 @@ from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snap
 from strop.learner.parallel.single_device import SingleDevice
 from strop.learner.torch.activation_memory import ActivationOffload, checkpoint_layers
 from strop.learner.torch.hyperparameters import Hyperparameters
+from strop.learner.torch.layer_compilation import choose_layer_compilation
 from strop.learner.torch.master_weights import MasterWeights
 from strop.learner.torch.optimizer import make_optimizer, make_scheduler
 from strop.learner.torch.optimizer_config import SchedulerConfig, ScheduleStageConfig
@@ -104,6 +105,9 @@ class TorchLearner:
         self._train_tokens: int | None = None if budget == "auto" else budget  # None: until ``set_train_tokens``
         self.model: nn.Module = network.model
         self._activations = self._limit_activations(section)
+        if isinstance(network, Network):  # a value head runs the layers of its trunk
+            sharded = not isinstance(self.parallelism, SingleDevice)
+            choose_layer_compilation(network, config.compile, section, sharded=sharded)
         self.trainable_parameters = self.parallelism.trainable_parameters()
         self.masters = MasterWeights(self.trainable_parameters)
         self.parameters = self.masters.parameters

@@ -20,6 +20,7 @@ from strop.learner.parallel.single_device import SingleDevice
 from strop.learner.torch.top_tokens import TopTokens, compute_top_tokens
 from strop.models.adapters import lora_layers
 from strop.models.exact.exact_modules import restore_modules
+from strop.models.layers.compiled_layers import find_compiled_layers
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
@@ -103,13 +104,15 @@ def copy_frozen(network: Network) -> Network:
     """Return a frozen copy of a network with its current weights, in evaluation mode."""
     model = copy.deepcopy(network.model).eval().requires_grad_(False)
     restore_modules(model)  # a copy only scores
-    return Network(
+    twin = Network(
         model,
         precision=network.precision,
         chunk=network.chunk,
         packed=network.packed,
         attention_kernel=network.attention_kernel,
     )
+    twin.compiled_layers = find_compiled_layers(model)  # it rounds as the network does
+    return twin
 
 
 def without_adapters(network: Network) -> ScoringContext:

@@ -57,6 +57,11 @@ def strop_attention(
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, strop_attention)
 
 
+def keep_attention_uncompiled() -> None:
+    """Have torch.compile stop at attention from now on, in this process."""
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, torch.compiler.disable(strop_attention))
+
+
 def mixes_tokens(module: nn.Module) -> bool:
     """Return whether a module mixes tokens. Such modules have a ``layer_idx``, as do the decoder layers that contain them."""
     return hasattr(module, "layer_idx") and not isinstance(module, GradientCheckpointingLayer)

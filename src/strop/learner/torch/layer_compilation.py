@@ -1,0 +1,227 @@
+"""Whether a learner's decoder layers are compiled (``policy.compile``), and the proof that the compiled ones compute the same."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from strop.models.adapters import lora_layers
+from strop.models.attention.tree_plan import TreePlan
+from strop.models.layers.compiled_layers import CompiledLayers
+from strop.models.layers.decoder_layers import decoder_layers
+from strop.models.network import Network
+
+log = logging.getLogger(__name__)
+
+TOKENS = 512  # of the row that compiled layers are tried with
+ROUNDS = 3
+# How far values and gradients of compiled layers may be from those of the modules, relative to the norm of all of them.
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+# Families that auto compiles; others may have steps that are compiled anew for each batch, as the choice of experts.
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2")
+
+
+class CannotCompile(Exception):
+    """Why the layers of a network cannot be compiled."""
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A decoder layer with the arguments of a call."""
+
+    layer: nn.Module
+    hidden: Tensor  # [1, T, H]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def run(self) -> Tensor:
+        output = self.layer(self.hidden, *self.args, **self.kwargs)
+        values: Tensor = output[0] if isinstance(output, tuple) else output
+        return values
+
+    def run_both_passes(self) -> list[Tensor]:
+        """Return the output, and the gradients of the input and of the trained weights."""
+        output = self.run()
+        inputs = [self.hidden, *(each for each in self.layer.parameters() if each.requires_grad)]
+        return [output.detach(), *torch.autograd.grad(output, inputs, self.hidden.detach().to(output.dtype))]
+
+
+def choose_layer_compilation(
+    network: Network, wanted: bool | Literal["auto"], section: str, *, sharded: bool = False
+) -> CompiledLayers | None:
+    """Compile the layers of a network for a learner's passes, or not, and log which. Return what compiles them.
+
+    Layers are compiled and tried at once. ``wanted`` true: raises ValueError with the reason if they cannot be compiled, or if they
+    compute something else then. ``auto``: the modules compute instead.
+    """
+    if wanted is False or (wanted == "auto" and network.device.type != "cuda"):
+        return None
+    try:
+        reason = find_obstacle(network, sharded=sharded, known_only=wanted == "auto")
+        if reason is not None:
+            raise CannotCompile(reason)
+        network.compiled_layers = _compile_and_try(network, section)
+    except CannotCompile as error:
+        if wanted is True:
+            raise ValueError(f"{section}.compile: found true, but {error}. Set it to auto or false") from error
+        log.info("%s.compile: the layers are not compiled: %s", section, error)
+    return network.compiled_layers
+
+
+def find_obstacle(network: Network, *, sharded: bool, known_only: bool) -> str | None:
+    """Return why the layers cannot be compiled; None if they can. ``known_only``: only families that were tested."""
+    layers = decoder_layers(network.decoder)
+    if network.exact is not None:
+        return "policy.exact_on_policy computes with operations of a fixed order"
+    if network.routed is not None:
+        return "policy.router_replay hands recorded experts to the layers"
+    if sharded:
+        return "the learner is on ranks, whose layers are not compiled in this version"
+    if not network.packed:
+        return "the model reads padded rows, whose layers are not compiled in this version"
+    if any(True for _ in lora_layers(network.model)):
+        return (
+            "the layers have adapters, which the reference policy switches off, and a compiled layer cannot be trusted to notice"
+        )
+    if any(module._forward_hooks or module._forward_pre_hooks for layer in layers for module in layer.modules()):
+        return "its modules have hooks, which a compiled layer does not watch"
+    if not layers or any("forward" in vars(layer) for layer in layers):
+        return f"{type(network.decoder).__name__} has no layers whose forward pass is their own"
+    kind = type(layers[0]).__name__
+    if known_only and kind not in {f"{family}DecoderLayer" for family in FAMILIES}:
+        return f"{kind} is not among the layers that it was tested with; policy.compile=true tries it"
+    return _find_missing_compiler(network.device)
+
+
+def _find_missing_compiler(device: torch.device) -> str | None:
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton is not installed (pip install triton)"
+    if device.type != "cpu":
+        return f"layers are compiled for GPUs and CPUs, not for {device.type}"
+    found = any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
+    return None if found else "there is no C++ compiler on this machine (install g++)"
+
+
+def _compile_and_try(network: Network, section: str) -> CompiledLayers:
+    """Compile the layers and compare them with the modules. Raises CannotCompile, and leaves the modules as they were then."""
+    layers = decoder_layers(network.decoder)
+    calls = record_calls(network, _one_of_each_kind(layers))
+    compiled = CompiledLayers(layers)
+    try:
+        with network.autocast():
+            for call, difference in zip(calls, _compare(calls, compiled), strict=True):
+                _check(call, difference, network)
+            _log_saving(network, compiled, calls[0], f"{section}: {len(layers)} decoder layers are compiled")
+    except CannotCompile:
+        compiled.remove()
+        raise
+    except RuntimeError as error:  # those of torch.compile and of compilers are RuntimeErrors
+        compiled.remove()
+        raise CannotCompile(f"torch.compile failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+    return compiled
+
+
+def _one_of_each_kind(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    kinds = {(type(layer), getattr(getattr(layer, "self_attn", None), "sliding_window", None)): layer for layer in layers}
+    return list(kinds.values())
+
+
+@torch.no_grad()
+def record_calls(network: Network, layers: Sequence[nn.Module]) -> list[LayerCall]:
+    """Return the calls of layers in a pass over a row of one sequence of at most 512 tokens."""
+    calls: list[LayerCall] = []
+
+    def record(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        calls.append(LayerCall(layer, hidden.detach().clone().requires_grad_(), args[1:], others))
+
+    config = network.decoder.config
+    length = min(TOKENS, int(getattr(config, "max_position_embeddings", None) or TOKENS))  # type: ignore[call-overload]
+    positions = torch.arange(length, device=network.device)
+    start, size, parent = (torch.tensor([value]) for value in (0, length, -1))
+    plan = TreePlan(start, size, parent, network.device, network.attention_kernel)
+    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
+    try:
+        tokens = (positions * 7919 + 13) % network.model.get_input_embeddings().weight.shape[0]
+        with network.autocast():
+            network.decoder(input_ids=tokens[None], position_ids=positions[None], plan=plan, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _compare(calls: Sequence[LayerCall], compiled: CompiledLayers) -> list[float]:
+    """Return for each call how far compiled values and gradients are from the modules'. Passes without gradients are compiled too."""
+    plain = [call.run_both_passes() for call in calls]
+    with compiled.use():
+        found = [call.run_both_passes() for call in calls]
+        with torch.no_grad():
+            scored = [call.run() for call in calls]
+    return [
+        max(_distance([values[0]], [expected[0]]), _distance([score], [expected[0]]), _distance(values[1:], expected[1:]))
+        for values, score, expected in zip(found, scored, plain, strict=True)
+    ]
+
+
+def _distance(values: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the norm of all differences relative to that of all expected values; infinite for values that are not finite."""
+    squares = [
+        ((a.double() - b.double()).square().sum(), b.double().square().sum()) for a, b in zip(values, expected, strict=True)
+    ]
+    difference, size = (float(torch.stack(column).sum().sqrt()) for column in zip(*squares, strict=True))
+    distance = difference / max(size, torch.finfo(torch.float32).tiny)
+    return distance if distance == distance else float("inf")
+
+
+def _check(call: LayerCall, difference: float, network: Network) -> None:
+    bound = BOUNDS.get(network.precision, BOUNDS[torch.float32])
+    if difference > bound:
+        raise CannotCompile(
+            f"{type(call.layer).__name__} computes something else when it is compiled: values or gradients differ by {difference:.2g} of "
+            f"their size, and {bound:g} is the bound in {str(network.precision).removeprefix('torch.')}"
+        )
+
+
+def _log_saving(network: Network, compiled: CompiledLayers, call: LayerCall, said: str) -> None:
+    """Measure both passes of a layer, compiled and as the learner runs it otherwise, in alternation."""
+    contexts: tuple[Callable[[], AbstractContextManager[None]], ...] = (
+        compiled.use,
+        lambda: network.fused_layers.use(keep_copies=True),
+    )
+    seconds: tuple[list[float], ...] = ([], [])
+    for _ in range(ROUNDS):
+        for context, taken in zip(contexts, seconds, strict=True):
+            with context():
+                call.run_both_passes()  # copies of weights are made here
+                taken.append(_time(call, network.device))
+    fast, usual = (1000 * statistics.median(taken) for taken in seconds)
+    log.info(
+        "%s: both passes of one over %d tokens take %.1f ms instead of %.1f (%.2f times as fast)",
+        said,
+        call.hidden.shape[1],
+        fast,
+        usual,
+        usual / fast,
+    )
+
+
+def _time(call: LayerCall, device: torch.device) -> float:
+    synchronize: Callable[[], Any] = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+    synchronize()
+    began = time.perf_counter()
+    call.run_both_passes()
+    synchronize()
+    return time.perf_counter() - began

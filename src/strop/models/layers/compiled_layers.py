@@ -1,0 +1,142 @@
+"""Decoder layers compiled by torch.compile, each class of layer once, attention left out.
+
+The layers of a model share their compiled code, and rows of all lengths do: the number of tokens is a variable of the code. Attention
+follows the plan of a call, which no compiler can read, and has kernels of its own; a layer is compiled up to it and behind it. The code
+is kept on disk between runs. Outside ``CompiledLayers.use`` the layers run as before: an engine on the same modules has other shapes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from strop.models.attention.attention_interface import keep_attention_uncompiled
+from strop.models.layers.fused_layers import use_fused_layers
+
+log = logging.getLogger(__name__)
+
+_STATE = "_strop_compiled"
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+CODES_OF_A_CLASS = 64  # policy, critic and reference of one family, with and without gradients; torch stops compiling at 8
+
+# Values are rounded where the modules round them: a code that keeps float32 in between would move the learner away from the sampler.
+# And nothing is chosen by a stopwatch that changes a result: a resumed run must compile the same code.
+OPTIONS: Mapping[str, Any] = {"emulate_precision_casts": True, "deterministic": True}
+
+
+class CompiledLayers:
+    """The compiled forward passes of a decoder's layers, which are in effect inside ``use``."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        """Nothing is compiled yet: that happens in the first passes."""
+        self.active = False
+        self.compiled = 0  # parts of layers, with their backward passes; a layer has several
+        self.seconds = 0.0  # that compiling them took
+        self._functions = {type(layer): _compile(type(layer)) for layer in layers}
+        self._layers = tuple(layers)
+        self._began = 0.0
+        for layer in layers:
+            layer.__dict__[_STATE] = self
+            layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLayers:
+        """The copy of a model shares the code, and says for itself when it is in effect."""
+        twin = memo[id(self)] = CompiledLayers.__new__(CompiledLayers)
+        twin.active, twin.compiled, twin.seconds, twin._began = False, 0, 0.0, 0.0
+        twin._functions, twin._layers = self._functions, ()  # the layers of the copy know their state
+        return twin
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Use the compiled layers, also in backward passes that recompute. The log says what was compiled meanwhile."""
+        from torch._dynamo.callback import callback_handler  # imported late: it takes a second
+
+        if self.active:
+            yield
+            return
+        compiled, seconds = self.compiled, self.seconds
+        self.active = True
+        begin, end = self._begin, self._end
+        callback_handler.register_start_callback(begin)
+        callback_handler.register_end_callback(end)
+        try:
+            yield
+        finally:
+            self.active = False
+            callback_handler.remove_start_callback(begin)
+            callback_handler.remove_end_callback(end)
+            if self.compiled > compiled:
+                log.info(
+                    "compiled decoder layers: %d parts in %.1f s, kept in %s",
+                    self.compiled - compiled,
+                    self.seconds - seconds,
+                    os.environ.get(_CACHE, "a temporary folder"),
+                )
+
+    def remove(self) -> None:
+        """Give the layers their own forward passes back."""
+        for layer in self._layers:
+            del layer.__dict__[_STATE], layer.__dict__["forward"]
+
+    def run(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        function = self._functions[type(layer)] if self.active else type(layer).forward
+        return function(layer, *args, **kwargs)
+
+    def _begin(self, *_: Any) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, *_: Any) -> None:
+        self.compiled += 1
+        self.seconds += time.perf_counter() - self._began
+
+
+def find_compiled_layers(model: nn.Module) -> CompiledLayers | None:
+    """Return what compiles a model's layers, also in a copy of the model; None if nothing does."""
+    return next((module.__dict__[_STATE] for module in model.modules() if _STATE in module.__dict__), None)
+
+
+def use_learner_layers(network: object, *, keep_copies: bool) -> AbstractContextManager[None]:
+    """Return the context of a learner's passes: compiled layers where a network has them, else fused ones.
+
+    An exact network computes with neither. ``keep_copies``: as in ``FusedLayers.use``.
+    """
+    compiled: CompiledLayers | None = getattr(network, "compiled_layers", None)
+    if compiled is None:
+        return use_fused_layers(network, keep_copies=keep_copies)
+    return nullcontext() if getattr(network, "exact", None) is not None else compiled.use()
+
+
+def _compile(kind: type[nn.Module]) -> Callable[..., Any]:
+    """Return the forward pass of a class of layers, compiled for any number of tokens."""
+    keep_cache()
+    keep_attention_uncompiled()
+    settings: Any = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, CODES_OF_A_CLASS)
+    function: Callable[..., Any] = torch.compile(kind.forward, dynamic=True, options=dict(OPTIONS))
+    return function
+
+
+def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    compiled: CompiledLayers = layer.__dict__[_STATE]
+    return compiled.run(layer, *args, **kwargs)
+
+
+def keep_cache() -> None:
+    """Keep compiled code between runs in the user's own folder, unless the environment names one: what lies there is executed."""
+    if os.environ.get(_CACHE):
+        return
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "strop" / "compiled_layers"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return  # torch takes a folder for temporary files
+    os.environ[_CACHE] = str(folder)

@@ -1,0 +1,204 @@
+"""Compiled decoder layers against the modules, and when layers are compiled."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strop.learner.torch import layer_compilation
+from strop.learner.torch.layer_compilation import choose_layer_compilation, find_obstacle
+from strop.learner.torch.scorer import copy_frozen
+from strop.models.layers.compiled_layers import CompiledLayers, find_compiled_layers, keep_cache, use_learner_layers
+from strop.models.layers.decoder_layers import decoder_layers
+from strop.models.network import Network, probe_batch
+from strop.models.value_head import ValueHead
+from strop.sampling import Sampling
+from support.learners import make_torch_learner
+from support.models import VOCABULARY, build, copy_gradients, largest_difference
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="a CPU needs a C++ compiler")
+FAMILIES = ("qwen2", "qwen3", "mistral", "gemma", "gemma2")
+
+
+@pytest.fixture(autouse=True)
+def code(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep compiled code in one folder for all of these tests, out of the user's, and forget it in this process."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "compiled"))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def run(network: Network, *, compiled: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the log-probabilities of a batch of 28 tokens and the gradients of a loss on them."""
+    batch = probe_batch(VOCABULARY)
+    advantages = torch.randn(len(batch.target), generator=torch.Generator().manual_seed(3))
+    network.model.zero_grad(set_to_none=True)
+    with use_learner_layers(network if compiled else object(), keep_copies=True):
+        outputs = network.outputs(batch, Sampling())
+        (outputs.logprobs * advantages).sum().backward()
+    return outputs.logprobs.detach(), copy_gradients(network.model)
+
+
+def compare(network: Network, bound: float) -> CompiledLayers:
+    """Compare the passes of a network before and after its layers are compiled, over a row of another length than they are tried with."""
+    plain = run(network, compiled=False)
+    compiled = choose_layer_compilation(network, True, "policy")
+    assert compiled is not None
+    parts = compiled.compiled
+    found = run(network, compiled=True)
+    torch.testing.assert_close(found[0], plain[0], rtol=0, atol=bound)
+    assert largest_difference(found[1], plain[1]) < bound
+    assert compiled.compiled == parts > 0, "a row of another length was compiled again"
+    return compiled
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_compiled_layers_compute_what_the_modules_compute_for_rows_of_any_length() -> None:
+    network = Network(build("llama"), packed=True)
+    state = torch.random.get_rng_state()
+    compare(network, 2e-5)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_compiled_layers_see_what_an_engine_replaces_and_its_passes_do_not_compile() -> None:
+    network = Network(build("llama"), packed=True)
+    compiled = compare(network, 2e-5)
+    parts = compiled.compiled
+    network.decoder.layers[1].mlp.up_proj.forward = lambda x: x.new_zeros(*x.shape[:-1], 48)  # type: ignore[union-attr, index]
+    plain = run(network, compiled=False)
+    assert compiled.compiled == parts  # an engine's passes do not compile
+    found = run(network, compiled=True)
+    assert compiled.compiled > parts  # what an engine replaces is seen
+    torch.testing.assert_close(found[0], plain[0], rtol=0, atol=2e-5)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_layers_of_other_families_compute_what_their_modules_compute(family: str) -> None:
+    compare(Network(build(family), packed=True), 2e-5)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_compiled_layers_round_where_the_modules_round_under_autocast() -> None:
+    compare(Network(build("llama"), packed=True, precision=torch.bfloat16), 1e-4)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("share", [0.5, True])
+def test_a_learner_recomputes_compiled_layers_in_its_backward_pass(share: float) -> None:
+    network = Network(build("llama"), packed=True)
+    plain = run(network, compiled=False)
+    learner = make_torch_learner(network, Sampling(), activation_checkpointing=share, compile_layers=True)
+    assert network.compiled_layers is not None and ValueHead(network).compiled_layers is network.compiled_layers
+    assert learner.model.training
+    found = run(network, compiled=True)
+    torch.testing.assert_close(found[0], plain[0], rtol=0, atol=2e-5)
+    assert largest_difference(found[1], plain[1]) < 2e-5
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_frozen_copy_computes_the_bits_of_the_network() -> None:
+    network = Network(build("llama"), packed=True, precision=torch.bfloat16)
+    choose_layer_compilation(network, True, "policy")
+    twin = copy_frozen(network)
+    assert twin.compiled_layers is not None and twin.compiled_layers is not network.compiled_layers
+    batch = probe_batch(VOCABULARY)
+    found = []
+    for each in (network, twin):
+        with torch.no_grad(), use_learner_layers(each, keep_copies=True):
+            found.append(each.outputs(batch, Sampling()).logprobs)
+    assert torch.equal(*found)
+
+
+@pytest.fixture
+def network() -> Network:
+    return Network(build("llama"), packed=True)
+
+
+def test_a_cpu_compiles_nothing_by_itself(network: Network) -> None:
+    assert choose_layer_compilation(network, "auto", "policy") is None
+    assert choose_layer_compilation(network, False, "policy") is None
+    assert all("forward" not in vars(layer) for layer in decoder_layers(network.decoder))
+
+
+def test_what_cannot_be_compiled_is_refused_with_the_reason(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"policy\.compile: found true, but the learner is on ranks"):
+        choose_layer_compilation(network, True, "policy", sharded=True)
+    with pytest.raises(ValueError, match=r"value\.compile: found true, but the model reads padded rows"):
+        choose_layer_compilation(Network(build("llama"), packed=False), True, "value")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match=r"no C\+\+ compiler on this machine \(install g\+\+\)\. Set it to auto or false"):
+        choose_layer_compilation(network, True, "policy")
+
+
+@pytest.mark.parametrize("attribute", ["exact", "routed"])
+def test_exact_networks_and_replayed_routers_are_not_compiled(network: Network, attribute: str) -> None:
+    setattr(network, attribute, object())
+    assert "policy." in (find_obstacle(network, sharded=False, known_only=False) or "")
+
+
+def test_hooks_and_unknown_layers_are_not_compiled(network: Network) -> None:
+    assert "Phi3DecoderLayer" in (find_obstacle(Network(build("phi3"), packed=True), sharded=False, known_only=True) or "")
+    decoder_layers(network.decoder)[0].register_forward_hook(lambda *_: None)
+    assert "hooks" in (find_obstacle(network, sharded=False, known_only=False) or "")
+
+
+@needs_compiler
+@pytest.mark.slow  # torch.compile takes seconds to import
+@pytest.mark.parametrize("failure", ["other values", "compiler error"])
+def test_layers_that_fail_their_trial_run_as_before(network: Network, monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
+    def compare(calls: Any, compiled: CompiledLayers) -> list[float]:
+        if failure == "other values":
+            return [0.5 for _ in calls]
+        raise RuntimeError("the compiler crashed\nat length")
+
+    monkeypatch.setattr(layer_compilation, "_compare", compare)
+    with pytest.raises(
+        ValueError, match=r"differ by 0\.5 of their size|torch\.compile failed: RuntimeError: the compiler crashed"
+    ):
+        choose_layer_compilation(network, True, "policy")
+    assert network.compiled_layers is None and find_compiled_layers(network.model) is None
+    assert all("forward" not in vars(layer) for layer in decoder_layers(network.decoder))
+
+
+def test_a_copy_of_a_model_says_for_itself_when_its_layers_are_compiled(network: Network) -> None:
+    compiled = CompiledLayers(decoder_layers(network.decoder))
+    twin = find_compiled_layers(copy.deepcopy(network.model))
+    assert twin is not None and twin is not compiled
+    with compiled.use():
+        assert compiled.active and not twin.active
+    assert not compiled.active
+
+
+def test_compiled_code_is_kept_in_the_users_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"].endswith("compiled")  # a folder that is set stays
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_cache()
+    folder = tmp_path / "strop" / "compiled_layers"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder) and folder.stat().st_mode & 0o077 == 0
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "restored by the fixture")
