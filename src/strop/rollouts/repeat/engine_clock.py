@@ -345,7 +345,8 @@ class EngineClock:
         dues = [part.due for part in self._parts.values() if part.due is not None]
         if dues and min(dues) == NEVER:
             raise ReplayEnded(
-                f"the recorded run ended at tick {self.now}; replay it with no more steps than it had, or set replay_events to null"
+                f"the recorded run ended at tick {self.now}; replay it with no more steps than it had. If it had as many, the two runs "
+                "differ in more than the order of their events. Or set replay_events to null"
             )
         if dues:
             self.now = max(self.now, min(dues))
