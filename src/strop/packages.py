@@ -16,6 +16,11 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+def has_cpp_compiler() -> bool:
+    """Return whether a C++ compiler is installed that torch.compile finds."""
+    return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
+
+
 def find_program(name: str, folder: str | None = None, path: str | None = None) -> str | None:
     """Return where a program is that is started in ``folder``, and which PATH (that of this process) leads to; None if there is none."""
     return shutil.which(Path(folder or "", name) if "/" in name else name, path=path)

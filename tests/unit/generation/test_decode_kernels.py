@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.generation.torch import decode_kernels, paged_reference
+from strop.generation.torch import decode_kernels
 from strop.generation.torch.decode_kernels import DecodeKernels, KernelsUnavailable, load_kernels
 from strop.generation.torch.fast_layers import choose_kernels, find_obstacle
 from strop.generation.torch.model_runner import CachedRunner, SlotPrompt, infer_cache_shape
@@ -22,6 +22,7 @@ from strop.generation.torch.sampler import sample_tokens
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.network import Network
 from strop.sampling import Sampling
+from support import paged_reference
 from support.models import VOCABULARY, build, make_config
 
 DTYPES = (torch.float32, torch.bfloat16)

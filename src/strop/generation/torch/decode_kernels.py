@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.storage.user_cache import user_cache_folder
+
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -141,7 +143,11 @@ class DecodeKernels:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Attention of one query per sequence over its pages, as ``paged_reference.attend_pages`` -> [B, H, D]."""
+        """Attention of one query per sequence over its pages -> [B, H, D].
+
+        ``query`` [B, H, D]; ``keys`` and ``values`` [P, KV, page, D]; ``table`` [B, n] int32, the pages of each sequence in order;
+        ``lengths`` [B] int32. The query is at position lengths - 1, which a sliding window counts back from.
+        """
         query = query.contiguous()
         batch, heads, size = query.shape
         _, kv_heads, page, _ = keys.shape
@@ -164,7 +170,7 @@ class DecodeKernels:
         values: Tensor,
         table: Tensor,
     ) -> None:
-        """Rotate one key per sequence and write key and value into its page, as ``paged_reference.write_pages``."""
+        """Rotate one key per sequence and write key and value into its page."""
         key, value = key.contiguous(), value.contiguous()
         tensors = (key, value, cosines, sines, positions, keys, values, table)
         _, kv_heads, page, size = keys.shape
@@ -291,8 +297,7 @@ def _library_path(compiler: str) -> Path:
     ]
     built_by = Path(compiler).resolve().stat()
     identity = (SOURCE.read_text(encoding="utf-8"), FLAGS, compiler, built_by.st_size, built_by.st_mtime_ns, sorted(set(cpu)))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "strop" / f"decode_kernels-{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}.so"
+    return user_cache_folder() / f"decode_kernels-{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}.so"
 
 
 def _build(compiler: str, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from strop.models.attention.tree_plan import TreePlan
 from strop.models.layers.compiled_layers import CompiledLayers
 from strop.models.layers.decoder_layers import decoder_layers
 from strop.models.network import Network
+from strop.packages import has_cpp_compiler
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +109,7 @@ def _find_missing_compiler(device: torch.device) -> str | None:
         return None if has_triton() else "Triton is not installed (pip install triton)"
     if device.type != "cpu":
         return f"layers are compiled for GPUs and CPUs, not for {device.type}"
-    found = any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
-    return None if found else "there is no C++ compiler on this machine (install g++)"
+    return None if has_cpp_compiler() else "there is no C++ compiler on this machine (install g++)"
 
 
 def _compile_and_try(network: Network, section: str) -> CompiledLayers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.flash_kernel import flash_obstacle
+from strop.packages import has_cpp_compiler
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +92,7 @@ def _flex_obstacle(device: str) -> str | None:
         return None if has_triton() else "Triton is not installed"
     if device != "cpu":
         return f"it is not made for {device}"
-    found = any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))
-    return None if found else "there is no C++ compiler to compile it with"
+    return None if has_cpp_compiler() else "there is no C++ compiler to compile it with"
 
 
 _logged: set[tuple[KernelChoice, str, torch.dtype]] = set()

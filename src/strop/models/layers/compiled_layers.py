@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import nn
 
 from strop.models.attention.attention_interface import keep_attention_uncompiled
 from strop.models.layers.fused_layers import use_fused_layers
+from strop.storage.user_cache import user_cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def keep_cache() -> None:
     """Keep compiled code between runs in the user's own folder, unless the environment names one: what lies there is executed."""
     if os.environ.get(_CACHE):
         return
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "strop" / "compiled_layers"
+    folder = user_cache_folder() / "compiled_layers"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:

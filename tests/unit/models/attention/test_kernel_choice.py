@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def test_a_kernel_that_cannot_compute_a_layer_is_replaced_with_a_warning(
 ) -> None:
     assert choose_kernel("flash", *rows(), WINDOW, 1) == "blockwise"
     assert choose_piece_kernel("plain", *rows(), PLAIN) == "flash"
-    monkeypatch.setattr(kernel_choice.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     kernel_choice._flex_obstacle.cache_clear()
     assert choose_kernel("flex", *rows(), PLAIN, 1) == "blockwise"
     kernel_choice._flex_obstacle.cache_clear()
