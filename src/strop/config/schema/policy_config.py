@@ -11,6 +11,7 @@ from strop.base_config import BaseConfig, subsection
 from strop.generation.generation_config import GenerationConfig, UnusedGenerationConfig
 from strop.learner.megatron.megatron_peft_config import MegatronPeftConfig
 from strop.learner.model_config import ModelConfig
+from strop.models.draft.draft_config import DraftConfig
 from strop.models.lora_config import LoraConfig
 from strop.models.routing.router_replay_config import RouterReplayConfig
 from strop.problems import Problem
@@ -58,6 +59,7 @@ class PolicyConfig(ModelConfig):
     )
     reference: ReferenceConfig = subsection(ReferenceConfig)
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
+    draft: DraftConfig = subsection(DraftConfig)
     generation: GenerationConfig = subsection(GenerationConfig)
 
     @property
@@ -74,6 +76,7 @@ class PolicyConfig(ModelConfig):
         yield from self._check_engine_length(f"{key}.generation.vllm_cfg.max_model_len")
         yield from self._check_router_replay(key)
         yield from self._check_compile(key)
+        yield from self._check_draft(key)
         if self.exact_on_policy:
             yield from self._check_exact(key)
 
@@ -143,6 +146,34 @@ class PolicyConfig(ModelConfig):
                     f"found true, but {key}.{name} {reason}",
                     f"Set it to auto or false, or {key}.{name}=false.",
                 )
+
+    def _check_draft(self, key: str) -> Iterator[Problem]:
+        """Yield what no draft head is trained beside; what depends on the model is found when it is loaded."""
+        if not self.draft.enabled:
+            return
+        if not self.sequence_packing.enabled:
+            yield Problem(
+                f"{key}.sequence_packing.enabled",
+                f"found false, but {key}.draft.enabled is true: the head reads packed rows of hidden states",
+                f"Set it to true, or {key}.draft.enabled=false.",
+            )
+        if self.compile is True:
+            yield Problem(
+                f"{key}.compile",
+                f"found true, but {key}.draft.enabled is true: the head reads hidden states between layers, which compiled ones may not show",
+                f"Set it to auto, or {key}.draft.enabled=false.",
+            )
+        sizes = self.dtensor_cfg
+        shards = max(
+            sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.pipeline_parallel_size, sizes.expert_parallel_size
+        )
+        if self.megatron_cfg.enabled or shards > 1:
+            learner = "Megatron Core trains the policy" if self.megatron_cfg.enabled else "the policy is cut over several devices"
+            yield Problem(
+                f"{key}.draft.enabled",
+                f"found true, but {learner}, and a head is trained beside a policy on one device in this version",
+                f"Set it to false, or {key}.backend=torch with sizes of 1 in {key}.dtensor_cfg.",
+            )
 
     def _check_exact(self, key: str) -> Iterator[Problem]:
         """Yield what cannot compute the same bits on both sides."""
@@ -222,6 +253,7 @@ class RecordedPolicyConfig(PolicyConfig):
     def errors(self, key: str) -> Iterator[Problem]:
         yield from ModelConfig.errors(self, key)
         yield from self._check_backend(key)
+        yield from self._check_draft(key)
 
     def warnings(self, key: str) -> Iterator[Problem]:
         yield from self._warn_unused_batch_size(key)
