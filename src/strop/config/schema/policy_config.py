@@ -149,6 +149,19 @@ class PolicyConfig(ModelConfig):
 
     def _check_draft(self, key: str) -> Iterator[Problem]:
         """Yield what no draft head is trained beside; what depends on the model is found when it is loaded."""
+        engine = self.generation.torch_cfg
+        if engine.speculative_draft and not self.draft.enabled:
+            yield Problem(
+                f"{key}.generation.torch_cfg.speculative_draft",
+                f"found {engine.speculative_draft}, but {key}.draft.enabled is false, so there is no head that proposes tokens",
+                f"Set it to 0, or {key}.draft.enabled=true; speculative_lookup proposes tokens without a head.",
+            )
+        if engine.speculative_draft and engine.speculative_lookup:
+            yield Problem(
+                f"{key}.generation.torch_cfg.speculative_lookup",
+                f"found {engine.speculative_lookup}, and speculative_draft is {engine.speculative_draft}: one of them proposes tokens",
+                "Set one of them to 0.",
+            )
         if not self.draft.enabled:
             return
         if not self.sequence_packing.enabled:
@@ -160,7 +173,7 @@ class PolicyConfig(ModelConfig):
         if self.compile is True:
             yield Problem(
                 f"{key}.compile",
-                f"found true, but {key}.draft.enabled is true: the head reads hidden states between layers, which compiled ones may not show",
+                f"found true, but {key}.draft.enabled is true: the head reads the states between layers, which compiled ones may not show",
                 f"Set it to auto, or {key}.draft.enabled=false.",
             )
         sizes = self.dtensor_cfg

@@ -49,7 +49,6 @@ from strop.learner.torch.tensor_offload import TensorOffload
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
-from strop.models.draft.draft_config import DraftConfig
 from strop.models.exact.exact_network import forget_exact_weights
 from strop.models.layers.decoder_layers import decoder_layers
 from strop.models.malloc import trim_freed_memory
@@ -153,12 +152,12 @@ class TorchLearner:
             network,
             network.draft,
             self.config,
-            getattr(self.config, "draft", DraftConfig()),
             self.sampling,
             scheduler=self.config.scheduler or CONSTANT,
             schedule_unit=schedule_unit,
             schedule_length=length,
             section=section,
+            options=getattr(self.config, "draft", None),
         )
 
     def _limit_activations(self, section: str) -> ActivationOffload | None:

@@ -64,7 +64,7 @@ def _last_tokens(starts: list[int], lengths: list[int], parents: list[int]) -> l
 
 def _drop_empty(counts: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
     """Return starts and parents of the segments that have rows."""
-    starts, kept_parents, place, total = [], [], list[int](), 0
+    starts, kept_parents, place, total = list[int](), list[int](), list[int](), 0
     for count, parent in zip(counts, parents, strict=True):
         above = place[parent] if parent >= 0 else -1
         if count:

@@ -76,15 +76,16 @@ class DraftTrainer:
         network: Network,
         head: EagleHead,
         config: ModelConfig,
-        draft: DraftConfig,
         sampling: Sampling,
         *,
         scheduler: SchedulerConfig,
         schedule_unit: ScheduleUnit,
         schedule_length: int | None,
         section: str,
+        options: DraftConfig | None = None,
     ) -> None:
-        """``schedule_length``: steps of the schedule in the run; None: no limit. Raises ValueError for a policy that a head cannot read."""
+        """``schedule_length``: steps of the schedule in the run; None: no limit. ``options``: None is a loss of weight 1, at the policy's
+        rate. Raises ValueError for a policy that a head cannot read."""
         if not network.packed:
             raise ValueError(
                 f"{section}.draft: the head reads the packed rows of the policy, and {type(network.model).__name__} reads padded ones "
@@ -93,10 +94,12 @@ class DraftTrainer:
         self.head = head
         self.config = config
         self.capture = StateCapture(network.decoder, head.shape.aux_layers)
-        self.read = DraftPass(network, head, sampling, draft.loss_weight)
+        self.read = DraftPass(network, head, sampling, options.loss_weight if options else 1.0)
         parameters = [(name, parameter) for name, parameter in head.named_parameters()]
         self.masters = MasterWeights(parameters)
-        self.optimizer = make_optimizer(optimizer_of_draft(config.optimizer, draft.lr), parameters, section=section)
+        self.optimizer = make_optimizer(
+            optimizer_of_draft(config.optimizer, options.lr if options else None), parameters, section=section
+        )
         self.scheduler = make_scheduler(scheduler, self.optimizer, total_steps=schedule_length, section=section)
         self.state = TrainingState(
             trainable_parameters=parameters,
