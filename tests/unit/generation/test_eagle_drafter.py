@@ -16,25 +16,15 @@ from strop.models.attention.tree_plan import TreePlan
 from strop.models.draft.state_capture import StateCapture
 from strop.models.network import Network
 from strop.sampling import Sampling, mix_seed
-from support.algorithms import grpo
-from support.drafts import add_head
-from support.learners import make_torch_learner
+from support.drafts import make_learned_head
 from support.models import build
-from support.rollouts import pack_for, simple_groups
 from support.torch_engine import Request, cache_config, make_engine, make_runner, run_requests
 
 
 @pytest.fixture(scope="module")
 def network() -> Network:
     network = Network(build("llama", layers=3))
-    add_head(network)
-    learner = make_torch_learner(network, Sampling(), optimizer_kwargs={"lr": 1e-2})
-    for group in learner.optimizer.param_groups:
-        group["lr"] = 0.0  # of the policy; the head learns it, and is right now and then
-    learner.scheduler = None
-    for seed in range(30):
-        learner.forward_backward(pack_for(simple_groups((4, (16, 16)), (3, (16, 16)), seed=seed), grpo()), grpo().loss)
-        learner.step()
+    make_learned_head(network)
     return network
 
 

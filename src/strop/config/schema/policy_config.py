@@ -162,6 +162,7 @@ class PolicyConfig(ModelConfig):
                 f"found {engine.speculative_lookup}, and speculative_draft is {engine.speculative_draft}: one of them proposes tokens",
                 "Set one of them to 0.",
             )
+        yield from self._check_speculation(f"{key}.generation.vllm_cfg.speculation")
         if not self.draft.enabled:
             return
         if not self.sequence_packing.enabled:
@@ -186,6 +187,31 @@ class PolicyConfig(ModelConfig):
                 f"{key}.draft.enabled",
                 f"found true, but {learner}, and a head is trained beside a policy on one device in this version",
                 f"Set it to false, or {key}.backend=torch with sizes of 1 in {key}.dtensor_cfg.",
+            )
+
+    def _check_speculation(self, key: str) -> Iterator[Problem]:
+        """Yield a head that vLLM would not find, or not receive."""
+        drafts = self.generation.vllm_cfg.speculation
+        if drafts.method != "eagle3" or not self.generation.uses_vllm:
+            return
+        if not self.draft.enabled and drafts.model_name is None:
+            yield Problem(
+                f"{key}.model_name",
+                f"it is not set, but {key}.method is eagle3 and no head is trained (policy.draft.enabled is false)",
+                "Set it to the folder or hub name of a head, or policy.draft.enabled=true.",
+            )
+        if self.draft.enabled and drafts.model_name not in (None, self.draft.model_name):
+            yield Problem(
+                f"{key}.model_name",
+                f"found {drafts.model_name}, but the engine drafts with the head that is trained, policy.draft.model_name = "
+                f"{self.draft.model_name}",
+                "Remove it.",
+            )
+        if self.draft.enabled and self.adapter_rank is not None and self.generation.weight_sync.adapters_alone:
+            yield Problem(
+                "policy.generation.weight_sync.adapters_alone",
+                "found true, but the draft head is sent with the policy's whole weights",
+                "Set it to false, or policy.draft.enabled=false.",
             )
 
     def _check_exact(self, key: str) -> Iterator[Problem]:
@@ -241,6 +267,18 @@ class PolicyConfig(ModelConfig):
                 f"found false, but vLLM keeps the experts of tokens beside its prefix cache, which {key}.router_replay.enabled turns on",
             )
         yield from self._warn_unused_sleep(f"{key}.generation.vllm_cfg.sleep_level")
+        yield from self._warn_unused_draft(key)
+
+    def _warn_unused_draft(self, key: str) -> Iterator[Problem]:
+        engine = self.generation
+        used = engine.vllm_cfg.speculation.method == "eagle3" if engine.uses_vllm else engine.torch_cfg.speculative_draft > 0
+        if self.draft.enabled and not used:
+            option = "vllm_cfg.speculation.method=eagle3" if engine.uses_vllm else "torch_cfg.speculative_draft=3"
+            yield Problem(
+                f"{key}.draft.enabled",
+                "the head is trained, but no engine of this run drafts with it",
+                f"{key}.generation.{option} does.",
+            )
 
     def _warn_unused_batch_size(self, key: str) -> Iterator[Problem]:
         if self.generation_batch_size is not None:

@@ -40,7 +40,14 @@ def head_weights(head: EagleHead) -> Iterator[tuple[str, Tensor]]:
         yield "d2t", head.d2t
 
 
-def save_head(head: EagleHead, folder: Path) -> None:
+def published_weights(head: EagleHead) -> Iterator[tuple[str, Tensor]]:
+    """Yield what engines are sent at a publish, as ``draft.NAME``: all but d2t, which does not change."""
+    for name, tensor in head_weights(head):
+        if tensor.is_floating_point():
+            yield f"draft.{name}", tensor
+
+
+def save_head(head: EagleHead, folder: Path) -> Path:
     """Write a head that ``load_head``, vLLM and SGLang load."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in head_weights(head)}
@@ -50,6 +57,7 @@ def save_head(head: EagleHead, folder: Path) -> None:
         tensors["t2d"] = known
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(head.shape.config(), indent=2) + "\n")
+    return folder
 
 
 def load_head(folder: Path, policy_layers: int, policy_head: Tensor) -> EagleHead:

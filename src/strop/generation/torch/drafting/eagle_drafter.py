@@ -139,8 +139,9 @@ class EagleDrafter:
         plan = DraftCachePlan(self.cache, rows, places)
         with self.network.autocast():
             embedded = self.network.model.get_input_embeddings()(tokens.flatten())
-            hidden: Tensor = self.head(embedded, states.flatten(0, 1), places.flatten(), plan)
-        return hidden.unflatten(0, places.shape)
+            hidden = self.head(embedded, states.flatten(0, 1), places.flatten(), plan)
+        output: Tensor = hidden.unflatten(0, places.shape)
+        return output
 
     def _sample(self, hidden: Tensor, requests: Sequence[DraftedRequest], step: int) -> Tensor:
         """Sample the head's next token of each request from its states [B, H], [B] int64."""

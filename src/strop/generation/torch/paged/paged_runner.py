@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from strop.generation.torch.drafting.state_fuser import StateFuser
 from strop.generation.torch.fast_layers import FastLayers
 from strop.generation.torch.model_runner import PlanRunner, SlotPrompt, cache_capacity
 from strop.generation.torch.paged.page_attention import PagedDecodePlan, PagedPrefillPlan, PageLayout, PromptRead, make_layout
 from strop.generation.torch.paged.paged_cache import OpenedSequence, PagedCache, PagedSequence, choose_page
+from strop.generation.torch.paged.state_fuser import StateFuser
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.network import Network
 

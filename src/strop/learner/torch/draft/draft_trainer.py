@@ -32,7 +32,7 @@ from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.draft.draft_config import DraftConfig
 from strop.models.draft.draft_pass import DraftPass
-from strop.models.draft.eagle_files import WEIGHTS, head_weights, load_head_weights, save_head
+from strop.models.draft.eagle_files import WEIGHTS, load_head_weights, save_head
 from strop.models.draft.eagle_head import EagleHead
 from strop.models.draft.state_capture import StateCapture
 from strop.models.network import Network
@@ -148,12 +148,6 @@ class DraftTrainer:
         """Yield all tensors of training besides the head's weights."""
         yield from self.state.tensors()
         yield from (parameter.grad for parameter in self.parameters if parameter.grad is not None)
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that an engine's drafter is sent, as ``draft.NAME``."""
-        for name, tensor in head_weights(self.head):
-            if tensor.is_floating_point():
-                yield f"{FOLDER}.{name}", tensor
 
     def stage(self, *, optimizer: bool) -> DraftSnapshot:
         """Copy head and state to CPU memory."""
