@@ -97,7 +97,8 @@ def _split(tensor: Tensor, number_format: NumberFormat) -> Tensor:
     height, width = matrix.shape[-2:]
     rows, columns = number_format.rows or max(1, height), number_format.columns or max(1, width)
     padded = F.pad(matrix.float(), (0, -width % columns, 0, -height % rows)) if width % columns or height % rows else matrix
-    return padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+    blocks: Tensor = padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+    return blocks
 
 
 def _join(blocks: Tensor, shape: torch.Size) -> Tensor:
