@@ -115,3 +115,12 @@ class RmPolicyConfig(RecordedPolicyConfig):
     """The model that becomes a reward model."""
 
     reward_model_cfg: RewardModelConfig = subsection(RewardModelConfig)
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        yield from super().errors(key)
+        if self.quant_cfg is not None:
+            yield Problem(
+                f"{key}.quant_cfg",
+                f"found {self.quant_cfg}, but a reward model computes with its weights as they are",
+                "Set it to null.",
+            )
