@@ -44,14 +44,6 @@ data:
   default: {processor: vlm_hf_data_processor, video_target_num_patches: 9}
 env: {clevr-cogent: {reward_functions: [{name: format, weight: 0.2}]}}
 """
-QUANTISED = """
-policy:
-  quant_cfg: NVFP4_DEFAULT_CFG
-  quant_calib_data: cnn_dailymail
-  quant_calib_size: 512
-  disable_modelopt_layer_spec: true
-  generation: {quant_cfg: NVFP4_DEFAULT_CFG, real_quant: true, real_quant_ignore: [lm_head]}
-"""
 FP8 = """
 policy: {generation: {vllm_cfg: {precision: fp8, use_deep_gemm: true, is_mx: true, quantization_ignored_layer_kws: [q_proj]}}}
 """
@@ -83,7 +75,6 @@ def engine(name: str, options: str) -> str:
     [
         (GYM, "env.should_use_nemo_gym", "NeMo-Gym's servers run apart from the run"),
         (IMAGES, "policy.is_vlm", "models read only text"),
-        (QUANTISED, "policy.quant_cfg", "quantisation-aware training"),
         (FP8, "policy.generation.vllm_cfg.precision", "rollouts use the trained weights, not FP8"),
         (TEACHERS, "on_policy_distillation", "a teacher for each agent"),
         (engine("trtllm", "trtllm_cfg: {precision: x}, trtllm_kwargs: {a: 1}"), "policy.generation.backend", "TensorRT-LLM"),

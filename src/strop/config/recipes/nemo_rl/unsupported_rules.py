@@ -67,17 +67,6 @@ FP8 = Unsupported(
     "Set policy.generation.vllm_cfg.precision=bfloat16, and remove the other keys of FP8.",
     details=("*generation.vllm_cfg.quantization_ignored_layer_kws",),
 )
-QUANTIZATION = Unsupported(
-    ("policy.quant_cfg", "*generation.quant_cfg", "*generation.real_quant"),
-    "quantisation-aware training (ModelOpt) is not in this version",
-    "Set policy.quant_cfg=null, policy.generation.quant_cfg=null and policy.generation.real_quant=false to train unquantised weights.",
-    details=(
-        "policy.quant_*",
-        "*generation.quant_*",
-        "*generation.real_quant_*",
-        "policy.disable_modelopt_layer_spec",
-    ),
-)
 
 
 def engine(backend: str, name: str, *options: str) -> Unsupported:
@@ -166,7 +155,6 @@ UNSUPPORTED_RULES: tuple[Rule, ...] = (
     translate_or_refuse_nemo_gym,
     MULTIMODAL,
     FP8,
-    QUANTIZATION,
     *ENGINES,
     CROSS_TOKENIZER,
     ON_POLICY_DISTILLATION,
