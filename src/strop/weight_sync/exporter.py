@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -51,6 +51,9 @@ class Fingerprints:
 
     sent: Mapping[str, int]
     read_back: Mapping[str, int]  # empty unless requested
+    experts: Mapping[str, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # of them, those of experts, one by one: they add up to the whole
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ class BlockingExporter:
                 sender.send(outgoing.manifest, outgoing)
         finally:  # gathering is collective: finish it on all ranks even if sending failed
             outgoing.finish()
-        return Fingerprints(outgoing.sent_fingerprints, outgoing.read_back_fingerprints)
+        return Fingerprints(outgoing.sent_fingerprints, outgoing.read_back_fingerprints, outgoing.expert_fingerprints)
 
     def export_adapters(self, *, resend: bool) -> SentAdapters:
         assert self._adapters is not None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strop.weight_sync.base import Manifest, NamedTensors
-from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
+from strop.weight_sync.fingerprints import combine_fingerprints, fingerprint, normalize_zeros
 
 GATHERED_AHEAD = 256 << 20  # bytes of full tensors that are gathered at the same time
 
@@ -98,6 +98,21 @@ def _finish(dealt: DealtWeight, pending: PendingWeight, rank: int) -> Iterator[t
         yield dealt.weight, tensor
 
 
+def choose_sent_dtype(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the data type that a tensor is sent in: ``dtype``, or its own if that is None.
+
+    Integers keep their own, and so does the bias by which a router chooses experts: engines hold it in float32, since rounding it changes
+    which experts are chosen.
+    """
+    keeps = dtype is None or not tensor.is_floating_point() or name.endswith("e_score_correction_bias")
+    return tensor.dtype if dtype is None or keeps else dtype
+
+
+def is_tensor_of_experts(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor holds the same weight of each expert of a layer, [experts, ...]."""
+    return ".experts." in name and tensor.dim() >= 2 and not name.endswith(".weight")
+
+
 def local_weights(
     tensors: NamedTensors,
     device: torch.device | None = None,
@@ -152,6 +167,7 @@ class OutgoingWeights:
     read_back: bool  # also fingerprint the tensors with -0.0 replaced by 0.0, for comparison with what is read back
     sent_fingerprints: dict[str, int] = field(default_factory=dict)
     read_back_fingerprints: dict[str, int] = field(default_factory=dict)
+    expert_fingerprints: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the experts of a tensor that has several
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         dtypes = {entry.name: entry.dtype for entry in self.manifest.entries}
@@ -159,8 +175,16 @@ class OutgoingWeights:
             cast = weight.to_sent(tensor, dtypes[weight.name])
             self.sent_fingerprints[weight.name] = fingerprint(cast)
             if self.read_back:
-                self.read_back_fingerprints[weight.name] = fingerprint(normalize_zeros(cast))
+                self._fingerprint_for_read_back(weight.name, normalize_zeros(cast))
             yield weight.name, cast
+
+    def _fingerprint_for_read_back(self, name: str, tensor: Tensor) -> None:
+        if not is_tensor_of_experts(name, tensor):
+            self.read_back_fingerprints[name] = fingerprint(tensor)
+            return
+        experts = tuple(fingerprint(each[None], rows=index) for index, each in enumerate(tensor))
+        self.expert_fingerprints[name] = experts
+        self.read_back_fingerprints[name] = combine_fingerprints(experts)
 
     def finish(self) -> None:
         """Gather what was not sent: other ranks wait for this one's shards."""
@@ -178,7 +202,7 @@ class WeightSnapshot:
     def update(self, weights: Iterable[tuple[Weight, Tensor]], dtype: torch.dtype) -> list[Weight]:
         """Copy gathered weights into the snapshot, reusing its memory, in the data types they are sent in. Return the copies."""
         for weight, tensor in weights:
-            sent_dtype = dtype if weight.spec.is_floating_point() else weight.spec.dtype
+            sent_dtype = choose_sent_dtype(weight.name, weight.spec, dtype)
             if weight.name not in self._tensors:
                 self._tensors[weight.name] = torch.empty(weight.spec.shape, dtype=sent_dtype, device="cpu")
             self._tensors[weight.name].copy_(weight.to_sent(tensor, sent_dtype))
