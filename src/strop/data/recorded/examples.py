@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 from strop.data.builtin.builtin_dataset import BuiltinDataset
+from strop.data.images.image_columns import IMAGES
 from strop.data.messages import first_reply_index, join_text, last_message_text, parse_tools
 from strop.data.recorded.layouts import (
     CompletionPair,
@@ -141,7 +142,7 @@ def _load_examples(
         return read_record(records[index], f"{records.name}:{index}", records.location(index))
 
     def read_record(record: Record, id: str, where: str) -> TaskT:
-        metadata = {key: value for key, value in record.items() if key not in layout.columns and key != tool_key}
+        metadata = {key: value for key, value in record.items() if key not in layout.columns and key not in (tool_key, IMAGES)}
         if source.tool_key is not None and tool_key not in record:
             raise DataError(f"{where} has no key {tool_key!r}, which tool_key names; it has {sorted(record)}")
         tools = parse_tools(record.get(tool_key), f"{where}: {tool_key!r}")
