@@ -1,8 +1,8 @@
 """Parse columns with conversations into messages.
 
 Two formats are read: {role, content} of chat templates and of OpenAI's API, with tool_calls, tool_call_id, name, reasoning and weight, and
-ShareGPT's {from, value}. Parts of a content are texts, and images (``strop.data.images``). A record with content that ``Message`` cannot represent is
-an error; nothing is dropped silently.
+ShareGPT's {from, value}. Parts of a content are texts, and images (``strop.data.sources.images``). A record with content that ``Message``
+cannot represent is an error; nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from strop.data.images.image_columns import IMAGE_PARTS, IMAGES, REFERENCE_KEYS, read_reference
-from strop.data.images.record_images import RecordImages, render_question
 from strop.data.prompt_template import PromptTemplate
+from strop.data.sources.images.image_columns import IMAGE_PARTS, IMAGES, REFERENCE_KEYS, read_reference
+from strop.data.sources.images.record_images import RecordImages, render_question
 from strop.data.sources.records import DataError, Record, check_text, get_text, get_value
 from strop.types import Image, Message, Messages, ToolCall, assistant, system
 
@@ -30,7 +30,14 @@ ROLES: Mapping[str, str] = {
 TOOL_ROLES = ("tool", "function", "ipython")
 CALL_ROLE = "function_call"  # ShareGPT's: a message that is a call
 TEXT_TYPES = ("text", "input_text", "output_text")
-MEDIA_PARTS = ("audio", "input_audio", "audio_url", "video", "video_url", "input_video")  # types of parts that no model here reads
+MEDIA_PARTS = (
+    "audio",
+    "input_audio",
+    "audio_url",
+    "video",
+    "video_url",
+    "input_video",
+)  # types of parts that no model here reads
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 

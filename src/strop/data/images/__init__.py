@@ -1,1 +1,1 @@
-"""Images in data: columns and parts of messages that hold them, and a set that is drawn."""
+"""A set of images that is drawn, without a download."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 from strop.data.builtin.builtin_dataset import BuiltinDataset
-from strop.data.images.image_columns import IMAGES
 from strop.data.messages import first_reply_index, join_text, last_message_text, parse_tools
 from strop.data.recorded.layouts import (
     CompletionPair,
@@ -24,6 +23,7 @@ from strop.data.recorded.layouts import (
     find_unpaired_layout,
 )
 from strop.data.recorded.raw_text import PackedTexts
+from strop.data.sources.images.image_columns import IMAGES
 from strop.data.sources.records import DataError, Record, Records
 from strop.data.sources.row_readers import keeps_row, select_rows
 from strop.data.sources.source import DataSource, validate_rows

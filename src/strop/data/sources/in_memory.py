@@ -111,7 +111,8 @@ def open_rows(rows: Any) -> Records:
     if len(rows) == 0:
         raise DataError("rows is empty; a dataset needs at least one row")
     if is_dataset(rows):
-        return DatasetRecords(_name_rows(rows), rows)
+        named = DatasetRecords("rows", rows)  # its records are as they are stored, also images
+        return DatasetRecords(_name_rows(named), rows)
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise DataError(f"rows[{index}] is {row!r:.80}, not a dict; a row is a dict of columns, such as prompt and answer")

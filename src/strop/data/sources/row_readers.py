@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from strop.data.builtin.builtin_dataset import BuiltinDataset, Condition
-from strop.data.images.image_rows import IMAGE_READERS
+from strop.data.sources.images.image_rows import IMAGE_READERS
 from strop.data.sources.in_memory import ListRecords
 from strop.data.sources.records import DataError, Record, Records, get_text
 from strop.data.sources.streaming.streamed import StreamedRecords

@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar, overload
 from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import BuiltinDataset, Choices, Purpose
 from strop.data.data_config import DataEntryConfig
-from strop.data.images.image_columns import IMAGES, ImageColumns, read_images
 from strop.data.messages import get_prompt_text, get_text_or_messages, last_message_text
 from strop.data.prompt_template import AUTO_PROMPT, PromptTemplate, parse_prompt_template, read_text_file
 from strop.data.sources.choices import read_choices
@@ -27,6 +26,7 @@ from strop.data.sources.dataset_class import (
     open_made_rows,
 )
 from strop.data.sources.files import FILE_SUFFIXES, is_url, open_file
+from strop.data.sources.images.image_columns import IMAGES, ImageColumns, read_images
 from strop.data.sources.in_memory import open_rows
 from strop.data.sources.records import DataError, Record, Records, get_text, has_key
 from strop.data.sources.row_readers import keeps_row, read_rows, select_rows

@@ -31,7 +31,7 @@ def find_tagged(text: str, tag: str) -> str | None:
     """Return what stands between the first ``<tag>`` and the last ``</tag>`` after it; None without them."""
     start = text.find(f"<{tag}>")
     end = text.rfind(f"</{tag}>")
-    return text[start + len(tag) + 2 : end] if 0 <= start and start + len(tag) + 2 <= end else None
+    return text[start + len(tag) + 2 : end] if start >= 0 and start + len(tag) + 2 <= end else None
 
 
 def find_boxed(text: str) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from strop.data.images.drawn_questions import KINDS, Drawing, Kind
-from strop.data.images.image_columns import write_data_url
+from strop.data.sources.images.image_columns import write_data_url
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.answers import extract_last_number

@@ -56,7 +56,9 @@ class VlmEnvironment(DatasetEnvironment):
             )
         names = [each.name for each in self.rewards]
         if len(set(names)) < len(names):
-            raise EnvironmentConfigError(f"reward_functions names {', '.join(names)}; name each once, with the sum of its weights")
+            raise EnvironmentConfigError(
+                f"reward_functions names {', '.join(names)}; name each once, with the sum of its weights"
+            )
         if not sum(each.weight for each in self.rewards) > 0:
             raise EnvironmentConfigError("the weights of reward_functions add up to 0 or less; the reward is a mean by them")
         for each in self.rewards:
@@ -71,7 +73,10 @@ class VlmEnvironment(DatasetEnvironment):
     def reward_functions(self) -> Mapping[str, RewardFunction]:
         total = sum(each.weight for each in self.rewards)
         kind = type(self).__name__
-        made = {each.name: RewardFunction(self._read_value(each), RewardMark(each.weight / total), f"{kind}.{each.name}") for each in self.rewards}
+        made: dict[str, RewardFunction] = {
+            each.name: RewardFunction(self._read_value(each), RewardMark(each.weight / total), f"{kind}.{each.name}")
+            for each in self.rewards
+        }
         return {**made, CORRECT: RewardFunction(self._is_correct, RewardMark(0.0, accuracy=True), f"{kind}.{CORRECT}")}
 
     @classmethod
@@ -125,4 +130,6 @@ def _check_options(reward: WeightedReward) -> None:
             )
         wanted = known[option]
         if isinstance(value, bool) or not isinstance(value, (int, float) if wanted is float else wanted):
-            raise EnvironmentConfigError(f"the option {option} of the reward function {reward.name} is {value!r}; it is a {wanted.__name__}")
+            raise EnvironmentConfigError(
+                f"the option {option} of the reward function {reward.name} is {value!r}; it is a {wanted.__name__}"
+            )

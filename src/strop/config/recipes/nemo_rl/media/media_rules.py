@@ -26,7 +26,13 @@ SOUND_AND_VIDEO = Unsupported(
     ),
     "models read text and images in this version, no audio and no video",
     "Take a recipe on text or images, or set policy.model_name and data.train to a model and to data without sound and video.",
-    hides=(*ASKED_FOR, "policy.is_vlm", "*.use_processor", *LIMITS, "*generation.vllm_cfg.reset_encoder_cache_after_weight_update"),
+    hides=(
+        *ASKED_FOR,
+        "policy.is_vlm",
+        "*.use_processor",
+        *LIMITS,
+        "*generation.vllm_cfg.reset_encoder_cache_after_weight_update",
+    ),
 )
 
 
@@ -67,10 +73,21 @@ def translate_frozen_parts(recipe: Recipe) -> None:
         recipe.unused_if_set(f"{section}.freeze_audio_tower", "models read no audio here")
 
 
+def use_processor_template(recipe: Recipe) -> None:
+    """Render messages with the model's own template, as NeMo-RL does where there are images: a recipe's is the tokenizer's there."""
+    key = "policy.tokenizer.chat_template"
+    template = recipe.value(key)
+    if next(_find_images(recipe), None) is None or not isinstance(template, str) or template == "default" or "image" in template:
+        return
+    recipe.set(key, "default", because=key)
+    recipe.note(key, Effect.RENAMED, "default here: with images, NeMo-RL renders with the template of the model's processor, too")
+
+
 UNSUPPORTED_MEDIA: tuple[Rule, ...] = (SOUND_AND_VIDEO, refuse_images_on_megatron)
 MEDIA_RULES: tuple[Rule, ...] = (
     translate_encoder_reset,
     translate_frozen_parts,
+    use_processor_template,
     Unused("policy.is_vlm", "the model's own configuration says whether it reads images"),
     Unused("*.tokenizer.use_processor", "a model that reads images brings its processor"),
     Unused("grpo.deduplicate_multimodal_data", "the images of a prompt are held once for the rollouts of its group"),

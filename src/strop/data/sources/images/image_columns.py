@@ -73,7 +73,8 @@ class ImageColumns:
         if not isinstance(value, Mapping):
             return value
         if value.get("type") in IMAGE_PARTS:
-            return {key: self._place(each) if key in REFERENCE_KEYS and isinstance(each, str) else each for key, each in value.items()}
+            placed = {key: self._place(value[key]) for key in REFERENCE_KEYS if isinstance(value.get(key), str)}
+            return {**value, **placed}
         return {key: each if key == IMAGES else self._place_parts(each) for key, each in value.items()}
 
 
@@ -85,7 +86,9 @@ def holds_images(value: Any) -> bool:
         return all(holds_images(each) for each in value)
     if isinstance(value, str):
         return is_address(value) or value.lower().endswith(SUFFIXES)
-    return value is None or isinstance(value, bytes) or is_opened(value) or (isinstance(value, Mapping) and bool({"bytes", "path", "url"} & set(value)))
+    if isinstance(value, Mapping):
+        return bool({"bytes", "path", "url"} & set(value))
+    return value is None or isinstance(value, bytes) or is_opened(value)
 
 
 def read_reference(value: Any, where: str) -> str:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from strop.data.images.image_columns import read_reference
+from strop.data.sources.images.image_columns import read_reference
 from strop.data.sources.records import DataError
 from strop.types import Image, Message
 
@@ -41,7 +41,9 @@ class RecordImages:
             kept += text[position : found.start()]
             position = found.end()
             if (reference := self.take()) is None:
-                raise DataError(f"{where} has more places {found[0]} than the record has images, which are {self.given}; fix the record")
+                raise DataError(
+                    f"{where} has more places {found[0]} than the record has images, which are {self.given}; fix the record"
+                )
             images.append(Image(reference, position=len(kept)))
         return kept + text[position:], tuple(images)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from strop.data.images.image_columns import IMAGES
+from strop.data.sources.images.image_columns import IMAGES
 from strop.data.sources.records import DataError, Record, get_text, get_value
 
 ImageReader = Callable[[Record, str, str | None], Mapping[str, Any]]
