@@ -1,4 +1,4 @@
-"""Train a model that reads images on recorded answers: ``strop sft`` with examples/configs/sft_vlm_3B.yaml unless --config names another."""
+"""Train a model that reads images: ``strop sft`` with examples/configs/sft_vlm_3B.yaml unless --config names another file."""
 
 import sys
 from pathlib import Path

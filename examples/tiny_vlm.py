@@ -52,7 +52,8 @@ def make_model(tokenizer: Any, width: int, seed: int) -> Any:
     }  # fmt: skip
     vision = {
         "depth": 2, "hidden_size": width, "intermediate_size": 2 * width, "num_heads": width // 32, "out_hidden_size": width,
-        "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2, "window_size": 8 * PATCH, "fullatt_block_indexes": [0, 1],
+        "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2, "window_size": 8 * PATCH,
+        "fullatt_block_indexes": [0, 1],
     }  # fmt: skip
     tokens = {f"{name}_token_id": ids[f"<|{name}_pad|>"] for name in ("image", "video")}
     config = Qwen2_5_VLConfig(

@@ -24,7 +24,7 @@ REGION_QUESTION = "Please provide the bounding box coordinate of the region desc
 def read_tagged_solution(record: Record, where: str, folder: str | None) -> Mapping[str, Any]:
     """CLEVR-CoGenT's solution: what the first <answer> holds, or all of it."""
     solution = get_text(record, "solution", "output_key", where)
-    before, _, rest = solution.partition("<answer>")
+    _, _, rest = solution.partition("<answer>")
     answer, end, _ = rest.partition("</answer>")
     return {"answer": (answer if end else solution).strip()}
 
