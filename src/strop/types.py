@@ -108,8 +108,8 @@ class Message:
 
 
 def _name_image(source: str) -> str:
-    """Return the reference of an image for people: without the content of a ``data:`` URL."""
-    return source.partition(",")[0] if source.startswith("data:") else source[:80]
+    """Return the reference of an image for people: of a long ``data:`` URL without its content."""
+    return source.partition(",")[0] if source.startswith("data:") and len(source) > 80 else source[:80]
 
 
 Messages = Sequence[Message]
