@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.nemo_rl.environment_rules import has_nemo_gym_servers, translate_nemo_gym
+from strop.config.recipes.nemo_rl.media.media_rules import UNSUPPORTED_MEDIA
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule
 from strop.config.recipes.unsupported import Unsupported
 from strop.config.source.yaml_source import get_at
-
-MODALITY_DATASETS = (
-    "clevr-cogent", "geometry3k", "refcoco", "mmpr-tiny", "audiomcq", "avqa", "daily-omni", "intent-train", "intent-bench",
-    "general-conversation-jsonl",
-)  # fmt: skip
 
 NEMO_GYM = Unsupported(
     (
@@ -35,25 +31,6 @@ NEMO_GYM = Unsupported(
         "sif_dir",
     ),
     hides=("env.*", "data.*", "grpo.*invalid_tool_call*", "grpo.*malformed_thinking*", "reward_penalties"),
-)
-MULTIMODAL = Unsupported(
-    (
-        "policy.is_vlm",
-        "*.tokenizer.audio",
-        "*.tokenizer.video",
-        "tokenizer.audio",
-        "tokenizer.video",
-        "*.tokenizer.use_processor",
-        "*generation.vllm_cfg.limit_mm_per_prompt",
-        "*generation.vllm_cfg.video",
-        "*generation.vllm_kwargs.limit_mm_per_prompt",
-        "*generation.vllm_cfg.reset_encoder_cache_after_weight_update",
-        *(f"data.*dataset_name={name}" for name in MODALITY_DATASETS),
-        "data.*processor=vlm_*",
-    ),
-    "models read only text in this version, no images, sound or video",
-    "Take a recipe on text, or set policy.model_name and data.train to a language model and texts.",
-    hides=("data.*", "env.*", "*generation.bad_words", "*.automodel_kwargs.freeze_config"),
 )
 FP8 = Unsupported(
     (
@@ -153,7 +130,7 @@ def refuse_template(recipe: Recipe) -> None:
 UNSUPPORTED_RULES: tuple[Rule, ...] = (
     refuse_template,
     translate_or_refuse_nemo_gym,
-    MULTIMODAL,
+    *UNSUPPORTED_MEDIA,
     FP8,
     *ENGINES,
     CROSS_TOKENIZER,
