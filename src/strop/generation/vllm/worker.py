@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from strop.generation.vllm.launch import exit_with_driver
 from strop.generation.vllm.vllm_patches import apply_patches
-from strop.generation.vllm.weight_readback import WeightShard, read_adapter_shards, read_weight_shards, refresh_packed_copies
+from strop.generation.vllm.weight_readback import (
+    WeightShard,
+    map_names,
+    read_adapter_shards,
+    read_weight_shards,
+    refresh_packed_copies,
+)
 from strop.weight_sync.base import ChannelAddress, Manifest, Receiver, TensorFingerprint
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 
@@ -31,6 +38,7 @@ class StropWorker:
     device: torch.device
     model_runner: Any
     _strop_receiver: Receiver | None = None
+    _strop_names: Mapping[str, str] = {}  # vLLM's name of each published tensor -> its own, where they differ
 
     def strop_connect(self, address: bytes, first: int) -> None:
         """Connect to the sender at ``address`` as its receiver number ``first`` + rank."""
@@ -52,6 +60,7 @@ class StropWorker:
         if self._strop_receiver is None:
             raise RuntimeError("no channel is connected")
         expected: Manifest = pickle.loads(manifest)
+        self._strop_names = map_names(self.model_runner.get_model(), expected.names)
         started = time.perf_counter()
         fingerprints: dict[str, int] = {}
         incoming = self._strop_receiver.receive(expected)
@@ -75,7 +84,8 @@ class StropWorker:
 
         # Not this process's rank in the engine: each pipeline stage shards its own layers over ranks 0 to tensor_parallel_size - 1.
         shards = read_weight_shards(self.model_runner.get_model(), get_tensor_model_parallel_rank())
-        return pickle.dumps(_fingerprint_shards(shards))
+        named = (replace(shard, name=self._strop_names.get(shard.name, shard.name)) for shard in shards)
+        return pickle.dumps(_fingerprint_shards(named))
 
     @torch.no_grad()
     def strop_read_adapter_fingerprints(self, adapter: int) -> bytes:
