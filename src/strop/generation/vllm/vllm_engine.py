@@ -102,8 +102,9 @@ class VllmEngine:
                 return self._create_engine()
 
     def _create_engine(self) -> Any:
-        import strop.generation.vllm.images.torchvision_names  # noqa: F401  before vLLM imports torchvision
+        from strop.generation.vllm.images.torchvision_names import import_models_here  # before vLLM imports torchvision
 
+        import_models_here()
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from strop.generation.vllm.engine_stats import EngineStats

@@ -47,6 +47,14 @@ def name_operators() -> bool:
     return True
 
 
+def import_models_here() -> None:
+    """Let vLLM look at model classes in this process where operators are named here: a fresh one has no names for them."""
+    if _libraries:
+        from vllm.model_executor.models import registry
+
+        registry._run_in_subprocess = lambda function: function()
+
+
 def _is_for_another_torch() -> bool:
     """Whether torch is for CPUs and torchvision is not."""
     if torch.version.cuda is not None or torch.version.hip is not None:
