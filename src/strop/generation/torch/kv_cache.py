@@ -134,15 +134,23 @@ class PrefixStore:
         self.num_tokens = 0
 
 
+def see_blocks(blocks: Tensor, queries: int, window: int | None) -> Tensor:
+    """Return which keys the last ``queries`` tokens see in their own blocks [P], a mask [queries, P]; a window hides what is before it."""
+    own = blocks[len(blocks) - queries :, None]
+    inside = (own == blocks[None]) & (own >= 0)
+    if window is None:
+        return inside
+    places = torch.arange(len(blocks), device=blocks.device)
+    return inside & (places[len(blocks) - queries :, None] - places[None] < window)
+
+
 def attend_prompt(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, spec: AttentionSpec) -> Tensor:
     """Attend causally, and both ways within blocks: queries [1, heads, L, D] are the last L of the keys [1, kv_heads, P, D]."""
     spec = spec.drop_unused_window(key.shape[2])
     causal = query.shape[2] == key.shape[2] and spec.window is None and blocks is None
     mask = None if causal else causal_mask(query.shape[2], key.shape[2], spec.window, query.device)
     if mask is not None and blocks is not None:
-        blocks = blocks.to(query.device)
-        own = blocks[key.shape[2] - query.shape[2] :, None]
-        mask = mask | ((own == blocks[None]) & (own >= 0))
+        mask = mask | see_blocks(blocks.to(query.device), query.shape[2], spec.window)
     return masked_attention(query, key, value, mask, spec, causal=causal)
 
 

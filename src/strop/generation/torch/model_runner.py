@@ -194,7 +194,7 @@ class PlanRunner:
         self.network = network
         self.length = length
         self.shape, self.specs = infer_cache_layout(network)
-        self.images = None if network.vision is None else ImageReader(network, network.vision)
+        self.images = None if network.vision is None else ImageReader(network.vision)
         self.offsets: Tensor | None = None  # [slots], of the rotary positions of each slot's new tokens
         self.kernels = choose_kernels(network, config.compiled_kernels, prepack=config.prepack_weights)
         self.prepack = config.prepack_weights
