@@ -22,11 +22,11 @@ def packed_inputs(tower: VisionTower, batch: Batch, plan: AttentionPlan, device:
     inputs = tower.embed(batch.tokens, batch.images)
     inputs = replace(inputs, embeddings=tower.touch(inputs.embeddings))
     positions = batch.positions[None]
-    segments = [column.tolist() for column in (batch.segment_start, batch.segment_length, batch.segment_parent)]
+    starts, lengths, parents = (column.tolist() for column in (batch.segment_start, batch.segment_length, batch.segment_parent))
     if batch.images and tower.family.grid_key is not None:
-        positions = tree_positions(*segments, batch.images, tower.grids(batch.images)).positions[:, None]
+        positions = tree_positions(starts, lengths, parents, batch.images, tower.grids(batch.images)).positions[:, None]
     if batch.images and tower.family.bidirectional:
-        plan = ImageBlockPlan(plan, *segments, batch.images, device)
+        plan = ImageBlockPlan(plan, starts, lengths, parents, batch.images, device)
     return {**inputs.arguments(1, len(batch.tokens)), "position_ids": positions.to(device), "plan": plan}
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions in three dimensions (time, row, column) of rows of tokens with images, as in Qwen2-VL (arXiv 2409.12191, section 2.1)."""
+"""Rotary positions in three dimensions (time, row, column) of rows of tokens with images (Qwen2-VL, arXiv 2409.12191)."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ class DecoderInputs:
 
 def find_tower(model: Any) -> nn.Module:
     """Return the vision tower of a model, without what projects its rows into the language model where that stands apart."""
-    return next(module for name in TOWERS if (module := getattr(model.model, name, None)) is not None)
+    tower: nn.Module = next(module for name in TOWERS if (module := getattr(model.model, name, None)) is not None)
+    return tower
 
 
 class VisionTower:
