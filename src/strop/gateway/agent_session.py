@@ -148,7 +148,7 @@ class AgentSession:
         if not tools:
             return self.template.encode_prompt(messages)
         calling = self.offer_tools(tools)
-        return calling.encode_prompt(calling.describe(messages)).tokens
+        return calling.encode_prompt(calling.describe(messages))
 
     def _count(self, asked: CompletionRequest, encoded: EncodedRequest | None) -> None:
         self._counts["requests"] += 1

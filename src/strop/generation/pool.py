@@ -99,16 +99,14 @@ class EnginePool:
     async def generate(
         self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "", images: Sequence[PromptImage] = ()
     ) -> Completion:
-        key = (*prompt, *(image.digest for image in images))
+        key: tuple[int | str, ...] = (*prompt, *(image.digest for image in images))
         shown: dict[str, Any] = {"images": images} if images else {}
         while True:
             index = self._router.route(key, session, self._dropped)
             await self._await_usable(index)
             self._router.running[index] += 1
             try:
-                completion = await self.engines[index].generate(
-                    prompt, sampling=sampling, seed=seed, session=session, **shown
-                )
+                completion = await self.engines[index].generate(prompt, sampling=sampling, seed=seed, session=session, **shown)
                 self._failures[index] = 0
                 return completion
             except EngineDied as error:

@@ -242,7 +242,7 @@ def _start_rollout(
 ) -> Rollout:
     if tools is not None:
         messages = tools.describe(messages)
-    encoded = template.encode_with_images(messages) if tools is None else tools.encode_prompt(messages)
+    encoded = template.encode_with_images(messages) if tools is None else tools.encode_with_images(messages)
     prompt = encoded.tokens
     limit = rules.max_length - 1 if rules.max_prompt_length is None else min(rules.max_prompt_length, rules.max_length - 1)
     if len(prompt) > limit:

@@ -69,7 +69,10 @@ class ToolTurns:
         written = self.template.write_call(ToolCall(name, {"ARGUMENT": "VALUE"}, id="call00000"))
         return self.format.example(name) if written is None else written[0].strip()
 
-    def encode_prompt(self, messages: Messages) -> EncodedPrompt:
+    def encode_prompt(self, messages: Messages) -> list[int]:
+        return self.encode_with_images(messages).tokens
+
+    def encode_with_images(self, messages: Messages) -> EncodedPrompt:
         return self.template.encode_with_images(messages, self.offer.schemas if self.template.describes_tools else ())
 
     def stop_at_calls(self, sampling: Sampling) -> Sampling:

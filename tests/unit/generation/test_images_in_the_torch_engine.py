@@ -112,9 +112,7 @@ def test_an_observation_may_have_an_image(family: str, make: Any) -> None:
         answer = (await generate_with_images(engine, [ImageRequest(first, sampling, 1, "s")]))[0]
         start = len(first.tokens) + len(answer.tokens)
         images = [image.moved(start) for image in seen.images]
-        so_far = replace(
-            first, tokens=[*first.tokens, *answer.tokens.tolist(), *seen.tokens], images=(*first.images, *images)
-        )
+        so_far = replace(first, tokens=[*first.tokens, *answer.tokens.tolist(), *seen.tokens], images=(*first.images, *images))
         last = (await generate_with_images(engine, [ImageRequest(so_far, sampling, 2, "s")]))[0]
         read = engine.counters.prompt_tokens
         await engine.close()
@@ -197,7 +195,16 @@ def image(digest: str, start: int, length: int) -> PromptImage:
 
 def test_each_row_of_each_image_has_an_id_of_its_own() -> None:
     numbers = ImageNumbers()
-    tokens = [5, 9, 9, 7, 9, 6, 9, 9]  # 9 stands for images; 7 is between two rows of tiles; the last two are text that was sampled
+    tokens = [
+        5,
+        9,
+        9,
+        7,
+        9,
+        6,
+        9,
+        9,
+    ]  # 9 stands for images; 7 is between two rows of tiles; the last two are text that was sampled
     marked = mark_images(tokens, [image("a", 1, 2), image("b", 4, 1)], numbers, 9)
     assert [token if token >= 0 else read_mark(token) for token in marked] == [5, (0, 0), (0, 1), 7, (1, 0), 6, 9, 9]
     again = mark_images(tokens, [image("b", 1, 2), image("a", 4, 1)], numbers, 9)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.plain_attention import causal_mask, masked_attention
 from strop.models.exact.exact_attention import KEY_BLOCK, attend_cached
 from strop.models.routing.routes import RecordedRoutes, RoutedLayers
+from strop.types import PromptImage
 
 SPAN_STEP = 32  # positions
 
@@ -168,6 +169,7 @@ class PrefillPlan:
         self.shape = shape
         self.blocks = blocks or [None] * len(lengths)
         self.routes: RecordedRoutes | None = None  # of the new tokens, with router replay
+        self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.lengths = lengths
         self.prefixes = prefixes
         self.keys: list[Tensor] = []  # per layer [T, heads, D]
@@ -218,6 +220,7 @@ class DecodePlan:
         """``positions`` [B] are those of the new tokens, all below ``span``."""
         self.cache = cache
         self.routes: RecordedRoutes | None = None  # of the new tokens, with router replay
+        self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.rows = torch.arange(len(positions), device=positions.device)
         self.positions = positions
         self.span = span

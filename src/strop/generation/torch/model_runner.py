@@ -136,9 +136,10 @@ class ModelRunner(Protocol):
 
 
 class EnginePlan(AttentionPlan, Protocol):
-    """An attention plan that also collects the experts of its tokens, with router replay."""
+    """An attention plan that also collects the experts of its tokens, with router replay, and has the images among them."""
 
     routes: RecordedRoutes | None
+    images: Mapping[int, PromptImage]  # by number
 
 
 def cache_capacity(
@@ -207,9 +208,7 @@ class PlanRunner:
     def _make_linears(self) -> FastLinears:
         network = self.network
         decoder = None if self.images is None else network.decoder
-        return FastLinears(
-            network.model, network.precision, prepack=self.prepack, kernels=self.kernels, decoder=decoder
-        )
+        return FastLinears(network.model, network.precision, prepack=self.prepack, kernels=self.kernels, decoder=decoder)
 
     def _make_offsets(self, slots: int) -> None:
         """Keep how far rotary positions are from places, for a model in which images change that."""
@@ -229,20 +228,13 @@ class PlanRunner:
         return find_blocks(tokens) if self.images is not None and self.images.sees_both_ways else None
 
     @torch.no_grad()
-    def _forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        plan: EnginePlan,
-        rows: Tensor | None,
-        images: Mapping[int, PromptImage] | None = None,
-    ) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, plan: EnginePlan, rows: Tensor | None) -> Tensor:
         """Return the logits [B, V] at ``rows`` of the tokens [T]; None: at all. ``positions``: rotary, [T] or [3, T]."""
         device = self.network.device
         options = {} if plan.routes is None else {"routes": plan.routes}
         places = positions[None] if positions.dim() == 1 else positions[:, None]
         with self.network.autocast():
-            inputs = {"input_ids": tokens[None].to(device)} if not images else self.read_images(tokens, images)
+            inputs = self.read_images(tokens, plan.images) if plan.images else {"input_ids": tokens[None].to(device)}
             output = self.network.decoder(**inputs, position_ids=places.to(device), plan=plan, use_cache=False, **options)
             hidden = output.last_hidden_state[0]
             hidden = hidden if rows is None else hidden.index_select(0, rows.to(device))
@@ -365,7 +357,8 @@ class CachedRunner(FixedSlots, PlanRunner):
         positions = join_positions(prompts, skipped)
         last = torch.tensor(lengths).cumsum(0) - 1
         plan.routes = self.network.record_routes()
-        logits = self._forward(tokens, positions, plan, last, collect_images(prompts))
+        plan.images = collect_images(prompts)
+        logits = self._forward(tokens, positions, plan, last)
         routes = None if plan.routes is None else plan.routes.stack()
         return {
             prompt.tokens: plan.build_prefix(index, prompt.tokens, logits[index], routes) for index, prompt in enumerate(prompts)

@@ -102,7 +102,9 @@ class StandaloneTorchEngine:
     ) -> Completion:
         await self._resumed.wait()
         engine = self._require_alive()
-        return await self._await_engine(engine, engine.generate(prompt, sampling=sampling, seed=seed, session=session, images=images))
+        return await self._await_engine(
+            engine, engine.generate(prompt, sampling=sampling, seed=seed, session=session, images=images)
+        )
 
     async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:
         engine = self._require_alive()

@@ -354,7 +354,7 @@ class TorchEngine:
     def _prefill(self, prompts: list[SlotPrompt]) -> None:
         """Read the prompts of the requests that were started last, and sample a token for each; preempted ones have theirs."""
         logits = self.runner.prefill(prompts)
-        if self.runner.images is not None:
+        if any(prompt.images for prompt in prompts) and self.runner.images is not None:
             self.counters.encoded_images = self.runner.images.encoded
         started = self._running[-len(prompts) :]
         new = [index for index, request in enumerate(started) if not request.tokens]

@@ -8,7 +8,7 @@ and the pages are the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from strop.generation.torch.paged.paged_cache import PagedCache, PagedSequence
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.plain_attention import masked_attention
 from strop.models.routing.routes import RecordedRoutes
+from strop.types import PromptImage
 
 SPAN_STEP = 32  # the attended part of a page is rounded up to a multiple of this many tokens
 HIDDEN = -1e30  # finite, so that a token that sees nothing of a page gives it the weight 0 and not nan
@@ -117,6 +118,7 @@ class PagedDecodePlan:
         self.cache = cache
         self.layout = layout
         self.routes: RecordedRoutes | None = None  # of the new tokens, with router replay
+        self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.pages = pages
         self.positions = positions
         self.offsets = positions % cache.page
@@ -249,6 +251,7 @@ class PagedPrefillPlan:
         self.cache = cache
         self.reads = reads
         self.routes: RecordedRoutes | None = None  # of the new tokens, with router replay
+        self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.lengths = [read.length for read in reads]
         device = cache.shape.device
         positions = [position for read in reads for position in range(read.cached, len(read.tokens))]
@@ -279,4 +282,3 @@ class PagedPrefillPlan:
     def _gather(self, index: int, cache: Tensor) -> Tensor:  # [length, heads, D]
         pages = cache.index_select(0, self._tables[index])
         return pages.transpose(1, 2).flatten(0, 1)[: len(self.reads[index].tokens)]
-

@@ -142,7 +142,8 @@ class PagedRunner(PlanRunner):
         last = torch.tensor(plan.lengths).cumsum(0) - 1
         plan.routes = self.network.record_routes()
         positions = join_positions(prompts, [read.cached for read in reads])
-        logits = self._forward(tokens, positions, plan, last, collect_images(prompts))
+        plan.images = collect_images(prompts)
+        logits = self._forward(tokens, positions, plan, last)
         plan.record()
         return logits
 

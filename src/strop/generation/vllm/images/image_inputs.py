@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import BatchFeature
 from vllm.inputs import mm_input
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
@@ -48,8 +47,8 @@ def find_rows(prompt: Sequence[int], image: PromptImage, placeholder: int) -> Pl
     return PlaceholderRange(offset=image.start, length=image.length, is_embed=None if bool(rows.all()) else rows)
 
 
-def join_pixels(pixels: Sequence[Mapping[str, Tensor]]) -> BatchFeature:
+def join_pixels(pixels: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Join the pixels of images, one after another, and count the pictures of each. Single numbers are about the tokens, and left out."""
     names = [name for name, tensor in pixels[0].items() if tensor.dim()]
     joined = {name: torch.cat([each[name] for each in pixels]) for name in names}
-    return BatchFeature({**joined, TILES: torch.tensor([len(each["pixel_values"]) for each in pixels])})
+    return {**joined, TILES: torch.tensor([len(each["pixel_values"]) for each in pixels])}
