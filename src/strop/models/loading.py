@@ -53,12 +53,13 @@ def from_pretrained(kind: Any, name: str | Path, **options: Any) -> Any:
 
 
 def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device: str = "cpu", config: Any | None = None) -> Any:
-    """Load a Hugging Face causal LM with float32 weights. ``overrides`` change its configuration before it is built.
+    """Load a Hugging Face causal LM, or a vision-language model, with float32 weights. ``overrides`` change its configuration before it
+    is built.
 
     ``name`` may be a folder with adapters in PEFT's format: they are merged into their base, which is loaded by its recorded name with the
     configuration beside the adapters. ``config`` replaces the model's own configuration. Raises ModelNotFound.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if (adapters := adapter_folder(name)) is not None:
         if is_classifier_adapter(adapters):
@@ -71,7 +72,7 @@ def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device:
     config = apply_overrides(config or from_pretrained(AutoConfig, folder, **options), overrides)
     hide_progress = redirect_stderr(io.StringIO()) if gguf else nullcontext()  # the GGUF dequantizer's progress bar has no switch
     with quiet_transformers(), hide_progress:
-        model = from_pretrained(AutoModelForCausalLM, folder, config=config, dtype=torch.float32, **options)
+        model = from_pretrained(find_auto_class(config), folder, config=config, dtype=torch.float32, **options)
     if gguf:
         _drop_quantization_config(model)
     return model.to(device)
@@ -79,11 +80,24 @@ def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device:
 
 def model_from_config(folder: Path) -> Any:
     """Build a causal LM from a folder's configuration, in float32, with freshly initialized weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     with quiet_transformers():
         config = from_pretrained(AutoConfig, folder)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusts_remote_code())
+        return find_auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=trusts_remote_code())
+
+
+def find_auto_class(config: Any) -> Any:
+    """Return Transformers' class that loads a model which writes text: of a vision-language model with its tower, where it has one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    vision: Any = AutoModelForImageTextToText
+    return vision if is_vision_config(config) and type(config) in vision._model_mapping else AutoModelForCausalLM
+
+
+def is_vision_config(config: Any) -> bool:
+    """Return whether a configuration is of a vision-language model."""
+    return getattr(config, "vision_config", None) is not None
 
 
 def load_base_config(adapters: Path) -> Any | None:

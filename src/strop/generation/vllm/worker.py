@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +21,7 @@ from strop.generation.vllm.vllm_patches import apply_patches
 from strop.generation.vllm.weights.engine_names import KeptSinks, rename_for_engine
 from strop.generation.vllm.weights.weight_readback import (
     WeightShard,
+    map_names,
     read_adapter_shards,
     read_weight_shards,
     refresh_packed_copies,
@@ -41,6 +43,7 @@ class StropWorker:
     _strop_receiver: Receiver | None = None
     _strop_draft = False  # whether weights of a draft head have arrived
     _strop_sent_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})  # of the last publish
+    _strop_names: Mapping[str, str] = MappingProxyType({})  # vLLM's name of each published tensor -> its own, where they differ
 
     def strop_connect(self, address: bytes, first: int) -> None:
         """Connect to the sender at ``address`` as its receiver number ``first`` + rank."""
@@ -62,6 +65,7 @@ class StropWorker:
         if self._strop_receiver is None:
             raise RuntimeError("no channel is connected")
         expected: Manifest = pickle.loads(manifest)
+        self._strop_names = map_names(self.model_runner.get_model(), expected.names)
         started = time.perf_counter()
         self._strop_sent_dtypes = {entry.name: entry.dtype for entry in expected.entries}
         fingerprints: dict[str, int] = {}
@@ -95,8 +99,9 @@ class StropWorker:
         # Not this process's rank in the engine: each pipeline stage shards its own layers over ranks 0 to tensor_parallel_size - 1.
         rank = get_tensor_model_parallel_rank()
         shards = read_weight_shards(self.model_runner.get_model(), rank)
+        named = (replace(shard, name=self._strop_names.get(shard.name, shard.name)) for shard in shards)
         drafted = read_draft_shards(self.model_runner, rank) if self._strop_draft else ()
-        return pickle.dumps(_fingerprint_shards((*shards, *drafted), self._strop_sent_dtypes))
+        return pickle.dumps(_fingerprint_shards((*named, *drafted), self._strop_sent_dtypes))
 
     @torch.no_grad()
     def strop_read_adapter_fingerprints(self, adapter: int) -> bytes:
