@@ -92,7 +92,6 @@ def engine(name: str, options: str) -> str:
         (engine("dynamo", "dynamo_cfg: {engine: vllm}"), "policy.generation.backend", "the Dynamo generation backend"),
         (engine("sglang", "sglang_cfg: {tp_size: 1}"), "policy.generation.backend", "the SGLang generation backend"),
         (engine("megatron", "mcore_generation_config: {max_tokens: 9}"), "policy.generation.backend", "the Megatron generation"),
-        ("policy: {draft: {enabled: true, model_name: d, num_layers: null}}", "policy.draft", "training a draft model"),
         ("async_rl: {sampler: {name: custom}, max_buffered_rollouts: 64}", "async_rl.sampler.name", "no counterpart"),
         ("grpo: {use_best_at_k: true, best_at_k_k: 8, best_at_k_m: 1000}", "grpo.use_best_at_k", "best@k"),
         ("policy: {generation: {bad_words: [no]}}", "policy.generation.bad_words", "words cannot be forbidden"),

@@ -86,12 +86,6 @@ ON_POLICY_DISTILLATION = Unsupported(
     details=("_teachers",),
     hides=("grpo.adv_estimator.name", "policy.dtensor_cfg.*_parallel_size"),  # its teachers take nodes from the policy
 )
-DRAFT_MODEL = Unsupported(
-    ("policy.draft",),
-    "training a draft model beside the policy is not in this version",
-    "Set policy.draft.enabled=false; policy.generation.vllm_cfg.speculation drafts without training.",
-    hides=("policy.generation.vllm_kwargs.speculative_config",),
-)
 BEST_AT_K = Unsupported(
     ("grpo.use_best_at_k", "grpo.use_combined_training"),
     "advantages of best@k are not in this version",
@@ -135,7 +129,6 @@ UNSUPPORTED_RULES: tuple[Rule, ...] = (
     *ENGINES,
     CROSS_TOKENIZER,
     ON_POLICY_DISTILLATION,
-    DRAFT_MODEL,
     BEST_AT_K,
     BAD_WORDS,
 )
