@@ -16,7 +16,6 @@ import pytest
 from loop.runs import Running, grpo, heed_interrupts, overrides, start, strop, tiny_config
 from loop.stuck import SamplerOff, StuckAt
 from strop.monitoring.watchdog.status import Status, read_status
-from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +68,11 @@ STUCK = [(point, how) for point in ("environment", "engine", "learner") for how 
 
 
 @pytest.mark.parametrize(
-    ("point", "how"), sweep([*STUCK, ("learner", "in a thread")], ("engine", "waits"), ("learner", "in a thread"))
+    ("point", "how"),
+    [
+        *(pytest.param(*stuck, marks=() if stuck == ("engine", "waits") else pytest.mark.exhaustive) for stuck in STUCK),
+        ("learner", "in a thread"),
+    ],
 )
 def test_what_is_stuck_is_named_within_its_limit_and_the_run_ends_if_asked_to(tiny, tmp_path, point, how):
     running = begun(tiny, tmp_path, StuckAt(point, NTH[point], how), **{"watchdog.stop_after_seconds": 2.5})
