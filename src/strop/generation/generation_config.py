@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from strop import packages
 from strop.base_config import BaseConfig, changed_keys, follows, subsection
 from strop.generation.auto_engine import AutoEngine
+from strop.generation.sglang.sglang_config import SglangConfig
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.vllm.versions import describe_checked, unchecked_version
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE, VllmConfig
@@ -78,7 +79,7 @@ class GenerationConfig(BaseConfig):
 
     backend: Literal["auto", "torch", "vllm", "sglang", "megatron"] = Field(
         "auto",
-        description="Inference engine: vllm, in separate processes, or torch, built into Strop. auto is vllm where a GPU and vLLM are, "
+        description="Inference engine: vllm or sglang, in separate processes, or torch, built into Strop. auto is vllm where a GPU and vLLM are, "
         "unless it cannot do what is configured, and torch elsewhere; what it is, is said at the start.",
     )
     max_new_tokens: int = follows(
@@ -110,6 +111,11 @@ class GenerationConfig(BaseConfig):
         default_factory=dict,
         description="Further arguments of vLLM's engine, passed through; unknown ones are errors.",
     )
+    sglang_cfg: SglangConfig = subsection(SglangConfig)
+    sglang_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further arguments of SGLang's server (ServerArgs), passed through; unknown ones are errors.",
+    )
     weight_sync: WeightSyncConfig = subsection(WeightSyncConfig)
     colocated: ColocatedConfig = subsection(ColocatedConfig)
 
@@ -134,6 +140,31 @@ class GenerationConfig(BaseConfig):
         return self.backend == "vllm" or (
             self.backend == "auto" and self.auto_engine is not None and self.auto_engine.name == "vllm"
         )
+
+    @property
+    def uses_sglang(self) -> bool:
+        """Whether SGLang samples."""
+        return self.backend == "sglang"
+
+    @property
+    def uses_engines(self) -> bool:
+        """Whether engines with their own copy of the weights sample, in processes of their own: vLLM's or SGLang's."""
+        return self.uses_vllm or self.uses_sglang
+
+    @property
+    def engine_options(self) -> VllmConfig | SglangConfig:
+        """The section of those engines."""
+        return self.sglang_cfg if self.uses_sglang else self.vllm_cfg
+
+    @property
+    def engine_key(self) -> str:
+        """The name of that section."""
+        return "sglang_cfg" if self.uses_sglang else "vllm_cfg"
+
+    @property
+    def engine_name(self) -> str:
+        """What messages call the engine."""
+        return "SGLang" if self.uses_sglang else "vLLM" if self.uses_vllm else "torch"
 
     def sampling_options(self, *, validation: bool = False) -> dict[str, Any]:
         """Return keyword arguments of ``strop.sampling.Sampling``."""
