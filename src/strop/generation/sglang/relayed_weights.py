@@ -28,6 +28,7 @@ from torch import Tensor
 from strop.generation.sglang.sglang_config import SglangConfig
 from strop.weight_sync.base import ChannelAddress, Manifest, Receiver
 from strop.weight_sync.fingerprints import fingerprint
+from strop.weight_sync.transports.shared_folder import save_tensors
 
 dist: Any = torch.distributed  # the functions used here are untyped
 Post = Callable[[str, dict[str, Any]], Awaitable[Any]]
@@ -111,11 +112,9 @@ class RelayedWeights:
         await self.post("/end_weight_update", {})
 
     async def _send_files(self, tensors: Sequence[NamedTensor]) -> None:
-        from safetensors.torch import save_file
-
         folder = Path(tempfile.mkdtemp(prefix="strop-weights-"))
         try:
-            await asyncio.to_thread(save_file, dict(tensors), folder / "model.safetensors")
+            await asyncio.to_thread(save_tensors, dict(tensors), folder / "model.safetensors")
             _require_success(await self.post("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": False}))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -155,8 +154,7 @@ def _pickle_tensors(bucket: Sequence[NamedTensor]) -> bytes:
 
 def _join_group(backend: str, port: int, size: int, name: str) -> Any:
     """Return a process group in which this process is the first of ``size``. SGLang's ranks join it by the same address and name."""
-    from torch.distributed import distributed_c10d as c10d
-
+    c10d: Any = dist.distributed_c10d
     limit = timedelta(seconds=JOIN_SECONDS)
     store = c10d.TCPStore("127.0.0.1", port, size, is_master=True, timeout=limit, wait_for_workers=False)
     named = c10d.PrefixStore(name, store)

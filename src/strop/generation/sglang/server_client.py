@@ -36,7 +36,9 @@ class ServerClient:
     async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return the answer. Raises ServerError, and OSError or aiohttp.ClientError if the connection fails."""
         async with self._open().post(path, json=body or {}) as response:
-            answer = await response.json(content_type=None) if response.content_type == "application/json" else await response.text()
+            answer = (
+                await response.json(content_type=None) if response.content_type == "application/json" else await response.text()
+            )
             if response.status != 200:
                 raise ServerError(f"{path}: {_read_message(answer)} (status {response.status})")
             return answer

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from strop.generation.sglang.server_entry import REFUSED_PREFIX, REFUSED_STATUS
+from strop.generation.sglang.server.server_entry import REFUSED_PREFIX, REFUSED_STATUS
 from strop.generation.sglang.sglang_launch import SglangLaunch, make_server_arguments
 
 OUTPUT_TAIL_LINES = 12  # of an engine's output, in the message about its death
@@ -38,7 +38,7 @@ class ServerProcess:
         options = {"arguments": make_server_arguments(launch, port=self.port, key=self.key)}
         try:
             process = subprocess.Popen(
-                [launch.python, "-W", "ignore", "-m", "strop.generation.sglang.server_entry"],
+                [launch.python, "-W", "ignore", "-m", "strop.generation.sglang.server.server_entry"],
                 env={**os.environ, **launch.env_vars, "TMPDIR": str(self._folder)},
                 stdin=subprocess.PIPE,
                 stdout=output,

@@ -75,19 +75,27 @@ class SglangConfig(BaseConfig):
     mem_fraction_static: float | None = Field(
         None, gt=0, lt=1, description="Share of a GPU's memory for weights and KV cache; null is SGLang's choice (fraction)."
     )
-    max_running_requests: int | None = Field(None, ge=1, description="Sequences decoded together; null is SGLang's choice (sequences).")
+    max_running_requests: int | None = Field(
+        None, ge=1, description="Sequences decoded together; null is SGLang's choice (sequences)."
+    )
     max_total_tokens: int | None = Field(
         None, ge=1, description="Size of the KV cache; null is what mem_fraction_static leaves, and 32768 on a CPU (tokens)."
     )
     kv_cache_dtype: str = Field("auto", description="Data type of the KV cache.")
-    disable_radix_cache: bool = Field(False, description="Do not cache keys and values of prompts for other samples and later turns.")
+    disable_radix_cache: bool = Field(
+        False, description="Do not cache keys and values of prompts for other samples and later turns."
+    )
     disable_cuda_graph: bool = Field(False, description="Do not capture CUDA graphs. A CPU never does.")
-    attention_backend: str | None = Field(None, description="Attention kernels; null is SGLang's choice, and torch_native on a CPU.")
+    attention_backend: str | None = Field(
+        None, description="Attention kernels; null is SGLang's choice, and torch_native on a CPU."
+    )
     chunked_prefill_size: int | None = Field(None, description="Tokens of a prompt that are read at a time; -1 is all (tokens).")
     enable_deterministic_inference: bool = Field(
         False, description="SGLang's batch-invariant kernels, on GPUs: a token does not depend on the batch."
     )
-    speculative_algorithm: str | None = Field(None, description="Speculative decoding: EAGLE, EAGLE3, NEXTN, NGRAM or STANDALONE; null is off.")
+    speculative_algorithm: str | None = Field(
+        None, description="Speculative decoding: EAGLE, EAGLE3, NEXTN, NGRAM or STANDALONE; null is off."
+    )
     speculative_draft_model_path: str | None = Field(None, description="Draft model: a hub name or folder. It is not trained.")
     speculative_num_steps: int | None = Field(None, ge=1, description="Steps of the draft at a time (steps).")
     speculative_eagle_topk: int | None = Field(None, ge=1, description="Branches of the draft in each step (branches).")
@@ -125,12 +133,15 @@ class SglangConfig(BaseConfig):
         if self.ep_size not in (1, self.tp_size):
             yield Problem(
                 f"{key}.ep_size",
-                f"found {self.ep_size}, but an engine shards its experts over its tensor-parallel ranks, and {key}.tp_size is {self.tp_size}",
+                f"found {self.ep_size}, but an engine shards its experts over its tensor-parallel ranks, and {key}.tp_size is "
+                f"{self.tp_size}",
                 f"Set it to 1, or both to {self.ep_size}.",
             )
         if self.python is not None and not Path(self.python).is_file():
             yield Problem(
-                f"{key}.python", f"found {self.python}, which is not a file", "Set it to the interpreter of an environment with SGLang."
+                f"{key}.python",
+                f"found {self.python}, which is not a file",
+                "Set it to the interpreter of an environment with SGLang.",
             )
         if self.weight_loading != "direct" and self.speculative_algorithm is not None:
             yield Problem(

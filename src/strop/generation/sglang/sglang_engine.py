@@ -13,8 +13,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from strop.generation.base import Completion, RequestTooLong
-from strop.generation.sglang.engine_calls import decode_answers, encode_call
 from strop.generation.sglang.relayed_weights import RelayedWeights
+from strop.generation.sglang.server.engine_calls import decode_answers, encode_call
 from strop.generation.sglang.server_client import ServerClient, ServerError
 from strop.generation.sglang.server_process import ServerProcess
 from strop.generation.sglang.sglang_counters import SglangCounters

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from strop.generation.generation_config import GenerationConfig
-from strop.generation.sglang.cpu_stub import CPU_ENVIRONMENT
-from strop.generation.sglang.seeded_sampler import SAMPLER_VARIABLE
+from strop.generation.sglang.server.cpu_stub import CPU_ENVIRONMENT
+from strop.generation.sglang.server.seeded_sampler import SAMPLER_VARIABLE
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE
 from strop.safety.remote_code import trusts_remote_code
 

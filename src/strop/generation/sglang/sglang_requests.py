@@ -46,7 +46,12 @@ def to_request(
         "no_stop_trim": True,
     }
     if not sampling.greedy:
-        options |= {"top_p": sampling.top_p, "top_k": sampling.top_k or -1, "min_p": sampling.min_p, "sampling_seed": seed & SEED_BITS}
+        options |= {
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "sampling_seed": seed & SEED_BITS,
+        }
     return {
         "input_ids": list(prompt),
         "sampling_params": options,

@@ -85,7 +85,7 @@ def engine(backend: str, name: str, *options: str) -> Unsupported:
     return Unsupported(
         (f"*generation.backend={backend}",),
         f"the {name} generation backend is not in this version",
-        "Set policy.generation.backend to vllm, or to torch, the engine built into Strop.",
+        "Set policy.generation.backend to vllm, sglang, or torch, the engine built into Strop.",
         details=tuple(f"*generation.{option}" for option in options),
         hides=("*generation.*",),
     )
@@ -94,7 +94,6 @@ def engine(backend: str, name: str, *options: str) -> Unsupported:
 ENGINES = (
     engine("trtllm", "TensorRT-LLM", "trtllm_cfg", "trtllm_kwargs"),
     engine("dynamo", "Dynamo", "dynamo_cfg"),
-    engine("sglang", "SGLang", "sglang_cfg", "use_async_rollouts"),
     engine("megatron", "Megatron", "mcore_generation_config"),
 )
 CROSS_TOKENIZER = Unsupported(

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.runtime_context import get_serving
 from torch import Tensor
 
-from strop.generation.sglang.sglang_readback import ModelShard, read_model_shards
+from strop.generation.sglang.server.sglang_readback import ModelShard, read_model_shards
 from strop.weight_sync.base import ChannelAddress, Manifest, Receiver, TensorFingerprint
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 

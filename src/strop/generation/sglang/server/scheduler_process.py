@@ -19,9 +19,9 @@ from sglang.srt.managers import io_struct, scheduler
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-from strop.generation.sglang.engine_calls import CALL_PREFIX, RESULT
-from strop.generation.sglang.model_weights import ModelWeights
-from strop.generation.sglang.seeded_sampler import use_seeded_sampling
+from strop.generation.sglang.server.engine_calls import CALL_PREFIX, RESULT
+from strop.generation.sglang.server.model_weights import ModelWeights
+from strop.generation.sglang.server.seeded_sampler import use_seeded_sampling
 from strop.generation.vllm.launch import exit_with_driver
 
 _check_weights = SchedulerWeightUpdaterManager.check_weights

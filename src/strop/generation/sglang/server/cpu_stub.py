@@ -38,8 +38,8 @@ def install_cpu_stub() -> None:
 
     if torch.cuda.is_available():
         raise RuntimeError(
-            "this process was told to run SGLang on a CPU, without its kernels, but there is a GPU; hide it (CUDA_VISIBLE_DEVICES=) or leave "
-            "policy.device at auto"
+            "this process was told to run SGLang on a CPU, without its kernels, but there is a GPU; hide it (CUDA_VISIBLE_DEVICES=) or "
+            "leave policy.device at auto"
         )
     if not any(isinstance(finder, KernelStubFinder | TorchvisionHook) for finder in sys.meta_path):
         sys.meta_path[:0] = [KernelStubFinder(), TorchvisionHook()]

@@ -1,4 +1,4 @@
-"""The process of SGLang's server: ``python -m strop.generation.sglang.server_entry``, with its options as JSON on standard input.
+"""The process of SGLang's server: ``python -m strop.generation.sglang.server.server_entry``, with its options as JSON on standard input.
 
 It runs under the interpreter that has SGLang, which need not be the run's. Processes that SGLang starts import this module again before
 anything else, so what is done at import holds for them too.
@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from strop.generation.sglang.cpu_stub import install_cpu_stub
+from strop.generation.sglang.server.cpu_stub import install_cpu_stub
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, DRIVER_POLL_SECONDS
 from strop.weight_sync.transports.connection import is_process_alive
 
@@ -33,7 +33,7 @@ def main() -> None:
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
 
-    from strop.generation.sglang.scheduler_process import run_scheduler
+    from strop.generation.sglang.server.scheduler_process import run_scheduler
 
     _check_names(options["arguments"], list(inspect.signature(ServerArgs).parameters))
     arguments = ServerArgs(**options["arguments"])
@@ -49,10 +49,8 @@ def _check_names(arguments: Mapping[str, Any], known: list[str]) -> None:
         if name not in known:
             matches = difflib.get_close_matches(name, known, n=1)
             meant = f"; did you mean {matches[0]}?" if matches else ""
-            print(
-                f"{REFUSED_PREFIX}policy.generation.sglang_kwargs.{name}: the installed SGLang ({__version__}) has no such argument{meant}",
-                flush=True,
-            )
+            key = f"policy.generation.sglang_kwargs.{name}"
+            sys.stdout.write(f"{REFUSED_PREFIX}{key}: the installed SGLang ({__version__}) has no such argument{meant}\n")
             sys.exit(REFUSED_STATUS)
 
 
