@@ -201,7 +201,7 @@ class GenerationConfig(BaseConfig):
             yield Problem(
                 f"{key}.backend",
                 f"found {self.backend}, but the {names[self.backend]} generation backend is not in this version",
-                f"Set {key}.backend to vllm, sglang, or torch, the engine built into Strop.",
+                f"Set {key}.backend to vllm, or to torch, the engine built into Strop.",
             )
 
     def _check_vllm_installed(self, key: str) -> Iterator[Problem]:

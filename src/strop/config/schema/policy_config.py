@@ -111,7 +111,7 @@ class PolicyConfig(ModelConfig):
         if self.generation.uses_sglang:
             yield Problem(
                 f"{key}.router_replay.enabled",
-                "found true, but the experts of tokens are not read from SGLang in this version",
+                "found true, but the experts of tokens are not read from SGLang",
                 f"Set {key}.generation.backend to torch or vllm, or {key}.router_replay.enabled=false.",
             )
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -30,20 +30,6 @@ class SglangServerConfig(BaseConfig):
 
 class SglangConfig(BaseConfig):
     """The SGLang engine."""
-
-    passed_on: ClassVar[tuple[str, ...]] = (  # fields that are SGLang's arguments of the same name
-        "mem_fraction_static",
-        "max_running_requests",
-        "max_total_tokens",
-        "attention_backend",
-        "chunked_prefill_size",
-        "speculative_algorithm",
-        "speculative_draft_model_path",
-        "speculative_num_steps",
-        "speculative_eagle_topk",
-        "speculative_num_draft_tokens",
-        "enable_deterministic_inference",
-    )
 
     python: str | None = Field(
         None,
@@ -109,6 +95,24 @@ class SglangConfig(BaseConfig):
     startup_seconds: float = Field(600.0, gt=0, description="How long an engine may take to become ready (seconds).")
     env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the engine processes only.")
     sglang_server_config: SglangServerConfig = subsection(SglangServerConfig)
+
+    @property
+    def server_arguments(self) -> dict[str, Any]:
+        """SGLang's own arguments of the same names, of those that are set."""
+        given = {
+            "mem_fraction_static": self.mem_fraction_static,
+            "max_running_requests": self.max_running_requests,
+            "max_total_tokens": self.max_total_tokens,
+            "attention_backend": self.attention_backend,
+            "chunked_prefill_size": self.chunked_prefill_size,
+            "enable_deterministic_inference": self.enable_deterministic_inference or None,
+            "speculative_algorithm": self.speculative_algorithm,
+            "speculative_draft_model_path": self.speculative_draft_model_path,
+            "speculative_num_steps": self.speculative_num_steps,
+            "speculative_eagle_topk": self.speculative_eagle_topk,
+            "speculative_num_draft_tokens": self.speculative_num_draft_tokens,
+        }
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def precision(self) -> Precision:

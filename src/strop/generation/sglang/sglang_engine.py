@@ -182,10 +182,12 @@ class SglangEngine:
     async def pause(self, *, keep_running: bool) -> None:
         self._resumed.clear()
         self._require_alive()
-        if not keep_running:
-            await self._await_alive(self._idle.wait(), "while its requests finish")
-            await self.reset_prefix_cache(running=False)
+        if keep_running:
+            await self._post("/pause_generation", {"mode": self.config.sglang_server_config.pause_generation_mode})
+            return
+        await self._await_alive(self._idle.wait(), "while its requests finish")
         await self._post("/pause_generation", {"mode": "in_place"})
+        await self.reset_prefix_cache(running=False)
 
     async def load(self, manifest: Manifest, version: int) -> LoadReceipt:
         self.version = self._loaded_version = NO_VERSION
@@ -241,12 +243,14 @@ class SglangEngine:
     async def reset_prefix_cache(self, *, running: bool) -> None:
         """Drop cached keys and values. With ``running`` also those of suspended requests, which are then recomputed.
 
-        Suspended requests that go on keep theirs, and SGLang then drops nothing: the salt alone keeps prefixes of other weights apart.
+        Requests that are suspended in place keep theirs, and SGLang then drops nothing: the salt alone keeps prefixes of other weights
+        apart.
         """
-        if running:
+        in_place = self.config.sglang_server_config.pause_generation_mode == "in_place"
+        if self._counters.running and in_place:
+            if not running:
+                return
             await self._post("/pause_generation", {"mode": "retract"})
-        elif self._counters.running:
-            return
         await self._post("/flush_cache?timeout=30")
 
     async def sleep(self) -> None:

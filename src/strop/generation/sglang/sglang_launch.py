@@ -105,6 +105,8 @@ def make_server_arguments(launch: SglangLaunch, *, port: int, key: str) -> dict[
         "dtype": options.dtype,
         "context_length": options.context_length,
         "tp_size": options.tp_size,
+        "pp_size": options.pp_size,
+        "dp_size": options.dp_size,
         "ep_size": options.ep_size,
         "kv_cache_dtype": options.kv_cache_dtype,
         "disable_radix_cache": options.disable_radix_cache,
@@ -124,7 +126,4 @@ def make_server_arguments(launch: SglangLaunch, *, port: int, key: str) -> dict[
     if launch.sleeps:
         backup = options.sglang_server_config.cpu_weight_backup
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": backup}
-    for name in options.passed_on:
-        if (value := getattr(options, name)) not in (None, False):
-            arguments[name] = value
-    return {**arguments, **generation.sglang_kwargs}
+    return {**arguments, **options.server_arguments, **generation.sglang_kwargs}

@@ -85,7 +85,7 @@ def engine(backend: str, name: str, *options: str) -> Unsupported:
     return Unsupported(
         (f"*generation.backend={backend}",),
         f"the {name} generation backend is not in this version",
-        "Set policy.generation.backend to vllm, sglang, or torch, the engine built into Strop.",
+        "Set policy.generation.backend to vllm, or to torch, the engine built into Strop.",
         details=tuple(f"*generation.{option}" for option in options),
         hides=("*generation.*",),
     )
