@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -22,7 +23,9 @@ from strop.generation.vllm.engine_args import VllmLaunch
 from strop.generation.vllm.local_engines import make_local_engines
 from strop.learner.base import require_token_outputs
 from strop.learner.client import LearnerClient
-from strop.models.adapters import lora_layers
+from strop.models.adapters import lora_layers, merged_roundings
+from strop.models.draft.eagle_files import published_weights, save_head
+from strop.models.draft.eagle_head import EagleHead
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
@@ -70,24 +73,33 @@ def make_generator(
         )
     on_cpu = network.device.type == "cpu"
     adapters = generation.uses_vllm and generation.weight_sync.adapters_alone and bool(lora_layers(network.model))
-    engines = _make_engines(policy, config, spec, on_cpu=on_cpu, adapters=adapters)
+    drafts = generation.uses_vllm and generation.vllm_cfg.speculation.method == "eagle3"
+    head = network.draft if drafts else None  # that an engine drafts with
+    engines = _make_engines(policy, config, spec, on_cpu=on_cpu, adapters=adapters, head=head)
     locations = EngineLocations(count=len(engines), colocated=generation.colocated.enabled)
     choose_senders(generation.weight_sync, network.device, locations, [locations.host])  # refuses several of one process
     exporter = make_local_exporter(
-        spec.learner.weights,
+        spec.learner.weights if head is None else partial(_with_draft, spec.learner, head),
         make_sender_factory(generation.weight_sync, network.device, locations, spec.output_folder / "weights"),
         dtype=PRECISIONS[generation.engine_options.precision],
         keep_snapshot=spec.max_staleness > 0,
         adapters=LocalAdapterSource(network.model) if adapters else None,
         device=network.device,
+        roundings=merged_roundings(network.model),
     )
     return pool_engines(engines, exporter, policy, config, spec, adapters=adapters, memory=memory)
 
 
 def _make_engines(
-    policy: LoadedPolicy, config: PolicyConfig, spec: GeneratorSpec, *, on_cpu: bool, adapters: bool
+    policy: LoadedPolicy,
+    config: PolicyConfig,
+    spec: GeneratorSpec,
+    *,
+    on_cpu: bool,
+    adapters: bool,
+    head: EagleHead | None,
 ) -> Sequence[Engine]:
-    """Make the engines in processes of their own, without starting them."""
+    """Make the engines in processes of their own, without starting them. ``head``: that they draft with."""
     generation, model = config.generation, str(write_model_folder(policy, spec.output_folder / "model"))
     if generation.uses_sglang:
         return make_local_sglang_engines(
@@ -105,6 +117,7 @@ def _make_engines(
         max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
         return_routes=config.router_replay.enabled,
         batch_invariant=config.exact_on_policy,
+        draft="" if head is None else str(save_head(head, spec.output_folder / "draft")),
     )
     return make_local_engines(
         launch,
@@ -114,6 +127,12 @@ def _make_engines(
         threads=config.num_threads,
         output_folder=spec.output_folder,
     )
+
+
+def _with_draft(learner: LearnerClient, head: EagleHead) -> Iterator[tuple[str, Tensor]]:
+    """Yield what is published: the policy's weights, and those of its draft head."""
+    yield from learner.weights()
+    yield from published_weights(head)
 
 
 def make_past_selves(policy: LoadedPolicy, config: PolicyConfig, rule: PastSelvesRule) -> TorchPastSelves:
