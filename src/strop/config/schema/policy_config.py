@@ -76,6 +76,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
             yield from self._check_adapter_dropout(f"{key}.megatron_cfg.peft.dropout", self.megatron_cfg.peft)
         yield from self._check_engine_length(f"{key}.generation")
         yield from self._check_router_replay(key)
+        yield from self._check_sglang_draft(key)
         yield from self._check_compile(key)
         yield from self._check_draft(key)
         if self.exact_on_policy:
@@ -199,6 +200,14 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 f"Set it to false, or {key}.backend=torch with sizes of 1 in {key}.dtensor_cfg.",
             )
 
+    def _check_sglang_draft(self, key: str) -> Iterator[Problem]:
+        if self.draft.enabled and self.generation.uses_sglang:
+            yield Problem(
+                f"{key}.draft.enabled",
+                "found true, but a head that is trained is not sent to SGLang's engines",
+                f"Set {key}.generation.backend to vllm or torch, or {key}.draft.enabled=false.",
+            )
+
     def _check_speculation(self, key: str) -> Iterator[Problem]:
         """Yield a head that vLLM would not find, or not receive."""
         drafts = self.generation.vllm_cfg.speculation
@@ -315,7 +324,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
     def _warn_unused_draft(self, key: str) -> Iterator[Problem]:
         engine = self.generation
         used = engine.vllm_cfg.speculation.method == "eagle3" if engine.uses_vllm else engine.torch_cfg.speculative_draft > 0
-        if self.draft.enabled and not used:
+        if self.draft.enabled and not used and not engine.uses_sglang:
             option = "vllm_cfg.speculation.method=eagle3" if engine.uses_vllm else "torch_cfg.speculative_draft=3"
             yield Problem(
                 f"{key}.draft.enabled",

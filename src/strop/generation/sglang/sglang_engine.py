@@ -21,6 +21,7 @@ from strop.generation.sglang.sglang_counters import SglangCounters
 from strop.generation.sglang.sglang_launch import SglangLaunch
 from strop.generation.sglang.sglang_requests import to_completion, to_request
 from strop.sampling import Sampling
+from strop.types import PromptImage
 from strop.weight_sync.base import (
     AdapterFiles,
     CanarySample,
@@ -108,7 +109,13 @@ class SglangEngine:
 
     # --- sampling ---------------------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
+    async def generate(
+        self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "", images: Sequence[PromptImage] = ()
+    ) -> Completion:
+        if images:
+            raise ValueError(
+                f"{self.name}: SGLang engines take no images; set policy.generation.backend to vllm or torch for prompts with some"
+            )
         self._check_length(prompt)
         await self._resumed.wait()
         completion, _ = await self._complete(prompt, sampling, seed)
