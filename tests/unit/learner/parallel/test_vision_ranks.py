@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +13,18 @@ from tests.support.ranks import run_on_ranks
 
 from strop import metrics
 from strop.data.packing import pack
+from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
+from strop.learner.parallel.rank_zero_loading import load_on_rank_zero, probe_on_rank_zero
 from strop.learner.parallel.sharded import parallelize_network
+from strop.models.network import Network
 from strop.models.vision.vision_tower import freeze_tower
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.learners import make_torch_learner
 from support.parity import ALGORITHMS, Differences, TrainingResult, compare, send_share
-from support.vision_models import FAMILIES, keep_rotary_float64
-from support.vision_rollouts import make_image_groups, make_vision_network
+from support.vision_models import FAMILIES, build_vision_model, keep_rotary_float64
+from support.vision_rollouts import make_image_groups, make_vision_network, make_vision_processor
 
 pytestmark = pytest.mark.slow
 
@@ -84,3 +88,29 @@ def test_two_ranks_train_as_one_process_does(case: str) -> None:
     found = compare([rank[case] for rank in ranks], train(case, batch), len(batch.target))
     bounds = Differences(loss=1e-9, norm=1e-9, outputs=1e-6, weights=1e-9, metrics=1e-9)
     assert all(getattr(found, name) <= getattr(bounds, name) for name in vars(bounds)), found
+
+
+def load_and_save(rank: int, family: str, folder: str) -> MicroBatchOutputs:
+    """Load a model on the first rank alone, score on two, and save."""
+    network = probe_on_rank_zero(load_on_rank_zero(lambda: build_vision_model(family)), Network)
+    network.enable_vision(make_vision_processor(family))
+    sharded = parallelize_network(network, DeviceMeshes(ParallelDims(shard=2), "cpu"))
+    learner = make_torch_learner(network, Sampling(), sharded, train_tokens=60, score_tokens=60)
+    learner.save(Path(folder))
+    return learner.score_local(make_batch(family))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_the_first_rank_loaded_and_all_saved_is_the_model(family: str, tmp_path: Path) -> None:
+    """Saved under the names of the hub's files, which differ from the module's own in some families."""
+    batch = make_batch(family)
+    ranks = run_on_ranks(2, load_and_save, family, str(tmp_path))
+    network = Network(build_vision_model(family, seed=5), packed=True)
+    network.enable_vision(make_vision_processor(family))
+    learner = make_torch_learner(network, Sampling(), None, train_tokens=60, score_tokens=60)
+    learner.load(tmp_path)
+    scored = learner.score(batch).logprobs
+    torch.testing.assert_close(assemble_outputs(ranks, len(batch.target)).logprobs, scored, rtol=0, atol=1e-5)
+    original = build_vision_model(family)
+    assert all(torch.equal(left, right) for left, right in zip(network.model.parameters(), original.parameters(), strict=True))
