@@ -7,7 +7,7 @@ A model that follows Transformers' attention interface reads packed rows with sh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -283,6 +283,7 @@ class Network:
         longest = max(len(row) for row in rows)
         row, column = _source_rows(batch), batch.positions[batch.source]
         replayed = self._replay_routes(batch, row * longest + column)
+        reader: Callable[..., Any]
         if self.vision is None:
             reader, arguments = self.decoder, self._padded_text(batch, rows)
         else:

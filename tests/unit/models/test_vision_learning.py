@@ -32,6 +32,11 @@ from support.vision_rollouts import (
 ALL = tuple(FAMILIES)
 
 
+def bound(family: str) -> float:
+    """The largest difference in float64, relative for gradients: routers take their softmax in float32."""
+    return 1e-6 if "moe" in family else 1e-9
+
+
 def keep(*kept: str) -> list[Any]:
     """All families, of which those that are not named are left to the exhaustive tests."""
     return [pytest.param(family, marks=() if family in kept else pytest.mark.exhaustive) for family in ALL]
@@ -111,10 +116,10 @@ def test_log_probabilities_and_gradients_are_those_of_transformers(family: str) 
     everything = torch.arange(len(batch.target))
     expected_model = build_vision_model(family, dtype=torch.float64)
     expected = reference(family, expected_model, groups)
-    torch.testing.assert_close(predicted_logprobs(network, batch), expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(predicted_logprobs(network, batch), expected, rtol=0, atol=bound(family))
     (expected * weights_of(len(expected))).sum().backward()
     found = gradients_of(network, [(batch, everything)], weights_of(len(expected)))
-    assert largest_difference(found, copy_gradients(expected_model)) < 1e-9
+    assert largest_difference(found, copy_gradients(expected_model)) < bound(family)
     tower = [name for name in found if "visual" in name or "vision" in name]
     assert sum(float(found[name].abs().max()) > 0 for name in tower) > len(tower) / 2
 
@@ -135,7 +140,9 @@ def test_the_gradient_does_not_depend_on_how_a_batch_is_cut(family: str) -> None
         for name, batch in (("shared", whole), ("flat", flat)):
             parts = [(part.batch, part.index) for part in split_micro_batches(batch, budget)]
             cuts[f"{name} in micro-batches of {budget}"] = gradients_of(packed, parts, weights)
-    assert {name: largest_difference(found, expected) < 1e-9 for name, found in cuts.items()} == dict.fromkeys(cuts, True)
+    assert {name: largest_difference(found, expected) < bound(family) for name, found in cuts.items()} == dict.fromkeys(
+        cuts, True
+    )
 
 
 @pytest.mark.exhaustive
@@ -153,7 +160,7 @@ def test_no_cut_at_all_changes_the_gradient(family: str, seed: int) -> None:
         share, packed, budget = chosen.random() < 0.5, chosen.random() < 0.7, chosen.randrange(30, 200)
         parts = split_micro_batches(batches[share], budget, padded=not packed)
         found = gradients_of(networks[packed], [(part.batch, part.index) for part in parts], weights)
-        assert largest_difference(found, expected) < 1e-9, (share, packed, budget)
+        assert largest_difference(found, expected) < bound(family), (share, packed, budget)
 
 
 def with_branches(family: str, group: Group, chosen: random.Random) -> Group:

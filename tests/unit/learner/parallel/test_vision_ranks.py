@@ -86,7 +86,8 @@ def test_two_ranks_train_as_one_process_does(case: str) -> None:
     batch = make_batch(CASES[case][0])
     ranks = on_ranks(case in KEPT)
     found = compare([rank[case] for rank in ranks], train(case, batch), len(batch.target))
-    bounds = Differences(loss=1e-9, norm=1e-9, outputs=1e-6, weights=1e-9, metrics=1e-9)
+    most = 1e-6 if "moe" in case else 1e-9  # routers take their softmax in float32
+    bounds = Differences(loss=most, norm=most, outputs=1e-6, weights=most, metrics=most)
     assert all(getattr(found, name) <= getattr(bounds, name) for name in vars(bounds)), found
 
 
