@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.recipe import Recipe
@@ -58,7 +59,9 @@ def translate_speculation(recipe: Recipe) -> None:
             recipe.unused(key, "it is switched off")
             continue
         section = key.replace("vllm_kwargs.speculative_config", "vllm_cfg.speculation")
-        options = {SPECULATION_KEYS.get(name, name): value for name, value in found.items() if value is not None}
+        options: dict[str, Any] = {
+            SPECULATION_KEYS.get(str(name), str(name)): value for name, value in found.items() if value is not None
+        }
         if options.get("method") == "mtp" and "model_name" not in options:
             options["model_name"] = recipe.value("policy.model_name")
         for name in sorted(options.keys() - SPECULATION_READ):
