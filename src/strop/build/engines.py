@@ -13,6 +13,7 @@ from strop.config import RolloutRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.environments.games.policy_client import PastSelvesRule
 from strop.generation.base import Engine
+from strop.generation.quantized_rollouts import make_emulation, make_weight_rounding
 from strop.generation.synced_generator import SyncedGenerator, make_synced_pool
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
@@ -62,6 +63,7 @@ def make_generator(
             generation.torch_cfg,
             length=config.max_total_sequence_length,
             stop_ids=policy.stop_ids,
+            quantization=make_emulation(generation, rounds_weights=True),
         )
         return SyncedGenerator(
             generator=engine, weights=InProcessWeights([engine], None if memory is None else TimedMemory(memory), engine)
@@ -89,7 +91,8 @@ def make_generator(
     exporter = make_local_exporter(
         spec.learner.weights,
         make_sender_factory(generation.weight_sync, network.device, locations, spec.output_folder / "weights"),
-        dtype=PRECISIONS[generation.vllm_cfg.precision],
+        dtype=PRECISIONS[generation.vllm_cfg.dtype],
+        quantization=make_weight_rounding(generation, config.precision),
         keep_snapshot=spec.max_staleness > 0,
         adapters=LocalAdapterSource(network.model) if adapters else None,
         device=network.device,
@@ -102,7 +105,10 @@ def make_past_selves(policy: LoadedPolicy, config: PolicyConfig, rule: PastSelve
 
     def make_engine(network: Network) -> TorchEngine:
         length, options = config.max_total_sequence_length, config.generation.torch_cfg
-        return make_torch_engine(network, policy.tokenizer, options, length=length, stop_ids=policy.stop_ids)
+        emulated = make_emulation(config.generation, rounds_weights=True)
+        return make_torch_engine(
+            network, policy.tokenizer, options, length=length, stop_ids=policy.stop_ids, quantization=emulated
+        )
 
     return TorchPastSelves(policy.network, make_engine, every=rule.snapshot_every, size=rule.pool_size)
 
@@ -132,7 +138,8 @@ def pool_engines(
         generation.weight_sync,
         spec.sampling,
         compute_logprobs,
-        precision=generation.vllm_cfg.precision if uses_vllm else config.precision,
+        precision=generation.vllm_cfg.dtype if uses_vllm else config.precision,
+        weight_format=generation.weight_format,
         max_length=generation.vllm_cfg.max_model_len if uses_vllm else config.max_total_sequence_length,
         share_prefixes=spec.share_prefixes,
         seed=spec.seed,

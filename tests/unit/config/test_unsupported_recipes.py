@@ -52,9 +52,6 @@ policy:
   disable_modelopt_layer_spec: true
   generation: {quant_cfg: NVFP4_DEFAULT_CFG, real_quant: true, real_quant_ignore: [lm_head]}
 """
-FP8 = """
-policy: {generation: {vllm_cfg: {precision: fp8, use_deep_gemm: true, is_mx: true, quantization_ignored_layer_kws: [q_proj]}}}
-"""
 TEACHERS = """
 on_policy_distillation: {enabled: true, teacher_model_by_agent_name: {math: "${_teachers.general}"}}
 _teachers: {general: /teacher}
@@ -84,7 +81,6 @@ def engine(name: str, options: str) -> str:
         (GYM, "env.should_use_nemo_gym", "NeMo-Gym's servers run apart from the run"),
         (IMAGES, "policy.is_vlm", "models read only text"),
         (QUANTISED, "policy.quant_cfg", "quantisation-aware training"),
-        (FP8, "policy.generation.vllm_cfg.precision", "rollouts use the trained weights, not FP8"),
         (TEACHERS, "on_policy_distillation", "a teacher for each agent"),
         (engine("trtllm", "trtllm_cfg: {precision: x}, trtllm_kwargs: {a: 1}"), "policy.generation.backend", "TensorRT-LLM"),
         (engine("dynamo", "dynamo_cfg: {engine: vllm}"), "policy.generation.backend", "the Dynamo generation backend"),

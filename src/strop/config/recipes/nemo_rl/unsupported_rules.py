@@ -55,18 +55,6 @@ MULTIMODAL = Unsupported(
     "Take a recipe on text, or set policy.model_name and data.train to a language model and texts.",
     hides=("data.*", "env.*", "*generation.bad_words", "*.automodel_kwargs.freeze_config"),
 )
-FP8 = Unsupported(
-    (
-        "*generation.vllm_cfg.precision=fp8",
-        "*generation.vllm_cfg.is_mx",
-        "*generation.vllm_cfg.use_deep_gemm",
-        "*generation.vllm_cfg.num_first_layers_in_bf16",
-        "*generation.vllm_cfg.num_last_layers_in_bf16",
-    ),
-    "rollouts use the trained weights, not FP8",
-    "Set policy.generation.vllm_cfg.precision=bfloat16, and remove the other keys of FP8.",
-    details=("*generation.vllm_cfg.quantization_ignored_layer_kws",),
-)
 QUANTIZATION = Unsupported(
     ("policy.quant_cfg", "*generation.quant_cfg", "*generation.real_quant"),
     "quantisation-aware training (ModelOpt) is not in this version",
@@ -165,7 +153,6 @@ UNSUPPORTED_RULES: tuple[Rule, ...] = (
     refuse_template,
     translate_or_refuse_nemo_gym,
     MULTIMODAL,
-    FP8,
     QUANTIZATION,
     *ENGINES,
     CROSS_TOKENIZER,

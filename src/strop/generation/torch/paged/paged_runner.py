@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.generation.torch.model_runner import PlanRunner, SlotPrompt, cache_capacity
 from strop.generation.torch.paged.page_attention import PagedDecodePlan, PagedPrefillPlan, PageLayout, PromptRead, make_layout
 from strop.generation.torch.paged.paged_cache import OpenedSequence, PagedCache, PagedSequence, choose_page
@@ -19,9 +20,17 @@ class PagedRunner(PlanRunner):
 
     verifies_drafts = True
 
-    def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int, page: int | None = None) -> None:
+    def __init__(
+        self,
+        network: Network,
+        config: TorchGenerationConfig,
+        *,
+        length: int,
+        page: int | None = None,
+        quantization: EmulatedQuantization | None = None,
+    ) -> None:
         """``page``: tokens of a page; None chooses. Raises ValueError if the memory holds no sequence of ``length`` tokens."""
-        super().__init__(network, config, length=length)
+        super().__init__(network, config, length=length, quantization=quantization)
         capacity = cache_capacity(network, self.shape, config, length)
         page = page or choose_page(capacity, length, config.max_num_seqs)
         if page is None or capacity // page * page < length:
