@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -101,6 +101,7 @@ def make_launch(
     max_lora_rank: int | None = None,
     worker_extension: str | None = None,
     quantization: RolloutQuantizationConfig | None = None,
+    draft: str = "",
     **keys: Any,
 ) -> VllmLaunch:
     """Return what an engine is launched with. ``keys``: of the configuration's section ``vllm_cfg``."""
@@ -112,6 +113,7 @@ def make_launch(
         model=str(folder),
         on_cpu=on_cpu,
         max_lora_rank=max_lora_rank,
+        draft=draft,
         environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
         output_file=folder / "engine.log",
     )
@@ -174,15 +176,16 @@ def serve(
     make_sender: Callable[[int], Sender] = MemorySender,
     adapters: AdapterSource | None = None,
     tolerance: float = 0.002,
+    drafted: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
     **changes: Any,
 ) -> ServedModel:
-    """Connect engines with a publisher. Nothing starts before the first publish."""
+    """Connect engines with a publisher. Nothing starts before the first publish. ``drafted``: weights of a draft head."""
     asked = sampling or Sampling(max_new_tokens=8)
     replicas = EnginePool(engines)
     options = PublishOptions(**{"separate_devices": True, "adapters": adapters is not None, **changes})
     weights = WeightPublisher(
         make_local_exporter(
-            lambda: model.state_dict().items(),
+            lambda: (*model.state_dict().items(), *drafted()),
             make_sender,
             dtype=getattr(torch, engines[0].config.dtype),
             keep_snapshot=options.async_training,

@@ -84,6 +84,8 @@ def find_obstacle(network: Network, *, sharded: bool, known_only: bool) -> str |
         return "policy.exact_on_policy computes with operations of a fixed order"
     if network.routed is not None:
         return "policy.router_replay hands recorded experts to the layers"
+    if network.draft is not None:
+        return "policy.draft reads the states between layers, which compiled ones may not show"
     if sharded:
         return "the learner is on ranks, whose layers are not compiled in this version"
     if not network.packed:

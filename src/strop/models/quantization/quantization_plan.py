@@ -24,6 +24,7 @@ from strop.models.quantization.number_format import (
 
 # Weights inside decoder layers that stay as they are, as in vLLM: routers, whose product decides, and convolutions.
 NEVER = (".gate.weight", "router", "shared_expert_gate", "conv1d", "norm", "embed")
+DRAFT = "draft."  # of a draft head that is published beside the policy
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # of all experts in one tensor [E, rows, columns]
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _VISION = ("visual.", "vision")
@@ -59,7 +60,7 @@ class QuantizationPlan:
         return frozenset(name for name in names if self._covers(name, numbers[name], count))
 
     def _covers(self, name: str, number: int | None, count: int) -> bool:
-        if number is None or not (name.endswith(".weight") or name.endswith(EXPERTS)):
+        if number is None or name.startswith(DRAFT) or not (name.endswith(".weight") or name.endswith(EXPERTS)):
             return False
         if any(text in name for text in (*NEVER, *self.ignored)):
             return False

@@ -18,6 +18,7 @@ OTHERS = [
     "model.layers.1.mlp.shared_expert_gate.weight",
     "model.layers.1.block_sparse_moe.gate.weight",
     "model.layers.1.linear_attn.conv1d.weight",
+    "draft.layers.0.mlp.up_proj.weight",
 ]
 
 
