@@ -138,7 +138,7 @@ class EagleDrafter:
         """Run the head: rows [B], places and tokens [B, w], states [B, w, H] -> its own states [B, w, H]."""
         plan = DraftCachePlan(self.cache, rows, places)
         with self.network.autocast():
-            embedded = self.network.model.get_input_embeddings()(tokens.flatten())
+            embedded = self.network.embed_tokens(tokens.flatten())
             hidden = self.head(embedded, states.flatten(0, 1), places.flatten(), plan)
         output: Tensor = hidden.unflatten(0, places.shape)
         return output
