@@ -402,6 +402,9 @@ class TorchEngine:
         samplings = [request.sampling for request, _ in rows]
         sampled = sample_tokens(logits, samplings, uniforms, kernels=self.kernels, exact=self.exact)
         columns = list(zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.entropies.tolist(), strict=True))
+        if self.drafter is not None and self.drafter.rejection and any(drafts):
+            for row, (token, logprob) in self.drafter.verify(requests, drafts, logits).items():
+                columns[row] = (token, logprob, columns[row][2])
         first = 0
         for request, draft in zip(requests, drafts, strict=True):
             self._take_tokens(request, draft, columns[first : first + len(draft) + 1], sampled, first)
@@ -492,7 +495,9 @@ def make_torch_engine(
     drafter = None
     if config.speculative_draft and network.draft is not None:
         if isinstance(runner, PagedRunner):
-            drafter = EagleDrafter(network, runner, config.speculative_draft)
+            drafter = EagleDrafter(
+                network, runner, config.speculative_draft, rejection=config.speculative_sampling == "rejection"
+            )
         else:
             log.warning(
                 "torch_cfg.speculative_draft needs a paged cache, which this engine has not: it decodes one token at a time"
