@@ -38,6 +38,7 @@ MEANT = {
     "logger.wandb.enable": "logger.wandb_enabled",
     "logger.wandb_enable": "logger.wandb_enabled",
     "cluster.gpu_per_node": "cluster.gpus_per_node",
+    "policy.generation.quant_cfg": "policy.quant_cfg",
     "val_period": "grpo.val_period",
     "polcy": "policy",
     "tokenizer": "policy.tokenizer",
@@ -45,7 +46,6 @@ MEANT = {
 NOTHING = [  # keys of recipes that Strop does not have, and one of no library
     "policy.generation.expose_http_server",
     "policy.generation.vllm_cfg.reasoning_parser_plugin",
-    "policy.generation.quant_cfg",
     "policy.generation.real_quant",
     "policy.generation.vllm_cfg.is_mx",
     "policy.generation.bad_words",

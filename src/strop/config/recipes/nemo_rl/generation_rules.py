@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.recipe import Recipe
@@ -59,12 +58,10 @@ def translate_speculation(recipe: Recipe) -> None:
             recipe.unused(key, "it is switched off")
             continue
         section = key.replace("vllm_kwargs.speculative_config", "vllm_cfg.speculation")
-        options: dict[str, Any] = {
-            SPECULATION_KEYS.get(str(name), str(name)): value for name, value in found.items() if value is not None
-        }
+        options = {SPECULATION_KEYS.get(str(name), str(name)): value for name, value in found.items() if value is not None}
         if options.get("method") == "mtp" and "model_name" not in options:
             options["model_name"] = recipe.value("policy.model_name")
-        for name in sorted(options.keys() - SPECULATION_READ):
+        for name in sorted(set(options) - SPECULATION_READ):
             recipe.refuse(f"{key}.{name}", f"found {options.pop(name)!r}, which {section} does not have", "Remove the key.")
         if options.pop("draft_tensor_parallel_size", None) is not None:
             recipe.note(f"{key}.draft_tensor_parallel_size", Effect.UNUSED, "a draft has the engine's tensor_parallel_size")
