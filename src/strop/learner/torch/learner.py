@@ -156,8 +156,8 @@ class TorchLearner:
             )
         if network.vision is not None:
             raise ValueError(
-                f"{section}.draft.enabled: found true, but {type(network.model).__name__} reads images, whose embeddings a head does not have; "
-                "set it to false"
+                f"{section}.draft.enabled: found true, but {type(network.model).__name__} reads images, whose embeddings a head does not "
+                "have; set it to false"
             )
         draft: DraftConfig | None = getattr(self.config, "draft", None)
         options = DraftOptions(
