@@ -149,6 +149,11 @@ class Network:
         decoder: nn.Module = self.model.get_decoder()
         return decoder
 
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """[R] int64 -> embeddings [R, H]."""
+        embedded: Tensor = self.model.get_input_embeddings()(tokens)
+        return embedded
+
     def enable_router_replay(self) -> None:
         """Record the experts that an engine chooses, and train with recorded ones. Raises ValueError for a model without experts."""
         self.routed = install_router_replay(self.model)
