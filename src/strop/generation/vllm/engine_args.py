@@ -29,7 +29,8 @@ RESERVED_ARGS = {  # vLLM arguments that Strop sets itself -> what to set instea
     "speculative_config": "policy.generation.vllm_cfg.speculation",
     "enable_lora": "policy.dtensor_cfg.lora_cfg.enabled",
     "quantization": "nothing: rollouts use the trained weights unquantized",
-    "data_parallel_size": "policy.generation.vllm_cfg.num_engines",
+    "data_parallel_size": "policy.generation.vllm_cfg.num_engines, or expert_parallel_size for a mixture of experts",
+    "enable_expert_parallel": "policy.generation.vllm_cfg.expert_parallel_size",
     "enable_return_routed_experts": "policy.router_replay.enabled",
 }
 CPU_BLOCK_SIZE = 32  # tokens: with vLLM's CPU default of 128, shorter prompts would never be in the prefix cache
@@ -129,6 +130,7 @@ def make_engine_args(launch: VllmLaunch) -> Any:
         "max_model_len": config.max_model_len,
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
+        "data_parallel_size": config.data_parallel_size,
         "enable_expert_parallel": config.expert_parallel_size > 1,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_dtype": config.kv_cache_dtype,

@@ -10,6 +10,8 @@ draft would too, but it never receives an update. The other bugs are in the CPU 
 - Chunked prefill rewinds the random generator after each chunk but the last, with a method that only CUDA generators have: the first
   chunked request with a seed crashes the engine.
 - Expert weights that are reloaded are not repacked, and their kernel reads the plain weights as packed ones.
+- The kernel of experts reads the number of an expert among those of all ranks as one among its own: expert parallelism reads memory
+  that is not its own.
 - The buffers in which a pipeline stage receives hidden states are made by the warm-up alone, which is skipped if the size of the KV cache
   is given, as it always is here: the first request ends the engine.
 """
@@ -140,6 +142,28 @@ def _patch_expert_packing() -> None:
     UnquantizedFusedMoEMethod._setup_kernel = setup_and_pack
 
 
+def _patch_expert_parallelism() -> None:
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    compute = CPUUnquantizedExperts.apply
+
+    def compute_own_experts(self: Any, *, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, **given: Any) -> None:
+        if expert_map is not None:
+            topk_ids, topk_weights = choose_own_experts(topk_ids, topk_weights, expert_map)
+        compute(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=None, **given)
+
+    CPUUnquantizedExperts.apply = compute_own_experts
+
+
+def choose_own_experts(chosen: Tensor, weights: Tensor, expert_map: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the experts [n, k] of this rank among ``chosen``, by their slots here, and their weights: 0 for those of other ranks.
+
+    ``expert_map`` [experts]: the slot of each expert, -1 if another rank has it.
+    """
+    slots = expert_map[chosen.long()]
+    return slots.clamp(min=0).to(chosen.dtype), weights.masked_fill(slots < 0, 0)
+
+
 def _patch_stage_buffers() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -168,5 +192,8 @@ PATCHES = (
     ),
     VllmPatch(bug="a prompt that is read in chunks ends the engine", apply=_patch_chunked_prefill, checked=("0.32.0",)),
     VllmPatch(bug="experts compute with the weights before the last update", apply=_patch_expert_packing, checked=("0.32.0",)),
+    VllmPatch(
+        bug="with expert parallelism experts read memory that is not theirs", apply=_patch_expert_parallelism, checked=("0.32.0",)
+    ),
     VllmPatch(bug="a pipeline stage has no buffers for hidden states", apply=_patch_stage_buffers, checked=("0.32.0",)),
 )
