@@ -29,6 +29,8 @@ from strop.models.layers.compiled_layers import CompiledLayers
 from strop.models.layers.fused_layers import FusedLayers, enable_fused_layers
 from strop.models.logprobs.lm_head import LMHead, get_lm_head
 from strop.models.logprobs.token_logprobs import token_logprobs
+from strop.models.routing.router_loss_config import RouterLossConfig
+from strop.models.routing.router_observer import ObservedRouters, RouterObserver
 from strop.models.routing.router_replay import install_router_replay, replayable_layers
 from strop.models.routing.routes import RecordedRoutes, ReplayedRoutes, RoutedLayers
 from strop.sampling import KEPT_TOKENS, Sampling, at_least_float32
@@ -109,6 +111,7 @@ class Network:
         self.compiled_layers: CompiledLayers | None = None  # with policy.compile: they use these instead
         self.token_sharding: TokenSharding = NoTokenSharding()
         self.routed: RoutedLayers | None = None  # with router replay
+        self.observed_routers: ObservedRouters | None = None  # with router losses
         self.router_counts: Tensor | None = None  # since they were taken: (token, layer) pairs that differ, compared
         self.exact: ExactPasses | None = None  # with policy.exact_on_policy
         self.received: Tensor | None = None  # [t, H], from an earlier pipeline stage: this one does not embed the tokens
@@ -144,6 +147,17 @@ class Network:
     def enable_router_replay(self) -> None:
         """Record the experts that an engine chooses, and train with recorded ones. Raises ValueError for a model without experts."""
         self.routed = install_router_replay(self.model)
+
+    def observe_routers(self, config: RouterLossConfig, section: str) -> None:
+        """Add the losses of routers to the gradient of observed passes, and count their load. Raises ValueError without experts."""
+        self.observed_routers = ObservedRouters(self.model, config, section)
+
+    def _observe(self, batch: Batch, source: Tensor | None = None) -> Mapping[str, RouterObserver]:
+        """Return the keyword argument of the decoder that watches the routers of a pass. ``source``: as for replay."""
+        if self.observed_routers is None:
+            return {}
+        columns = (batch.source if source is None else source, batch.sequence, batch.mask)
+        return self.observed_routers.observe(*(column.to(self.device) for column in columns), batch.totals.tokens)
 
     def make_exact(self) -> None:
         """Compute the same bits for a token whatever stands beside it, from now on. Raises NotExactError for a model that cannot."""
@@ -228,7 +242,9 @@ class Network:
         tokens, positions, plan = self.token_sharding.shard_tokens(batch.tokens, batch.positions, tree)
         inputs = {"input_ids": tokens[None].to(self.device)} if self.received is None else {"inputs_embeds": self.received[None]}
         replayed = self._replay_routes(batch)
-        output = self.decoder(**inputs, position_ids=positions[None].to(self.device), plan=plan, use_cache=False, **replayed)
+        output = self.decoder(
+            **inputs, position_ids=positions[None].to(self.device), plan=plan, use_cache=False, **replayed, **self._observe(batch)
+        )
         self._count_differences(replayed)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
@@ -251,7 +267,9 @@ class Network:
             mask[index, : len(row)] = 1
         row, column = _source_rows(batch), batch.positions[batch.source]
         replayed = self._replay_routes(batch, row * longest + column)
-        output = self.decoder(input_ids=tokens.to(self.device), attention_mask=mask.to(self.device), use_cache=False, **replayed)
+        observed = self._observe(batch, row * longest + column)
+        attended = mask.to(self.device)
+        output = self.decoder(input_ids=tokens.to(self.device), attention_mask=attended, use_cache=False, **replayed, **observed)
         self._count_differences(replayed)
         hidden: Tensor = output.last_hidden_state
         return hidden[row.to(self.device), column.to(self.device)]

@@ -153,8 +153,8 @@ class VllmConfig(BaseConfig):
         if self.data_parallel_size > 1 and self.speculation.method is not None:
             yield Problem(
                 f"{key}.speculation.method",
-                f"found {self.speculation.method}, but {key}.expert_parallel_size makes an engine of {self.data_parallel_size} copies, which "
-                "take every step together, and drafts were not tried with that",
+                f"found {self.speculation.method}, but {key}.expert_parallel_size = {self.expert_parallel_size} makes an engine of "
+                f"{self.data_parallel_size} copies, which take every step together, and drafts were not tried with that",
                 f"Set it to null, or {key}.expert_parallel_size={self.tensor_parallel_size}.",
             )
         yield from self.speculation.vllm_errors(f"{key}.speculation")
