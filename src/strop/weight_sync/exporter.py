@@ -7,12 +7,14 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, lora_layers, save_adapters
+from strop.models.fake_quant.apply_fake_quant import weight_roundings
 from strop.weight_sync.base import AdapterFiles, ChannelAddress, Manifest, NamedTensors, Sender, TransportError
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 from strop.weight_sync.transports.dealing import deal_entries, split_manifest
@@ -255,12 +257,17 @@ def make_local_exporter(
     keep_snapshot: bool = False,
     adapters: AdapterSource | None = None,
     device: torch.device | None = None,
+    roundings: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
 ) -> LocalExporter:
     """Create an exporter for an unsharded model in this process. ``tensors`` returns its weights under canonical names; ``device``: where
-    they are sent from, if they may be offloaded."""
+    they are sent from, if they may be offloaded; ``roundings``: what rounds those that are fake-quantised, by name."""
     return LocalExporter(
         BlockingExporter(
-            lambda: local_weights(tensors(), device), make_sender, dtype=dtype, keep_snapshot=keep_snapshot, adapters=adapters
+            lambda: local_weights(tensors(), device, roundings),
+            make_sender,
+            dtype=dtype,
+            keep_snapshot=keep_snapshot,
+            adapters=adapters,
         )
     )
 
@@ -272,7 +279,7 @@ class LocalAdapterSource:
         self.model = model
 
     def base_weights(self) -> Iterable[Weight]:
-        return local_weights(base_weights(self.model))
+        return local_weights(base_weights(self.model), roundings=weight_roundings(self.model))
 
     def export_files(self) -> AdapterFiles:
         with tempfile.TemporaryDirectory(prefix="strop-adapter-") as name:

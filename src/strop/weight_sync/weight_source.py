@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -34,11 +35,19 @@ class Weight:
     gather: Callable[[], Tensor]  # returns the full tensor; a collective of all ranks if it is sharded
     storage_key: tuple[int, ...]  # equal for tied weights
     begin_gather: Callable[[int], PendingWeight] | None = None  # begins to gather it on one rank alone; None: only ``gather`` can
+    rounding: Callable[[Tensor], Tensor] | None = (
+        None  # what engines receive of the full tensor, in the data type that it is sent in
+    )
 
     @property
     def nbytes(self) -> int:
         """Size in bytes, as it is gathered."""
         return self.spec.numel() * self.spec.element_size()
+
+    def to_sent(self, full: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the gathered tensor as engines receive it: in ``dtype``, and rounded if the learner computes with rounded weights."""
+        cast = full.detach().to(dtype)
+        return cast if self.rounding is None else self.rounding(cast)
 
     def begin(self, rank: int) -> PendingWeight:
         """Begin to gather the tensor on ``rank``. All ranks must call it, and ``wait`` for the results in the same order."""
@@ -104,8 +113,14 @@ def is_tensor_of_experts(name: str, tensor: Tensor) -> bool:
     return ".experts." in name and tensor.dim() >= 2 and not name.endswith(".weight")
 
 
-def local_weights(tensors: NamedTensors, device: torch.device | None = None) -> list[Weight]:
+def local_weights(
+    tensors: NamedTensors,
+    device: torch.device | None = None,
+    roundings: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
+) -> list[Weight]:
     """Return the weights of an unsharded model in this process. ``device``: where they are sent from; None: where they are.
+
+    ``roundings``: what rounds the weights that are fake-quantised, by name.
 
     Tensors are tied if they share all their memory, with equal shape and strides. Adapters that are merged on the fly are new tensors each
     time, so they are never tied.
@@ -116,6 +131,7 @@ def local_weights(tensors: NamedTensors, device: torch.device | None = None) -> 
             tensor.detach(),
             partial(torch.Tensor.to, tensor.detach(), device or tensor.device),
             (tensor.data_ptr(), *tensor.shape, *tensor.stride()),
+            rounding=roundings.get(name),
         )
         for name, tensor in tensors
     ]
@@ -156,7 +172,7 @@ class OutgoingWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         dtypes = {entry.name: entry.dtype for entry in self.manifest.entries}
         for weight, tensor in self.gathered:
-            cast = tensor.detach().to(dtypes[weight.name])
+            cast = weight.to_sent(tensor, dtypes[weight.name])
             self.sent_fingerprints[weight.name] = fingerprint(cast)
             if self.read_back:
                 self._fingerprint_for_read_back(weight.name, normalize_zeros(cast))
@@ -189,5 +205,5 @@ class WeightSnapshot:
             sent_dtype = choose_sent_dtype(weight.name, weight.spec, dtype)
             if weight.name not in self._tensors:
                 self._tensors[weight.name] = torch.empty(weight.spec.shape, dtype=sent_dtype, device="cpu")
-            self._tensors[weight.name].copy_(tensor)
+            self._tensors[weight.name].copy_(weight.to_sent(tensor, sent_dtype))
         return local_weights(self._tensors.items())

@@ -31,6 +31,7 @@ from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.kv_cache import CacheShape
 from strop.models.adapters import lora_layers
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.fake_quant.apply_fake_quant import rounds_inputs
 from strop.models.network import Network
 
 log = logging.getLogger(__name__)
@@ -105,8 +106,11 @@ def find_obstacle(network: Network) -> str | None:
         return f"weights are in {', '.join(sorted(other))}, and they round where float32 weights do"
     if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
         return "the weights are sharded"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+    read = model if network.vision is None else decoder  # a tower is not theirs
+    if any(module._forward_hooks or module._forward_pre_hooks for module in read.modules()):
         return "modules have hooks, which they would not call"
+    if rounds_inputs(model):
+        return "policy.quant_cfg rounds the inputs of layers"
     if network.precision == torch.bfloat16 and any(True for _ in lora_layers(model)):
         return "adapters stay separate in bfloat16"
     return _find_odd_option(decoder.config)
@@ -165,8 +169,19 @@ class FastLayers:
         self._model = None
 
     @torch.no_grad()
-    def decode(self, tokens: Tensor, positions: Tensor, table: Tensor, cache: PageTensors) -> Tensor:
-        """Append a token to each of B sequences: tokens and positions [B] int64, table [B, n] int32 of their pages -> logits [B, V]."""
+    def decode(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        table: Tensor,
+        cache: PageTensors,
+        captured: Tensor | None = None,
+        states: Tensor | None = None,
+    ) -> Tensor:
+        """Append a token to each of B sequences: tokens and positions [B] int64, table [B, n] int32 of their pages -> logits [B, V].
+
+        What the layers ``captured`` [c] int64 put out is written to ``states`` [B, c, hidden] float32.
+        """
         if self._model is None or self._cache is not cache:
             self._model, self._cache = self._describe(cache), cache
         embedded = self.network.model.get_input_embeddings()(tokens).float().contiguous()
@@ -178,6 +193,8 @@ class FastLayers:
             page=cache.keys.shape[3],
             rotary=self._rotary,
             dtype=self.network.precision,
+            captured=captured,
+            states=states,
         )
         return self.network.head.transform_logits(logits)
 

@@ -32,6 +32,7 @@ RESERVED_ARGS = {  # vLLM arguments that Strop sets itself -> what to set instea
     "data_parallel_size": "policy.generation.vllm_cfg.num_engines, or expert_parallel_size for a mixture of experts",
     "enable_expert_parallel": "policy.generation.vllm_cfg.expert_parallel_size",
     "enable_return_routed_experts": "policy.router_replay.enabled",
+    "mm_device_do_normalize": "nothing: images are normalized where the learner's are",
 }
 CPU_BLOCK_SIZE = 32  # tokens: with vLLM's CPU default of 128, shorter prompts would never be in the prefix cache
 CPU_CACHE_GB = 2.0
@@ -69,8 +70,10 @@ class VllmLaunch:
     tokenizer: str = ""  # a folder or a name; empty: that of the model
     max_lora_rank: int | None = None  # LoRA adapters of at most this rank are loaded over the base weights
     return_routes: bool = False  # the experts of each token, for router replay
+    reads_images: bool = False  # a vision-language model
     batch_invariant: bool = False  # the bits of a token do not depend on the batch; vLLM has this mode on GPUs
     environment: Mapping[str, str] = field(default_factory=dict)  # where the engine runs: its CPU threads or its GPUs
+    draft: str = ""  # folder of the draft head that the learner trains and sends
     worker_extension: str = "strop.generation.vllm.worker.StropWorker"  # vLLM's worker_extension_cls
     output_file: Path | None = None  # file for the output of the engine's processes; None: that of this process
     nodes: tuple[NodeRanks, ...] = ()  # of an engine that is larger than a node, the one where it is launched first
@@ -153,9 +156,11 @@ def make_engine_args(launch: VllmLaunch) -> Any:
     if launch.max_lora_rank is not None:
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _round_up_rank(launch.max_lora_rank)}
     if config.speculation.method is not None:
-        args["speculative_config"] = make_speculative_config(config)
+        args["speculative_config"] = make_speculative_config(config, launch.draft)
     if launch.sleep_level:
         args["enable_sleep_mode"] = True
+    if launch.reads_images:
+        args |= make_image_args(on_cpu=launch.on_cpu)
     if launch.return_routes:
         if launch.on_cpu:
             raise ValueError(
@@ -166,14 +171,26 @@ def make_engine_args(launch: VllmLaunch) -> Any:
     return AsyncEngineArgs(**{**args, **generation.vllm_kwargs})
 
 
-def make_speculative_config(config: VllmConfig) -> dict[str, Any]:
-    """Return vLLM's speculative_config. A draft model reads its weights from its own folder or hub name; the learner sends it none."""
+def make_image_args(*, on_cpu: bool) -> dict[str, Any]:
+    """Return what vLLM is told about images; ``vllm_kwargs`` change it (``limit_mm_per_prompt``, ``skip_mm_profiling``).
+
+    It gets pixels that are made already, with the learner's normalization: it must not normalize them again, nor keep them by their names.
+    """
+    args: dict[str, Any] = {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0}
+    return {**args, "skip_mm_profiling": True} if on_cpu else args
+
+
+def make_speculative_config(config: VllmConfig, draft: str = "") -> dict[str, Any]:
+    """Return vLLM's speculative_config. A draft reads its weights from its own folder or hub name; the learner sends them only to the
+    head that it trains, whose folder is ``draft``."""
     drafts = config.speculation
     args: dict[str, Any] = {"method": drafts.method, "num_speculative_tokens": drafts.num_speculative_tokens}
     if drafts.method == "ngram":
         return {**args, "prompt_lookup_min": drafts.prompt_lookup_min, "prompt_lookup_max": drafts.prompt_lookup_max}
+    if drafts.method == "suffix":
+        return args
     draft_args = {"draft_load_config": {"load_format": "auto"}, "draft_tensor_parallel_size": config.tensor_parallel_size}
-    return {**args, "model": drafts.model_name, **draft_args}
+    return {**args, "model": draft or drafts.model_name, **draft_args}
 
 
 def check_extra_args(extra_args: Mapping[str, Any], known: list[str]) -> None:

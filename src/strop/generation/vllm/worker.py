@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from strop.generation.vllm.draft_weights import PREFIX, load_draft, read_draft_shards
 from strop.generation.vllm.launch import exit_with_driver
 from strop.generation.vllm.vllm_patches import apply_patches
 from strop.generation.vllm.weights.engine_names import KeptSinks, rename_for_engine
 from strop.generation.vllm.weights.weight_readback import (
     WeightShard,
+    map_names,
     read_adapter_shards,
     read_weight_shards,
     refresh_packed_copies,
@@ -39,7 +42,9 @@ class StropWorker:
     model_runner: Any
     vllm_config: Any
     _strop_receiver: Receiver | None = None
+    _strop_draft = False  # whether weights of a draft head have arrived
     _strop_sent_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})  # of the last publish
+    _strop_names: Mapping[str, str] = MappingProxyType({})  # vLLM's name of each published tensor -> its own, where they differ
 
     def strop_connect(self, address: bytes, first: int) -> None:
         """Connect to the sender at ``address`` as its receiver number ``first`` + rank, in the engine with all its copies."""
@@ -63,6 +68,7 @@ class StropWorker:
         if self._strop_receiver is None:
             raise RuntimeError("no channel is connected")
         expected: Manifest = pickle.loads(manifest)
+        self._strop_names = map_names(self.model_runner.get_model(), expected.names)
         started = time.perf_counter()
         self._strop_sent_dtypes = {entry.name: entry.dtype for entry in expected.entries}
         fingerprints: dict[str, int] = {}
@@ -78,11 +84,15 @@ class StropWorker:
     def _strop_apply_weights(self, tensors: Any) -> None:
         from vllm.distributed import get_tensor_model_parallel_rank
 
-        model, kept = self.model_runner.get_model(), KeptSinks(tensors)
+        drafted: dict[str, torch.Tensor] = {}
+        model, kept = self.model_runner.get_model(), KeptSinks(_set_apart(tensors, drafted))
         self.model_runner.reload_weights(weights_iterator=rename_for_engine(model, kept))
         kept.copy_into(model, get_tensor_model_parallel_rank())
         if self.device.type == "cpu":
             refresh_packed_copies(self.model_runner.get_model())
+        if drafted:
+            load_draft(self.model_runner, drafted)
+            self._strop_draft = True
 
     @torch.no_grad()
     def strop_read_fingerprints(self) -> bytes:
@@ -90,8 +100,11 @@ class StropWorker:
         from vllm.distributed import get_tensor_model_parallel_rank
 
         # Not this process's rank in the engine: each pipeline stage shards its own layers over ranks 0 to tensor_parallel_size - 1.
-        shards = read_weight_shards(self.model_runner.get_model(), get_tensor_model_parallel_rank())
-        return pickle.dumps(_fingerprint_shards(shards, self._strop_sent_dtypes))
+        rank = get_tensor_model_parallel_rank()
+        shards = read_weight_shards(self.model_runner.get_model(), rank)
+        named = (replace(shard, name=self._strop_names.get(shard.name, shard.name)) for shard in shards)
+        drafted = read_draft_shards(self.model_runner, rank) if self._strop_draft else ()
+        return pickle.dumps(_fingerprint_shards((*named, *drafted), self._strop_sent_dtypes))
 
     @torch.no_grad()
     def strop_read_adapter_fingerprints(self, adapter: int) -> bytes:
@@ -120,6 +133,17 @@ def _in_sent_dtype(tensor: torch.Tensor, sent: torch.dtype | None) -> torch.Tens
         return tensor
     narrow = tensor.to(sent)
     return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
+
+
+def _set_apart(
+    tensors: Iterable[tuple[str, torch.Tensor]], drafted: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the policy's tensors, and put those of its draft head into ``drafted``."""
+    for name, tensor in tensors:
+        if name.startswith(PREFIX):
+            drafted[name.removeprefix(PREFIX)] = tensor
+        else:
+            yield name, tensor
 
 
 def _copy_and_fingerprint(incoming: Any, fingerprints: dict[str, int]) -> Any:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from strop.generation.torch.model_runner import PlanRunner, SlotPrompt, cache_capacity
+from strop.generation.torch.fast_layers import FastLayers
+from strop.generation.torch.model_runner import PlanRunner, SlotPrompt, cache_capacity, collect_images, join_positions
 from strop.generation.torch.paged.page_attention import PagedDecodePlan, PagedPrefillPlan, PageLayout, PromptRead, make_layout
 from strop.generation.torch.paged.paged_cache import OpenedSequence, PagedCache, PagedSequence, choose_page
+from strop.generation.torch.paged.state_fuser import StateFuser
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.network import Network
 
@@ -22,6 +26,9 @@ class PagedRunner(PlanRunner):
     def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int, page: int | None = None) -> None:
         """``page``: tokens of a page; None chooses. Raises ValueError if the memory holds no sequence of ``length`` tokens."""
         super().__init__(network, config, length=length)
+        self.fuser = StateFuser(network) if config.speculative_draft and network.draft is not None else None
+        if self.fuser is not None:
+            self.shape = replace(self.shape, state_size=self.fuser.size)
         capacity = cache_capacity(network, self.shape, config, length)
         page = page or choose_page(capacity, length, config.max_num_seqs)
         if page is None or capacity // page * page < length:
@@ -31,6 +38,7 @@ class PagedRunner(PlanRunner):
             )
         self.slots = config.max_num_seqs
         self.cache = PagedCache(self.shape, capacity // page, page, network.routed)
+        self._make_offsets(self.slots)
         self._sequences: list[PagedSequence] = []  # of the slots, in order
         self._opened: dict[int, OpenedSequence] = {}  # slot -> reserved for the next prefill
         self._readers: dict[tuple[int, ...], int] = {}  # prompt -> slot that reads it in the next prefill
@@ -88,7 +96,7 @@ class PagedRunner(PlanRunner):
         cached = len(prompt.tokens) - cached
         page = self.cache.page
         end = (cached + max(budget, page)) // page * page  # whole pages
-        if end >= len(prompt.tokens):
+        if end >= len(prompt.tokens) or self._find_blocks(prompt.tokens) is not None:  # which are read whole
             return 0
         opened = self.cache.open(prompt.tokens[:end])
         if opened is None:
@@ -96,7 +104,7 @@ class PagedRunner(PlanRunner):
         self._drop_ahead()
         self._ahead = opened.sequence
         read = PromptRead(prompt.tokens[:end], opened.cached, opened.sequence.pages)
-        self._read([read])
+        self._read([read], [replace(prompt, tokens=read.tokens)])
         for node in opened.sequence.nodes:
             node.ready = True
         return read.length
@@ -104,13 +112,14 @@ class PagedRunner(PlanRunner):
     def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
         logits = {slot: opened.logits for slot, opened in self._opened.items() if opened.logits is not None}
         reading = [slot for slot in self._opened if slot not in logits]
+        readers = {prompt.slot: prompt for prompt in prompts}
         tokens = {slot: prompt for prompt, slot in self._readers.items()}
         if reading:
-            found = self._read(
-                [PromptRead(tokens[slot], self._opened[slot].cached, self._sequences[slot].pages) for slot in reading]
-            )
+            reads = [self._make_read(slot, tokens[slot]) for slot in reading]
+            found = self._read(reads, [readers[slot] for slot in reading])
             logits |= dict(zip(reading, found, strict=True))
         for prompt in prompts:
+            self._set_offset(prompt)
             reader = self._readers[prompt.tokens]
             if prompt.slot != reader:
                 self._copy_own(reader, prompt.slot, len(prompt.tokens))
@@ -122,6 +131,9 @@ class PagedRunner(PlanRunner):
         self._drop_ahead()
         return result
 
+    def _make_read(self, slot: int, tokens: tuple[int, ...]) -> PromptRead:
+        return PromptRead(tokens, self._opened[slot].cached, self._sequences[slot].pages, self._find_blocks(tokens))
+
     def _copy_own(self, source: int, target: int, length: int) -> None:
         """Copy the tokens of a prompt that are not in shared pages."""
         reader, sequence = self._sequences[source], self._sequences[target]
@@ -129,15 +141,41 @@ class PagedRunner(PlanRunner):
             start = (len(reader.nodes) + index) * self.cache.page
             self.cache.copy_page(old, new, min(length - start, self.cache.page))
 
-    def _read(self, reads: Sequence[PromptRead]) -> Tensor:
-        """Run one forward pass over what is not cached of some sequences; return the logits after each, [B, V]."""
+    def _read(self, reads: Sequence[PromptRead], prompts: Sequence[SlotPrompt]) -> Tensor:
+        """Run one forward pass over what is not cached of some prompts; return the logits after each, [B, V]."""
         plan = PagedPrefillPlan(self.cache, reads)
         tokens = torch.tensor([token for read in reads for token in read.tokens[read.cached :]])
         last = torch.tensor(plan.lengths).cumsum(0) - 1
         plan.routes = self.network.record_routes()
-        logits = self._forward(tokens, plan.positions, plan, last)
+        plan.images = collect_images(prompts)
+        positions = join_positions(prompts, [read.cached for read in reads])
+        with self._capturing(plan.pages, plan.offsets):
+            logits = self._forward(tokens, positions, plan, last)
         plan.record()
         return logits
+
+    @contextmanager
+    def _capturing(self, pages: Tensor, offsets: Tensor) -> Iterator[None]:
+        """Hold what a draft head reads of the tokens of a pass, at their places."""
+        if self.fuser is None or self.cache.states is None:
+            yield
+            return
+        with self.fuser.capture.active():
+            yield
+        self.cache.states[pages, offsets] = self.fuser.take()
+
+    def _decode_compiled(self, layers: FastLayers, tokens: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+        if self.fuser is None or self.cache.states is None:
+            return layers.decode(tokens, positions, table, self.cache)
+        states = self.fuser.empty(len(tokens))
+        logits = layers.decode(tokens, positions, table, self.cache, self.fuser.layers, states)
+        pages = table.gather(1, (positions // self.cache.page)[:, None]).squeeze(1).long()
+        self.cache.states[pages, positions % self.cache.page] = self.fuser.fuse(states.flatten(1))
+        return logits
+
+    def read_states(self, slot: int, first: int, last: int) -> Tensor:
+        """Return the fused states of the tokens of a slot at positions [first, last), [last - first, H], for the draft head."""
+        return self.cache.read_states(self._sequences[slot], first, last)
 
     def extend(self, lengths: Sequence[int]) -> bool:
         for sequence, length in zip(self._sequences, lengths, strict=True):
@@ -151,7 +189,7 @@ class PagedRunner(PlanRunner):
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         if self.layers is not None:
-            return self.layers.decode(torch.tensor(tokens), torch.tensor(positions), self._make_table(), self.cache)
+            return self._decode_compiled(self.layers, torch.tensor(tokens), torch.tensor(positions), self._make_table())
         if self._layout is None:
             self._layout = make_layout(self.cache, self._sequences, [1] * len(tokens))
         return self._decode(tokens, positions, self._layout, range(len(tokens)))
@@ -169,7 +207,7 @@ class PagedRunner(PlanRunner):
         tokens = [token for row in rows for token in row]
         places = [position + index for row, position in zip(rows, positions, strict=True) for index in range(len(row))]
         if self.layers is not None:
-            return self.layers.decode(torch.tensor(tokens), torch.tensor(places), self._make_table()[slots], self.cache)
+            return self._decode_compiled(self.layers, torch.tensor(tokens), torch.tensor(places), self._make_table()[slots])
         layout = make_layout(self.cache, self._sequences, [len(row) for row in rows])
         return self._decode(tokens, places, layout, slots)
 
@@ -182,7 +220,9 @@ class PagedRunner(PlanRunner):
         where = torch.tensor(pages, device=device), torch.tensor(positions, device=device)
         plan = PagedDecodePlan(self.cache, layout, *where, longest=max(positions) + 1)
         plan.routes = self.network.record_routes()
-        logits = self._forward(torch.tensor(tokens), plan.positions, plan, None)
+        rotary = plan.positions if self.offsets is None else plan.positions + self.offsets[torch.tensor(slots, device=device)]
+        with self._capturing(plan.pages, plan.offsets):
+            logits = self._forward(torch.tensor(tokens), rotary, plan, None)
         plan.record()
         return logits
 
@@ -196,6 +236,7 @@ class PagedRunner(PlanRunner):
         self._forget_layout()
         assert source == len(self._sequences) - 1
         self._sequences[target] = self._sequences.pop()
+        self._move_offset(source, target)
 
     def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
         self.cache.store(self._sequences[slot], tokens)

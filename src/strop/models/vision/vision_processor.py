@@ -1,0 +1,153 @@
+"""Messages with images to tokens, and images to what a vision tower reads."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from strop.models.loading import from_pretrained, is_vision_config, locate_model, quiet_transformers
+from strop.models.vision.encoded_prompt import EncodedPrompt
+from strop.models.vision.image_files import decode_image, hash_image, read_image
+from strop.models.vision.pixel_cache import PixelCache
+from strop.models.vision.vision_families import Pixels, UnknownFamily, VisionFamily, find_family, find_image_token
+from strop.types import Image, PromptImage
+
+log = logging.getLogger(__name__)
+
+OTHER_FILES = ("processor_config.json", "video_preprocessor_config.json")  # beside that of the image processor
+
+
+class VisionProcessor:
+    """Writes the images of prompts as tokens, and makes what the tower reads of them.
+
+    It has no state but a cache: equal files give equal tokens and pixels, in any order.
+    """
+
+    def __init__(
+        self,
+        family: VisionFamily,
+        image_processor: Any,
+        tokenizer: Any,
+        *,
+        folder: Path | None = None,
+        allow_addresses: bool = False,
+        settings: Mapping[str, Any] | None = None,
+        source: Path | None = None,
+    ) -> None:
+        """``folder``: that paths of images are relative to. ``allow_addresses``: images are downloaded. ``settings``: that the image
+        processor was changed by, for engines that load their own. ``source``: the folder of the model."""
+        family.check(image_processor)
+        self.settings = dict(settings or {})
+        self.source = source
+        self.family = family
+        self.image_processor = image_processor
+        self.tokenizer = tokenizer
+        self.folder = folder
+        self.allow_addresses = allow_addresses
+        self.image_token_id = find_image_token(family.config)
+        self.placeholder = family.placeholder(tokenizer)
+        self._pixels = PixelCache()
+
+    def save(self, folder: Path) -> None:
+        """Write the image processor to a model's folder, with the other files of the model's processors."""
+        self.image_processor.save_pretrained(folder)
+        for path in () if self.source is None else (self.source / name for name in OTHER_FILES):
+            if path.exists() and not (folder / path.name).exists():
+                shutil.copyfile(path, folder / path.name)
+
+    def read(self, image: Image) -> bytes:
+        """Return the file of a message's image. Raises ImageError."""
+        return read_image(image, folder=self.folder, allow_addresses=self.allow_addresses)
+
+    def pixels(self, image: PromptImage | bytes) -> Pixels:
+        """Return what the tower reads of one image: ``pixel_values`` and what else its family has, on the CPU. Raises ImageError."""
+        content, digest = (image, hash_image(image)) if isinstance(image, bytes) else (image.content, image.digest)
+        return self._pixels.get(digest, lambda: self.family.process(self.image_processor, decode_image(content)))
+
+    def write_images(self, text: str, contents: Sequence[bytes]) -> str:
+        """Return a rendered text with what stands for its images in their places. Raises ValueError for another number of places."""
+        parts = text.split(self.placeholder)
+        if len(parts) != len(contents) + 1:
+            raise ValueError(
+                f"the rendered messages have {len(parts) - 1} places for images ({self.placeholder!r}), and {len(contents)} images: the "
+                "text of a message contains that token, or the chat template leaves images out. Remove it from the text, or set "
+                "policy.tokenizer.chat_template"
+            )
+        written = [self.family.write(self.pixels(content), self.tokenizer) for content in contents]
+        return parts[0] + "".join(image + part for image, part in zip(written, parts[1:], strict=True))
+
+    def find_images(self, tokens: Sequence[int], contents: Sequence[bytes]) -> tuple[PromptImage, ...]:
+        """Return where images stand among tokens, in order. Raises ValueError unless the tokens have just the rows of these images."""
+        places = [place for place, token in enumerate(tokens) if token == self.image_token_id]
+        counts = [self.family.count_rows(self.pixels(content)) for content in contents]
+        if sum(counts) != len(places):
+            raise ValueError(
+                f"{len(places)} tokens stand for images whose tower makes {sum(counts)} rows: the tokenizer splits or merges the image "
+                "token; check that policy.tokenizer.name is the model's own tokenizer"
+            )
+        found, done = [], 0
+        for content, count in zip(contents, counts, strict=True):
+            first, last = places[done], places[done + count - 1]
+            found.append(PromptImage(start=first, length=last - first + 1, content=content, digest=hash_image(content)))
+            done += count
+        return tuple(found)
+
+    def encode_text(self, text: str, contents: Sequence[bytes]) -> EncodedPrompt:
+        """Encode a rendered text whose places are for these images, in order. Raises ValueError, ImageError."""
+        tokens: list[int] = self.tokenizer(self.write_images(text, contents), add_special_tokens=False)["input_ids"]
+        return EncodedPrompt(tokens, self.find_images(tokens, contents))
+
+
+def load_vision_processor(
+    name: str,
+    config: Any,
+    tokenizer: Any,
+    *,
+    options: Mapping[str, Any] | None = None,
+    folder: Path | None = None,
+    allow_addresses: bool = False,
+) -> VisionProcessor:
+    """Load the image processor of a model; ``options`` change its settings (``max_pixels``, ``do_image_splitting``, ...).
+
+    It does not need torchvision: where that is missing, Transformers resizes with Pillow. Raises ModelNotFound, ValueError.
+    """
+    from transformers import AutoImageProcessor
+
+    location, _ = locate_model(name)
+    family, settings = find_family(config), dict(options or {})
+    for key in ("min_pixels", "max_pixels"):
+        if key in settings and family.grid_key is None:
+            raise ValueError(
+                f"policy.image_processor.{key}: models of type {config.model_type} read images of fixed sizes; leave it out, or set their "
+                "own settings (policy.image_processor.options)"
+            )
+    with quiet_transformers():
+        image_processor = from_pretrained(AutoImageProcessor, location, **settings)
+    kind = getattr(image_processor, "valid_kwargs", None)  # of Transformers' own
+    if kind is not None and (unknown := sorted(settings.keys() - {"backend", *kind.__annotations__})):
+        raise ValueError(f"policy.image_processor.options.{unknown[0]}: {type(image_processor).__name__} has no such setting")
+    log.info("images are read by %s", type(image_processor).__name__)
+    source = Path(location) if Path(location).is_dir() else None
+    return VisionProcessor(
+        family, image_processor, tokenizer, folder=folder, allow_addresses=allow_addresses, settings=settings, source=source
+    )
+
+
+def find_vision_processor(
+    name: str, config: Any, tokenizer: Any, *, options: Mapping[str, Any] | None = None, allow_addresses: bool = False
+) -> VisionProcessor | None:
+    """Return the image processor of a model that reads images; None for another, which is logged where it has a tower."""
+    if not is_vision_config(config):
+        if options:
+            log.warning("policy.image_processor has no effect: %s reads text alone", name)
+        return None
+    try:
+        return load_vision_processor(name, config, tokenizer, options=options, allow_addresses=allow_addresses)
+    except OSError as error:
+        log.warning("%s reads text alone here: its folder has no image processor (%s)", name, str(error).splitlines()[0])
+    except UnknownFamily as error:
+        log.warning("%s", error)
+    return None
