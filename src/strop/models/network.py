@@ -169,8 +169,10 @@ class Network:
         """Return the keyword argument of the decoder that watches the routers of a pass. ``source``: as for replay."""
         if self.observed_routers is None:
             return {}
-        columns = (batch.source if source is None else source, batch.sequence, batch.mask)
-        return self.observed_routers.observe(*(column.to(self.device) for column in columns), batch.totals.tokens)
+        places = batch.source if source is None else source
+        return self.observed_routers.observe(
+            places.to(self.device), batch.sequence.to(self.device), batch.mask.to(self.device), batch.totals.tokens
+        )
 
     def enable_vision(self, processor: VisionProcessor) -> None:
         """Read images, with the vision tower of the model."""

@@ -60,10 +60,6 @@ REWORDED: dict[str, str] = {
         "{}; it was restarted {} times without completing a request (policy.generation.{}.max_restarts), so another restart will not "
         "help: see the engine's own output for the cause"
     ),
-    "{} does not compute with the {}{} that was sent{}: the update did not reach the layer, or its processes differ": (
-        "{} does not compute with the {}{}{} that was sent{}: the update did not reach the layer, or its processes differ"
-    ),
-    "Set it to 1, or both to {}.": "Set it to 1, or to a multiple of {}.",
     "{} holds {}, which is not text; only text conversations can be trained on": (
         "{} holds {}, which is not text; only text and images can be trained on"
     ),
