@@ -230,6 +230,11 @@ def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_
     if isinstance(config, RolloutRunConfig) and config.policy.exact_on_policy:
         policy.network.make_exact()
     if config.policy.draft.enabled and isinstance(policy.network, Network):
+        if policy.network.vision is not None:
+            raise ValueError(
+                f"policy.draft.enabled is true, and {type(policy.network.model).__name__} reads images, which a draft head would read as "
+                "the embedding of their tokens; set it to false"
+            )
         policy.network.draft = make_draft_head(
             policy.network.head.weight, policy.network.model.config, config.policy.draft, config.training.seed
         )

@@ -60,7 +60,6 @@ def engine(backend: str, name: str, *options: str) -> Unsupported:
 ENGINES = (
     engine("trtllm", "TensorRT-LLM", "trtllm_cfg", "trtllm_kwargs"),
     engine("dynamo", "Dynamo", "dynamo_cfg"),
-    engine("sglang", "SGLang", "sglang_cfg", "use_async_rollouts"),
     engine("megatron", "Megatron", "mcore_generation_config"),
 )
 CROSS_TOKENIZER = Unsupported(
