@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from strop.generation.torch.drafting.draft_rejection import keep_or_redraw
 from strop.generation.torch.drafting.eagle_drafter import EagleDrafter
-from strop.generation.torch.drafting.rejection import keep_or_redraw
 from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.models.attention.tree_plan import TreePlan

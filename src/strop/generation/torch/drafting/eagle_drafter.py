@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from strop.generation.torch.drafting.draft_cache import DraftCache, DraftCachePlan
-from strop.generation.torch.drafting.rejection import keep_or_redraw
+from strop.generation.torch.drafting.draft_rejection import keep_or_redraw
 from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.sampler import sample_tokens
 from strop.models.network import Network
