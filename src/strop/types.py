@@ -418,6 +418,13 @@ class Batch:
         return ends - self.segment_start
 
     @property
+    def image_segments(self) -> list[int]:
+        """The segment that each image stands in."""
+        starts = torch.tensor([image.start for image in self.images], dtype=torch.int64)
+        found: list[int] = (torch.searchsorted(self.segment_start, starts, right=True) - 1).tolist()  # past empty ones before it
+        return found
+
+    @property
     def sequence_lengths(self) -> Tensor:  # [S] float32: number of predicted tokens that count, per rollout
         return self.mask.new_zeros(self.num_sequences).index_add_(0, self.sequence, self.mask)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from support.models import ExactNorm, to_float64
 
@@ -271,6 +272,21 @@ def vision_to_float64(model: Any) -> Any:
             elif type(child).__name__ == "Gemma3RMSNorm":
                 setattr(parent, name, ExactNorm(child.weight, child.eps, 1.0))
     return model
+
+
+def keep_rotary_float64(monkeypatch: Any) -> None:
+    """Have the towers of Qwen rotate in the dtype of their queries: Transformers rounds them to float32."""
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
+    from transformers.models.qwen3_vl import modeling_qwen3_vl
+
+    for module in (modeling_qwen2_5_vl, modeling_qwen3_vl):
+        rotate_half: Any = module.rotate_half
+
+        def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, half: Any = rotate_half) -> tuple[Tensor, Tensor]:
+            cos, sin = (each.unsqueeze(-2).to(query.dtype) for each in (cos, sin))
+            return query * cos + half(query) * sin, key * cos + half(key) * sin
+
+        monkeypatch.setattr(module, "apply_rotary_pos_emb_vision", rotate)
 
 
 def save_vision_model(family: str, folder: Path, *, seed: int = 0) -> Path:
