@@ -319,8 +319,7 @@ class DataSource:
 
         split = self.split or builtin.splits.choose(self.purpose)
         subset, revision = self.subset or builtin.subset, self.revision or builtin.revision
-        files, hub = choose_files(builtin, subset), builtin.split_hubs.get(split, builtin.hub)
-        split = "train" if split in builtin.split_hubs else split
+        files, (hub, split) = choose_files(builtin, subset), builtin.find_split(split)
         records = open_hub(hub, subset, split, revision, files, streaming=self.streaming)
         return builtin, read_rows(builtin, records, self.media_data_dir)
 
