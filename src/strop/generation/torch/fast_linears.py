@@ -53,11 +53,20 @@ class FastLinears:
     """Switches a model's nn.Linear modules, with or without adapters, between their own weights and fast copies."""
 
     def __init__(
-        self, model: nn.Module, precision: torch.dtype, *, prepack: bool | None = None, kernels: DecodeKernels | None = None
+        self,
+        model: nn.Module,
+        precision: torch.dtype,
+        *,
+        prepack: bool | None = None,
+        kernels: DecodeKernels | None = None,
+        decoder: nn.Module | None = None,
     ) -> None:
-        """``prepack`` None: pack weights on a CPU, for the compiled kernels if they are given, else for oneDNN."""
+        """``prepack`` None: pack weights on a CPU, for the compiled kernels if they are given, else for oneDNN.
+
+        ``decoder``: of a model that reads images: only its layers and the output layer decode, and its vision tower is left as it is.
+        """
         parameter = next(model.parameters())
-        self.layers = list(_find_layers(model))
+        self.layers = [layer for layer in _find_layers(model) if decoder is None or _decodes(layer.module, model, decoder)]
         self.precision = precision
         self.kernels = kernels
         on_cpu = parameter.device.type == "cpu" and (kernels is not None or torch.backends.mkldnn.is_available())
@@ -163,6 +172,10 @@ class FastLinears:
 def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     output: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return output
+
+
+def _decodes(module: nn.Module, model: Any, decoder: nn.Module) -> bool:
+    return module is model.get_output_embeddings() or any(module is each for each in decoder.modules())
 
 
 def _find_layers(model: nn.Module) -> Iterator[_RoutedLayer]:

@@ -7,12 +7,13 @@ terms of each sum are zero. So verification covers the weights that sampling use
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.conv import ConvLayerBase
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -59,10 +60,20 @@ def read_weight_shards(model: Any, rank: int) -> Iterator[WeightShard]:
             yield from _read_plain(path, module, done)
 
 
+def map_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return {vLLM's name of a tensor: its name in ``names``} where the two differ, as they do in models that read images."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return {}
+    mapped = ((mapper.map_name(name), name) for name in names)
+    return {own: name for own, name in mapped if own is not None and own != name}
+
+
 def _read_plain(path: str, module: nn.Module, done: set[int]) -> Iterator[WeightShard]:
-    """Yield vectors such as norm weights, which are replicated on every rank and named as in the checkpoint."""
+    """Yield what is replicated on every rank and named as in the checkpoint: vectors such as norm weights, a tower's embeddings."""
+    whole = isinstance(module, (nn.Embedding, ConvLayerBase))
     for name, parameter in module.named_parameters(recurse=False):
-        if id(parameter) not in done and parameter.dim() == 1:
+        if id(parameter) not in done and (parameter.dim() == 1 or whole):
             done.add(id(parameter))
             yield WeightShard(f"{path}.{name}", parameter.detach())
 
@@ -73,7 +84,11 @@ def _read_linear(path: str, module: Any, packed: dict[str, list[str]], rank: int
     parent, _, leaf = path.rpartition(".")
     matrix = _dense_weight(module)
     bias = getattr(module, "bias", None)
-    if isinstance(module, QKVParallelLinear):
+    if isinstance(module, QKVParallelLinear) and packed.get(leaf) == [leaf]:  # a tower's, which has them in one matrix
+        if module.tp_size > 1:  # the rows of a rank are not consecutive
+            return
+        names, sizes, starts = [leaf], [matrix.shape[0]], [0]
+    elif isinstance(module, QKVParallelLinear):
         names, sizes, starts = packed[leaf], *_qkv_rows(module, rank)
     elif isinstance(module, MergedColumnParallelLinear):
         sizes = [size // module.tp_size for size in module.output_sizes]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,13 @@ import torch
 from strop.generation.vllm.draft_weights import PREFIX, load_draft, read_draft_shards
 from strop.generation.vllm.launch import exit_with_driver
 from strop.generation.vllm.vllm_patches import apply_patches
-from strop.generation.vllm.weight_readback import WeightShard, read_adapter_shards, read_weight_shards, refresh_packed_copies
+from strop.generation.vllm.weight_readback import (
+    WeightShard,
+    map_names,
+    read_adapter_shards,
+    read_weight_shards,
+    refresh_packed_copies,
+)
 from strop.weight_sync.base import ChannelAddress, Manifest, Receiver, TensorFingerprint
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 
@@ -32,6 +39,7 @@ class StropWorker:
     device: torch.device
     model_runner: Any
     _strop_receiver: Receiver | None = None
+    _strop_names: Mapping[str, str] = {}  # vLLM's name of each published tensor -> its own, where they differ
     _strop_draft = False  # whether weights of a draft head have arrived
 
     def strop_connect(self, address: bytes, first: int) -> None:
@@ -54,6 +62,7 @@ class StropWorker:
         if self._strop_receiver is None:
             raise RuntimeError("no channel is connected")
         expected: Manifest = pickle.loads(manifest)
+        self._strop_names = map_names(self.model_runner.get_model(), expected.names)
         started = time.perf_counter()
         fingerprints: dict[str, int] = {}
         incoming = self._strop_receiver.receive(expected)
@@ -82,8 +91,9 @@ class StropWorker:
         # Not this process's rank in the engine: each pipeline stage shards its own layers over ranks 0 to tensor_parallel_size - 1.
         rank = get_tensor_model_parallel_rank()
         shards = read_weight_shards(self.model_runner.get_model(), rank)
+        named = (replace(shard, name=self._strop_names.get(shard.name, shard.name)) for shard in shards)
         drafted = read_draft_shards(self.model_runner, rank) if self._strop_draft else ()
-        return pickle.dumps(_fingerprint_shards((*shards, *drafted)))
+        return pickle.dumps(_fingerprint_shards((*named, *drafted)))
 
     @torch.no_grad()
     def strop_read_adapter_fingerprints(self, adapter: int) -> bytes:
