@@ -21,7 +21,7 @@ from strop.generation.vllm.engine_args import VllmLaunch
 from strop.generation.vllm.local_engines import make_local_engines
 from strop.learner.base import require_token_outputs
 from strop.learner.client import LearnerClient
-from strop.models.adapters import lora_layers
+from strop.models.adapters import lora_layers, merged_roundings
 from strop.models.draft.eagle_files import published_weights, save_head
 from strop.models.draft.eagle_head import EagleHead
 from strop.models.network import Network
@@ -98,6 +98,7 @@ def make_generator(
         keep_snapshot=spec.max_staleness > 0,
         adapters=LocalAdapterSource(network.model) if adapters else None,
         device=network.device,
+        roundings=merged_roundings(network.model),
     )
     return pool_engines(engines, exporter, policy, config, spec, adapters=adapters, memory=memory)
 

@@ -51,6 +51,9 @@ LARGER_THAN_A_NODE = (
 
 # The old message -> what says it now.
 REWORDED: dict[str, str] = {
+    "{} does not compute with the {}{} that was sent{}: the update did not reach the layer, or its processes differ": (
+        "{} does not compute with the {}{}{} that was sent{}: the update did not reach the layer, or its processes differ"
+    ),
     "{} holds {}, which is not text; only text conversations can be trained on": (
         "{} holds {}, which is not text; only text and images can be trained on"
     ),

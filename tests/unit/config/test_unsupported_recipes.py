@@ -54,14 +54,6 @@ data:
 grpo: {deduplicate_multimodal_data: true, val_period: 5}
 env: {clevr-cogent: {num_workers: 8, reward_functions: [{name: format, weight: 0.2}, {name: exact_alnum, weight: 0.8}]}}
 """
-QUANTISED = """
-policy:
-  quant_cfg: NVFP4_DEFAULT_CFG
-  quant_calib_data: cnn_dailymail
-  quant_calib_size: 512
-  disable_modelopt_layer_spec: true
-  generation: {quant_cfg: NVFP4_DEFAULT_CFG, real_quant: true, real_quant_ignore: [lm_head]}
-"""
 FP8 = """
 policy: {generation: {vllm_cfg: {precision: fp8, use_deep_gemm: true, is_mx: true, quantization_ignored_layer_kws: [q_proj]}}}
 """
@@ -94,14 +86,12 @@ def engine(name: str, options: str) -> str:
         (GYM, "env.should_use_nemo_gym", "NeMo-Gym's servers run apart from the run"),
         (VIDEO, "policy.tokenizer.video", "no audio and no video"),
         (SOUND, "data.train.dataset_name", "no audio and no video"),
-        (QUANTISED, "policy.quant_cfg", "quantisation-aware training"),
         (FP8, "policy.generation.vllm_cfg.precision", "rollouts use the trained weights, not FP8"),
         (TEACHERS, "on_policy_distillation", "a teacher for each agent"),
         (engine("trtllm", "trtllm_cfg: {precision: x}, trtllm_kwargs: {a: 1}"), "policy.generation.backend", "TensorRT-LLM"),
         (engine("dynamo", "dynamo_cfg: {engine: vllm}"), "policy.generation.backend", "the Dynamo generation backend"),
         (engine("sglang", "sglang_cfg: {tp_size: 1}"), "policy.generation.backend", "the SGLang generation backend"),
         (engine("megatron", "mcore_generation_config: {max_tokens: 9}"), "policy.generation.backend", "the Megatron generation"),
-        ("policy: {draft: {enabled: true, model_name: d, num_layers: null}}", "policy.draft", "training a draft model"),
         ("async_rl: {sampler: {name: custom}, max_buffered_rollouts: 64}", "async_rl.sampler.name", "no counterpart"),
         ("grpo: {use_best_at_k: true, best_at_k_k: 8, best_at_k_m: 1000}", "grpo.use_best_at_k", "best@k"),
         ("policy: {generation: {bad_words: [no]}}", "policy.generation.bad_words", "words cannot be forbidden"),
@@ -150,7 +140,7 @@ data_plane: {enabled: true, impl: transfer_queue}
     )
     left_out = {difference.key for difference in loaded.differences if difference.effect is Effect.UNUSED}
     assert len(loaded.differences) == len(left_out)
-    assert {"policy.draft", "grpo.best_at_k_k", "data_plane", "on_policy_distillation"} <= left_out
+    assert {"grpo.best_at_k_k", "data_plane", "on_policy_distillation"} <= left_out
 
 
 def test_a_recipe_of_nemo_gym_translates_where_it_says_where_the_servers_are(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from strop.generation.generation_config import GenerationConfig, UnusedGeneratio
 from strop.learner.megatron.megatron_peft_config import MegatronPeftConfig
 from strop.learner.model_config import ModelConfig
 from strop.models.draft.draft_config import DraftConfig
+from strop.models.fake_quant.quant_config import QuantConfig
 from strop.models.lora_config import LoraConfig
 from strop.models.routing.router_replay_config import RouterReplayConfig
 from strop.problems import Problem
@@ -25,7 +26,7 @@ class ReferenceConfig(BaseConfig):
     offload: bool = Field(False, description="Keep it in CPU memory between uses.")
 
 
-class PolicyConfig(ModelConfig):
+class PolicyConfig(QuantConfig, ModelConfig):
     """The policy and its training."""
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("generation_batch_size", "offload")
@@ -79,6 +80,8 @@ class PolicyConfig(ModelConfig):
         yield from self._check_draft(key)
         if self.exact_on_policy:
             yield from self._check_exact(key)
+        yield from self._check_fake_quant(key)
+        yield from self._check_quantized_sampling(key)
 
     def _check_backend(self, key: str) -> Iterator[Problem]:
         enabled = self.megatron_cfg.enabled
@@ -251,6 +254,33 @@ class PolicyConfig(ModelConfig):
                 f"Set it to false, or these sizes of {key}.dtensor_cfg to 1.",
             )
 
+    def _check_fake_quant(self, key: str) -> Iterator[Problem]:
+        """Yield what rounded weights and inputs do not go together with, in the learner."""
+        yield from self.quant_errors(key)
+        if self.quant_cfg is None:
+            return
+        for name, found, reason, fix in (
+            ("backend", self.megatron_cfg.enabled, "Megatron Core's layers compute with their weights as they are", "torch"),
+            ("compile", self.compile is True, "a compiled layer would compute with its weights as they are", "auto"),
+            ("dtensor_cfg.tensor_parallel_size", self.dtensor_cfg.tensor_parallel_size > 1,
+             "the scales of a weight need all of it, and a tensor-parallel rank has a part", "1"),
+        ):  # fmt: skip
+            if found:
+                yield Problem(
+                    f"{key}.quant_cfg",
+                    f"found {self.quant_cfg}, but {reason}",
+                    f"Set {key}.{name}={fix}, or {key}.quant_cfg=null.",
+                )
+
+    def _check_quantized_sampling(self, key: str) -> Iterator[Problem]:
+        """Yield what rounded weights and inputs do not go together with, in the engine."""
+        if self.quant_cfg is not None and self.exact_on_policy:
+            yield Problem(
+                f"{key}.exact_on_policy",
+                f"found true, but with {key}.quant_cfg weights and inputs are rounded in passes that have no exact form",
+                f"Set it to false, or {key}.quant_cfg=null.",
+            )
+
     def warnings(self, key: str) -> Iterator[Problem]:
         yield from self._warn_unused_batch_size(key)
         if self.exact_on_policy and self.generation.uses_vllm:
@@ -305,6 +335,7 @@ class RecordedPolicyConfig(PolicyConfig):
         yield from ModelConfig.errors(self, key)
         yield from self._check_backend(key)
         yield from self._check_draft(key)
+        yield from self._check_fake_quant(key)
 
     def warnings(self, key: str) -> Iterator[Problem]:
         yield from self._warn_unused_batch_size(key)

@@ -8,6 +8,10 @@ from strop.config.recipes.difference import Effect
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Refused, Rule, Unused
 
+SPECULATION_KEYS = {"model": "model_name"}  # vLLM's names of options, and Strop's
+SPECULATION_READ = frozenset(
+    {"method", "model_name", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "draft_tensor_parallel_size"}
+)
 WEIGHT_SYNC = "policy.generation.weight_sync configures how weights are sent"
 
 
@@ -46,9 +50,33 @@ def translate_env_vars(recipe: Recipe) -> None:
             recipe.drop(key)
 
 
+def translate_speculation(recipe: Recipe) -> None:
+    """Write vLLM's speculative_config as Strop's section ``speculation``."""
+    for key in list(recipe.find("*generation.vllm_kwargs.speculative_config")):
+        found = recipe.value(key)
+        if not isinstance(found, Mapping):
+            recipe.unused(key, "it is switched off")
+            continue
+        section = key.replace("vllm_kwargs.speculative_config", "vllm_cfg.speculation")
+        options = {SPECULATION_KEYS.get(str(name), str(name)): value for name, value in found.items() if value is not None}
+        if options.get("method") == "mtp" and "model_name" not in options:
+            options["model_name"] = recipe.value("policy.model_name")
+        for name in sorted(set(options) - SPECULATION_READ):
+            recipe.refuse(f"{key}.{name}", f"found {options.pop(name)!r}, which {section} does not have", "Remove the key.")
+        if options.pop("draft_tensor_parallel_size", None) is not None:
+            recipe.note(f"{key}.draft_tensor_parallel_size", Effect.UNUSED, "a draft has the engine's tensor_parallel_size")
+        if recipe.value("policy.draft.enabled"):
+            options.pop("model_name", None)  # it is the head that is trained
+        for name, value in options.items():
+            recipe.set(f"{section}.{name}", value, because=key)
+        recipe.note(key, Effect.RENAMED, f"{section} here")
+        recipe.drop(key)
+
+
 GENERATION_RULES: tuple[Rule, ...] = (
     translate_logprobs_mode,
     translate_env_vars,
+    translate_speculation,
     Unused("*generation.port_range_*", "free ports are chosen automatically"),
     Unused("*generation.refit_*", WEIGHT_SYNC),
     Unused("*.refit_buffer_size_gb", WEIGHT_SYNC),

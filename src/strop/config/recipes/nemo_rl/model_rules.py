@@ -80,7 +80,6 @@ MODEL_RULES: tuple[Rule, ...] = (
         "the weights are those of policy.model_name",
         "Set policy.model_name to a Hugging Face folder with these weights, and remove the key.",
     ),
-    Refused(("policy.draft",), "draft models are not in this version", "Remove the key."),
     Unused("value.reward_model_cfg", "the critic is a sequence classifier with one label"),
     Refused(
         ("policy.reward_model_cfg",),

@@ -11,6 +11,7 @@ from strop.config.recipes.nemo_rl.media.media_rules import MEDIA_RULES
 from strop.config.recipes.nemo_rl.megatron.megatron_rules import MEGATRON_RULES
 from strop.config.recipes.nemo_rl.model_rules import MODEL_RULES
 from strop.config.recipes.nemo_rl.optimizer_rules import OPTIMIZER_RULES
+from strop.config.recipes.nemo_rl.quantization.modelopt_rules import translate_modelopt
 from strop.config.recipes.nemo_rl.run_rules import RUN_RULES
 from strop.config.recipes.nemo_rl.single_controller_rules import SINGLE_CONTROLLER_RULES
 from strop.config.recipes.nemo_rl.teacher_rules import TEACHER_RULES
@@ -21,6 +22,7 @@ from strop.config.recipes.rules import Rule
 NEMO_RL_RULES: tuple[Rule, ...] = (
     *TEACHER_RULES,
     *UNSUPPORTED_RULES,
+    translate_modelopt,
     *SINGLE_CONTROLLER_RULES,
     *MEDIA_RULES,
     *RUN_RULES,

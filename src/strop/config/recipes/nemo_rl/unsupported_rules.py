@@ -44,17 +44,6 @@ FP8 = Unsupported(
     "Set policy.generation.vllm_cfg.precision=bfloat16, and remove the other keys of FP8.",
     details=("*generation.vllm_cfg.quantization_ignored_layer_kws",),
 )
-QUANTIZATION = Unsupported(
-    ("policy.quant_cfg", "*generation.quant_cfg", "*generation.real_quant"),
-    "quantisation-aware training (ModelOpt) is not in this version",
-    "Set policy.quant_cfg=null, policy.generation.quant_cfg=null and policy.generation.real_quant=false to train unquantised weights.",
-    details=(
-        "policy.quant_*",
-        "*generation.quant_*",
-        "*generation.real_quant_*",
-        "policy.disable_modelopt_layer_spec",
-    ),
-)
 
 
 def engine(backend: str, name: str, *options: str) -> Unsupported:
@@ -97,12 +86,6 @@ ON_POLICY_DISTILLATION = Unsupported(
     details=("_teachers",),
     hides=("grpo.adv_estimator.name", "policy.dtensor_cfg.*_parallel_size"),  # its teachers take nodes from the policy
 )
-DRAFT_MODEL = Unsupported(
-    ("policy.draft",),
-    "training a draft model beside the policy is not in this version",
-    "Set policy.draft.enabled=false; policy.generation.vllm_cfg.speculation drafts without training.",
-    hides=("policy.generation.vllm_kwargs.speculative_config",),
-)
 BEST_AT_K = Unsupported(
     ("grpo.use_best_at_k", "grpo.use_combined_training"),
     "advantages of best@k are not in this version",
@@ -143,11 +126,9 @@ UNSUPPORTED_RULES: tuple[Rule, ...] = (
     translate_or_refuse_nemo_gym,
     *UNSUPPORTED_MEDIA,
     FP8,
-    QUANTIZATION,
     *ENGINES,
     CROSS_TOKENIZER,
     ON_POLICY_DISTILLATION,
-    DRAFT_MODEL,
     BEST_AT_K,
     BAD_WORDS,
 )
