@@ -295,9 +295,13 @@ class DataSource:
         if self.opened is not None:
             return self.opened
         builtin, records = self._open_records()
+        return builtin, self.read_images(records)
+
+    def read_images(self, records: Records) -> Records:
+        """Return the records of this source with their images read."""
         name = self.dataset_name or ""
         beside = str(Path(name).parent) if self.rows is None and is_local(name) else None
-        return builtin, read_images(records, ImageColumns(self.image_key, self.media_data_dir, beside))
+        return read_images(records, ImageColumns(self.image_key, self.media_data_dir, beside))
 
     def _open_records(self) -> tuple[BuiltinDataset, Records]:
         if self.rows is not None:
