@@ -1,91 +1,103 @@
-"""Whole runs on drawn images, with the model that examples/tiny_vlm.py writes."""
+"""Whole runs of models that read images, on recorded data."""
 
 from __future__ import annotations
 
 import json
-import runpy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from loop.kinds import bitwise_equal
-from loop.runs import metrics_of, overrides, repeatable, strop
-from strop.config.source.yaml_source import read_config_file
+from loop.killing import Kill
+from loop.kinds import bitwise_equal, recorded_config, write_rows
+from loop.runs import Outcome, metrics_of, overrides, repeatable, start
+from support.vision_models import draw_image, save_vision_model
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-CONFIGS = EXAMPLES / "configs" / "drawn_images"
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
-
-@pytest.fixture(scope="module")
-def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vision-language model of random weights."""
-    folder: Path = runpy.run_path(str(EXAMPLES / "tiny_vlm.py"))["save"](tmp_path_factory.mktemp("tiny_vlm"), width=32)
-    return folder
-
-
-def drawn(kind: str, model: Path, **changes: Any) -> list[str]:
-    """Return the command that runs an example's configuration with changes."""
-    settings: Mapping[str, Any] = {
-        "policy.model_name": str(model),
-        "policy.num_threads": 1,
-        "policy.device": "cpu",
-        "checkpointing.checkpoint_dir": "results",
-        "logger.log_dir": "logs",
-        "logger.console": "none",
-        **{key.replace("__", "."): value for key, value in changes.items()},
-    }
-    return [kind, "--config", str(CONFIGS / f"{kind}.yaml"), *overrides(dict(settings))]
-
-
-SHORT = {
-    "grpo.num_prompts_per_step": 2,
-    "grpo.num_generations_per_prompt": 2,
-    "grpo.max_num_steps": 2,
-    "grpo.max_val_samples": 2,
-    "grpo.val_at_start": False,
-    "data.train.size": 8,
-    "data.validation.size": 2,
-    "checkpointing.save_period": 2,
+RUNS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {  # family, section, changes
+    "sft": ("qwen3_vl", "sft", {}),
+    "sft, tiles": ("smolvlm", "sft", {}),
+    "sft, frozen tower": ("gemma3", "sft", {"policy.freeze_vision_tower": True}),
+    "sft, adapters": ("qwen2_5_vl", "sft", {"policy.dtensor_cfg.lora_cfg.enabled": True}),
+    "sft, padded rows": ("gemma3", "sft", {"policy.sequence_packing.enabled": False}),
+    "sft, recomputed": ("llava", "sft", {"policy.dtensor_cfg.activation_checkpointing": True}),
+    "dpo": ("qwen2_5_vl", "dpo", {}),
+    "dpo, adapters": ("llava", "dpo", {"policy.dtensor_cfg.lora_cfg.enabled": True}),
 }
 
 
-def test_a_run_on_drawn_images_samples_trains_stores_and_shows_them(tiny_vlm: Path, tmp_path: Path) -> None:
-    outcome = strop(*drawn("grpo", tiny_vlm, **SHORT), folder=tmp_path)
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return lambda family: path if (path := folder / family).exists() else save_vision_model(family, path)
+
+
+def write_images(folder: Path) -> None:
+    """Write conversations and preferences about drawn images, which stand beside the data."""
+    (folder / "drawn").mkdir()
+    conversations, preferences = [], []
+    for number in range(16):
+        path = folder / "drawn" / f"{number}.png"
+        path.write_bytes(draw_image(number, 30 + 30 * (number % 3), 44))
+        parts = [{"type": "image", "image": str(path)}, {"type": "text", "text": "which?"}]
+        question = [{"role": "user", "content": parts if number % 4 else "which?"}]
+        conversations.append({"messages": [*question, {"role": "assistant", "content": f"no. {number}"}]})
+        preferences.append({"prompt": question, "chosen": f"no. {number}", "rejected": "none"})
+    for kind, rows in (("conversations", conversations), ("preferences", preferences)):
+        write_rows(folder / f"{kind}.jsonl", rows[:12])
+        write_rows(folder / f"{kind}_held_out.jsonl", rows[12:])
+
+
+def train(section: str, model: Path, folder: Path, before: Callable[[], None] | None = None, **changes: Any) -> Outcome:
+    if not (folder / "drawn").exists():
+        write_images(folder)
+    settings = {**recorded_config(section, model, policy__max_total_sequence_length=160), **changes}
+    return start([section, *overrides(settings)], folder, before=before).finish()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_with_images_trains(name: str, models: Callable[[str], Path], tmp_path: Path) -> None:
+    family, section, changes = RUNS[name]
+    outcome = train(section, models(family), tmp_path, **changes)
     assert outcome.code == 0, outcome.err
-    metrics = metrics_of(tmp_path / "logs")
-    assert sorted(step for step in metrics if step) == [1, 2]
-    for step in (1, 2):
-        assert metrics[step]["train/token_mult_prob_error"] == pytest.approx(1, abs=1e-4)
-    images = list((tmp_path / "logs" / "rollouts" / "images").glob("*.png"))
-    assert 2 <= len(images) <= 4  # one for each prompt, however many rollouts it has
-    (validated,) = (tmp_path / "logs" / "validation").glob("step_*.json")
-    samples = [task["samples"][0] for task in json.loads(validated.read_text())["tasks"]]
-    assert all(sample["prompt_images"] and "base64," not in sample["messages"][0]["content"] for sample in samples)
+    logged = metrics_of(tmp_path / "logs")
+    assert logged[6]["train/loss"] < logged[1]["train/loss"]
 
 
-@pytest.mark.exhaustive
-def test_a_run_with_images_that_was_stopped_goes_on_bit_for_bit(tiny_vlm: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_a_run_with_images_that_is_killed_ends_as_if_nothing_had_happened(
+    family: str, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for name, kills in {"whole": [None], "killed": [Kill("at a save", 1), Kill("at a rename", 1, "after"), None]}.items():
+        (tmp_path / name).mkdir()
+        for number, kill in enumerate(kills):
+            outcome = train("sft", models(family), tmp_path / name, before=kill)
+            assert (outcome.code == 0) == (number == len(kills) - 1), outcome.err
+    whole, killed = (tmp_path / name for name in ("whole", "killed"))
+    assert repeatable(metrics_of(killed / "logs")) == repeatable(metrics_of(whole / "logs"))
+    newest = Path("results") / "step_6" / "policy"
+    assert (killed / newest / "weights/model.safetensors").read_bytes() == (
+        whole / newest / "weights/model.safetensors"
+    ).read_bytes()
+    assert bitwise_equal(*(torch.load(folder / newest / "optimizer.pt")["optimizer"]["state"] for folder in (killed, whole)))
 
-    steps = {**SHORT, "grpo.max_num_steps": 4, "policy.optimizer.kwargs.lr": 1e-4}
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    assert strop(*drawn("grpo", tiny_vlm, **steps), folder=whole).code == 0
-    assert strop(*drawn("grpo", tiny_vlm, **{**steps, "grpo.max_num_steps": 2}), folder=halves).code == 0
-    assert strop(*drawn("grpo", tiny_vlm, **steps), folder=halves).code == 0
-    ours, theirs = (repeatable(metrics_of(folder / "logs")) for folder in (whole, halves))
-    assert {step: ours[step] for step in (3, 4)} == {step: theirs[step] for step in (3, 4)}
-    saved = [sorted((folder / "results" / "step_4").rglob("*.safetensors")) for folder in (whole, halves)]
-    assert saved[0] and all(bitwise_equal(load_file(one), load_file(other)) for one, other in zip(*saved, strict=True))
+
+def test_what_was_trained_with_images_loads_in_transformers(models: Callable[[str], Path], tmp_path: Path) -> None:
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+    assert train("sft", models("qwen2_5_vl"), tmp_path, **{"sft.max_num_steps": 2}).code == 0
+    folder = tmp_path / "results" / "step_2" / "policy" / "weights"
+    assert type(AutoModelForImageTextToText.from_pretrained(folder)).__name__ == "Qwen2_5_VLForConditionalGeneration"
+    assert AutoImageProcessor.from_pretrained(folder).patch_size == 14
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen2_5_VLForConditionalGeneration"]
 
 
-@pytest.mark.exhaustive
-def test_recorded_answers_about_images_are_learned_for_images_that_were_not_shown(tmp_path: Path) -> None:
-    """Who does not look is right once in three: a loss of ln(3) / 2 over the number and the end of the turn."""
-    model = runpy.run_path(str(EXAMPLES / "tiny_vlm.py"))["save"](tmp_path / "model")
-    assert read_config_file(CONFIGS / "sft.yaml").values["sft"]["max_num_steps"] == 120
-    outcome = strop(*drawn("sft", model), folder=tmp_path, timeout=600)
+def test_an_image_that_is_missing_drops_its_example_and_says_so(models: Callable[[str], Path], tmp_path: Path) -> None:
+    write_images(tmp_path)
+    (tmp_path / "drawn" / "1.png").unlink()
+    outcome = train("sft", models("qwen3_vl"), tmp_path)
     assert outcome.code == 0, outcome.err
-    losses = {step: line["validation/loss"] for step, line in metrics_of(tmp_path / "logs").items() if "validation/loss" in line}
-    assert losses[0] > 2 and losses[120] < 0.47
+    assert any(line.get("train/groups_dropped") for line in metrics_of(tmp_path / "logs").values())

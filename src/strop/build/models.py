@@ -237,6 +237,11 @@ def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_
 
 def make_draft_head(network: Network, config: DraftConfig, seed: int) -> EagleHead:
     """Load the draft head of a policy, or make a new one; ``seed`` initializes it. Raises ModelNotFound, ValueError."""
+    if network.vision is not None:
+        raise ValueError(
+            f"policy.draft.enabled is true, and {type(network.model).__name__} reads images, which a draft head would read as "
+            "the embedding of their tokens; set it to false"
+        )
     text = network.model.config.get_text_config()
     if config.model_name is None:
         head = EagleHead(new_shape(text, layers=config.num_layers, aux_layers=config.aux_layer_indices))
