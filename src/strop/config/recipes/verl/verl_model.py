@@ -53,7 +53,9 @@ def translate_data(recipe: LibraryRecipe) -> None:
     if recipe.is_written("data.image_key") and recipe.value("data.image_key") and not _is_dump(recipe):
         recipe.carry("data.image_key", "data.default.image_key", recipe.value("data.image_key"))
     if recipe.is_written("data.video_key") and recipe.value("data.video_key") and not _is_dump(recipe):
-        recipe.refuse("data.video_key", "models read text and images in this version, no video", "Train on data of text and images.")
+        recipe.refuse(
+            "data.video_key", "models read text and images in this version, no video", "Train on data of text and images."
+        )
 
 
 def _is_dump(recipe: LibraryRecipe) -> bool:
