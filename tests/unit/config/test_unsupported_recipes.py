@@ -183,4 +183,5 @@ def test_images_on_megatron_core_are_one_problem_that_names_the_learner_to_take(
     recipe = IMAGES.replace("policy: {", "policy: {megatron_cfg: {enabled: true}, dtensor_cfg: {enabled: false}, ")
     (problem,) = refusals(tmp_path, recipe)
     assert problem.key == "policy.is_vlm" and "Megatron Core trains models of text alone" in problem.message
-    assert "policy.dtensor_cfg.enabled=true" in problem.fix
+    assert "Set policy.backend=torch" in problem.fix
+    assert load(tmp_path, recipe, "policy.backend=torch").config.policy.dtensor_cfg.enabled
