@@ -20,6 +20,7 @@ import torch
 
 from strop.generation.base import Completion, Pacer, RequestTooLong
 from strop.generation.torch.drafting.eagle_drafter import EagleDrafter
+from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.generation.torch.image_tokens import PromptImages
 from strop.generation.torch.model_runner import (
     CachedRunner,
@@ -518,10 +519,18 @@ class TorchEngine:
 
 
 def make_torch_engine(
-    network: Network, tokenizer: Any, config: TorchGenerationConfig, *, length: int, stop_ids: Sequence[int]
+    network: Network,
+    tokenizer: Any,
+    config: TorchGenerationConfig,
+    *,
+    length: int,
+    stop_ids: Sequence[int],
+    quantization: EmulatedQuantization | None = None,
 ) -> TorchEngine:
-    """Make an engine on a network, for sequences of up to ``length`` tokens. Raises ValueError if its KV cache is too small for one."""
-    runner = make_runner(network, config, length=length)
+    """Make an engine on a network, for sequences of up to ``length`` tokens. Raises ValueError if its KV cache is too small for one.
+
+    ``quantization``: round what an engine with weights of low precision has rounded."""
+    runner = make_runner(network, config, length=length, quantization=quantization)
     drafts = config.speculative_lookup if runner.verifies_drafts else 0
     if drafts < config.speculative_lookup:
         log.warning("torch_cfg.speculative_lookup needs a paged cache, which this engine has not: it decodes one token at a time")
@@ -550,20 +559,27 @@ def _make_drafter(network: Network, runner: ModelRunner, count: int) -> EagleDra
     return None
 
 
-def make_runner(network: Network, config: TorchGenerationConfig, *, length: int) -> ModelRunner:
+def make_runner(
+    network: Network, config: TorchGenerationConfig, *, length: int, quantization: EmulatedQuantization | None = None
+) -> ModelRunner:
     """Make the runner that a network and the configuration allow, and say which it is."""
     if not network.supports_attention_plans():
+        if quantization is not None:
+            raise ValueError(
+                f"policy.generation: found {quantization.plan.weights.name}, but this model is sampled without a KV cache, by its own "
+                f"modules, which round nothing ({network.fallback}); set policy.generation.backend=vllm"
+            )
         log.warning(
             "the torch engine cannot use a KV cache and recomputes the whole sequence for every token: %s", network.fallback
         )
         return RecomputeRunner(network, max_slots=config.max_num_seqs, length=length)
     if _may_use_pages(network, config, length):
-        paged = PagedRunner(network, config, length=length)
+        paged = PagedRunner(network, config, length=length, quantization=quantization)
         if config.paged_cache or paged.rounds_as_learner:
             log.info("the torch engine's KV cache has %d pages of %d tokens", paged.cache.pool.size, paged.cache.page)
             return paged
         config = replace(config, compiled_kernels=False)  # it was found, and said, that they cannot be used
-    slots = CachedRunner(network, config, length=length)
+    slots = CachedRunner(network, config, length=length, quantization=quantization)
     log.info("the torch engine's KV cache has %d slots of %d tokens", slots.slots, length)
     return slots
 
