@@ -96,7 +96,7 @@ async def build_rollout_run(
 
     bundle = backend.bundle
     selves = make_past_selves(backend, environments)
-    checkpoints = make_checkpoints(config, bundle.tokenizer.save_pretrained)
+    checkpoints = make_checkpoints(config, bundle.save)
     store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=bundle.tokenizer.decode)
     parts: dict[str, Restorable] = {**make_token_budgets(config), **({} if selves is None else {PAST_SELVES: selves.pool})}
     if train_source.resumable:

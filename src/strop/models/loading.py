@@ -150,28 +150,37 @@ def find_stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """
     ids: set[int] = set()
     generation = getattr(model, "generation_config", None)
-    for value in (tokenizer.eos_token_id, getattr(generation, "eos_token_id", None), model.config.eos_token_id):
+    configs = (generation, model.config, model.config.get_text_config())  # a vision-language model has its language model's apart
+    for value in (tokenizer.eos_token_id, *(getattr(config, "eos_token_id", None) for config in configs)):
         ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
     return tuple(sorted(ids))
 
 
 def read_stop_token_ids(name: str, tokenizer: Any, *, overrides: Mapping[str, Any] | None = None) -> tuple[int, ...]:
     """Return the ids that end a turn of a model that is not loaded, also of adapters. Raises ModelNotFound."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    if (adapters := adapter_folder(name)) is not None:
-        config, name = load_base_config(adapters), base_model_name(adapters)
-    else:
-        config = None
-    folder, gguf = locate_model(name)
-    options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
+    config = apply_overrides(read_model_config(name), overrides)
+    folder, gguf = locate_model(base_model_name(adapters) if (adapters := adapter_folder(name)) is not None else name)
     with quiet_transformers():
-        config = apply_overrides(config or from_pretrained(AutoConfig, folder, **options), overrides)
         try:
             generation = None if gguf else GenerationConfig.from_pretrained(folder)
         except OSError:  # it has none
             generation = None
     return find_stop_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
+
+
+def read_model_config(name: str) -> Any:
+    """Return the configuration of a model that is not loaded, of adapters that of their base. Raises ModelNotFound."""
+    from transformers import AutoConfig
+
+    if (adapters := adapter_folder(name)) is not None:
+        if (saved := load_base_config(adapters)) is not None:
+            return saved
+        name = base_model_name(adapters)
+    folder, gguf = locate_model(name)
+    with quiet_transformers():
+        return from_pretrained(AutoConfig, folder, **({"gguf_file": gguf} if gguf else {}))
 
 
 def load_generation_config(folder: Path) -> Any | None:

@@ -14,7 +14,7 @@ from strop.algorithms.base import Algorithm
 from strop.build.cluster.engine_builders import build_torch_engine
 from strop.build.cluster.rank_builders import choose_rank_builders, make_rank_exporter
 from strop.build.engines import GeneratorSpec, offloads_learner, pool_engines
-from strop.build.models import TokenizerBundle
+from strop.build.models import TokenizerBundle, make_template
 from strop.build.tasks import describe_environments
 from strop.build.teachers import StudentInfo, load_teacher
 from strop.config import RolloutRunConfig, TrainingRunConfig
@@ -34,8 +34,7 @@ from strop.generation.synced_generator import SyncedGenerator
 from strop.generation.vllm.engine_args import NodeRanks, VllmLaunch
 from strop.generation.vllm.vllm_engine import VllmEngine
 from strop.learner.client import AsyncColumnSource, ColumnClient, LearnerClient, ScorerClient
-from strop.models.chat_template import ChatTemplate
-from strop.models.loading import load_tokenizer
+from strop.models.loading import load_tokenizer, read_model_config
 from strop.monitoring.trackers.base import Tracker
 from strop.sampling import Sampling
 from strop.weight_sync.transports.choose import EngineLocations, choose_senders
@@ -62,9 +61,8 @@ class RayBackend:
         self.packed = policy_info.packed
         tokenizer_config = config.policy.tokenizer
         tokenizer = load_tokenizer(tokenizer_config.name, chat_template=tokenizer_config.chat_template)
-        self.bundle = TokenizerBundle(
-            tokenizer, ChatTemplate(tokenizer, options=tokenizer_config.chat_template_kwargs), policy_info.stop_ids
-        )
+        template = make_template(config.policy, tokenizer, read_model_config(config.policy.model_name))
+        self.bundle = TokenizerBundle(tokenizer, template, policy_info.stop_ids)
 
     async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
         self._sampling = sampling

@@ -17,6 +17,10 @@ from torch import Tensor
 Pixels = Mapping[str, Tensor]  # what a tower reads of ONE image, by the names of Transformers
 
 
+class UnknownFamily(ValueError):
+    """A model reads images in a way that Strop does not know."""
+
+
 def find_image_token(config: Any) -> int:
     """Return the id of the token that stands for one row of the vision tower."""
     value = getattr(config, "image_token_id", None)
@@ -169,10 +173,10 @@ FAMILIES: Mapping[str, tuple[type[VisionFamily], Mapping[str, Any]]] = {
 
 
 def find_family(config: Any) -> VisionFamily:
-    """Return the family of a vision-language model. Raises ValueError for one whose images Strop cannot write."""
+    """Return the family of a vision-language model. Raises UnknownFamily for one whose images Strop cannot write."""
     kind = str(getattr(config, "model_type", ""))
     if kind not in FAMILIES:
-        raise ValueError(
+        raise UnknownFamily(
             f"policy.model_name: models of type {kind!r} read images in a way that Strop does not know; it knows {', '.join(FAMILIES)}. "
             "Without images in the data the model trains on text"
         )
