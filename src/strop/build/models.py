@@ -33,6 +33,10 @@ from strop.models.draft.draft_config import DraftConfig
 from strop.models.draft.eagle_config import new_shape
 from strop.models.draft.eagle_files import find_head_folder, load_head
 from strop.models.draft.eagle_head import EagleHead
+from strop.models.fake_quant.apply_fake_quant import apply_fake_quant
+from strop.models.fake_quant.calibration import calibrate_inputs, needs_calibration, set_input_scales
+from strop.models.fake_quant.calibration_texts import read_calibration_tokens
+from strop.models.fake_quant.modelopt_config import read_quant_config
 from strop.models.loading import (
     ModelNotFound,
     cast_weights,
@@ -152,6 +156,10 @@ class ModelLoader(Protocol):
         """Return ``make(model)``, or ``make(model, packed=...)`` if another rank has determined whether the model supports packed rows."""
         ...
 
+    def measure(self, find: Callable[[], Any]) -> Any:
+        """Return ``find()``, which only a rank that has the model's weights calls."""
+        ...
+
 
 class LocalLoader:
     """Loads the whole model in this process."""
@@ -161,6 +169,9 @@ class LocalLoader:
 
     def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
         return make(model)
+
+    def measure(self, find: Callable[[], Any]) -> Any:
+        return find()
 
 
 class HostLoader(LocalLoader):
@@ -220,11 +231,17 @@ def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_
         policy.network.make_exact()
     if config.policy.draft.enabled and isinstance(policy.network, Network):
         policy.network.draft = make_draft_head(policy.network, config.policy.draft, config.training.seed)
+    fake_quantize_policy(policy, config.policy, loader)
     return policy
 
 
 def make_draft_head(network: Network, config: DraftConfig, seed: int) -> EagleHead:
     """Load the draft head of a policy, or make a new one; ``seed`` initializes it. Raises ModelNotFound, ValueError."""
+    if network.vision is not None:
+        raise ValueError(
+            f"policy.draft.enabled is true, and {type(network.model).__name__} reads images, which a draft head would read as "
+            "the embedding of their tokens; set it to false"
+        )
     text = network.model.config.get_text_config()
     if config.model_name is None:
         head = EagleHead(new_shape(text, layers=config.num_layers, aux_layers=config.aux_layer_indices))
@@ -237,6 +254,28 @@ def make_draft_head(network: Network, config: DraftConfig, seed: int) -> EagleHe
 
 def count_weights(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def fake_quantize_policy(policy: LoadedPolicy, config: PolicyConfig, loader: ModelLoader = LOCAL_LOADER) -> None:
+    """Round weights and inputs of the policy's layers as ``quant_cfg`` says; find the scales of inputs first. Raises ValueError."""
+    if config.quant_cfg is None:
+        return
+    network = policy.network
+    log.info("policy.quant_cfg: %s", apply_fake_quant(network.model, read_quant_config(config.quant_cfg)))
+
+    def find_scales() -> Mapping[str, float]:
+        source = str(config.quant_calib_data)
+        texts = read_calibration_tokens(
+            source,
+            size=config.quant_calib_size,
+            length=config.quant_sequence_length,
+            tokenizer=policy.tokenizer,
+            vocabulary=policy.vocab_size,
+        )
+        return calibrate_inputs(network, texts, config.quant_batch_size)
+
+    if needs_calibration(network.model):
+        set_input_scales(network.model, loader.measure(find_scales))
 
 
 def make_critic(config: PpoRunConfig, policy: LoadedPolicy, loader: ModelLoader = LOCAL_LOADER) -> TrainableNetwork:

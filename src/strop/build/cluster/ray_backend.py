@@ -30,6 +30,8 @@ from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter, RemoteLearner, RemoteMemory
 from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.environments.remote import RemoteEnvironment
+from strop.generation.sglang.sglang_engine import SglangEngine
+from strop.generation.sglang.sglang_launch import SglangLaunch
 from strop.generation.synced_generator import SyncedGenerator
 from strop.generation.vllm.engine_args import NodeRanks, VllmLaunch
 from strop.generation.vllm.vllm_engine import VllmEngine
@@ -140,7 +142,9 @@ class RayBackend:
             senders={rank: hosts[rank] for rank in senders},
         )
         await self.group.call_all("open_export", make_exporter)
-        make = self._make_vllm_engine if uses_vllm else self._make_torch_engine
+        make = (
+            self._make_sglang_engine if options.uses_sglang else self._make_vllm_engine if uses_vllm else self._make_torch_engine
+        )
         engines = [make(number, slot, folder, spec.output_folder.resolve(), adapters) for number, slot in enumerate(slots)]
         offloads = offloads_learner(self.config, on_cpu=self.policy_info.on_cpu, shares_module=False)
         return pool_engines(
@@ -168,6 +172,18 @@ class RayBackend:
             ray_address=self.cluster.address if slot.further else "",
         )
         make = partial(VllmEngine, f"engine {number}", launch, self.bundle.tokenizer, stop_ids=self.bundle.stop_ids)
+        return self._make_engine(number, slot, launch.receivers, make)
+
+    def _make_sglang_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
+        generation = self.config.policy.generation
+        launch = SglangLaunch(
+            config=generation,
+            model=str(folder),
+            on_cpu=self.policy_info.on_cpu,
+            environment=self._thread_env(generation.sglang_cfg.num_threads, generates=True),
+            output_file=outputs / f"engine_{number}.log",
+        )
+        make = partial(SglangEngine, f"engine {number}", launch, self.bundle.tokenizer, stop_ids=self.bundle.stop_ids)
         return self._make_engine(number, slot, launch.receivers, make)
 
     def _locate_ranks(self, part: DeviceSlot) -> NodeRanks:

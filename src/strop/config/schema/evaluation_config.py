@@ -73,7 +73,7 @@ class EvalGenerationConfig(GenerationConfig):
     @property
     def max_total_sequence_length(self) -> int:
         """Longest prompt and completion together, whatever the backend (tokens)."""
-        return self.vllm_cfg.max_model_len
+        return self.engine_options.max_model_len
 
     def _warn_weight_sync(self, key: str) -> Iterator[Problem]:
         if unused := changed_keys(f"{key}.weight_sync", self.weight_sync):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from strop.generation.torch.decode_kernels import DecodeKernels, PackedMatrix
 from strop.models.adapters import LoraLayer, lora_layers
+from strop.models.fake_quant.fake_quant_linear import FakeQuantLinear, round_layer_inputs, rounds_layer_inputs
 
 LinearFunction = Callable[[Tensor, Any, Tensor | None], Tensor]
 
@@ -36,6 +37,11 @@ class _RoutedLayer:
     module: nn.Module  # its ``forward`` is replaced
     linear: nn.Linear
     adapter: LoraLayer | None = None
+
+    def weight(self, precision: torch.dtype) -> Tensor:
+        """Return the weight that the layer computes with: rounded, where the layer is fake-quantised."""
+        quantized = isinstance(self.linear, FakeQuantLinear)
+        return self.linear.rounded_weight(precision) if quantized else self.linear.weight  # type: ignore[operator, no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +95,7 @@ class FastLinears:
             old = self.copies[index] if len(self.copies) > index else None
             copy = self._copy_weights(self._effective_weights(layer), old)
             self.copies[index : index + 1] = [copy]
-            layer.module.forward = self._make_forward(copy)  # type: ignore[method-assign, assignment]
+            layer.module.forward = self._make_forward(copy, layer.linear)  # type: ignore[method-assign, assignment]
 
     def disable(self) -> None:
         """Restore the modules for the learner."""
@@ -127,10 +133,10 @@ class FastLinears:
 
     def _effective_weights(self, layer: _RoutedLayer) -> _LinearWeights:
         """Return the weights that the layer computes with, before the cast to the generation precision."""
-        adapter, weight, bias = layer.adapter, layer.linear.weight, layer.linear.bias
+        adapter, weight, bias = layer.adapter, layer.weight(self.precision), layer.linear.bias
         if adapter is None:
             return _LinearWeights(weight, bias)
-        if self.merge:
+        if self.merge and not rounds_layer_inputs(layer.linear):  # the adapter's inputs are not rounded
             return _LinearWeights(adapter.merged_weight(), bias)
         return _LinearWeights(weight, bias, adapter.down, adapter.up, adapter.scale)
 
@@ -152,18 +158,18 @@ class FastLinears:
         copy: Tensor = tensor.clone() if old is None else old.copy_(tensor)  # in place: captured CUDA graphs read this memory
         return copy
 
-    def _make_forward(self, copy: _LinearWeights) -> Callable[[Tensor], Tensor]:
+    def _make_forward(self, copy: _LinearWeights, layer: nn.Linear) -> Callable[[Tensor], Tensor]:
         linear: LinearFunction = _packed_linear if self.prepack else nn.functional.linear
         if self.kernels is not None and self.prepack:
             linear = self.kernels.linear
         precision = self.precision
         down, up = copy.down, copy.up
         if down is None or up is None:
-            return lambda x: linear(x.to(precision), copy.weight, copy.bias)
+            return lambda x: linear(round_layer_inputs(layer, x.to(precision)), copy.weight, copy.bias)
 
         def forward_with_adapter(x: Tensor) -> Tensor:
             x = x.to(precision)
-            output = linear(x, copy.weight, copy.bias)
+            output = linear(round_layer_inputs(layer, x), copy.weight, copy.bias)
             return output + linear(linear(x, down, None), up, None) * copy.scale
 
         return forward_with_adapter
@@ -183,8 +189,8 @@ def _find_layers(model: nn.Module) -> Iterator[_RoutedLayer]:
     adapter_modules: set[int] = set()
     for adapter in lora_layers(model):
         adapter_modules |= {id(module) for module in adapter.module.modules()}
-        if type(adapter.base) is nn.Linear:
+        if type(adapter.base) in (nn.Linear, FakeQuantLinear):
             yield _RoutedLayer(adapter.name, adapter.module, adapter.base, adapter)
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and id(module) not in adapter_modules:
+        if type(module) in (nn.Linear, FakeQuantLinear) and id(module) not in adapter_modules:
             yield _RoutedLayer(name, module, module)

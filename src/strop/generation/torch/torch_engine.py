@@ -32,7 +32,7 @@ from strop.generation.torch.model_runner import (
 )
 from strop.generation.torch.paged.paged_cache import choose_page
 from strop.generation.torch.paged.paged_runner import PagedRunner
-from strop.generation.torch.paged.prompt_lookup import PromptLookup
+from strop.generation.torch.paged.prompt_lookup import PromptLookup, PromptSamples
 from strop.generation.torch.sampler import SampledTokens, sample_tokens
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.network import Network
@@ -133,6 +133,7 @@ class TorchEngine:
         self.counters = TokenCounters()
         self._collected = TokenCounters()  # at the last ``collect_metrics``
         self.pacer: Pacer | None = None  # of a run whose events are ordered by the engine's steps
+        self._samples = PromptSamples()  # for drafts that are looked up
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
         self._paused = True  # no request starts; until the first publish
@@ -421,7 +422,7 @@ class TorchEngine:
         if count < 1:
             return []
         if request.lookup is None:
-            request.lookup = PromptLookup()
+            request.lookup = PromptLookup(self._samples.of(request.prompt), len(request.prompt))
         draft = request.lookup.draft((*request.prompt, *request.tokens), count)
         return list(takewhile(lambda token: token >= 0, draft))  # not what stands for an image
 

@@ -279,8 +279,8 @@ class VllmEngine:
     async def _read_back(self, method: str, *arguments: Any) -> dict[str, tuple[TensorFingerprint, ...]]:
         fingerprints: dict[str, list[TensorFingerprint]] = {}
         for result in await self._call_workers(method, *arguments):
-            for name, shard in pickle.loads(result).items():
-                fingerprints.setdefault(name, []).append(shard)
+            for name, shards in pickle.loads(result).items():
+                fingerprints.setdefault(name, []).extend(shards)
         return {name: tuple(shards) for name, shards in fingerprints.items()}
 
     async def resume(self, version: int) -> None:

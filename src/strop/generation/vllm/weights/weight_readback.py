@@ -8,12 +8,13 @@ terms of each sum are zero. So verification covers the weights that sampling use
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.conv import ConvLayerBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -23,6 +24,9 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+
+from strop.generation.vllm.weights.engine_names import canonical_name
+from strop.generation.vllm.weights.expert_readback import read_experts
 
 _IDENTITY_ROWS = 1024  # rows of the identity per product, to limit memory
 _BASE_LAYER_SUFFIX = ".base_layer"  # name of the original layer inside vLLM's LoRA layers
@@ -36,9 +40,12 @@ class WeightShard:
     tensor: Tensor  # [rows, columns], or [n]
     row: int = 0  # first row in the full tensor
     column: int = 0  # first column
+    part: tuple[int, int] | None = None  # of an expert: what of it this shard is, the rest being zeros (first, number)
 
     @property
     def region(self) -> tuple[int, int, int, int]:
+        if self.part is not None:
+            return self.row, 1, *self.part
         rows = self.tensor.shape[0] if self.tensor.dim() else 1
         return self.row, rows, self.column, self.tensor.numel() // max(rows, 1)
 
@@ -46,8 +53,13 @@ class WeightShard:
 def read_weight_shards(model: Any, rank: int) -> Iterator[WeightShard]:
     """Yield a shard of every tensor of this pipeline stage that can be read back. Quantized tensors and unknown layer types are left out.
 
-    ``rank``: among the tensor-parallel ranks of the stage.
+    Experts come one by one. ``rank``: among the tensor-parallel ranks of the stage.
     """
+    for shard in _read_modules(model, rank):
+        yield replace(shard, name=canonical_name(model, shard.name))
+
+
+def _read_modules(model: Any, rank: int) -> Iterator[WeightShard]:
     packed = getattr(model, "packed_modules_mapping", {})
     done: set[int] = set()
     for module_path, module in model.named_modules():
@@ -56,8 +68,13 @@ def read_weight_shards(model: Any, rank: int) -> Iterator[WeightShard]:
             yield from _read_linear(path, module, packed, rank, done)
         elif isinstance(module, VocabParallelEmbedding):
             yield from _read_embedding(path, module, done)
+        elif isinstance(module, RoutedExperts):
+            for each in read_experts(module):
+                yield WeightShard(f"{path}.{each.name}", each.values[None], row=each.expert, part=each.part)
         elif not list(module.children()):
             yield from _read_plain(path, module, done)
+        elif isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):  # one for each head of attention
+            yield WeightShard(f"{path}.sinks", sinks.detach(), rank * len(sinks))
 
 
 def map_names(model: Any, names: Iterable[str]) -> dict[str, str]:
@@ -70,7 +87,8 @@ def map_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def _read_plain(path: str, module: nn.Module, done: set[int]) -> Iterator[WeightShard]:
-    """Yield what is replicated on every rank and named as in the checkpoint: vectors such as norm weights, a tower's embeddings."""
+    """Yield what is replicated on every rank and named as in the checkpoint: vectors such as norm weights and the bias of a router, a
+    tower's embeddings."""
     whole = isinstance(module, (nn.Embedding, ConvLayerBase))
     for name, parameter in module.named_parameters(recurse=False):
         if id(parameter) not in done and (parameter.dim() == 1 or whole):
@@ -107,7 +125,8 @@ def _read_linear(path: str, module: Any, packed: dict[str, list[str]], rank: int
         if isinstance(bias, Tensor):
             yield WeightShard(f"{full}.bias", bias.detach()[first : first + size].to(matrix.dtype), start)
         first += size
-    done.update(id(parameter) for parameter in module.parameters(recurse=False))
+    done.update(id(parameter) for parameter in (module.weight, bias) if isinstance(parameter, nn.Parameter))
+    yield from _read_plain(path, module, done)
 
 
 def _qkv_rows(module: Any, rank: int) -> tuple[list[int], list[int]]:
