@@ -41,9 +41,7 @@ _libraries: list[object] = []  # a library's names last as long as it
 class _BeforeTorchvision(MetaPathFinder):
     """Names the operators when torchvision is first imported."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname == "torchvision":
             sys.meta_path.remove(self)
             if is_for_another_torch():

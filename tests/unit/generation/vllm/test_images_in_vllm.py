@@ -68,13 +68,13 @@ def seen(request: Any, room: BackgroundLoop, tmp_path_factory: pytest.TempPathFa
     family: str = request.param
     folder: Path = save_vision_model(family, tmp_path_factory.mktemp(family), seed=1)
     kind = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor"}[family]
-    getattr(transformers, kind)(patch_size=14 if family == "qwen2_5_vl" else 16, temporal_patch_size=2, merge_size=2).save_pretrained(folder)
+    getattr(transformers, kind)(
+        patch_size=14 if family == "qwen2_5_vl" else 16, temporal_patch_size=2, merge_size=2
+    ).save_pretrained(folder)
     (folder / "model.safetensors").unlink()
     tokenizer = build_vision_tokenizer(family)
     launch = replace(make_launch(folder), reads_images=True)
-    engine = VllmEngine(
-        "engine 0", launch, tokenizer, stop_ids=(tokenizer.eos_token_id,), vision=make_image_processor(family)
-    )
+    engine = VllmEngine("engine 0", launch, tokenizer, stop_ids=(tokenizer.eos_token_id,), vision=make_image_processor(family))
     served = serve(build_vision_model(family), tokenizer, [engine])
     room.run(served.weights.publish(0))
     yield ServedFamily(family, served, room)
