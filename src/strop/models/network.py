@@ -165,7 +165,8 @@ class Network:
         if self.observed_routers is None:
             return {}
         columns = (batch.source if source is None else source, batch.sequence, batch.mask)
-        return self.observed_routers.observe(*(column.to(self.device) for column in columns), batch.totals.tokens)
+        places, sequence, mask = (column.to(self.device) for column in columns)
+        return self.observed_routers.observe(places, sequence, mask, batch.totals.tokens)
 
     def enable_vision(self, processor: VisionProcessor) -> None:
         """Read images, with the vision tower of the model."""

@@ -136,7 +136,6 @@ def test_what_the_device_of_this_machine_cannot_do_is_refused_by_a_dry_run(
     [
         ([f"{G}torch_cfg.max_num_seqs=8", f"{G}torch_cfg.cuda_graphs=false"], ["vLLM does not read policy.generation.torch_cfg"]),
         ([f"{C}kv_cache_dtype=fp8"], ["rounded keys and values change the sampling distribution"]),
-        ([f"{C}tensor_parallel_size=2", f"{C}expert_parallel_size=2"], ["the weights of experts are not read back"]),
         ([f"{W}proof=first", f"{W}proof_every=5"], ["proof is first, and it is the period of every_n"]),
         ([f"{W}folder=weights"], ["transport is auto, which writes no files"]),
         ([f"{W}transport=folder", f"{W}bucket_mb=8"], ["chooses the size of its files"]),

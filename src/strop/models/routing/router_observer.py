@@ -147,7 +147,7 @@ class _RouterCall(TorchFunctionMode):
         experts = self.router.num_experts
         if func in LINEAR and self.logits is None and result.shape[-1] == experts:
             self.logits = result
-            return _AddedGradient.apply(result, self)
+            return _AddedGradient.apply(result, self)  # type: ignore[no-untyped-call]
         if func in SIGMOID and result.shape[-1] == experts:
             self.sigmoid = True
         if func in TOPK and result[1].shape[-1] == self.router.top_k and args[0].shape[-1] == experts:
