@@ -167,15 +167,12 @@ REWORDED: dict[str, str] = {
         EXPERT_RANKS
     ),
     "it has no effect: {}.vllm_cfg.speculation.method is {}": "it has no effect: {}.method is {}",
-    "policy.generation.weight_sync.proof=always samples the canary after every publish.": (
-        "{}.weight_sync.proof=always samples the canary after every publish."
-    ),
 }
 
 # The old message -> why nothing says it any more.
 DROPPED: dict[str, str] = {
     "the weights of experts are not read back from the engine: only what the engine received and the canary verify them": EXPERTS,
-    "{}.weight_sync.proof=always samples the canary after every publish.": EXPERTS,
+    "policy.generation.weight_sync.proof=always samples the canary after every publish.": EXPERTS,
     "each layer has {} attention heads on a rank, which cannot be split evenly among {} context ranks; set context_parallel_size to a "
     "divisor of {}": "keys and values go around a ring",
     "attention sinks are not supported by packed attention": "they are",
