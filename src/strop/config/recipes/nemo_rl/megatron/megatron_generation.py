@@ -10,20 +10,27 @@ SIZES = {"tensor_model_parallel_size": "tensor_parallel_size", "expert_model_par
 
 
 def sample_with_vllm(recipe: Recipe) -> None:
-    """Sample with vLLM engines of the same sizes: with the same weights and options the distribution is the same."""
+    """Sample with vLLM engines of the same sizes: with the same weights and options the distribution is the same.
+
+    Whoever asks for Megatron Core on the command line is told that it does not sample in this version.
+    """
     for key in list(recipe.find("*generation.backend")):
-        section = key.removesuffix(".backend")
-        asked = recipe.value(key) == "megatron"
-        for option in list(recipe.find(f"{section}.mcore_generation_config.*")) if asked else []:
-            size = SIZES.get(option.rpartition(".")[2])
-            if size is not None and not is_switched_off(recipe.value(option)):
-                recipe.rename(option, f"{section}.vllm_cfg.{size}", text="vLLM samples")
-        if asked:
-            recipe.set(key, "vllm", because=key)
-            recipe.note(
-                key,
-                Effect.CHANGED,
-                "rollouts are sampled by vLLM and not by Megatron Core, from the same weights with the same options: probabilities differ "
-                "by rounding, and the learner's ratio is to what vLLM sampled",
-            )
-        recipe.unused_if_set(f"{section}.mcore_generation_config", "it is for Megatron Core's engine; vllm_cfg is for vLLM's")
+        if recipe.value(key) == "megatron" and not recipe.is_on_command_line(key):
+            _translate_backend(recipe, key)
+    for key in list(recipe.find("*generation.mcore_generation_config")):
+        recipe.unused(key, "it is for Megatron Core's engine; vllm_cfg is for vLLM's")
+
+
+def _translate_backend(recipe: Recipe, key: str) -> None:
+    section = key.removesuffix(".backend")
+    for option in list(recipe.find(f"{section}.mcore_generation_config.*")):
+        size = SIZES.get(option.rpartition(".")[2])
+        if size is not None and not is_switched_off(recipe.value(option)):
+            recipe.rename(option, f"{section}.vllm_cfg.{size}", text="vLLM samples")
+    recipe.set(key, "vllm", because=key)
+    recipe.note(
+        key,
+        Effect.CHANGED,
+        "rollouts are sampled by vLLM and not by Megatron Core, from the same weights with the same options: probabilities differ by "
+        "rounding, and the learner's ratio is to what vLLM sampled",
+    )
