@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ from strop.models.layers.decoder_layers import decoder_layers
 from strop.models.malloc import trim_freed_memory
 from strop.models.network import Network
 from strop.models.routing.router_metrics import measure_disagreement, measure_missing_routes, take_router_counts
+from strop.models.routing.router_observer import ObservedRouters
 from strop.sampling import Sampling
 from strop.types import Batch
 
@@ -110,6 +112,8 @@ class TorchLearner:
         if isinstance(network, Network):  # a value head runs the layers of its trunk
             sharded = not isinstance(self.parallelism, SingleDevice)
             choose_layer_compilation(network, config.compile, section, sharded=sharded)
+            if config.router_losses.observes:
+                network.observe_routers(config.router_losses, section)
         self.trainable_parameters = self.parallelism.trainable_parameters()
         self.masters = MasterWeights(self.trainable_parameters)
         self.parameters = self.masters.parameters
@@ -277,6 +281,9 @@ class TorchLearner:
     ) -> MicroBatchOutputs:
         micro_batches, balance = self.parallelism.split_batch(batch, token_budget, whole_groups=self.whole_groups)
         logged: list[Metrics] = [balance] if backward else []
+        routers = self._observed_routers() if backward else None
+        if routers is not None and routers.config.has_loss:  # which a rollout has whatever its advantage
+            micro_batches = [replace(each, zero_gradient=False) for each in micro_batches]
 
         def compute_loss(micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
             if micro_batch.dummy:
@@ -288,12 +295,18 @@ class TorchLearner:
 
         take_router_counts(self.network)  # those of earlier scores
         key = f"{self._budget_key}.{'train' if backward else 'logprob'}_mb_tokens"
-        with explain_full_memory(key, token_budget, trains=backward):
+        observing = nullcontext() if routers is None else routers.observing()
+        with explain_full_memory(key, token_budget, trains=backward), observing:
             compute = partial(self._compute_trained, logged) if backward else self._compute_outputs
             results = self.parallelism.run_passes(micro_batches, compute, compute_loss, backward=backward)
         if (counts := take_router_counts(self.network)) is not None:
             logged.append(measure_disagreement(torch.stack(list(self.parallelism.gather_stages(counts))).sum(0)))
+        if routers is not None:
+            logged.append(routers.take(self.parallelism.add_over_ranks))
         return MicroBatchOutputs(results, metrics.merge(*logged)) if self.parallelism.is_leader else MicroBatchOutputs()
+
+    def _observed_routers(self) -> ObservedRouters | None:
+        return self.network.observed_routers if isinstance(self.network, Network) else None
 
     def _compute_outputs(self, batch: Batch) -> Outputs:
         with nullcontext() if self._activations is None else self._activations.in_forward():
