@@ -185,3 +185,11 @@ def test_images_on_megatron_core_are_one_problem_that_names_the_learner_to_take(
     assert problem.key == "policy.is_vlm" and "Megatron Core trains models of text alone" in problem.message
     assert "Set policy.backend=torch" in problem.fix
     assert load(tmp_path, recipe, "policy.backend=torch").config.policy.dtensor_cfg.enabled
+
+
+def test_tokens_of_images_need_not_be_forbidden_and_other_words_cannot(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "policy: {generation: {bad_words: ['<image>', '</img>', '<so_start>']}}")
+    (difference,) = [each for each in loaded.differences if each.effect is Effect.CHANGED]
+    assert difference.key == "policy.generation.bad_words" and "stands for no image" in difference.text
+    (problem,) = refusals(tmp_path, "policy: {generation: {bad_words: ['<image>', 'no']}}")
+    assert "words cannot be forbidden" in problem.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from strop.config.recipes.difference import Effect
@@ -15,6 +16,7 @@ CONVERSATIONS_OF_FILES = "general-conversation-jsonl"
 ASKED_FOR = ("data.*", "env.*", "*generation.bad_words", "*.automodel_kwargs.freeze_config")  # only follows from it
 LIMITS = ("*generation.vllm_cfg.limit_mm_per_prompt", "*generation.vllm_kwargs.limit_mm_per_prompt")
 MEGATRON = "policy.megatron_cfg.enabled"
+MEDIA_TOKEN = re.compile(r"</?(?:image|img|video|audio|sound|so_(?:embedding|start|end))>")
 
 SOUND_AND_VIDEO = Unsupported(
     (
@@ -83,7 +85,21 @@ def use_processor_template(recipe: Recipe) -> None:
     recipe.note(key, Effect.RENAMED, "default here: with images, NeMo-RL renders with the template of the model's processor, too")
 
 
-UNSUPPORTED_MEDIA: tuple[Rule, ...] = (SOUND_AND_VIDEO, refuse_images_on_megatron)
+def leave_media_tokens_out(recipe: Recipe) -> None:
+    """``bad_words`` that are tokens of images and sound alone: a policy that samples one has sampled a token, and no image."""
+    for key in list(recipe.find("*generation.bad_words")):
+        words = recipe.value(key)
+        if isinstance(words, list) and words and all(isinstance(word, str) and MEDIA_TOKEN.fullmatch(word) for word in words):
+            recipe.note(
+                key,
+                Effect.CHANGED,
+                "tokens of images and sound are not forbidden here, so that the learner has the engine's distribution: one that is sampled "
+                "is read as a token, and stands for no image",
+            )
+            recipe.drop(key)
+
+
+UNSUPPORTED_MEDIA: tuple[Rule, ...] = (SOUND_AND_VIDEO, refuse_images_on_megatron, leave_media_tokens_out)
 MEDIA_RULES: tuple[Rule, ...] = (
     translate_encoder_reset,
     translate_frozen_parts,
