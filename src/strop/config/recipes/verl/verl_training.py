@@ -236,6 +236,12 @@ def translate_parallelism(recipe: LibraryRecipe) -> None:
             recipe.carry(key, to, dtypes[recipe.value(key)])
 
 
+def translate_frozen_tower(recipe: LibraryRecipe) -> None:
+    """``freeze_vision_tower``: the tower of a model that reads images is not trained."""
+    key = f"{ACTOR}.freeze_vision_tower"
+    recipe.carry(key, "policy.freeze_vision_tower", bool(recipe.value(key)))
+
+
 def translate_router_replay(recipe: LibraryRecipe) -> None:
     """R3 replays the experts of the rollout, which the engine is then asked for."""
     key, asked = f"{ACTOR}.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
