@@ -138,3 +138,26 @@ def test_grpo_with_images_that_is_killed_ends_as_if_nothing_had_happened(
     assert bitwise_equal(*(torch.load(folder / newest / "optimizer.pt")["optimizer"]["state"] for folder in (killed, whole)))
     assert all(line["train/token_mult_prob_error"] < 1.0001 for step, line in logged.items() if step), "sampler and learner agree"
     assert len({line["train/loss"] for step, line in logged.items() if step}) > 1
+
+
+def test_two_ranks_and_an_engine_elsewhere_give_the_curve_of_one_process(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """Images travel to the engine and in the shares of the ranks. Ranks add float32 gradients in another order."""
+    curves = []
+    for name, cluster in {"one": {}, "two": {"cluster.backend": "ray", "cluster.gpus_per_node": 2}}.items():
+        (tmp_path / name).mkdir()
+        outcome = grpo(models("qwen3_vl"), tmp_path / name, **{**SAMPLED, **cluster, "grpo.max_num_steps": 2})
+        assert outcome.code == 0, outcome.err
+        logged = metrics_of(tmp_path / name / "logs")
+        curves.append([[logged[step][f"train/{tag}"] for tag in ("loss", "grad_norm", "reward")] for step in (1, 2)])
+    assert curves[1] == [pytest.approx(step, rel=2e-3, abs=1e-5) for step in curves[0]]
+
+
+def test_recorded_images_train_two_ranks_as_one_process(models: Callable[[str], Path], tmp_path: Path) -> None:
+    curves = []
+    for name, cluster in {"one": {}, "two": {"cluster.backend": "ray", "cluster.gpus_per_node": 2}}.items():
+        (tmp_path / name).mkdir()
+        outcome = train("sft", models("gemma3"), tmp_path / name, **{**cluster, "sft.max_num_steps": 3})
+        assert outcome.code == 0, outcome.err
+        logged = metrics_of(tmp_path / name / "logs")
+        curves.append([[logged[step][f"train/{tag}"] for tag in ("loss", "grad_norm")] for step in (1, 2, 3)])
+    assert curves[1] == [pytest.approx(step, rel=2e-4) for step in curves[0]]

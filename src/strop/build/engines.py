@@ -14,6 +14,7 @@ from strop.config import RolloutRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.environments.games.policy_client import PastSelvesRule
 from strop.generation.base import Engine
+from strop.generation.quantized_rollouts import make_emulation, make_weight_rounding
 from strop.generation.sglang.local_sglang_engines import make_local_sglang_engines
 from strop.generation.sglang.sglang_launch import SglangLaunch
 from strop.generation.synced_generator import SyncedGenerator, make_synced_pool
@@ -67,6 +68,7 @@ def make_generator(
             generation.torch_cfg,
             length=config.max_total_sequence_length,
             stop_ids=policy.stop_ids,
+            quantization=make_emulation(generation, rounds_weights=True),
         )
         return SyncedGenerator(
             generator=engine, weights=InProcessWeights([engine], None if memory is None else TimedMemory(memory), engine)
@@ -81,7 +83,8 @@ def make_generator(
     exporter = make_local_exporter(
         spec.learner.weights if head is None else partial(_with_draft, spec.learner, head),
         make_sender_factory(generation.weight_sync, network.device, locations, spec.output_folder / "weights"),
-        dtype=PRECISIONS[generation.engine_options.precision],
+        dtype=PRECISIONS[generation.engine_options.dtype],
+        quantization=make_weight_rounding(generation, config.precision),
         keep_snapshot=spec.max_staleness > 0,
         adapters=LocalAdapterSource(network.model) if adapters else None,
         device=network.device,
@@ -142,7 +145,10 @@ def make_past_selves(policy: LoadedPolicy, config: PolicyConfig, rule: PastSelve
 
     def make_engine(network: Network) -> TorchEngine:
         length, options = config.max_total_sequence_length, config.generation.torch_cfg
-        return make_torch_engine(network, policy.tokenizer, options, length=length, stop_ids=policy.stop_ids)
+        emulated = make_emulation(config.generation, rounds_weights=True)
+        return make_torch_engine(
+            network, policy.tokenizer, options, length=length, stop_ids=policy.stop_ids, quantization=emulated
+        )
 
     return TorchPastSelves(policy.network, make_engine, every=rule.snapshot_every, size=rule.pool_size)
 
@@ -172,7 +178,8 @@ def pool_engines(
         generation.weight_sync,
         spec.sampling,
         compute_logprobs,
-        precision=generation.engine_options.precision if uses_engines else config.precision,
+        precision=generation.engine_options.dtype if uses_engines else config.precision,
+        weight_format=generation.weight_format,
         max_length=generation.engine_options.max_model_len if uses_engines else config.max_total_sequence_length,
         share_prefixes=spec.share_prefixes,
         seed=spec.seed,

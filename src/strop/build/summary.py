@@ -195,13 +195,14 @@ def _format_engines(generation: GenerationConfig, devices: RunDevices, *, on_gpu
     options, name = generation.engine_options, generation.engine_name
     method = generation.sglang_cfg.speculative_algorithm if generation.uses_sglang else generation.vllm_cfg.speculation.method
     draft = f", drafts by {method}" if method else ""
+    precision = generation.weight_format or options.dtype
     if devices.is_distributed:
-        return f"{name} engines, {options.precision}{draft}"
+        return f"{name} engines, {precision}{draft}"
     one = f"an {name} engine" if generation.uses_sglang else f"a {name} engine"
     engines = f"{options.num_local_engines} {name} engines" if options.num_local_engines > 1 else one
     where = "processes of their own" if options.num_local_engines > 1 else "a process of its own"
     ranks = f" of {options.engine_size} ranks" if options.engine_size > 1 else ""
-    return f"{engines}{ranks} in {where}, {options.precision}{draft}"
+    return f"{engines}{ranks} in {where}, {precision}{draft}"
 
 
 def _format_model(model: ModelConfig, devices: RunDevices) -> str:

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from strop import packages
 from strop.base_config import BaseConfig, changed_keys, follows, subsection
 from strop.generation.auto_engine import AutoEngine
+from strop.generation.quantization_config import KERNEL_FORMATS, RolloutFormat, RolloutQuantizationConfig
 from strop.generation.sglang.sglang_config import SglangConfig
 from strop.generation.sglang.sglang_versions import CHECKED_SGLANG, unchecked_sglang
 from strop.generation.torch.torch_config import TorchGenerationConfig
@@ -27,6 +28,20 @@ def _check_top_k(value: int | None) -> int | None:
 
 
 TopK = Annotated[int | None, AfterValidator(_check_top_k)]
+
+
+# Keys of vLLM's section that say how rollouts are quantised, whichever engine samples them.
+QUANTIZATION_KEYS = (
+    "precision",
+    "is_mx",
+    "use_deep_gemm",
+    "pow2_weight_scaling_factors",
+    "pow2_activation_scaling_factors",
+    "num_first_layers_in_bf16",
+    "num_last_layers_in_bf16",
+    "quantization_ignored_layer_kws",
+    "kv_cache_dtype",
+)
 
 
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -109,6 +124,7 @@ class GenerationConfig(BaseConfig):
     mismatch: MismatchConfig = subsection(MismatchConfig)
     torch_cfg: TorchGenerationConfig = subsection(TorchGenerationConfig)
     vllm_cfg: VllmConfig = subsection(VllmConfig)
+    quantization: RolloutQuantizationConfig = subsection(RolloutQuantizationConfig)
     vllm_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="Further arguments of vLLM's engine, passed through; unknown ones are errors.",
@@ -168,6 +184,15 @@ class GenerationConfig(BaseConfig):
         """What messages call the engine."""
         return "SGLang" if self.uses_sglang else "vLLM" if self.uses_vllm else "torch"
 
+    @property
+    def weight_format(self) -> RolloutFormat | None:
+        """The number format of the engine's weights; None: they are the learner's, in the engine's data type."""
+        if self.quantization.format is not None or self.vllm_cfg.precision != "fp8" or self.uses_sglang:
+            return self.quantization.format
+        if self.vllm_cfg.is_mx:
+            return "mxfp8"
+        return "fp8_block_pow2" if self.vllm_cfg.pow2_weight_scaling_factors else "fp8_block"
+
     def sampling_options(self, *, validation: bool = False) -> dict[str, Any]:
         """Return keyword arguments of ``strop.sampling.Sampling``."""
         top_k = self.val_top_k if validation else self.top_k
@@ -184,6 +209,7 @@ class GenerationConfig(BaseConfig):
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_supported(key)
+        yield from self._check_quantization(key)
         if self.uses_sglang:
             yield from self._check_http_client(key)
             yield from self._check_sglang_sampling(key)
@@ -202,6 +228,52 @@ class GenerationConfig(BaseConfig):
                 f"{key}.backend",
                 f"found {self.backend}, but the {names[self.backend]} generation backend is not in this version",
                 f"Set {key}.backend to vllm, or to torch, the engine built into Strop.",
+            )
+
+    def _check_quantization(self, key: str) -> Iterator[Problem]:
+        chosen, options = self.weight_format, self.vllm_cfg
+        if chosen is None:
+            yield from self._check_unquantized(key)
+            return
+        name = f"{key}.quantization.format" if self.quantization.format else f"{key}.vllm_cfg.precision"
+        found = f"found {self.quantization.format or options.precision}"
+        if not self.quantization.emulate and not self.uses_vllm:
+            yield Problem(
+                name,
+                f"{found}, but the torch engine has no kernels for it",
+                f"Set {key}.quantization.emulate=true to round weights and inputs and compute as before, or {key}.backend=vllm.",
+            )
+        elif not self.quantization.emulate and chosen not in KERNEL_FORMATS:
+            yield Problem(
+                name,
+                f"{found}, which Strop does not publish to vLLM",
+                f"Set it to one of {', '.join(KERNEL_FORMATS)}, or {key}.quantization.emulate=true to round weights instead.",
+            )
+        if chosen == "mxfp8":
+            for option in ("pow2_weight_scaling_factors", "pow2_activation_scaling_factors"):
+                if getattr(options, option) is False:
+                    yield Problem(
+                        f"{key}.vllm_cfg.{option}", "found false, but the scales of MXFP8 are powers of two", "Remove the key."
+                    )
+        if not self.uses_vllm and options.fp8_cache and options.kv_cache_dtype not in ("fp8", "fp8_e4m3"):
+            yield Problem(
+                f"{key}.vllm_cfg.kv_cache_dtype",
+                f"found {options.kv_cache_dtype}, but the torch engine rounds keys and values to E4M3",
+                "Set it to fp8, or auto.",
+            )
+
+    def _check_unquantized(self, key: str) -> Iterator[Problem]:
+        if self.vllm_cfg.is_mx:
+            yield Problem(
+                f"{key}.vllm_cfg.is_mx",
+                f"found true, but {key}.vllm_cfg.precision is {self.vllm_cfg.precision}",
+                f"Set {key}.vllm_cfg.precision=fp8 too.",
+            )
+        if self.quantization.emulate:
+            yield Problem(
+                f"{key}.quantization.emulate",
+                "found true, but no format is set",
+                f"Set {key}.quantization.format, for instance to fp8_block, or {key}.vllm_cfg.precision=fp8.",
             )
 
     def _check_vllm_installed(self, key: str) -> Iterator[Problem]:
@@ -271,6 +343,16 @@ class GenerationConfig(BaseConfig):
                 f"Set it to 0, or {key}.vllm_cfg.speculation.method=null.",
             )
 
+    def quantization_errors(self, key: str, device: str) -> Iterator[Problem]:
+        """Yield what vLLM engines cannot quantise with the learner on ``device`` (``auto``: not known yet)."""
+        if self.weight_format is not None and not self.quantization.emulate and device == "cpu":
+            yield Problem(
+                f"{key}.quantization.format" if self.quantization.format else f"{key}.vllm_cfg.precision",
+                f"found {self.quantization.format or self.vllm_cfg.precision} on a CPU, for which vLLM has no kernels of FP8",
+                f"Set {key}.quantization.emulate=true to round the weights that are sent and compute in {self.vllm_cfg.dtype}, or take "
+                "a GPU.",
+            )
+
     def async_errors(self, key: str, device: str) -> Iterator[Problem]:
         """Yield what cannot work in asynchronous training with vLLM engines and the learner on ``device`` (``auto``: not known yet)."""
         if self.colocated.enabled and device.startswith("cuda"):
@@ -332,7 +414,9 @@ class GenerationConfig(BaseConfig):
         if self.uses_engines:
             unused, engine, other = changed_keys(f"{key}.torch_cfg", self.torch_cfg), self.engine_name, "torch"
         else:
-            ignore = ("gpu_memory_utilization", "enforce_eager", "async_engine")
+            ignore: tuple[str, ...] = ("gpu_memory_utilization", "enforce_eager", "async_engine")
+            if self.weight_format is not None:
+                ignore += QUANTIZATION_KEYS
             unused = changed_keys(f"{key}.vllm_cfg", self.vllm_cfg, ignore=ignore)
             unused += [f"{key}.vllm_kwargs"] if self.vllm_kwargs else []
             unused += changed_keys(f"{key}.weight_sync", self.weight_sync)

@@ -109,6 +109,13 @@ def is_vision_config(config: Any) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 
+def list_weight_names(folder: Path) -> tuple[str, ...]:
+    """Return the canonical names of the weights of the model in a folder, from its configuration alone."""
+    with torch.device("meta"):
+        model = model_from_config(folder)
+    return tuple(name for name, _ in model.named_parameters())
+
+
 def load_base_config(adapters: Path) -> Any | None:
     """Load the configuration of the adapters' base model if it is stored beside them."""
     from transformers import AutoConfig

@@ -52,7 +52,7 @@ def identify(job: EvaluationJob) -> EvaluationIdentity:
         "tokenizer": to_tree(policy.tokenizer),
         "hf_config_overrides": policy.hf_config_overrides,
         "engine": generation.engine_name.lower(),
-        "precision": generation.engine_options.precision if generation.uses_engines else [policy.precision, policy.weights_dtype],
+        "precision": generation.engine_options.dtype if generation.uses_engines else [policy.precision, policy.weights_dtype],
         "vllm_kwargs": generation.vllm_kwargs,
         **({"sglang_kwargs": generation.sglang_kwargs} if generation.uses_sglang else {}),
         "rules": {**rules, "max_turns": job.max_turns},

@@ -52,6 +52,8 @@ def check_global_batch(config: RolloutRunConfig) -> Problems:
 def check_engine_device(config: RolloutRunConfig, device: str | None = None) -> Problems:
     """Check vLLM engines beside the learner's ``device``: by default the configured one, which may be ``auto``."""
     generation, key, device = config.policy.generation, "policy.generation", device or config.policy.device
+    if generation.uses_vllm:
+        yield from generation.quantization_errors(key, device)
     if generation.uses_engines:
         plan = plan_gpus(config)
         yield from generation.weight_sync.transport_errors(

@@ -115,10 +115,6 @@ class SglangConfig(BaseConfig):
         return {name: value for name, value in given.items() if value is not None}
 
     @property
-    def precision(self) -> Precision:
-        return self.dtype
-
-    @property
     def max_model_len(self) -> int:
         return self.context_length
 

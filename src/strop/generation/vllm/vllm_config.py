@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -92,7 +92,26 @@ class VllmConfig(BaseConfig):
         ge=1,
         description="Engines, each with all weights; null is as many as fit the GPUs of a Ray cluster, else 1 (engines).",
     )
-    precision: Precision = follows("...precision", standalone="bfloat16", description="Data type of the engine's weights.")
+    precision: Precision | Literal["fp8"] = follows(
+        "...precision",
+        standalone="bfloat16",
+        description="Data type of the engine's weights; fp8 is FP8 in blocks (generation.quantization) and bfloat16 elsewhere.",
+    )
+    is_mx: bool = Field(False, description="With precision fp8: MXFP8, 32 values to a scale, which needs a Blackwell GPU.")
+    use_deep_gemm: bool = Field(
+        False, description="With precision fp8: compute with DeepGEMM (VLLM_USE_DEEP_GEMM); false is vLLM's choice."
+    )
+    pow2_weight_scaling_factors: bool | None = Field(
+        None, description="With precision fp8: scales of weights are powers of two; null is false, and true with is_mx."
+    )
+    pow2_activation_scaling_factors: bool | None = Field(
+        None, description="With precision fp8: scales of inputs are powers of two; null is false, and true with is_mx."
+    )
+    num_first_layers_in_bf16: int = Field(0, ge=0, description="First layers that are not quantised (layers).")
+    num_last_layers_in_bf16: int = Field(0, ge=0, description="Last layers that are not quantised (layers).")
+    quantization_ignored_layer_kws: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="Layers with one of these texts in their name are not quantised."
+    )
     kv_cache_dtype: str = Field("auto", description="Data type of the KV cache.")
     logprobs_mode: Literal["processed_logprobs"] = Field(
         "processed_logprobs",
@@ -106,7 +125,12 @@ class VllmConfig(BaseConfig):
         description="Pipeline stages of one engine, each with tensor_parallel_size ranks. An engine larger than a node takes whole "
         "nodes (stages).",
     )
-    expert_parallel_size: int = Field(1, ge=1, description="Expert-parallel ranks of one engine (GPUs).")
+    expert_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="Ranks of one engine that share the experts of a layer: 1, or a multiple of tensor_parallel_size. More than "
+        "tensor_parallel_size are as many copies of the rest of the model, which divide the requests (GPUs).",
+    )
     gpu_memory_utilization: float = Field(
         0.6, gt=0, le=1, description="Share of a GPU's memory that the engine may use (fraction)."
     )
@@ -139,9 +163,24 @@ class VllmConfig(BaseConfig):
     env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the engine processes only.")
 
     @property
+    def dtype(self) -> Precision:
+        """The data type that the engine computes in, and of weights that are not quantised."""
+        return "bfloat16" if self.precision == "fp8" else self.precision
+
+    @property
+    def fp8_cache(self) -> bool:
+        """Whether keys and values are stored in FP8."""
+        return self.kv_cache_dtype.startswith("fp8")
+
+    @property
     def engine_size(self) -> int:
         """The number of ranks of one engine, each on a device of its own."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of copies of what is not an expert in one engine: vLLM divides experts over data- and tensor-parallel ranks."""
+        return max(1, self.expert_parallel_size // self.tensor_parallel_size)
 
     @property
     def num_local_engines(self) -> int:
@@ -150,12 +189,19 @@ class VllmConfig(BaseConfig):
 
     def vllm_errors(self, key: str) -> Iterator[Problem]:
         """Yield what cannot work where vLLM is the engine."""
-        if self.expert_parallel_size not in (1, self.tensor_parallel_size):
+        if self.expert_parallel_size > 1 and self.expert_parallel_size % self.tensor_parallel_size:
             yield Problem(
                 f"{key}.expert_parallel_size",
-                f"found {self.expert_parallel_size}, but an engine shards its experts over its tensor-parallel ranks, and "
-                f"{key}.tensor_parallel_size is {self.tensor_parallel_size}",
-                f"Set it to 1, or both to {self.expert_parallel_size}.",
+                f"found {self.expert_parallel_size}, but an engine divides its experts over all ranks of its copies, of "
+                f"{key}.tensor_parallel_size = {self.tensor_parallel_size} ranks each",
+                f"Set it to 1, or to a multiple of {self.tensor_parallel_size}.",
+            )
+        if self.data_parallel_size > 1 and self.speculation.method is not None:
+            yield Problem(
+                f"{key}.speculation.method",
+                f"found {self.speculation.method}, but {key}.expert_parallel_size = {self.expert_parallel_size} makes an engine of "
+                f"{self.data_parallel_size} copies, which take every step together, and drafts were not tried with that",
+                f"Set it to null, or {key}.expert_parallel_size={self.tensor_parallel_size}.",
             )
         yield from self.speculation.vllm_errors(f"{key}.speculation")
         if self.speculation.method is not None and self.pipeline_parallel_size > 1:
@@ -168,7 +214,7 @@ class VllmConfig(BaseConfig):
 
     def vllm_warnings(self, key: str) -> Iterator[Problem]:
         """Yield what works where vLLM is the engine, but perhaps not as intended."""
-        if self.kv_cache_dtype not in ("auto", self.precision):
+        if self.kv_cache_dtype not in ("auto", self.dtype):
             yield Problem(
                 f"{key}.kv_cache_dtype",
                 f"found {self.kv_cache_dtype}: rounded keys and values change the sampling distribution, and the learner computes another "

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from strop.generation.base import Completion, RequestTooLong
 from strop.generation.vllm.engine_args import ENGINE_ENVIRONMENT, VllmLaunch, make_engine_args
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, fork_engine_cores, start_fork_server
+from strop.generation.vllm.quantized.fp8_launch import kernel_plan
 from strop.models.vision.vision_processor import VisionProcessor
 from strop.sampling import Sampling
 from strop.types import PromptImage
@@ -229,7 +230,10 @@ class VllmEngine:
 
     async def load(self, manifest: Manifest, version: int) -> LoadReceipt:
         self.version = self._loaded_version = NO_VERSION
-        results = [pickle.loads(result) for result in await self._call_workers("strop_load_weights", pickle.dumps(manifest))]
+        plan = pickle.dumps(kernel_plan(self.launch.config))
+        results = [
+            pickle.loads(result) for result in await self._call_workers("strop_load_weights", pickle.dumps(manifest), plan)
+        ]
         received = {name: tuple(fingerprints[name] for fingerprints, _ in results) for name in manifest.names}
         return LoadReceipt(
             version=await self._set_version(version), fingerprints=received, seconds=max(seconds for _, seconds in results)
@@ -308,7 +312,12 @@ class VllmEngine:
 
     async def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of ``StropWorker`` on every rank and return the results."""
-        return list(await self._await_call(self._require_alive().collective_rpc(method, args=arguments), f"in {method}"))
+        engine, when = self._require_alive(), f"in {method}"
+        if self.config.data_parallel_size == 1:
+            return list(await self._await_call(engine.collective_rpc(method, args=arguments), when))
+        # collective_rpc calls all copies of the model too, and returns what the ranks of the first one say.
+        call = engine.engine_core.call_utility_all_async("collective_rpc", method, None, arguments, None)
+        return [result for copy in await self._await_call(call, when) for result in copy]
 
     async def _await_call(self, call: Coroutine[Any, Any, T], when: str) -> T:
         """Await a call to the engine's processes. Raises EngineDied if they die meanwhile, where vLLM itself would wait forever."""
