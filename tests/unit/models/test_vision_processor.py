@@ -185,7 +185,11 @@ def test_a_processor_is_loaded_from_a_folder_with_other_settings(tmp_path: Path)
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("llava", {"max_pixels": 10_000}, r"policy\.image_processor\.max_pixels: models of type llava read images of fixed sizes"),
+        (
+            "llava",
+            {"max_pixels": 10_000},
+            r"policy\.image_processor\.max_pixels: models of type llava read images of fixed sizes",
+        ),
         ("qwen3_vl", {"do_resiz": False}, r"policy\.image_processor\.options\.do_resiz: .* has no such setting"),
         ("gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan, which cuts an image into several"),
     ],
