@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,28 @@ def test_a_run_samples_and_trains_with_images(name: str, models: Path, tmp_path:
     if name != "asynchronous":
         assert max(line["train/token_mult_prob_error"] for line in steps) < 1 + MISMATCH
     assert not any(line.get("train/groups_dropped") for line in steps), outcome.err
+
+
+@pytest.mark.skipif(
+    find_spec("vllm") is None or find_spec("torchvision") is None,
+    reason="vLLM's processors need torchvision: pip install torchvision",
+)
+def test_a_run_samples_about_images_with_vllm(models: Path, tmp_path: Path) -> None:
+    from transformers import Qwen3VLVideoProcessor
+
+    if not (models / "qwen3_vl").exists():
+        save_vision_model("qwen3_vl", models / "qwen3_vl")
+    Qwen3VLVideoProcessor(patch_size=16, temporal_patch_size=2, merge_size=2).save_pretrained(models / "qwen3_vl")
+    changes = {
+        "policy.generation.backend": "vllm",
+        "policy.generation.vllm_cfg.kv_cache_memory_gb": 0.125,
+        "grpo.max_rollout_turns": 2,
+    }
+    outcome = train("qwen3_vl", tmp_path, models, {**changes, "env.shown.turns": 2, "grpo.max_num_steps": 2})
+    assert outcome.code == 0, outcome.err
+    steps = [line for line in metrics_of(tmp_path / "logs").values() if "train/token_mult_prob_error" in line]
+    assert len(steps) == 2 and max(line["train/token_mult_prob_error"] for line in steps) < 1 + MISMATCH
+    assert all(line["weights/tensors_not_read_back"] == 0 for line in steps)
 
 
 def test_a_run_with_images_is_repeatable_bit_for_bit(models: Path, tmp_path: Path) -> None:
