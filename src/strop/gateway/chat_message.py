@@ -42,6 +42,12 @@ def _read_message(message: Any, where: str) -> Message:
 def read_content(content: Any, where: str) -> str:
     """Read a text, or a list of parts that are texts. Raises BadRequest."""
     kinds = ("text", "input_text", "output_text")
+    if isinstance(content, list) and any(isinstance(part, Mapping) and "image" in str(part.get("type")) for part in content):
+        raise BadRequest(
+            f"{where}.content has an image, and agents talk to the policy in text alone; an environment that is no agent may show images "
+            "(docs/images.md)",
+            where,
+        )
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") in kinds for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):

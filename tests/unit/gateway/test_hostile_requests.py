@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.gateway.bad_request import BadRequest
+from strop.gateway.chat_message import read_content
 from strop.gateway.responses_api import make_chat_body
 from support.agents import Recorder, make_session
 
@@ -42,3 +44,11 @@ def test_a_request_is_read_or_refused(body: Any, messages: list[Any], items: lis
         assert str(error) and 400 <= error.status < 500
         return
     assert asked.prompts and all(asked.prompts)
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "input_image", "image_url": "a.png"}]
+)
+def test_an_image_is_refused_with_what_to_do_instead(part: dict[str, object]) -> None:
+    with pytest.raises(BadRequest, match=r"messages\[0\].content has an image, and agents talk to the policy in text alone"):
+        read_content([{"type": "text", "text": "look"}, part], "messages[0]")

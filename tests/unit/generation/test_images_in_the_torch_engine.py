@@ -41,7 +41,10 @@ def disagreement(network: Network, batch: Batch, sampling: Sampling | None = Non
     return float((scores.logprobs - batch.rollout_logprobs).abs().max())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=() if name in ("qwen3_vl", "gemma3", "smolvlm") else pytest.mark.exhaustive) for name in FAMILIES],
+)
 def test_sampler_and_learner_agree_about_images_in_float32(family: str) -> None:
     network = make_vision_network(family)
     sampling = Sampling(max_new_tokens=10, temperature=0.8)
@@ -54,6 +57,7 @@ def test_sampler_and_learner_agree_about_images_in_float32(family: str) -> None:
             assert engine.counters.encoded_images == 2, "each image is computed once for all prompts and samples"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampler_and_learner_agree_about_images_in_bfloat16(family: str) -> None:
     network = make_vision_network(family, precision=torch.bfloat16)
@@ -66,6 +70,7 @@ def test_sampler_and_learner_agree_about_images_in_bfloat16(family: str) -> None
             assert disagreement(network, batch) < BFLOAT16, (make, prepack)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_another_image_is_seen_in_the_log_probabilities(family: str) -> None:
     network = make_vision_network(family)
@@ -76,7 +81,7 @@ def test_another_image_is_seen_in_the_log_probabilities(family: str) -> None:
     assert disagreement(network, wrong) > 100 * FLOAT32
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("make", RUNNERS.values(), ids=RUNNERS)
 def test_prompts_with_equal_tokens_and_different_images_share_no_cache(family: str, make: Any) -> None:
     """One after another and side by side, each gives what it gives alone, though all have the same tokens."""
@@ -100,6 +105,7 @@ def test_prompts_with_equal_tokens_and_different_images_share_no_cache(family: s
         assert torch.allclose(found.logprobs, wanted.logprobs, atol=FLOAT32)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "smolvlm"])
 @pytest.mark.parametrize("make", RUNNERS.values(), ids=RUNNERS)
 def test_an_observation_may_have_an_image(family: str, make: Any) -> None:
@@ -124,7 +130,7 @@ def test_an_observation_may_have_an_image(family: str, make: Any) -> None:
     assert len(batch.images) == 2 and disagreement(network, batch) < FLOAT32
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.exhaustive)])
 def test_a_request_that_gave_up_its_memory_sees_its_image_again(family: str) -> None:
     network = make_vision_network(family)
     prompts, sampling = [show(family, draw_image(seed)) for seed in range(4)], Sampling(max_new_tokens=40)
@@ -135,6 +141,7 @@ def test_a_request_that_gave_up_its_memory_sees_its_image_again(family: str) -> 
     assert disagreement(network, batch) < FLOAT32
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "gemma3"])
 def test_a_long_prompt_with_images_is_read_in_parts(family: str) -> None:
     """All but those whose image tokens see each other both ways, which are read whole."""
@@ -145,6 +152,7 @@ def test_a_long_prompt_with_images_is_read_in_parts(family: str) -> None:
     assert disagreement(network, batch) < FLOAT32
 
 
+@pytest.mark.exhaustive
 def test_drafts_are_never_tokens_of_images() -> None:
     network = make_vision_network("qwen2_5_vl")
     prompt = show("qwen2_5_vl", draw_image(1), text="abcabcabcabcabc")

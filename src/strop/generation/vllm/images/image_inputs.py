@@ -6,7 +6,9 @@ same. Its own image processor is asked for the names of its inputs only.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,8 +19,23 @@ from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from strop.models.vision.vision_processor import VisionProcessor
 from strop.types import PromptImage
 
+log = logging.getLogger(__name__)
+
 IMAGE = "image"  # vLLM's name of the modality
+CHECKED_KINDS = ("qwen2_5_vl", "qwen3_vl")  # whose log-probabilities were compared with the learner's, on vLLM 0.32
 TILES = "num_patches"  # vLLM's name of how many pictures the tower reads of an image, in families that cut it
+
+
+@cache
+def warn_if_unchecked(kind: str) -> None:
+    """Say once that images of a family were not tried with vLLM."""
+    if kind not in CHECKED_KINDS:
+        log.warning(
+            "images of %s in vLLM were not compared with the learner's (those of %s were): watch train/token_mult_prob_error, or set "
+            "policy.generation.backend=torch",
+            kind,
+            " and ".join(CHECKED_KINDS),
+        )
 
 
 def make_image_input(
@@ -33,6 +50,7 @@ def make_image_input(
         images: Where they stand, and their files.
         salt: Names the weights: keys and values, and what the tower made of an image, are not reused with others.
     """
+    warn_if_unchecked(str(vision.family.config.model_type))
     pixels = join_pixels([vision.pixels(image) for image in images])
     fields = processor._get_mm_fields_config(pixels, {})
     items = MultiModalKwargsItems.from_hf_inputs(pixels, fields)

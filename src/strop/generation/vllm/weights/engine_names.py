@@ -29,7 +29,14 @@ def rename_for_engine(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iter
         return _split_experts(tensors)
     if any(path.endswith(".block_sparse_moe") for path, _ in model.named_modules()):
         return ((_block_sparse_name(name), tensor) for name, tensor in tensors)
-    return iter(tensors)
+    return ((tower_name(model, name), tensor) for name, tensor in tensors)
+
+
+def tower_name(model: Any, name: str) -> str:
+    """Return the name under which a vLLM model loads a tensor of its vision tower: Transformers 5 has left out a level of some."""
+    prefix, nested = "model.vision_tower.", "model.vision_tower.vision_model."
+    flat = name.startswith(prefix) and not name.startswith(nested)
+    return nested + name.removeprefix(prefix) if flat and hasattr(getattr(model, "vision_tower", None), "vision_model") else name
 
 
 def _is_gpt_oss(model: Any) -> bool:

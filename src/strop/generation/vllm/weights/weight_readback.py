@@ -25,7 +25,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from strop.generation.vllm.weights.engine_names import canonical_name
+from strop.generation.vllm.weights.engine_names import canonical_name, tower_name
 from strop.generation.vllm.weights.expert_readback import read_experts
 from strop.models.quantization.number_format import FP8_BLOCK, QuantizedTensor
 
@@ -83,7 +83,7 @@ def map_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {}
-    mapped = ((mapper.map_name(name), name) for name in names)
+    mapped = ((mapper.map_name(tower_name(model, name)), name) for name in names)
     return {own: name for own, name in mapped if own is not None and own != name}
 
 
