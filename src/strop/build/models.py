@@ -157,7 +157,9 @@ def load_policy(config: ModelConfig, seed: int = 0, loader: ModelLoader = LOCAL_
     Raises ModelNotFound, ValueError.
     """
     device = prepare_device(config.device, config.num_threads)
-    load = partial(load_model, config.model_name, overrides=config.hf_config_overrides)
+    load = partial(
+        load_model, config.model_name, overrides=config.hf_config_overrides, dequantize=config.dequantize_base_checkpoint
+    )
     model = loader.load_model(load, device)
     for name in disable_dropout(model):
         log.warning("dropout of %s is disabled: with it, generator and learner would compute different log-probabilities", name)
@@ -286,7 +288,14 @@ def make_each_learner(
 
 def _load_value_network(config: ModelConfig, seed: int, loader: ModelLoader, init_std: float | None = None) -> ValueNetwork:
     device = prepare_device(config.device, config.num_threads)
-    load = partial(load_classifier, config.model_name, overrides=config.hf_config_overrides, seed=seed, init_std=init_std)
+    load = partial(
+        load_classifier,
+        config.model_name,
+        overrides=config.hf_config_overrides,
+        seed=seed,
+        init_std=init_std,
+        dequantize=config.dequantize_base_checkpoint,
+    )
     model = loader.load_model(load, device)
     disable_dropout(model)
     network: ValueNetwork = _make_network(ValueNetwork, model, config, loader)

@@ -19,7 +19,13 @@ from strop.problems import Problem
 class ModelConfig(BaseConfig):
     """A model and its training."""
 
-    identity_keys: ClassVar[tuple[str, ...]] = ("model_name", "hf_config_overrides", "weights_dtype", "freeze_moe_router")
+    identity_keys: ClassVar[tuple[str, ...]] = (
+        "model_name",
+        "hf_config_overrides",
+        "weights_dtype",
+        "freeze_moe_router",
+        "dequantize_base_checkpoint",
+    )
     unrelated_keys: ClassVar[tuple[str, ...]] = (
         "device",
         "num_threads",
@@ -34,6 +40,11 @@ class ModelConfig(BaseConfig):
     tokenizer: TokenizerConfig = subsection(TokenizerConfig)
     hf_config_overrides: dict[str, Any] = Field(
         default_factory=dict, description="Values set on the model's Hugging Face configuration."
+    )
+    dequantize_base_checkpoint: bool = Field(
+        False,
+        description="Dequantise the weights of model_name while they are loaded: FP8 in blocks, MXFP4 or compressed-tensors. A checkpoint "
+        "without quantised weights is loaded as it is.",
     )
     device: Device = Field("auto", description="cpu, cuda or cuda:N; auto is the first GPU if there is one.")
     num_threads: int | None = Field(None, ge=1, description="CPU threads; null is torch's own choice (threads).")
@@ -125,11 +136,20 @@ class ModelConfig(BaseConfig):
     def errors(self, key: str) -> Iterator[Problem]:
         if self.compile is True and not self.megatron_cfg.enabled:
             yield from self._check_compile_alone(key)
+        yield from self._check_dequantized(key)
         if not self.dtensor_cfg.enabled and not self.megatron_cfg.enabled:
             yield Problem(
                 f"{key}.dtensor_cfg.enabled",
                 f"found false, and {key}.megatron_cfg.enabled is false too, which leaves no learner",
                 f"Set {key}.dtensor_cfg.enabled=true.",
+            )
+
+    def _check_dequantized(self, key: str) -> Iterator[Problem]:
+        if self.dequantize_base_checkpoint and self.megatron_cfg.enabled:
+            yield Problem(
+                f"{key}.dequantize_base_checkpoint",
+                "found true, but ranks of Megatron Core read their shards of the files, where weights and scales are apart",
+                f"Set {key}.model_name to a dequantised copy of the model, or policy.backend=torch.",
             )
 
     def _check_compile_alone(self, key: str) -> Iterator[Problem]:

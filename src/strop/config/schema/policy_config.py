@@ -192,8 +192,6 @@ class PolicyConfig(QuantConfig, ModelConfig):
         for name, found, reason, fix in (
             ("backend", self.megatron_cfg.enabled, "Megatron Core's layers compute with their weights as they are", "torch"),
             ("compile", self.compile is True, "a compiled layer would compute with its weights as they are", "auto"),
-            ("dtensor_cfg.tensor_parallel_size", self.dtensor_cfg.tensor_parallel_size > 1,
-             "the scales of a weight need all of it, and a tensor-parallel rank has a part", "1"),
         ):  # fmt: skip
             if found:
                 yield Problem(
