@@ -46,6 +46,27 @@ class Image:
     position: int = 0  # characters of the content before it
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PromptImage:
+    """An image in a row of tokens: where it stands, and the file itself.
+
+    It is kept as an encoded file (PNG, JPEG): pixels are made from it where they are read, by the learner and by the engine. In a rollout
+    ``start`` counts from the beginning of its path (the prompt's first token is 0), in a batch it is an index into T.
+    """
+
+    start: int  # of the first token that stands for it
+    length: int  # tokens from the first to the last that stands for it; some families write others between them (rows of tiles)
+    content: bytes = field(repr=False)
+    digest: str  # SHA-256 of the content, in hex: equal digests are equal images
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    def moved(self, distance: int) -> PromptImage:
+        return replace(self, start=self.start + distance)
+
+
 @dataclass(frozen=True)
 class Message:
     """One message of a conversation, in the form that chat templates take."""
@@ -139,6 +160,7 @@ class Turn:
         None  # [R, layers, k], the experts of the R tokens of the path before the turn's last one, if recorded
     )
     num_messages: int = 0  # messages of the rollout that this turn added
+    images: tuple[PromptImage, ...] = ()  # of an observation, in order; they stand within its tokens, counted on its path
 
     @property
     def sampled(self) -> bool:
@@ -150,7 +172,7 @@ class Turn:
         return replace(self, routes=kept)
 
 
-def observation_turn(tokens: Sequence[int], text: str) -> Turn:
+def observation_turn(tokens: Sequence[int], text: str, images: Sequence[PromptImage] = ()) -> Turn:
     """Return a turn of the environment: tokens appended to the conversation and never trained on."""
     length = len(tokens)
     return Turn(
@@ -159,6 +181,7 @@ def observation_turn(tokens: Sequence[int], text: str) -> Turn:
         text=text,
         logprobs=torch.zeros(length),
         versions=torch.full((length,), -1, dtype=torch.int32),
+        images=tuple(images),
     )
 
 
@@ -212,6 +235,7 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)  # of the environment's own; it sets them during the episode
     output: str = ""  # what an agent printed or returned
     error: str | None = None
+    images: tuple[PromptImage, ...] = ()  # of the prompt, in order
 
     @property
     def text(self) -> str:
@@ -239,6 +263,11 @@ class Rollout:
     @property
     def truncated(self) -> bool:
         return self.ending in (Ending.LENGTH, Ending.CONTEXT)
+
+    @property
+    def path_images(self) -> tuple[PromptImage, ...]:
+        """The images of the main path: of the prompt, then of the observations."""
+        return (*self.images, *(image for turn in self.turns for image in turn.images))
 
     def tokens(self) -> Tensor:  # [P + L]
         return torch.cat([self.prompt, *(turn.tokens for turn in self.turns)])
@@ -336,6 +365,7 @@ class Batch:
     totals: Totals
     leaf_sequence: Tensor | None = None  # [L] int64, ascending: the rollout of each path; None: every rollout is one path (L = S)
     routes: Tensor | None = None  # [T, layers, k]: the experts that the engine chose for each token read, -1 where not recorded
+    images: tuple[PromptImage, ...] = ()  # [I], ascending, ``start`` an index into T; that of a shared prompt stands once
     zero_gradient: Tensor | None = None  # [S] bool: rollouts whose loss gradient is exactly zero; no backward pass is run
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], or [N, K]
 
@@ -346,6 +376,8 @@ class Batch:
                 raise ValueError(f"Batch.{name} has {len(getattr(self, name))} entries, but {predicted} tokens are predicted")
         if self.routes is not None and len(self.routes) != len(self.tokens):
             raise ValueError(f"Batch.routes has {len(self.routes)} entries, but {len(self.tokens)} tokens are read")
+        if self.images and (end := max(image.end for image in self.images)) > len(self.tokens):
+            raise ValueError(f"Batch.images has an image that ends at token {end}, but {len(self.tokens)} tokens are read")
         for name, column in self.columns.items():
             if len(column) != predicted:
                 raise ValueError(f"Batch column {name!r} has {len(column)} entries, but {predicted} tokens are predicted")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from strop.generation.base import Completion
+from strop.generation.torch.drafting.eagle_drafter import EagleDrafter
 from strop.generation.torch.model_runner import CachedRunner, ModelRunner
 from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.torch_config import TorchGenerationConfig
@@ -70,12 +71,24 @@ def cache_config(
 
 
 def make_engine(
-    runner: ModelRunner, tokenizer: Any = None, *, stop_ids: Sequence[int] = (), prefill_tokens: int = 4096, drafts: int = 0
+    runner: ModelRunner,
+    tokenizer: Any = None,
+    *,
+    stop_ids: Sequence[int] = (),
+    prefill_tokens: int = 4096,
+    drafts: int = 0,
+    drafter: EagleDrafter | None = None,
 ) -> TorchEngine:
     """Build an engine that is ready to generate with weights of version 0."""
     exact = isinstance(runner, CachedRunner) and runner.network.exact is not None
     engine = TorchEngine(
-        runner, tokenizer or _EmptyTokenizer(), stop_ids=stop_ids, prefill_tokens=prefill_tokens, drafts=drafts, exact=exact
+        runner,
+        tokenizer or _EmptyTokenizer(),
+        stop_ids=stop_ids,
+        prefill_tokens=prefill_tokens,
+        drafts=drafts,
+        drafter=drafter,
+        exact=exact,
     )
     engine.resume(0)
     return engine

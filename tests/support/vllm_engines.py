@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,7 +93,13 @@ def save_model_folder(model: Any, tokenizer: Any, folder: Path, *, weights: bool
 
 
 def make_launch(
-    folder: Path, *, on_cpu: bool = True, max_lora_rank: int | None = None, worker_extension: str | None = None, **keys: Any
+    folder: Path,
+    *,
+    on_cpu: bool = True,
+    max_lora_rank: int | None = None,
+    worker_extension: str | None = None,
+    draft: str = "",
+    **keys: Any,
 ) -> VllmLaunch:
     """Return what an engine is launched with. ``keys``: of the configuration's section ``vllm_cfg``."""
     small: dict[str, Any] = {"precision": "float32", "max_model_len": 256, "kv_cache_memory_gb": 0.125, "startup_seconds": 200}
@@ -102,6 +108,7 @@ def make_launch(
         model=str(folder),
         on_cpu=on_cpu,
         max_lora_rank=max_lora_rank,
+        draft=draft,
         environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
         output_file=folder / "engine.log",
     )
@@ -164,15 +171,16 @@ def serve(
     make_sender: Callable[[int], Sender] = MemorySender,
     adapters: AdapterSource | None = None,
     tolerance: float = 0.002,
+    drafted: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
     **changes: Any,
 ) -> ServedModel:
-    """Connect engines with a publisher. Nothing starts before the first publish."""
+    """Connect engines with a publisher. Nothing starts before the first publish. ``drafted``: weights of a draft head."""
     asked = sampling or Sampling(max_new_tokens=8)
     replicas = EnginePool(engines)
     options = PublishOptions(**{"separate_devices": True, "adapters": adapters is not None, **changes})
     weights = WeightPublisher(
         make_local_exporter(
-            lambda: model.state_dict().items(),
+            lambda: (*model.state_dict().items(), *drafted()),
             make_sender,
             dtype=getattr(torch, engines[0].config.precision),
             keep_snapshot=options.async_training,

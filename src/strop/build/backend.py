@@ -129,6 +129,11 @@ async def make_backend(config: TrainingRunConfig, cluster: Cluster | None, track
     tracker.progress(f"loading the model: {config.policy.model_name} {describe_origin(config.policy.model_name)}")
     if cluster is None:
         return LocalBackend(config, load_training_policy(config))
+    if config.policy.draft.enabled:
+        raise ValueError(
+            "policy.draft.enabled is true, but the models of the run are in a cluster of processes (cluster), where no head is trained in "
+            "this version: leave one process with one device (cluster.num_nodes=1, cluster.gpus_per_node=1), or set it to false"
+        )
     from strop.build.cluster.ray_backend import make_ray_backend
 
     return await make_ray_backend(config, cluster, tracker)

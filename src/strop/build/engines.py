@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -21,6 +22,8 @@ from strop.generation.vllm.local_engines import make_local_engines
 from strop.learner.base import require_token_outputs
 from strop.learner.client import LearnerClient
 from strop.models.adapters import lora_layers, merged_roundings
+from strop.models.draft.eagle_files import published_weights, save_head
+from strop.models.draft.eagle_head import EagleHead
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
@@ -68,6 +71,7 @@ def make_generator(
         )
     on_cpu = network.device.type == "cpu"
     adapters = generation.weight_sync.adapters_alone and bool(lora_layers(network.model))
+    head = network.draft if generation.vllm_cfg.speculation.method == "eagle3" else None  # that an engine drafts with
     launch = VllmLaunch(
         config=generation,
         model=str(write_model_folder(policy, spec.output_folder / "model")),
@@ -75,6 +79,7 @@ def make_generator(
         max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
         return_routes=config.router_replay.enabled,
         batch_invariant=config.exact_on_policy,
+        draft="" if head is None else str(save_head(head, spec.output_folder / "draft")),
     )
     engines = make_local_engines(
         launch,
@@ -87,7 +92,7 @@ def make_generator(
     locations = EngineLocations(count=len(engines), colocated=generation.colocated.enabled)
     choose_senders(generation.weight_sync, network.device, locations, [locations.host])  # refuses several of one process
     exporter = make_local_exporter(
-        spec.learner.weights,
+        spec.learner.weights if head is None else partial(_with_draft, spec.learner, head),
         make_sender_factory(generation.weight_sync, network.device, locations, spec.output_folder / "weights"),
         dtype=PRECISIONS[generation.vllm_cfg.precision],
         keep_snapshot=spec.max_staleness > 0,
@@ -96,6 +101,12 @@ def make_generator(
         roundings=merged_roundings(network.model),
     )
     return pool_engines(engines, exporter, policy, config, spec, adapters=adapters, memory=memory)
+
+
+def _with_draft(learner: LearnerClient, head: EagleHead) -> Iterator[tuple[str, Tensor]]:
+    """Yield what is published: the policy's weights, and those of its draft head."""
+    yield from learner.weights()
+    yield from published_weights(head)
 
 
 def make_past_selves(policy: LoadedPolicy, config: PolicyConfig, rule: PastSelvesRule) -> TorchPastSelves:

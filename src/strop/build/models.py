@@ -28,6 +28,10 @@ from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_fro
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import load_classifier, set_pad_token
+from strop.models.draft.draft_config import DraftConfig
+from strop.models.draft.eagle_config import new_shape
+from strop.models.draft.eagle_files import find_head_folder, load_head
+from strop.models.draft.eagle_head import EagleHead
 from strop.models.fake_quant.apply_fake_quant import apply_fake_quant
 from strop.models.fake_quant.calibration import calibrate_inputs, needs_calibration, set_input_scales
 from strop.models.fake_quant.calibration_texts import read_calibration_tokens
@@ -195,8 +199,26 @@ def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_
         policy.network.enable_router_replay()
     if isinstance(config, RolloutRunConfig) and config.policy.exact_on_policy:
         policy.network.make_exact()
+    if config.policy.draft.enabled and isinstance(policy.network, Network):
+        policy.network.draft = make_draft_head(policy.network, config.policy.draft, config.training.seed)
     fake_quantize_policy(policy, config.policy, loader)
     return policy
+
+
+def make_draft_head(network: Network, config: DraftConfig, seed: int) -> EagleHead:
+    """Load the draft head of a policy, or make a new one; ``seed`` initializes it. Raises ModelNotFound, ValueError."""
+    text = network.model.config.get_text_config()
+    if config.model_name is None:
+        head = EagleHead(new_shape(text, layers=config.num_layers, aux_layers=config.aux_layer_indices))
+        head.initialize(network.head.weight, seed)
+    else:
+        head = load_head(find_head_folder(config.model_name), int(text.num_hidden_layers), network.head.weight)
+    log.info("draft head: %s parameters, it reads layers %s of the policy", f"{count_weights(head):,}", head.shape.aux_layers)
+    return head.to(network.device)
+
+
+def count_weights(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def fake_quantize_policy(policy: LoadedPolicy, config: PolicyConfig, loader: ModelLoader = LOCAL_LOADER) -> None:

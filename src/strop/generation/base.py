@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from strop.sampling import Sampling
+from strop.types import PromptImage
 from strop.weight_sync.base import UpdatableEngine
 
 
@@ -40,10 +41,13 @@ class Generator(Protocol):
         """Version of the weights that it samples with."""
         ...
 
-    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
-        """Sample one completion. Equal (prompt, sampling, seed, weights) give equal tokens, whatever else is in the batch.
+    async def generate(
+        self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "", images: Sequence[PromptImage] = ()
+    ) -> Completion:
+        """Sample one completion. Equal (prompt, images, sampling, seed, weights) give equal tokens, whatever else is in the batch.
 
-        ``session`` names a conversation whose prefix may be cached. Raises RequestTooLong if the prompt cannot fit.
+        ``session`` names a conversation whose prefix may be cached. ``images`` stand in the prompt, which has all the tokens that stand
+        for them (``strop.models.vision.vision_processor``). Raises RequestTooLong if the prompt cannot fit.
         """
         ...
 
@@ -64,7 +68,9 @@ class PastGenerator(Protocol):
     @property
     def version(self) -> int: ...
 
-    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion: ...
+    async def generate(
+        self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "", images: Sequence[PromptImage] = ()
+    ) -> Completion: ...
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,18 @@ import json
 import re
 import warnings
 from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
 
-from strop.types import Message, Messages, ToolCall, assistant, user
+from strop.models.vision.encoded_prompt import EncodedPrompt
+from strop.types import Image, Message, Messages, PromptImage, ToolCall, assistant, user
+
+if TYPE_CHECKING:  # it imports torch, which a template does not need
+    from strop.models.vision.vision_processor import VisionProcessor
 
 # A reply that no template changes and no conversation contains. The rendered text around it is the same for every reply.
 _REPLY_MARKER = "\u241e\u2418\u241e"
@@ -24,6 +29,7 @@ _CALL_MARKER = "strop-call-marker"  # the same for calls; no template escapes it
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, as templates name it
 TOOL_ROLES = ("tool", "function", "ipython")
 _REMEMBERED_TOKENS = 2**20  # of prompts that were encoded lately
+_REMEMBERED_IMAGES = 512  # prompts with images that were encoded lately
 _CONTEXT_CHARACTERS = 64  # characters before a text that can affect how it is tokenized
 
 
@@ -45,6 +51,7 @@ class TokenSpan:
     tokens: list[int]
     in_loss: bool
     text: str
+    images: tuple[PromptImage, ...] = ()  # places count from the span's first token
 
 
 class ConversationError(ValueError):
@@ -54,15 +61,24 @@ class ConversationError(ValueError):
 class ChatTemplate:
     """Renders prompts and observations as token ids."""
 
-    def __init__(self, tokenizer: Any, *, options: Mapping[str, Any] | None = None, reads_images: bool = False) -> None:
-        """``options`` are passed to the template, such as ``enable_thinking``. ``reads_images``: the model does; a message with images is
-        an error otherwise.
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        options: Mapping[str, Any] | None = None,
+        reads_images: bool = False,
+        vision: VisionProcessor | None = None,
+    ) -> None:
+        """``options`` are passed to the template, such as ``enable_thinking``. ``vision``: of a model that reads images; a message with
+        images is an error otherwise. ``reads_images``: the model reads them, and messages are only rendered as text.
 
         Without a template, messages are joined as plain text and a warning is issued.
         """
         self.tokenizer = tokenizer
         self.options = dict(options or {})
-        self.reads_images = reads_images
+        self.reads_images = reads_images or vision is not None
+        self.vision = vision
+        self._encoded: OrderedDict[tuple[Message, ...], EncodedPrompt] = OrderedDict()  # with images
         self._prompts: dict[tuple[Message, ...], array[int]] = {}
         self._prompt_tokens = 0  # in ``_prompts``
         self.joins_plain_text = not getattr(tokenizer, "chat_template", None)
@@ -99,7 +115,41 @@ class ChatTemplate:
         self._prompts[tuple(messages)] = array("q", ids)
         self._prompt_tokens += len(ids)
 
+    def encode_with_images(self, messages: Messages, tools: Tools = ()) -> EncodedPrompt:
+        """Encode the conversation so far and the start of the policy's turn, with the images of its messages.
+
+        Raises ValueError if it is empty or has other places than images, ImageError for an image that cannot be read.
+        """
+        if self.vision is None or not (images := images_of(messages)):
+            return EncodedPrompt(self.encode_prompt(messages, tools))
+        key = None if tools or any(message.tool_calls for message in messages) else tuple(messages)  # calls have no hash
+        encoded = None if key is None else self._encoded.pop(key, None)
+        if encoded is None:
+            encoded = self.vision.encode_text(self.render_prompt(messages, tools), [self.vision.read(image) for image in images])
+        if key is not None:
+            self._encoded[key] = encoded  # the samples of a task share the files
+            if len(self._encoded) > _REMEMBERED_IMAGES:
+                self._encoded.popitem(last=False)
+        return encoded
+
+    def encode_observation_with_images(
+        self, messages: Messages, sampled: Sequence[int], *, calls: Sequence[ToolCall] | None = None
+    ) -> EncodedPrompt:
+        """Encode the tokens to append to the policy's turn ``sampled``, as ``encode_observation``, with the images of the messages.
+
+        Their places count from the first of these tokens.
+        """
+        if self.vision is None or not (images := images_of(messages)):
+            return EncodedPrompt(self.encode_observation(messages, sampled, calls=calls))
+        contents = [self.vision.read(image) for image in images]
+        tokens = self._drop_end(
+            self._encode(self.vision.write_images(self._after_turn(messages, calls), contents)), sampled, calls
+        )
+        return EncodedPrompt(tokens, self.vision.find_images(tokens, contents))
+
     def _encode_prompt(self, messages: Messages, tools: Tools) -> list[int]:
+        if self.vision is not None and images_of(messages):
+            return self.encode_with_images(messages, tools).tokens
         text = self.render_prompt(messages, tools)
         if self.joins_plain_text:
             ids: list[int] = self.tokenizer(text)["input_ids"]
@@ -116,17 +166,25 @@ class ChatTemplate:
         """
         if self.joins_plain_text:
             return self._encode("\n" + _join_messages(messages) + "\n")
+        if self.vision is not None and images_of(messages):
+            return self.encode_observation_with_images(messages, sampled, calls=calls).tokens
+        return self._drop_end(self._encode(self._after_turn(messages, calls)), sampled, calls)
+
+    def _after_turn(self, messages: Messages, calls: Sequence[ToolCall] | None) -> str:
+        """Return the rendered text from the end of the policy's turn to the start of its next one."""
         if calls and self.call_style is not None:
-            rest = self._after_calls(calls, messages)
-        else:
-            context = [Message("user", "?"), Message("assistant", _REPLY_MARKER)]
-            _, marker, rest = self._render([*context, *messages], open_turn=True).partition(_REPLY_MARKER)
-            if not marker:
-                raise ValueError(
-                    "the chat template does not render an assistant's message as it is written, so a conversation cannot be continued as "
-                    "tokens; set policy.tokenizer.chat_template to one that does, or allow only one turn"
-                )
-        ids = self._encode(rest)
+            return self._after_calls(calls, messages)
+        context = [Message("user", "?"), Message("assistant", _REPLY_MARKER)]
+        _, marker, rest = self._render([*context, *messages], open_turn=True).partition(_REPLY_MARKER)
+        if not marker:
+            raise ValueError(
+                "the chat template does not render an assistant's message as it is written, so a conversation cannot be continued as "
+                "tokens; set policy.tokenizer.chat_template to one that does, or allow only one turn"
+            )
+        return rest
+
+    def _drop_end(self, ids: list[int], sampled: Sequence[int], calls: Sequence[ToolCall] | None) -> list[int]:
+        """Return the ids without the end of the policy's turn, if it was sampled."""
         ended = sampled[-4:] if calls else sampled[-1:]  # a call may be ended by several tokens, of which a template writes one
         return ids[1:] if ids and ids[0] in ended else ids
 
@@ -232,7 +290,22 @@ class ChatTemplate:
         if self.joins_plain_text:
             return self._plain_spans(messages, turns)
         texts = self._cut_conversation(messages, turns, opened, tools)
+        if self.vision is not None and (images := images_of(messages)):
+            return self._spans_with_images(texts, [self.vision.read(image) for image in images], self.vision)
         return self._spans(texts, self._encode(texts[0]))
+
+    def _spans_with_images(self, texts: Sequence[str], contents: Sequence[bytes], vision: VisionProcessor) -> list[TokenSpan]:
+        """Return the spans of texts with places for images, in order."""
+        counts = [text.count(vision.placeholder) for text in texts]
+        if sum(counts) != len(contents):
+            vision.write_images("".join(texts), contents)  # raises
+        ends = list(accumulate(counts))
+        of_text = [contents[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        written = [vision.write_images(text, own) for text, own in zip(texts, of_text, strict=True)]
+        spans = zip(
+            self._spans(written, self._encode(written[0])), texts, of_text, strict=False
+        )  # an empty last text has no span
+        return [replace(span, text=text, images=vision.find_images(span.tokens, own)) for span, text, own in spans]
 
     def split_text(self, messages: Messages, *, loss_from: int = 0, opened: bool = True, tools: Tools = ()) -> list[str] | None:
         """Return the texts of ``encode_spans``, before they are tokens; None where messages are joined as plain text."""
@@ -449,7 +522,16 @@ def _warn_of_name(role: str) -> None:
     )
 
 
+def images_of(messages: Messages) -> list[Image]:
+    """Return the images of messages, in order."""
+    return [image for message in messages for image in message.images]
+
+
 def _join_messages(messages: Messages) -> str:
+    if images_of(messages):
+        raise ConversationError(
+            "a message has images, for which plain text has no place; set policy.tokenizer.chat_template to one that has"
+        )
     return "\n".join(message.content for message in messages)
 
 

@@ -21,6 +21,7 @@ from strop.models.attention.attention_interface import IMPLEMENTATION
 from strop.models.attention.attention_plan import AttentionPlan
 from strop.models.attention.kernel_choice import AttentionKernel
 from strop.models.attention.tree_plan import TreePlan
+from strop.models.draft.eagle_head import EagleHead
 from strop.models.exact.exact_logprobs import ExactHead, exact_token_logprobs
 from strop.models.exact.exact_network import ExactPasses
 from strop.models.exact.exact_tree import ExactTree
@@ -111,6 +112,7 @@ class Network:
         self.routed: RoutedLayers | None = None  # with router replay
         self.router_counts: Tensor | None = None  # since they were taken: (token, layer) pairs that differ, compared
         self.exact: ExactPasses | None = None  # with policy.exact_on_policy
+        self.draft: EagleHead | None = None  # with policy.draft
         self.received: Tensor | None = None  # [t, H], from an earlier pipeline stage: this one does not embed the tokens
         self.fallback: str | None = None  # why the model cannot read packed rows
         self.packed = self._probe() if packed is None else packed

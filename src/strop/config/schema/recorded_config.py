@@ -118,6 +118,12 @@ class RmPolicyConfig(RecordedPolicyConfig):
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from super().errors(key)
+        if self.draft.enabled:
+            yield Problem(
+                f"{key}.draft.enabled",
+                "found true, but a reward model predicts no tokens that a head could draft",
+                "Set it to false.",
+            )
         if self.quant_cfg is not None:
             yield Problem(
                 f"{key}.quant_cfg",

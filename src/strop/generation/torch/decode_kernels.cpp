@@ -622,7 +622,9 @@ struct Step {
     const float *cosines, *sines;  // [positions, D]
     float* residual;  // [B, hidden]; the embeddings of the tokens
     void* logits;  // [B, V]
-    int64_t batch, width, page, threads;
+    float* states;  // [B, captures, hidden]; what some layers put out
+    const int64_t* captured;  // [captures] those layers
+    int64_t batch, width, page, threads, captures;
 };
 
 template <class T> struct Buffers {
@@ -672,12 +674,21 @@ void norm_phase(const Model& model, const Step& step, const T* addend, const flo
                         model.eps, model.late_rounding, out + row * model.hidden);
 }
 
+// Copy what a layer has put out, if it is asked for. Each thread copies the rows that it has just added up in norm_phase.
+inline void capture_phase(const Model& model, const Step& step, int64_t layer, Team team) {
+    for (int64_t c = 0; c < step.captures; ++c)
+        if (step.captured[c] == layer)
+            for (int64_t row = share(step.batch, team.index, team.size); row < share(step.batch, team.index + 1, team.size); ++row)
+                std::memcpy(step.states + (row * step.captures + c) * model.hidden, step.residual + row * model.hidden, model.hidden * sizeof(float));
+}
+
 template <class T> void run_layers(const Model& model, const Step& step, const Buffers<T>& buffers, Team team) {
     const T* added = nullptr;
     const float* added_norm = nullptr;
     for (int64_t i = 0; i < model.count; ++i) {
         const Layer& layer = model.layers[i];
         norm_phase<T>(model, step, added, added_norm, layer.input_norm, buffers.input, team);
+        capture_phase(model, step, i - 1, team);
 #pragma omp barrier
         const Matrix* projections[] = {&layer.query, &layer.key, &layer.value};
         product<T>(buffers.input, step.batch, projections, 3, buffers.projected, team);
@@ -699,6 +710,7 @@ template <class T> void run_layers(const Model& model, const Step& step, const B
         added = buffers.added, added_norm = layer.mlp_out_norm;
     }
     norm_phase<T>(model, step, added, added_norm, model.final_norm, buffers.input, team);
+    capture_phase(model, step, model.count - 1, team);
 #pragma omp barrier
     const Matrix* head = &model.head;
     product<T>(buffers.input, step.batch, &head, 1, (T*)step.logits, team);

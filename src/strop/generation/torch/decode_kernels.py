@@ -81,8 +81,8 @@ class _StepStruct(ctypes.Structure):
     """``Step`` of the library."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("positions", "table", "cosines", "sines", "residual", "logits")),
-        *((name, c_int64) for name in ("batch", "width", "page", "threads")),
+        *((name, c_void_p) for name in ("positions", "table", "cosines", "sines", "residual", "logits", "states", "captured")),
+        *((name, c_int64) for name in ("batch", "width", "page", "threads", "captures")),
     )
 
 
@@ -202,16 +202,22 @@ class DecodeKernels:
         page: int,
         rotary: tuple[Tensor, Tensor],
         dtype: torch.dtype,
+        captured: Tensor | None = None,
+        states: Tensor | None = None,
     ) -> Tensor:
         """Compute one step of all layers and return the logits [B, V].
 
         ``embedded``: embeddings of the tokens, [B, hidden] in float32, which are overwritten. ``positions`` [B] int64; ``table`` [B, n]
-        int32: the pages of each sequence. ``rotary``: cosines and sines [positions, D] in float32.
+        int32: the pages of each sequence. ``rotary``: cosines and sines [positions, D] in float32. What the layers ``captured`` [c] int64
+        put out is written to ``states`` [B, c, hidden] float32.
         """
         logits = torch.empty(len(embedded), model.head.outputs, dtype=dtype)
         tensors = (positions, table, *rotary, embedded, logits)
-        sizes = (len(embedded), table.shape[1], page, torch.get_num_threads())
-        step = _StepStruct(*(tensor.data_ptr() for tensor in tensors), *sizes)
+        captures = (
+            (0, None, None) if captured is None or states is None else (len(captured), states.data_ptr(), captured.data_ptr())
+        )
+        sizes = (len(embedded), table.shape[1], page, torch.get_num_threads(), captures[0])
+        step = _StepStruct(*(tensor.data_ptr() for tensor in tensors), *captures[1:], *sizes)
         self.library.strop_decode(ctypes.byref(model), ctypes.byref(step), dtype == torch.bfloat16)
         return logits
 

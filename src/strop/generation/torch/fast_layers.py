@@ -168,8 +168,19 @@ class FastLayers:
         self._model = None
 
     @torch.no_grad()
-    def decode(self, tokens: Tensor, positions: Tensor, table: Tensor, cache: PageTensors) -> Tensor:
-        """Append a token to each of B sequences: tokens and positions [B] int64, table [B, n] int32 of their pages -> logits [B, V]."""
+    def decode(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        table: Tensor,
+        cache: PageTensors,
+        captured: Tensor | None = None,
+        states: Tensor | None = None,
+    ) -> Tensor:
+        """Append a token to each of B sequences: tokens and positions [B] int64, table [B, n] int32 of their pages -> logits [B, V].
+
+        What the layers ``captured`` [c] int64 put out is written to ``states`` [B, c, hidden] float32.
+        """
         if self._model is None or self._cache is not cache:
             self._model, self._cache = self._describe(cache), cache
         embedded = self.network.model.get_input_embeddings()(tokens).float().contiguous()
@@ -181,6 +192,8 @@ class FastLayers:
             page=cache.keys.shape[3],
             rotary=self._rotary,
             dtype=self.network.precision,
+            captured=captured,
+            states=states,
         )
         return self.network.head.transform_logits(logits)
 

@@ -25,6 +25,7 @@ class CacheShape:
     head_size: int
     dtype: torch.dtype
     device: torch.device
+    state_size: int = 0  # numbers of the policy's state that are held for a draft head, float32
     exact: bool = False  # attention in the learner's order of additions (``strop.models.exact``)
 
     def round_span(self, span: int) -> int:
@@ -34,7 +35,7 @@ class CacheShape:
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.layers * self.heads * self.head_size * self.dtype.itemsize
+        return 2 * self.layers * self.heads * self.head_size * self.dtype.itemsize + 4 * self.state_size
 
 
 class SlotCache:

@@ -28,6 +28,9 @@ class TorchGenerationConfig(BaseConfig):
     speculative_lookup: int = Field(
         0, ge=0, le=32, description="Draft tokens looked up in the prompt and completion; 0 is none (tokens a step)."
     )
+    speculative_draft: int = Field(
+        0, ge=0, le=32, description="Tokens that the policy's draft head (policy.draft) proposes; 0 is none (tokens a step)."
+    )
     prepack_weights: bool | None = Field(
         None,
         description="Keep a copy of the weights in the CPU's matmul layout: faster decoding, more memory; null decides by "

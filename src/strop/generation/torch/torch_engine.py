@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from strop.generation.base import Completion, Pacer, RequestTooLong
+from strop.generation.torch.drafting.eagle_drafter import EagleDrafter
 from strop.generation.torch.model_runner import (
     CachedRunner,
     ModelRunner,
@@ -79,6 +80,7 @@ class TokenCounters:
     prompt_tokens: int = 0  # prompt tokens that were computed; the others were cached
     sampled_tokens: int = 0
     decode_steps: int = 0
+    drafts: int = 0  # that were verified, of one token or more
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # drafts that were sampled
     preemptions: int = 0  # requests that gave up their memory and were read again
@@ -95,6 +97,7 @@ class TorchEngine:
         stop_ids: Sequence[int],
         prefill_tokens: int = 4096,
         drafts: int = 0,
+        drafter: EagleDrafter | None = None,
         exact: bool = False,
     ) -> None:
         """Create an engine that waits for its first weights.
@@ -105,6 +108,7 @@ class TorchEngine:
             stop_ids: End every request.
             prefill_tokens: Limits the prompt tokens computed between two decoding steps.
             drafts: Tokens looked up ahead for each request; 0 decodes one token at a time. The runner must verify drafts.
+            drafter: Proposes tokens instead of looking them up.
             exact: The network is, and log-probabilities are computed as an exact learner does.
         """
         self.exact = exact
@@ -114,6 +118,7 @@ class TorchEngine:
         self.stop_ids = frozenset(stop_ids)
         self.prefill_tokens = prefill_tokens
         self.drafts = drafts
+        self.drafter = drafter
         self.version = 0
         self.counters = TokenCounters()
         self._collected = TokenCounters()  # at the last ``collect_metrics``
@@ -197,6 +202,8 @@ class TorchEngine:
 
     def recompute_running(self) -> None:
         """Recompute keys and values of the running requests with the current weights."""
+        if self.drafter is not None:
+            self.drafter.forget_all()
         running, self._running = self._running, []
         for slot in reversed(range(len(running))):
             self.runner.release(slot)
@@ -229,7 +236,9 @@ class TorchEngine:
         self._collected = replace(counts)
         found = {}
         if drafted := counts.drafted_tokens - last.drafted_tokens:
-            found["generation/acceptance_rate"] = (counts.accepted_tokens - last.accepted_tokens) / drafted
+            accepted = counts.accepted_tokens - last.accepted_tokens
+            found["generation/acceptance_rate"] = accepted / drafted
+            found["generation/tokens_per_draft"] = 1 + accepted / (counts.drafts - last.drafts)
         if preempted := counts.preemptions - last.preemptions:
             found["generation/preemptions"] = float(preempted)
         return found
@@ -349,10 +358,10 @@ class TorchEngine:
         self._waiting.appendleft(request)
 
     def _decode(self) -> None:
-        drafts = [self._draft(request) for request in self._running]
+        drafts = self._draft_all()
         while not self.runner.extend([request.position + 1 + len(d) for request, d in zip(self._running, drafts, strict=True)]):
             self._preempt()
-            drafts = [self._draft(request) for request in self._running]
+            drafts = self._draft_all()
         running = list(self._running)
         positions = [request.position for request in running]
         if any(drafts):
@@ -363,9 +372,17 @@ class TorchEngine:
         self.counters.decode_steps += 1
         self._append(running, logits, drafts)
 
-    def _draft(self, request: _Request) -> list[int]:
-        """Look up the tokens that may follow."""
-        count = min(self.drafts, request.limit - len(request.tokens) - 1)
+    def _draft_all(self) -> list[list[int]]:
+        """Propose the tokens that may follow, for each running request."""
+        if self.drafter is None:
+            return [self._look_up(request, self._room_for_drafts(request, self.drafts)) for request in self._running]
+        return self.drafter.propose(self._running, [self._room_for_drafts(each, self.drafter.count) for each in self._running])
+
+    @staticmethod
+    def _room_for_drafts(request: _Request, count: int) -> int:
+        return min(count, request.limit - len(request.tokens) - 1)
+
+    def _look_up(self, request: _Request, count: int) -> list[int]:
         if count < 1:
             return []
         if request.lookup is None:
@@ -393,6 +410,7 @@ class TorchEngine:
         self, request: _Request, draft: list[int], columns: list[tuple[int, float, float]], sampled: SampledTokens, first: int
     ) -> None:
         """Append the sampled tokens up to the first that the draft did not say, and finish the request if it ends with one of them."""
+        self.counters.drafts += bool(draft)
         self.counters.drafted_tokens += len(draft)
         for index, (token, logprob, entropy) in enumerate(columns):
             request.tokens.append(token)
@@ -446,6 +464,8 @@ class TorchEngine:
 
     def _free_slot(self, slot: int) -> None:
         """Free the memory of a slot, and move the last running request into it."""
+        if self.drafter is not None:
+            self.drafter.forget(self._running[slot])
         self.runner.release(slot)
         last = len(self._running) - 1
         if slot != last:
@@ -468,8 +488,23 @@ def make_torch_engine(
     drafts = config.speculative_lookup if runner.verifies_drafts else 0
     if drafts < config.speculative_lookup:
         log.warning("torch_cfg.speculative_lookup needs a paged cache, which this engine has not: it decodes one token at a time")
-    exact = network.exact is not None
-    return TorchEngine(runner, tokenizer, stop_ids=stop_ids, prefill_tokens=config.prefill_tokens, drafts=drafts, exact=exact)
+    drafter = None
+    if config.speculative_draft and network.draft is not None:
+        if isinstance(runner, PagedRunner):
+            drafter = EagleDrafter(network, runner, config.speculative_draft)
+        else:
+            log.warning(
+                "torch_cfg.speculative_draft needs a paged cache, which this engine has not: it decodes one token at a time"
+            )
+    return TorchEngine(
+        runner,
+        tokenizer,
+        stop_ids=stop_ids,
+        prefill_tokens=config.prefill_tokens,
+        drafts=drafts,
+        drafter=drafter,
+        exact=network.exact is not None,
+    )
 
 
 def make_runner(network: Network, config: TorchGenerationConfig, *, length: int) -> ModelRunner:

@@ -70,6 +70,7 @@ class VllmLaunch:
     return_routes: bool = False  # the experts of each token, for router replay
     batch_invariant: bool = False  # the bits of a token do not depend on the batch; vLLM has this mode on GPUs
     environment: Mapping[str, str] = field(default_factory=dict)  # where the engine runs: its CPU threads or its GPUs
+    draft: str = ""  # folder of the draft head that the learner trains and sends
     worker_extension: str = "strop.generation.vllm.worker.StropWorker"  # vLLM's worker_extension_cls
     output_file: Path | None = None  # file for the output of the engine's processes; None: that of this process
     nodes: tuple[NodeRanks, ...] = ()  # of an engine that is larger than a node, the one where it is launched first
@@ -151,7 +152,7 @@ def make_engine_args(launch: VllmLaunch) -> Any:
     if launch.max_lora_rank is not None:
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _round_up_rank(launch.max_lora_rank)}
     if config.speculation.method is not None:
-        args["speculative_config"] = make_speculative_config(config)
+        args["speculative_config"] = make_speculative_config(config, launch.draft)
     if launch.sleep_level:
         args["enable_sleep_mode"] = True
     if launch.return_routes:
@@ -164,14 +165,17 @@ def make_engine_args(launch: VllmLaunch) -> Any:
     return AsyncEngineArgs(**{**args, **generation.vllm_kwargs})
 
 
-def make_speculative_config(config: VllmConfig) -> dict[str, Any]:
-    """Return vLLM's speculative_config. A draft model reads its weights from its own folder or hub name; the learner sends it none."""
+def make_speculative_config(config: VllmConfig, draft: str = "") -> dict[str, Any]:
+    """Return vLLM's speculative_config. A draft reads its weights from its own folder or hub name; the learner sends them only to the
+    head that it trains, whose folder is ``draft``."""
     drafts = config.speculation
     args: dict[str, Any] = {"method": drafts.method, "num_speculative_tokens": drafts.num_speculative_tokens}
     if drafts.method == "ngram":
         return {**args, "prompt_lookup_min": drafts.prompt_lookup_min, "prompt_lookup_max": drafts.prompt_lookup_max}
+    if drafts.method == "suffix":
+        return args
     draft_args = {"draft_load_config": {"load_format": "auto"}, "draft_tensor_parallel_size": config.tensor_parallel_size}
-    return {**args, "model": drafts.model_name, **draft_args}
+    return {**args, "model": draft or drafts.model_name, **draft_args}
 
 
 def check_extra_args(extra_args: Mapping[str, Any], known: list[str]) -> None:

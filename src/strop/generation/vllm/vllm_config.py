@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from strop import packages
 from strop.base_config import BaseConfig, Precision, default_of, follows, subsection
 from strop.generation.vllm.versions import describe_checked, unchecked_version
 from strop.problems import Problem
@@ -18,16 +19,19 @@ MIN_TEMPERATURE = 0.01
 class SpeculationConfig(BaseConfig):
     """Speculative decoding (arXiv 2211.17192): a draft proposes tokens that the policy accepts or resamples; the distribution stays."""
 
-    method: Literal["ngram", "draft_model"] | None = Field(
+    method: Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"] | None = Field(
         None,
-        description="ngram proposes what followed the same tokens earlier in the conversation; draft_model runs a small "
-        "model; null is off.",
+        description="ngram proposes what followed the same tokens earlier in the conversation; suffix also in earlier completions; "
+        "draft_model runs a small model; eagle3 an EAGLE-3 head, that of policy.draft if it is trained; mtp the multi-token prediction "
+        "layers of the policy's own checkpoint; null is off.",
     )
     num_speculative_tokens: int = Field(4, ge=1, description="Tokens proposed at a time (tokens).")
     prompt_lookup_min: int = Field(2, ge=1, description="Shortest match of ngram (tokens).")
     prompt_lookup_max: int = Field(4, ge=1, description="Longest match of ngram (tokens).")
     model_name: str | None = Field(
-        None, description="Draft model: a hub name or folder, with the policy's vocabulary. It is not trained."
+        None,
+        description="Hub name or folder of the draft: a small model with the policy's vocabulary, an EAGLE-3 head, or for mtp the "
+        "policy's checkpoint. It is not trained; null with policy.draft, whose head is.",
     )
 
     @field_validator("model_name")
@@ -45,6 +49,18 @@ class SpeculationConfig(BaseConfig):
                 f"found {self.prompt_lookup_min}, above prompt_lookup_max = {self.prompt_lookup_max}: no match has such a length",
                 f"Set it to {self.prompt_lookup_max} or less.",
             )
+        if self.method == "suffix" and not packages.is_installed("arctic_inference"):
+            yield Problem(
+                f"{key}.method",
+                "found suffix, but vLLM looks suffixes up with the package arctic-inference, which is not installed",
+                "pip install arctic-inference, or set it to ngram.",
+            )
+        if self.method == "mtp" and self.model_name is None:
+            yield Problem(
+                f"{key}.model_name",
+                f"it is not set, but {key}.method is mtp, whose layers the learner does not have: the engine reads them from a checkpoint",
+                "Set it to that of the policy (policy.model_name).",
+            )
         if self.method == "draft_model" and (version := unchecked_version()):
             yield Problem(
                 f"{key}.method",
@@ -57,7 +73,8 @@ class SpeculationConfig(BaseConfig):
         unused: Mapping[str | None, Sequence[str]] = {
             None: ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "model_name"),
             "ngram": ("model_name",),
-            "draft_model": ("prompt_lookup_min", "prompt_lookup_max"),
+            "suffix": ("prompt_lookup_min", "prompt_lookup_max", "model_name"),
+            **dict.fromkeys(("draft_model", "eagle3", "mtp"), ("prompt_lookup_min", "prompt_lookup_max")),
         }
         for name in unused[self.method]:
             if getattr(self, name) != default_of(self, name):

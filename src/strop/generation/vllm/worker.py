@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from strop.generation.vllm.draft_weights import PREFIX, load_draft, read_draft_shards
 from strop.generation.vllm.launch import exit_with_driver
 from strop.generation.vllm.vllm_patches import apply_patches
 from strop.generation.vllm.weight_readback import WeightShard, read_adapter_shards, read_weight_shards, refresh_packed_copies
@@ -31,6 +32,7 @@ class StropWorker:
     device: torch.device
     model_runner: Any
     _strop_receiver: Receiver | None = None
+    _strop_draft = False  # whether weights of a draft head have arrived
 
     def strop_connect(self, address: bytes, first: int) -> None:
         """Connect to the sender at ``address`` as its receiver number ``first`` + rank."""
@@ -64,9 +66,13 @@ class StropWorker:
         return pickle.dumps((fingerprints, time.perf_counter() - started))
 
     def _strop_apply_weights(self, tensors: Any) -> None:
-        self.model_runner.reload_weights(weights_iterator=iter(tensors))
+        drafted: dict[str, torch.Tensor] = {}
+        self.model_runner.reload_weights(weights_iterator=_set_apart(tensors, drafted))
         if self.device.type == "cpu":
             refresh_packed_copies(self.model_runner.get_model())
+        if drafted:
+            load_draft(self.model_runner, drafted)
+            self._strop_draft = True
 
     @torch.no_grad()
     def strop_read_fingerprints(self) -> bytes:
@@ -74,8 +80,10 @@ class StropWorker:
         from vllm.distributed import get_tensor_model_parallel_rank
 
         # Not this process's rank in the engine: each pipeline stage shards its own layers over ranks 0 to tensor_parallel_size - 1.
-        shards = read_weight_shards(self.model_runner.get_model(), get_tensor_model_parallel_rank())
-        return pickle.dumps(_fingerprint_shards(shards))
+        rank = get_tensor_model_parallel_rank()
+        shards = read_weight_shards(self.model_runner.get_model(), rank)
+        drafted = read_draft_shards(self.model_runner, rank) if self._strop_draft else ()
+        return pickle.dumps(_fingerprint_shards((*shards, *drafted)))
 
     @torch.no_grad()
     def strop_read_adapter_fingerprints(self, adapter: int) -> bytes:
@@ -95,6 +103,17 @@ def _fingerprint_shards(shards: Iterable[WeightShard]) -> dict[str, TensorFinger
             fingerprint(normalize_zeros(shard.tensor), rows=row, columns=column), shard.region
         )
     return fingerprints
+
+
+def _set_apart(
+    tensors: Iterable[tuple[str, torch.Tensor]], drafted: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the policy's tensors, and put those of its draft head into ``drafted``."""
+    for name, tensor in tensors:
+        if name.startswith(PREFIX):
+            drafted[name.removeprefix(PREFIX)] = tensor
+        else:
+            yield name, tensor
 
 
 def _copy_and_fingerprint(incoming: Any, fingerprints: dict[str, int]) -> Any:

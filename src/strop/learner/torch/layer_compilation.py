@@ -85,6 +85,8 @@ def find_obstacle(network: Network, *, sharded: bool, known_only: bool) -> str |
         return "policy.exact_on_policy computes with operations of a fixed order"
     if network.routed is not None:
         return "policy.router_replay hands recorded experts to the layers"
+    if network.draft is not None:
+        return "policy.draft reads the states between layers, which compiled ones may not show"
     if is_fake_quantized(network.model):
         return "policy.quant_cfg rounds weights and inputs in the modules"
     if sharded:

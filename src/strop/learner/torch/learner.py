@@ -37,6 +37,7 @@ from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
 from strop.learner.parallel.single_device import SingleDevice
 from strop.learner.torch.activation_memory import ActivationOffload, checkpoint_layers
+from strop.learner.torch.draft.draft_trainer import DraftTrainer, StagedWithDraft
 from strop.learner.torch.hyperparameters import Hyperparameters
 from strop.learner.torch.layer_compilation import choose_layer_compilation
 from strop.learner.torch.master_weights import MasterWeights
@@ -132,9 +133,32 @@ class TorchLearner:
             average=self.average,
             configured=Hyperparameters.of(self.optimizer, self.scheduler),
         )
+        self.draft = self._make_draft(schedule_unit, length, section)
         self._steps = 0
         self.weight_offload = TensorOffload(self.parallelism.weight_tensors, network.device)
         self.state_offload = TensorOffload(self._state_tensors, network.device)
+
+    def _make_draft(self, schedule_unit: ScheduleUnit, length: int | None, section: str) -> DraftTrainer | None:
+        """Return what trains the network's draft head, if it has one."""
+        network = self.network
+        if not isinstance(network, Network) or network.draft is None:
+            return None
+        if not isinstance(self.parallelism, SingleDevice):
+            raise ValueError(
+                f"{section}.draft.enabled: found true, but the learner is on several ranks, beside which no head is trained in this "
+                "version. Train on one device, or set it to false"
+            )
+        return DraftTrainer(
+            network,
+            network.draft,
+            self.config,
+            self.sampling,
+            scheduler=self.config.scheduler or CONSTANT,
+            schedule_unit=schedule_unit,
+            schedule_length=length,
+            section=section,
+            options=getattr(self.config, "draft", None),
+        )
 
     def _limit_activations(self, section: str) -> ActivationOffload | None:
         """Set which layers recompute their activations; return what offloads the others, if it is asked for."""
@@ -158,6 +182,8 @@ class TorchLearner:
         for parameter in (*self.model.parameters(), *self.parameters):
             if parameter.grad is not None:
                 yield parameter.grad
+        if self.draft is not None:
+            yield from self.draft.tensors()
 
     def score(self, batch: Batch) -> Outputs:
         return assemble_outputs([self.score_local(batch)], len(batch.target))
@@ -195,7 +221,7 @@ class TorchLearner:
         micro_batch = MicroBatch(SubBatch(batch, torch.arange(len(batch.target))), zero_gradient=False)
 
         def read() -> None:
-            self.parallelism.run_passes([micro_batch], self._compute_outputs, sum_outputs, backward=True)
+            self.parallelism.run_passes([micro_batch], partial(self._compute_trained, []), sum_outputs, backward=True)
 
         device = self.network.device
         with explain_full_memory(f"{self._budget_key}.train_mb_tokens", rollouts * length, trains=True):
@@ -216,6 +242,8 @@ class TorchLearner:
 
     def _drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        if self.draft is not None:
+            self.draft.drop_gradients()
         self.parallelism.after_step()
 
     def score_local(self, batch: Batch | BatchShare) -> MicroBatchOutputs:
@@ -255,7 +283,8 @@ class TorchLearner:
         take_router_counts(self.network)  # those of earlier scores
         key = f"{self._budget_key}.{'train' if backward else 'logprob'}_mb_tokens"
         with explain_full_memory(key, token_budget, trains=backward):
-            results = self.parallelism.run_passes(micro_batches, self._compute_outputs, compute_loss, backward=backward)
+            compute = partial(self._compute_trained, logged) if backward else self._compute_outputs
+            results = self.parallelism.run_passes(micro_batches, compute, compute_loss, backward=backward)
         if (counts := take_router_counts(self.network)) is not None:
             logged.append(measure_disagreement(torch.stack(list(self.parallelism.gather_stages(counts))).sum(0)))
         return MicroBatchOutputs(results, metrics.merge(*logged)) if self.parallelism.is_leader else MicroBatchOutputs()
@@ -263,6 +292,15 @@ class TorchLearner:
     def _compute_outputs(self, batch: Batch) -> Outputs:
         with nullcontext() if self._activations is None else self._activations.in_forward():
             return self.network.outputs(batch, self.sampling)
+
+    def _compute_trained(self, logged: list[Metrics], batch: Batch) -> Outputs:
+        """Compute the outputs of a pass that trains, and have the draft head learn from it; its metrics are added to ``logged``."""
+        if self.draft is None:
+            return self._compute_outputs(batch)
+        with self.draft.capturing():
+            outputs = self._compute_outputs(batch)
+        logged.append(self.draft.accumulate(batch))
+        return outputs
 
     def step(self) -> Metrics:
         limit = self.config.max_grad_norm
@@ -277,6 +315,7 @@ class TorchLearner:
         self._steps += 1
         if self.scheduler is not None and self._steps % self.state.schedule_unit.optimizer_steps == 0:
             self.scheduler.step()
+        drafted = {} if self.draft is None else self.draft.step()
         self._drop_gradients()
         if self._steps % STEPS_BETWEEN_TRIMS == 0 and self.network.device.type == "cpu":
             trim_freed_memory()
@@ -284,6 +323,7 @@ class TorchLearner:
             "grad_norm": metrics.mean(norm.item(), 1),
             "lr": metrics.mean(rate, 1),
             "steps_skipped_for_nonfinite_gradient": metrics.total(float(not torch.isfinite(norm))),
+            **drafted,
         }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -300,13 +340,18 @@ class TorchLearner:
         With several ranks, all of them must call it.
         """
         self.parallelism.save(folder, self.state, optimizer=optimizer)
+        if self.draft is not None:
+            self.draft.save(folder, optimizer=optimizer)
 
-    def stage(self, *, optimizer: bool = True) -> LearnerSnapshot:
+    def stage(self, *, optimizer: bool = True) -> LearnerSnapshot | StagedWithDraft:
         """Copy this rank's part of the state to CPU memory. Its ``save`` may run during training."""
-        return take_snapshot(self.parallelism, self.state, optimizer=optimizer)
+        snapshot = take_snapshot(self.parallelism, self.state, optimizer=optimizer)
+        return snapshot if self.draft is None else StagedWithDraft(snapshot, self.draft.stage(optimizer=optimizer))
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote on any number of ranks, in place: everything that shares the module sees the restored weights."""
         self.parallelism.load(folder, self.state)
+        if self.draft is not None:
+            self.draft.load(folder)
         forget_exact_weights(self.network)
         self._steps = 0

@@ -64,6 +64,9 @@ class PagedCache:
         self.routes: Tensor | None = None  # [pages, page, layers, k]
         if routed is not None:
             self.routes = torch.zeros((pages, page, *routed.shape), dtype=routed.dtype, device=shape.device)
+        self.states: Tensor | None = None  # [pages, page, H], fused for a draft head
+        if shape.state_size:
+            self.states = torch.zeros((pages, page, shape.state_size), dtype=torch.float32, device=shape.device)
         self.pool = PagePool(pages, self.copy_page)
         self.tree = PrefixTree(self.pool, page)
         self._used = [False] * pages
@@ -75,6 +78,8 @@ class PagedCache:
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
         if self.routes is not None:
             self.routes[target, :length] = self.routes[source, :length]
+        if self.states is not None:
+            self.states[target, :length] = self.states[source, :length]
 
     def _prepare(self, page: int) -> None:
         """Zero a page at its first use: masked attention multiplies values that were never written by zero."""
@@ -197,6 +202,13 @@ class PagedCache:
         for node in kept:
             self.tree.give_up(node)
         self.tree.touch(kept)
+
+    def read_states(self, sequence: PagedSequence, first: int, last: int) -> Tensor:
+        """Return the fused states of a sequence's tokens at positions [first, last), [last - first, H]."""
+        assert self.states is not None
+        positions = torch.arange(first, last)
+        pages = torch.tensor(sequence.pages)[positions // self.page]
+        return self.states[pages.to(self.states.device), (positions % self.page).to(self.states.device)]
 
     def read_routes(self, sequence: PagedSequence, length: int) -> Tensor | None:
         """Return the experts of a sequence's first tokens, [length, layers, k] on the CPU; None without router replay."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from strop.generation.torch.fast_layers import FastLayers
 from strop.generation.torch.model_runner import PlanRunner, SlotPrompt, cache_capacity
 from strop.generation.torch.paged.page_attention import PagedDecodePlan, PagedPrefillPlan, PageLayout, PromptRead, make_layout
 from strop.generation.torch.paged.paged_cache import OpenedSequence, PagedCache, PagedSequence, choose_page
+from strop.generation.torch.paged.state_fuser import StateFuser
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.network import Network
 
@@ -22,6 +26,9 @@ class PagedRunner(PlanRunner):
     def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int, page: int | None = None) -> None:
         """``page``: tokens of a page; None chooses. Raises ValueError if the memory holds no sequence of ``length`` tokens."""
         super().__init__(network, config, length=length)
+        self.fuser = StateFuser(network) if config.speculative_draft and network.draft is not None else None
+        if self.fuser is not None:
+            self.shape = replace(self.shape, state_size=self.fuser.size)
         capacity = cache_capacity(network, self.shape, config, length)
         page = page or choose_page(capacity, length, config.max_num_seqs)
         if page is None or capacity // page * page < length:
@@ -135,9 +142,33 @@ class PagedRunner(PlanRunner):
         tokens = torch.tensor([token for read in reads for token in read.tokens[read.cached :]])
         last = torch.tensor(plan.lengths).cumsum(0) - 1
         plan.routes = self.network.record_routes()
-        logits = self._forward(tokens, plan.positions, plan, last)
+        with self._capturing(plan.pages, plan.offsets):
+            logits = self._forward(tokens, plan.positions, plan, last)
         plan.record()
         return logits
+
+    @contextmanager
+    def _capturing(self, pages: Tensor, offsets: Tensor) -> Iterator[None]:
+        """Hold what a draft head reads of the tokens of a pass, at their places."""
+        if self.fuser is None or self.cache.states is None:
+            yield
+            return
+        with self.fuser.capture.active():
+            yield
+        self.cache.states[pages, offsets] = self.fuser.take()
+
+    def _decode_compiled(self, layers: FastLayers, tokens: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+        if self.fuser is None or self.cache.states is None:
+            return layers.decode(tokens, positions, table, self.cache)
+        states = self.fuser.empty(len(tokens))
+        logits = layers.decode(tokens, positions, table, self.cache, self.fuser.layers, states)
+        pages = table.gather(1, (positions // self.cache.page)[:, None]).squeeze(1).long()
+        self.cache.states[pages, positions % self.cache.page] = self.fuser.fuse(states.flatten(1))
+        return logits
+
+    def read_states(self, slot: int, first: int, last: int) -> Tensor:
+        """Return the fused states of the tokens of a slot at positions [first, last), [last - first, H], for the draft head."""
+        return self.cache.read_states(self._sequences[slot], first, last)
 
     def extend(self, lengths: Sequence[int]) -> bool:
         for sequence, length in zip(self._sequences, lengths, strict=True):
@@ -151,7 +182,7 @@ class PagedRunner(PlanRunner):
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         if self.layers is not None:
-            return self.layers.decode(torch.tensor(tokens), torch.tensor(positions), self._make_table(), self.cache)
+            return self._decode_compiled(self.layers, torch.tensor(tokens), torch.tensor(positions), self._make_table())
         if self._layout is None:
             self._layout = make_layout(self.cache, self._sequences, [1] * len(tokens))
         return self._decode(tokens, positions, self._layout, range(len(tokens)))
@@ -169,7 +200,7 @@ class PagedRunner(PlanRunner):
         tokens = [token for row in rows for token in row]
         places = [position + index for row, position in zip(rows, positions, strict=True) for index in range(len(row))]
         if self.layers is not None:
-            return self.layers.decode(torch.tensor(tokens), torch.tensor(places), self._make_table()[slots], self.cache)
+            return self._decode_compiled(self.layers, torch.tensor(tokens), torch.tensor(places), self._make_table()[slots])
         layout = make_layout(self.cache, self._sequences, [len(row) for row in rows])
         return self._decode(tokens, places, layout, slots)
 
@@ -182,7 +213,8 @@ class PagedRunner(PlanRunner):
         where = torch.tensor(pages, device=device), torch.tensor(positions, device=device)
         plan = PagedDecodePlan(self.cache, layout, *where, longest=max(positions) + 1)
         plan.routes = self.network.record_routes()
-        logits = self._forward(torch.tensor(tokens), plan.positions, plan, None)
+        with self._capturing(plan.pages, plan.offsets):
+            logits = self._forward(torch.tensor(tokens), plan.positions, plan, None)
         plan.record()
         return logits
 

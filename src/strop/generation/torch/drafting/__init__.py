@@ -1,0 +1,1 @@
+"""Speculation with the policy's draft head in the embedded engine."""

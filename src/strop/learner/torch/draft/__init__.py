@@ -1,0 +1,1 @@
+"""Training of a draft head beside the policy."""

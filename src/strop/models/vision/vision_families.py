@@ -1,0 +1,170 @@
+"""How families of vision-language models write an image in a prompt, and what their towers read.
+
+A family is known by its configuration's ``model_type``. The text that stands for an image is that of the family's processor in
+Transformers; the tests compare the two.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Pixels = Mapping[str, Tensor]  # what a tower reads of ONE image, by the names of Transformers
+
+
+def is_vision_config(config: Any) -> bool:
+    """Return whether a configuration is of a vision-language model."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def find_image_token(config: Any) -> int:
+    """Return the id of the token that stands for one row of the vision tower."""
+    value = getattr(config, "image_token_id", None)
+    return int(config.image_token_index if value is None else value)
+
+
+@dataclass(frozen=True)
+class VisionFamily(ABC):
+    """What differs between families. ``config`` is the model's."""
+
+    config: Any
+    bidirectional: bool = False  # tokens of an image attend to each other both ways
+    grid_key: str | None = None  # of the pixels, for rotary positions in three dimensions
+
+    @abstractmethod
+    def placeholder(self, tokenizer: Any) -> str:
+        """What the chat template writes for an image."""
+
+    @abstractmethod
+    def write(self, pixels: Pixels, tokenizer: Any) -> str:
+        """The text that stands for an image, with one image token for each row of the tower."""
+
+    @abstractmethod
+    def count_rows(self, pixels: Pixels) -> int:
+        """Rows that the tower makes of an image."""
+
+    def process(self, processor: Any, image: Any) -> dict[str, Tensor]:
+        """Return what the tower reads of PIL's image."""
+        return {name: torch.as_tensor(value) for name, value in processor(images=[image], return_tensors="pt").items()}
+
+    def check(self, processor: Any) -> None:  # noqa: B027  most families take any settings
+        """Raise ValueError for settings of the image processor that cannot be trained with."""
+
+    def image_token(self, tokenizer: Any) -> str:
+        token: str = tokenizer.convert_ids_to_tokens(find_image_token(self.config))
+        return token
+
+
+class QwenVL(VisionFamily):
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: patches of any number, merged in squares, with rotary positions in three dimensions."""
+
+    def placeholder(self, tokenizer: Any) -> str:
+        return self.image_token(tokenizer)
+
+    def write(self, pixels: Pixels, tokenizer: Any) -> str:
+        return self.image_token(tokenizer) * self.count_rows(pixels)
+
+    def count_rows(self, pixels: Pixels) -> int:
+        merged: int = self.config.vision_config.spatial_merge_size**2
+        return int(pixels["image_grid_thw"].prod()) // merged
+
+
+class Gemma3(VisionFamily):
+    """Gemma 3: a fixed number of tokens between two markers; they attend to each other both ways."""
+
+    def placeholder(self, tokenizer: Any) -> str:
+        token: str = tokenizer.convert_ids_to_tokens(self.config.boi_token_index)
+        return token
+
+    def write(self, pixels: Pixels, tokenizer: Any) -> str:
+        end = tokenizer.convert_ids_to_tokens(self.config.eoi_token_index)
+        return f"\n\n{self.placeholder(tokenizer)}{self.image_token(tokenizer) * self.count_rows(pixels)}{end}\n\n"
+
+    def count_rows(self, pixels: Pixels) -> int:
+        return int(self.config.mm_tokens_per_image)
+
+    def process(self, processor: Any, image: Any) -> dict[str, Tensor]:
+        return {"pixel_values": super().process(processor, image)["pixel_values"]}
+
+    def check(self, processor: Any) -> None:
+        if getattr(processor, "do_pan_and_scan", None):
+            raise ValueError(
+                "the image processor has do_pan_and_scan, which cuts an image into several with text between them; set "
+                "policy.image_processor.do_pan_and_scan=false"
+            )
+
+
+class Llava(VisionFamily):
+    """LLaVA: the patches of an image of one size, with or without the tower's class token."""
+
+    def placeholder(self, tokenizer: Any) -> str:
+        return self.image_token(tokenizer)
+
+    def write(self, pixels: Pixels, tokenizer: Any) -> str:
+        return self.image_token(tokenizer) * self.count_rows(pixels)
+
+    def count_rows(self, pixels: Pixels) -> int:
+        height, width = pixels["pixel_values"].shape[-2:]
+        patch = self.config.vision_config.patch_size
+        has_class = hasattr(self.config.vision_config, "projection_dim")  # CLIP's tower has a class token, SigLIP's has none
+        cut = self.config.vision_feature_select_strategy == "default"
+        rows: int = (height // patch) * (width // patch) + has_class - cut
+        return rows
+
+
+class Idefics3(VisionFamily):
+    """Idefics3 and SmolVLM: an image is cut into tiles, each with its row and column, and stands once more as a whole."""
+
+    def placeholder(self, tokenizer: Any) -> str:
+        return self.image_token(tokenizer)
+
+    def write(self, pixels: Pixels, tokenizer: Any) -> str:
+        rows, columns = int(pixels["rows"]), int(pixels["cols"])
+        fake, images = "<fake_token_around_image>", self.image_token(tokenizer) * self._rows_of_tile
+        tiles = "".join(
+            "".join(f"{fake}<row_{row}_col_{column}>{images}" for column in range(1, columns + 1)) + "\n"
+            for row in range(1, rows + 1)
+        )
+        whole = f"{fake}<global-img>{images}{fake}"
+        return f"{tiles}\n{whole}" if tiles else whole
+
+    def count_rows(self, pixels: Pixels) -> int:
+        return int(pixels["pixel_values"].shape[0]) * self._rows_of_tile
+
+    def process(self, processor: Any, image: Any) -> dict[str, Tensor]:
+        read = processor(images=[image], return_tensors="pt", return_row_col_info=True)
+        tiles = {name: read[name][0] for name in ("pixel_values", "pixel_attention_mask")}  # [tiles, ...]
+        return {**tiles, **{name: torch.tensor(read[name][0][0]) for name in ("rows", "cols")}}
+
+    @property
+    def _rows_of_tile(self) -> int:
+        vision = self.config.vision_config
+        return int((vision.image_size // vision.patch_size) ** 2 // self.config.scale_factor**2)
+
+
+FAMILIES: Mapping[str, tuple[type[VisionFamily], Mapping[str, Any]]] = {
+    "qwen2_vl": (QwenVL, {"grid_key": "image_grid_thw"}),
+    "qwen2_5_vl": (QwenVL, {"grid_key": "image_grid_thw"}),
+    "qwen3_vl": (QwenVL, {"grid_key": "image_grid_thw"}),
+    "gemma3": (Gemma3, {"bidirectional": True}),
+    "llava": (Llava, {}),
+    "idefics3": (Idefics3, {}),
+    "smolvlm": (Idefics3, {}),
+}
+
+
+def find_family(config: Any) -> VisionFamily:
+    """Return the family of a vision-language model. Raises ValueError for one whose images Strop cannot write."""
+    kind = str(getattr(config, "model_type", ""))
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"policy.model_name: models of type {kind!r} read images in a way that Strop does not know; it knows {', '.join(FAMILIES)}. "
+            "Without images in the data the model trains on text"
+        )
+    family, options = FAMILIES[kind]
+    return family(config, **options)

@@ -1,0 +1,41 @@
+"""Draft heads of tiny policies."""
+
+from __future__ import annotations
+
+import torch
+
+from strop.models.draft.eagle_config import new_shape
+from strop.models.draft.eagle_head import EagleHead
+from strop.models.network import Network
+from strop.sampling import Sampling
+from support.algorithms import grpo
+from support.learners import make_torch_learner
+from support.models import to_float64
+from support.rollouts import pack_for, simple_groups
+
+
+def make_learned_head(network: Network, *, steps: int = 30, length: int = 16) -> EagleHead:
+    """Give a network a head that has learned to predict it on random tokens, and is right now and then."""
+    head = add_head(network)
+    learner = make_torch_learner(network, Sampling(), optimizer_kwargs={"lr": 1e-2})
+    for group in learner.optimizer.param_groups:
+        group["lr"] = 0.0  # of the policy
+    learner.scheduler = None
+    for seed in range(steps):
+        shapes = ((4, (length, length)), (3, (length, length)))
+        learner.forward_backward(pack_for(simple_groups(*shapes, seed=seed), grpo()), grpo().loss)
+        learner.step()
+    return head
+
+
+def add_head(network: Network, *, layers: int = 1, seed: int = 0, sharpness: float = 1.0) -> EagleHead:
+    """Give a network a new head, in the network's dtype. ``sharpness`` multiplies its matrices, to be far from a start at 0.02."""
+    head = EagleHead(new_shape(network.model.config, layers=layers))
+    head.initialize(network.head.weight, seed)
+    for parameter in head.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(sharpness)
+    double = next(network.model.parameters()).dtype == torch.float64
+    network.draft = to_float64(head) if double else head
+    assert network.draft is not None
+    return network.draft

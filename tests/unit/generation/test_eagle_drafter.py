@@ -1,0 +1,170 @@
+"""Speculation with a draft head in the embedded engine: no token changes, and drafts are the head's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strop.generation.torch.drafting.eagle_drafter import EagleDrafter
+from strop.generation.torch.paged.paged_runner import PagedRunner
+from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
+from strop.models.attention.tree_plan import TreePlan
+from strop.models.draft.state_capture import StateCapture
+from strop.models.network import Network
+from strop.sampling import Sampling, mix_seed
+from support.drafts import make_learned_head
+from support.models import build
+from support.torch_engine import Request, cache_config, make_engine, make_runner, run_requests
+
+
+@pytest.fixture(scope="module")
+def network() -> Network:
+    network = Network(build("llama", layers=3))
+    make_learned_head(network)
+    return network
+
+
+def make_drafting(
+    network: Network, *, count: int = 3, slots: int = 4, prepack: bool | None = False, pages: int = 12
+) -> TorchEngine:
+    from strop.generation.torch.model_runner import infer_cache_shape
+
+    memory = pages * 16 * (infer_cache_shape(network).bytes_per_token + 4 * 32)
+    config = replace(cache_config(memory, slots=slots, prepack_weights=prepack), speculative_draft=count, paged_cache=True)
+    runner = PagedRunner(network, config, length=48, page=16)
+    return make_engine(runner, drafter=EagleDrafter(network, runner, count))
+
+
+def requests(options: Sampling, count: int = 6) -> list[Request]:
+    prompts = [[7, 8, 9, 10] * 4 + [5], [7, 8, 9, 10] * 4 + [5], [11], list(range(20, 40)), list(range(20, 37)), [3, 4]]
+    return [Request(prompts[place % 6], replace(options, max_new_tokens=24 - place), seed=place) for place in range(count)]
+
+
+OPTIONS = [Sampling(), Sampling(temperature=0.0), Sampling(top_k=5, temperature=0.7)]
+
+
+@pytest.mark.parametrize(
+    ("options", "prepack"),
+    [
+        pytest.param(OPTIONS[0], None, id="plain-kernels"),
+        pytest.param(OPTIONS[2], False, id="filtered-modules"),
+        *(
+            pytest.param(options, prepack, id=f"all-{name}-{kind}", marks=pytest.mark.exhaustive)
+            for name, options in zip(("plain", "greedy", "filtered"), OPTIONS, strict=True)
+            for kind, prepack in (("modules", False), ("kernels", None))
+        ),
+    ],
+)
+def test_a_head_changes_no_token(network: Network, options: Sampling, prepack: bool | None) -> None:
+    wanted = run_requests(make_engine(make_runner(network)), requests(options))
+    engine = make_drafting(network, prepack=prepack)
+    found = run_requests(engine, requests(options))
+    for left, right in zip(found, wanted, strict=True):
+        assert left.tokens.tolist() == right.tokens.tolist()
+        assert torch.allclose(left.logprobs, right.logprobs, atol=1e-4)
+    counts = engine.counters
+    assert counts.drafts > 0 and 0 < counts.accepted_tokens < counts.drafted_tokens
+    logged = engine.collect_metrics()
+    assert logged["generation/acceptance_rate"] == counts.accepted_tokens / counts.drafted_tokens
+    assert logged["generation/tokens_per_draft"] == 1 + counts.accepted_tokens / counts.drafts
+
+
+def test_a_head_changes_no_token_where_memory_runs_short(network: Network) -> None:
+    options = Sampling()
+    wanted = run_requests(make_engine(make_runner(network)), requests(options, 12))
+    engine = make_drafting(network, slots=6, pages=5)
+    found = run_requests(engine, requests(options, 12))
+    assert [each.tokens.tolist() for each in found] == [each.tokens.tolist() for each in wanted]
+    assert engine.counters.preemptions > 0 and engine.counters.accepted_tokens > 0
+    assert engine.drafter is not None and not engine.drafter._progress
+
+
+def draft_slowly(network: Network, sequence: list[int], count: int) -> list[int]:
+    """The head's greedy tokens after a sequence, reading all of it again for each."""
+    head = network.draft
+    assert head is not None
+    read = torch.tensor(sequence[:-1])
+    one = (torch.tensor([0]), torch.tensor([len(read)]), torch.tensor([-1]), network.device)
+    network.use_plan_attention()
+    capture = StateCapture(network.decoder, head.shape.aux_layers)
+    with capture.active():
+        network.decoder(input_ids=read[None], position_ids=torch.arange(len(read))[None], plan=TreePlan(*one), use_cache=False)
+    states: Tensor = head.fuse(capture.take())
+    found: list[int] = []
+    for _ in range(count):
+        tokens = torch.tensor([*sequence[1:], *found])
+        plan = TreePlan(torch.tensor([0]), torch.tensor([len(tokens)]), torch.tensor([-1]), network.device)
+        hidden = head(network.model.get_input_embeddings()(tokens), states, torch.arange(len(tokens)), plan)
+        found.append(int(head.lm_head(head.norm(hidden[-1])).argmax()))
+        states = torch.cat([states, hidden[-1:]])
+    return found
+
+
+@pytest.mark.parametrize(
+    "prepack", [pytest.param(False, id="modules", marks=pytest.mark.exhaustive), pytest.param(None, id="kernels")]
+)
+def test_drafts_are_those_of_a_head_that_reads_everything_again(network: Network, monkeypatch: Any, prepack: bool | None) -> None:
+    seen: list[tuple[list[int], list[int]]] = []
+    propose = EagleDrafter.propose
+
+    def keep(self: EagleDrafter, running: Any, limits: Any) -> list[list[int]]:
+        found = propose(self, running, limits)
+        seen.extend(([*each.prompt, *each.tokens], draft) for each, draft in zip(running, found, strict=True) if draft)
+        return found
+
+    monkeypatch.setattr(EagleDrafter, "propose", keep)
+    run_requests(make_drafting(network, prepack=prepack), requests(Sampling(temperature=0.0)))
+    assert len(seen) > 20 and max(len(draft) for _, draft in seen) == 3
+    with torch.no_grad():
+        for sequence, draft in seen[::2]:
+            assert draft == draft_slowly(network, sequence, len(draft))
+
+
+def test_sampling_with_a_head_follows_the_models_distribution(network: Network) -> None:
+    """Chi-square of the second token of 1,500 requests, drafted each time."""
+    prompt = [7, 8, 9]
+    network.use_native_attention()
+    with torch.no_grad():
+        first = int(network.model(torch.tensor([prompt])).logits[0, -1].argmax())
+        logits = network.model(torch.tensor([[*prompt, first]])).logits[0, -1]
+    network.use_learner_attention()
+    kept = logits.topk(6).indices
+    asked = [Request(prompt, Sampling(max_new_tokens=3, top_k=6), seed=mix_seed(4, place)) for place in range(1500)]
+    engine = make_drafting(network, slots=64, pages=200)
+    found = run_requests(engine, asked)
+    assert engine.counters.drafts == 1500 and engine.counters.accepted_tokens > 20
+    second = torch.tensor([int(each.tokens[1]) for each in found if int(each.tokens[0]) == first])
+    expected = logits[kept].softmax(-1) * len(second)
+    counts = torch.tensor([float((second == token).sum()) for token in kept])
+    assert float(counts.sum()) == len(second) > 200
+    assert float(((counts - expected) ** 2 / expected).sum()) < 20.5, "chi-square with 5 degrees of freedom, p = 0.001"
+
+
+def test_a_head_with_the_policys_distribution_is_always_right(network: Network, monkeypatch: Any) -> None:
+    """Drafts drawn from the policy's own logits with the same numbers are accepted, all of them: that is the coupling."""
+    wanted = run_requests(make_engine(make_runner(network)), requests(Sampling()))
+    whole = [[*request.prompt, *each.tokens.tolist()] for request, each in zip(requests(Sampling()), wanted, strict=True)]
+
+    def know(self: EagleDrafter, running: Any, limits: Any) -> list[list[int]]:
+        found = []
+        for request, limit in zip(running, limits, strict=True):
+            so_far = [*request.prompt, *request.tokens]
+            tokens = next(each for each in whole if each[: len(so_far)] == so_far)
+            found.append(tokens[len(so_far) : len(so_far) + max(limit, 0)])
+        return found
+
+    monkeypatch.setattr(EagleDrafter, "propose", know)
+    engine = make_drafting(network)
+    run_requests(engine, requests(Sampling()))
+    assert engine.counters.accepted_tokens == engine.counters.drafted_tokens > 0
+
+
+def test_an_engine_without_pages_says_that_it_does_not_draft(network: Network, caplog: Any) -> None:
+    config = replace(cache_config(1e6, slots=2), speculative_draft=3, paged_cache=False)
+    with caplog.at_level("WARNING"):
+        engine = make_torch_engine(network, None, config, length=48, stop_ids=())
+    assert engine.drafter is None and "speculative_draft needs a paged cache" in caplog.text
