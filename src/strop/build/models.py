@@ -40,6 +40,7 @@ from strop.models.loading import ModelNotFound, cast_weights, find_stop_token_id
 from strop.models.lora import add_adapters, count_parameters
 from strop.models.malloc import reuse_freed_memory
 from strop.models.network import Network, disable_dropout, freeze_routers
+from strop.models.quantization.float8_training import convert_to_float8
 from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
@@ -202,6 +203,7 @@ def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_
     if config.policy.draft.enabled and isinstance(policy.network, Network):
         policy.network.draft = make_draft_head(policy.network, config.policy.draft, config.training.seed)
     fake_quantize_policy(policy, config.policy, loader)
+    convert_to_float8(policy.network.model, config.policy.fp8, resolve_device(config.policy.device), "policy.fp8")
     return policy
 
 
@@ -254,6 +256,7 @@ def make_critic(config: PpoRunConfig, policy: LoadedPolicy, loader: ModelLoader 
     except ModelNotFound as error:
         raise error.with_key("value.model_name") from error
     _apply_lora(network, config.value, config.ppo.seed)
+    convert_to_float8(network.model, config.value.fp8, resolve_device(config.value.device), "value.fp8")
     return network
 
 

@@ -12,6 +12,7 @@ from strop.data.packing_config import DynamicBatchingConfig, SequencePackingConf
 from strop.learner.megatron.megatron_config import MegatronConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.torch.optimizer_config import EmaConfig, OptimizerConfig, SchedulerConfig
+from strop.models.quantization.float8_config import Float8Config
 from strop.models.tokenizer_config import TokenizerConfig
 from strop.problems import Problem
 
@@ -109,6 +110,7 @@ class ModelConfig(BaseConfig):
     ema: EmaConfig = subsection(EmaConfig)
     dtensor_cfg: DtensorConfig = subsection(DtensorConfig)
     megatron_cfg: MegatronConfig = subsection(MegatronConfig)
+    fp8: Float8Config = subsection(Float8Config)
     sequence_packing: SequencePackingConfig = subsection(SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = subsection(DynamicBatchingConfig)
 
@@ -137,6 +139,7 @@ class ModelConfig(BaseConfig):
         if self.compile is True and not self.megatron_cfg.enabled:
             yield from self._check_compile_alone(key)
         yield from self._check_dequantized(key)
+        yield from self._check_float8(key)
         if not self.dtensor_cfg.enabled and not self.megatron_cfg.enabled:
             yield Problem(
                 f"{key}.dtensor_cfg.enabled",
@@ -151,6 +154,26 @@ class ModelConfig(BaseConfig):
                 "found true, but ranks of Megatron Core read their shards of the files, where weights and scales are apart",
                 f"Set {key}.model_name to a dequantised copy of the model, or policy.backend=torch.",
             )
+
+    def _check_float8(self, key: str) -> Iterator[Problem]:
+        yield from self.fp8.float8_errors(f"{key}.fp8", self.device)
+        if not self.fp8.enabled:
+            return
+        if self.megatron_cfg.enabled:
+            yield Problem(
+                f"{key}.fp8.enabled",
+                "found true, but it is about the torch learner, and Megatron Core trains",
+                f"Set it to false; {key}.megatron_cfg.fp8_cfg.enabled=true trains in FP8 there.",
+            )
+        if (size := self.dtensor_cfg.tensor_parallel_size) > 1:
+            yield Problem(
+                f"{key}.fp8.enabled",
+                f"found true, but tensor-parallel ranks ({key}.dtensor_cfg.tensor_parallel_size = {size}) would each scale their own shard",
+                f"Set it to false, or {key}.dtensor_cfg.tensor_parallel_size=1 and divide the model by FSDP.",
+            )
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        yield from self.fp8.float8_warnings(f"{key}.fp8")
 
     def _check_compile_alone(self, key: str) -> Iterator[Problem]:
         """Yield sections that layers are not compiled beside."""

@@ -257,8 +257,20 @@ class PolicyConfig(QuantConfig, ModelConfig):
     def _check_fake_quant(self, key: str) -> Iterator[Problem]:
         """Yield what rounded weights and inputs do not go together with, in the learner."""
         yield from self.quant_errors(key)
+        if self.fp8.enabled and self.exact_on_policy:
+            yield Problem(
+                f"{key}.exact_on_policy",
+                f"found true, but with {key}.fp8.enabled layers multiply in FP8, which has no exact form",
+                f"Set it to false, or {key}.fp8.enabled=false.",
+            )
         if self.quant_cfg is None:
             return
+        if self.fp8.enabled:
+            yield Problem(
+                f"{key}.fp8.enabled",
+                f"found true, but {key}.quant_cfg is {self.quant_cfg}, and a layer rounds in one way",
+                f"Set it to false, or {key}.quant_cfg=null.",
+            )
         for name, found, reason, fix in (
             ("backend", self.megatron_cfg.enabled, "Megatron Core's layers compute with their weights as they are", "torch"),
             ("compile", self.compile is True, "a compiled layer would compute with its weights as they are", "auto"),
@@ -280,6 +292,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
             )
 
     def warnings(self, key: str) -> Iterator[Problem]:
+        yield from ModelConfig.warnings(self, key)
         yield from self._warn_unused_batch_size(key)
         if self.exact_on_policy and self.generation.uses_vllm:
             yield Problem(
@@ -336,6 +349,7 @@ class RecordedPolicyConfig(PolicyConfig):
         yield from self._check_fake_quant(key)
 
     def warnings(self, key: str) -> Iterator[Problem]:
+        yield from ModelConfig.warnings(self, key)
         yield from self._warn_unused_batch_size(key)
         if self.offload is True:
             yield Problem(f"{key}.offload", "it has no effect: a run on recorded data has no engine to make room for")

@@ -23,7 +23,7 @@ Group = Any  # torch.distributed.ProcessGroup
 
 
 @dataclass(frozen=True)
-class WeightShard:
+class RoundedShard:
     """How the weight of a layer is sharded over tensor-parallel ranks."""
 
     group: Group
@@ -39,7 +39,7 @@ class WeightShard:
 class ShardedFakeQuantLinear(FakeQuantLinear):
     """A fake-quantised layer that computes with this rank's shard of its weight."""
 
-    shard: WeightShard
+    shard: RoundedShard
 
     def forward(self, x: Tensor) -> Tensor:
         dtype, quantizers = product_dtype(x, self.weight), self.quantizers
@@ -62,12 +62,12 @@ class ShardedFakeQuantLinear(FakeQuantLinear):
 def shard_fake_quant_linear(layer: FakeQuantLinear, group: Group, dimension: int) -> None:
     """Change the class of a layer whose weight is about to be sharded, in place."""
     layer.__class__ = ShardedFakeQuantLinear
-    layer.__dict__["shard"] = WeightShard(group, dimension)
+    layer.__dict__["shard"] = RoundedShard(group, dimension)
 
 
 class _ShardStraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, quantizer: TensorQuantizer, shard: WeightShard) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, quantizer: TensorQuantizer, shard: RoundedShard) -> Tensor:
         if not _has_whole_blocks(tensor, quantizer.format, shard.dimension):
             return _round_gathered(tensor, quantizer, shard)
         if quantizer.amax is not None:
@@ -96,7 +96,7 @@ def _find_amax(tensor: Tensor, number_format: NumberFormat, group: Group) -> Ten
     return amax
 
 
-def _round_gathered(tensor: Tensor, quantizer: TensorQuantizer, shard: WeightShard) -> Tensor:
+def _round_gathered(tensor: Tensor, quantizer: TensorQuantizer, shard: RoundedShard) -> Tensor:
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(shard.group))]
     dist.all_gather(parts, tensor.contiguous(), group=shard.group)
     whole = quantizer.round_detached(torch.cat(parts, shard.dimension))

@@ -11,7 +11,7 @@ from tests.support.ranks import run_on_ranks
 from torch import Tensor
 
 from strop.learner.parallel.parallel_dims import ParallelDims
-from strop.learner.parallel.sharded_fake_quant import WeightShard
+from strop.learner.parallel.sharded_fake_quant import RoundedShard
 from strop.models.fake_quant.tensor_quantizer import FORMATS, TensorQuantizer
 from support.parity import Case, Differences, compare, make_batch, train, train_on_rank
 
@@ -58,7 +58,7 @@ def test_ranks_train_as_one_process_does(name: str) -> None:
 def round_shards(rank: int, tensor: Tensor, names: list[str]) -> dict[tuple[str, int], Tensor]:
     group = torch.distributed.group.WORLD
     return {
-        (name, dimension): WeightShard(group, dimension).round(tensor.chunk(2, dimension)[rank], TensorQuantizer(FORMATS[name]))
+        (name, dimension): RoundedShard(group, dimension).round(tensor.chunk(2, dimension)[rank], TensorQuantizer(FORMATS[name]))
         for name in names
         for dimension in (0, 1)
     }
