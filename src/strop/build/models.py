@@ -33,7 +33,7 @@ from strop.models.draft.eagle_config import new_shape
 from strop.models.draft.eagle_files import find_head_folder, load_head
 from strop.models.draft.eagle_head import EagleHead
 from strop.models.fake_quant.apply_fake_quant import apply_fake_quant
-from strop.models.fake_quant.calibration import calibrate_inputs, needs_calibration, set_input_scales
+from strop.models.fake_quant.calibration import calibrate_inputs, needs_calibration, save_input_scales, set_input_scales
 from strop.models.fake_quant.calibration_texts import read_calibration_tokens
 from strop.models.fake_quant.modelopt_config import read_quant_config
 from strop.models.loading import ModelNotFound, cast_weights, find_stop_token_ids, load_model, load_tokenizer, read_stop_token_ids
@@ -405,4 +405,5 @@ def write_model_folder(policy: LoadedPolicy, folder: Path) -> Path:
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
+    save_input_scales(model, folder)
     return folder

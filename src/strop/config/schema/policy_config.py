@@ -284,6 +284,13 @@ class PolicyConfig(QuantConfig, ModelConfig):
 
     def _check_quantized_sampling(self, key: str) -> Iterator[Problem]:
         """Yield what rounded weights and inputs do not go together with, in the engine."""
+        adapters = self.dtensor_cfg.lora_cfg.enabled and self.generation.uses_vllm
+        if self.quant_cfg is not None and adapters and not self.generation.weight_sync.adapters_alone:
+            yield Problem(
+                f"{key}.generation.weight_sync.adapters_alone",
+                f"found false, but with {key}.quant_cfg adapters are added to rounded weights, and what is merged is rounded otherwise",
+                f"Set it to true, or {key}.quant_cfg=null.",
+            )
         if self.quant_cfg is not None and self.exact_on_policy:
             yield Problem(
                 f"{key}.exact_on_policy",
@@ -294,6 +301,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
     def warnings(self, key: str) -> Iterator[Problem]:
         yield from ModelConfig.warnings(self, key)
         yield from self._warn_unused_batch_size(key)
+        yield from self._warn_rounded_sampling(key)
         if self.exact_on_policy and self.generation.uses_vllm:
             yield Problem(
                 f"{key}.exact_on_policy",
@@ -320,6 +328,21 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 "the head is trained, but no engine of this run drafts with it",
                 f"{key}.generation.{option} does.",
             )
+
+    def _warn_rounded_sampling(self, key: str) -> Iterator[Problem]:
+        """What the learner rounds and an engine does not."""
+        correction = (
+            "loss_fn.use_importance_sampling_correction=true corrects it, and train/token_mult_prob_error says how large it is; "
+            f"{key}.generation.backend=torch samples with what the learner computes."
+        )
+        if self.quant_cfg is not None and self.generation.uses_vllm and self.rounds_inputs:
+            yield Problem(
+                f"{key}.quant_cfg",
+                f"{self.quant_cfg} rounds inputs of layers, and vLLM samples with rounded weights but with inputs as they are",
+                correction,
+            )
+        if self.fp8.enabled and self.generation.uses_vllm:
+            yield Problem(f"{key}.fp8.enabled", "the learner multiplies in FP8, and vLLM in its own precision", correction)
 
     def _warn_unused_batch_size(self, key: str) -> Iterator[Problem]:
         if self.generation_batch_size is not None:
