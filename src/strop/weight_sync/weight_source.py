@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from strop.weight_sync.base import Manifest, NamedTensors
-from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
+from strop.weight_sync.fingerprints import combine_fingerprints, fingerprint, normalize_zeros
+from strop.weight_sync.sent_precision import SentPrecision
 
 GATHERED_AHEAD = 256 << 20  # bytes of full tensors that are gathered at the same time
 
@@ -98,6 +99,21 @@ def _finish(dealt: DealtWeight, pending: PendingWeight, rank: int) -> Iterator[t
         yield dealt.weight, tensor
 
 
+def choose_sent_dtype(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the data type that a tensor is sent in: ``dtype``, or its own if that is None.
+
+    Integers keep their own, and so does the bias by which a router chooses experts: engines hold it in float32, since rounding it changes
+    which experts are chosen.
+    """
+    keeps = dtype is None or not tensor.is_floating_point() or name.endswith("e_score_correction_bias")
+    return tensor.dtype if dtype is None or keeps else dtype
+
+
+def is_tensor_of_experts(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor holds the same weight of each expert of a layer, [experts, ...]."""
+    return ".experts." in name and tensor.dim() >= 2 and not name.endswith(".weight")
+
+
 def local_weights(
     tensors: NamedTensors,
     device: torch.device | None = None,
@@ -143,24 +159,50 @@ def remove_tied(weights: Iterable[Weight]) -> UntiedWeights:
     return UntiedWeights(tuple(untied), aliases)
 
 
+@dataclass(frozen=True)
+class RoundedWeights:
+    """The weights of a publish that the engines have in low precision."""
+
+    precision: SentPrecision
+    names: frozenset[str]
+
+
 @dataclass
 class OutgoingWeights:
-    """The tensors that one rank sends: an iterable that gathers and casts them and records their fingerprints."""
+    """The tensors that one rank sends: an iterable that gathers, casts and rounds them and records their fingerprints."""
 
     gathered: Iterator[tuple[Weight, Tensor]]  # of ``gather_dealt``
     manifest: Manifest
     read_back: bool  # also fingerprint the tensors with -0.0 replaced by 0.0, for comparison with what is read back
+    rounded: RoundedWeights | None = None
     sent_fingerprints: dict[str, int] = field(default_factory=dict)
     read_back_fingerprints: dict[str, int] = field(default_factory=dict)
+    expert_fingerprints: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the experts of a tensor that has several
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         dtypes = {entry.name: entry.dtype for entry in self.manifest.entries}
         for weight, tensor in self.gathered:
             cast = weight.to_sent(tensor, dtypes[weight.name])
-            self.sent_fingerprints[weight.name] = fingerprint(cast)
+            held = self._round(weight.name, cast)
+            sent = cast if self.rounded is not None and self.rounded.precision.by_engine else held
+            self.sent_fingerprints[weight.name] = fingerprint(sent)
             if self.read_back:
-                self.read_back_fingerprints[weight.name] = fingerprint(normalize_zeros(cast))
-            yield weight.name, cast
+                self._fingerprint_for_read_back(weight.name, normalize_zeros(held))
+            yield weight.name, sent
+
+    def _round(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what an engine computes with that is sent this tensor."""
+        if self.rounded is None or name not in self.rounded.names:
+            return tensor
+        return self.rounded.precision.round(tensor)
+
+    def _fingerprint_for_read_back(self, name: str, tensor: Tensor) -> None:
+        if not is_tensor_of_experts(name, tensor):
+            self.read_back_fingerprints[name] = fingerprint(tensor)
+            return
+        experts = tuple(fingerprint(each[None], rows=index) for index, each in enumerate(tensor))
+        self.expert_fingerprints[name] = experts
+        self.read_back_fingerprints[name] = combine_fingerprints(experts)
 
     def finish(self) -> None:
         """Gather what was not sent: other ranks wait for this one's shards."""
@@ -178,7 +220,7 @@ class WeightSnapshot:
     def update(self, weights: Iterable[tuple[Weight, Tensor]], dtype: torch.dtype) -> list[Weight]:
         """Copy gathered weights into the snapshot, reusing its memory, in the data types they are sent in. Return the copies."""
         for weight, tensor in weights:
-            sent_dtype = dtype if weight.spec.is_floating_point() else weight.spec.dtype
+            sent_dtype = choose_sent_dtype(weight.name, weight.spec, dtype)
             if weight.name not in self._tensors:
                 self._tensors[weight.name] = torch.empty(weight.spec.shape, dtype=sent_dtype, device="cpu")
             self._tensors[weight.name].copy_(weight.to_sent(tensor, sent_dtype))

@@ -49,7 +49,6 @@ NOTHING = [  # keys of recipes that Strop does not have, and one of no library
     "policy.generation.real_quant",
     "policy.generation.vllm_cfg.is_mx",
     "policy.generation.bad_words",
-    "policy.draft",
     "policy.fuse_loss",
     "policy.sequence_packing.algorithm",
     "data.train.data_files",

@@ -74,8 +74,9 @@ class PolicyConfig(QuantConfig, ModelConfig):
         yield from self._check_adapter_dropout(f"{key}.dtensor_cfg.lora_cfg.dropout", self.dtensor_cfg.lora_cfg)
         if self.megatron_cfg.enabled:
             yield from self._check_adapter_dropout(f"{key}.megatron_cfg.peft.dropout", self.megatron_cfg.peft)
-        yield from self._check_engine_length(f"{key}.generation.vllm_cfg.max_model_len")
+        yield from self._check_engine_length(f"{key}.generation")
         yield from self._check_router_replay(key)
+        yield from self._check_sglang_draft(key)
         yield from self._check_compile(key)
         yield from self._check_draft(key)
         if self.exact_on_policy:
@@ -102,17 +103,24 @@ class PolicyConfig(QuantConfig, ModelConfig):
             )
 
     def _check_engine_length(self, key: str) -> Iterator[Problem]:
-        length, total = self.generation.vllm_cfg.max_model_len, self.max_total_sequence_length
-        if self.generation.uses_vllm and length < total:
+        length, total = self.generation.engine_options.max_model_len, self.max_total_sequence_length
+        if self.generation.uses_engines and length < total:
             yield Problem(
-                key,
+                f"{key}.sglang_cfg.context_length" if self.generation.uses_sglang else f"{key}.vllm_cfg.max_model_len",
                 f"found {length}, but a rollout may have policy.max_total_sequence_length = {total} tokens, and the engine would truncate "
                 "it earlier",
                 f"Leave it unset, set it to {total} or more, or lower policy.max_total_sequence_length.",
             )
 
     def _check_router_replay(self, key: str) -> Iterator[Problem]:
-        if not self.router_replay.enabled or not self.generation.uses_vllm:
+        if not self.router_replay.enabled or not self.generation.uses_engines:
+            return
+        if self.generation.uses_sglang:
+            yield Problem(
+                f"{key}.router_replay.enabled",
+                "found true, but the experts of tokens are not read from SGLang",
+                f"Set {key}.generation.backend to torch or vllm, or {key}.router_replay.enabled=false.",
+            )
             return
         if self.device == "cpu":
             yield Problem(
@@ -192,6 +200,14 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 f"Set it to false, or {key}.backend=torch with sizes of 1 in {key}.dtensor_cfg.",
             )
 
+    def _check_sglang_draft(self, key: str) -> Iterator[Problem]:
+        if self.draft.enabled and self.generation.uses_sglang:
+            yield Problem(
+                f"{key}.draft.enabled",
+                "found true, but a head that is trained is not sent to SGLang's engines",
+                f"Set {key}.generation.backend to vllm or torch, or {key}.draft.enabled=false.",
+            )
+
     def _check_speculation(self, key: str) -> Iterator[Problem]:
         """Yield a head that vLLM would not find, or not receive."""
         drafts = self.generation.vllm_cfg.speculation
@@ -229,6 +245,12 @@ class PolicyConfig(QuantConfig, ModelConfig):
             yield Problem(
                 f"{key}.exact_on_policy",
                 "found true, but vLLM has a batch-invariant mode on GPUs alone",
+                f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
+            )
+        if self.generation.uses_sglang:
+            yield Problem(
+                f"{key}.exact_on_policy",
+                "found true, but SGLang's agreement with the learner to the last bit has not been tried",
                 f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
             )
         if not self.sequence_packing.enabled:
@@ -321,7 +343,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
     def _warn_unused_draft(self, key: str) -> Iterator[Problem]:
         engine = self.generation
         used = engine.vllm_cfg.speculation.method == "eagle3" if engine.uses_vllm else engine.torch_cfg.speculative_draft > 0
-        if self.draft.enabled and not used:
+        if self.draft.enabled and not used and not engine.uses_sglang:
             option = "vllm_cfg.speculation.method=eagle3" if engine.uses_vllm else "torch_cfg.speculative_draft=3"
             yield Problem(
                 f"{key}.draft.enabled",

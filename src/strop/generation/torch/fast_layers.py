@@ -107,7 +107,8 @@ def find_obstacle(network: Network) -> str | None:
         return f"weights are in {', '.join(sorted(other))}, and they round where float32 weights do"
     if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
         return "the weights are sharded"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+    read = model if network.vision is None else decoder  # a tower is not theirs
+    if any(module._forward_hooks or module._forward_pre_hooks for module in read.modules()):
         return "modules have hooks, which they would not call"
     if any(is_float8(module) for module in model.modules()):
         return "policy.fp8 multiplies in FP8"

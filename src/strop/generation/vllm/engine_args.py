@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.generation.generation_config import GenerationConfig
+from strop.generation.vllm.quantized.fp8_launch import fp8_environment, make_fp8_args, merge_overrides
 from strop.generation.vllm.vllm_config import VllmConfig
 from strop.safety.remote_code import trusts_remote_code
 
@@ -28,9 +29,10 @@ RESERVED_ARGS = {  # vLLM arguments that Strop sets itself -> what to set instea
     "enable_prefix_caching": "policy.generation.vllm_cfg.enable_prefix_caching",
     "speculative_config": "policy.generation.vllm_cfg.speculation",
     "enable_lora": "policy.dtensor_cfg.lora_cfg.enabled",
-    "quantization": "nothing: rollouts use the trained weights unquantized",
+    "quantization": "policy.generation.vllm_cfg.precision=fp8, or policy.generation.quantization.format",
     "data_parallel_size": "policy.generation.vllm_cfg.num_engines",
     "enable_return_routed_experts": "policy.router_replay.enabled",
+    "mm_device_do_normalize": "nothing: images are normalized where the learner's are",
 }
 CPU_BLOCK_SIZE = 32  # tokens: with vLLM's CPU default of 128, shorter prompts would never be in the prefix cache
 CPU_CACHE_GB = 2.0
@@ -68,6 +70,7 @@ class VllmLaunch:
     tokenizer: str = ""  # a folder or a name; empty: that of the model
     max_lora_rank: int | None = None  # LoRA adapters of at most this rank are loaded over the base weights
     return_routes: bool = False  # the experts of each token, for router replay
+    reads_images: bool = False  # a vision-language model
     batch_invariant: bool = False  # the bits of a token do not depend on the batch; vLLM has this mode on GPUs
     environment: Mapping[str, str] = field(default_factory=dict)  # where the engine runs: its CPU threads or its GPUs
     draft: str = ""  # folder of the draft head that the learner trains and sends
@@ -85,7 +88,8 @@ class VllmLaunch:
             {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.return_routes else {}
         )  # the other one does not say the experts of tokens
         invariant = {"VLLM_BATCH_INVARIANT": "1"} if self.batch_invariant else {}
-        own = {**start, **routes, **invariant, **self.environment, **self.config.vllm_cfg.env_vars}
+        fp8 = fp8_environment(self.config)
+        own = {**start, **routes, **invariant, **fp8, **self.environment, **self.config.vllm_cfg.env_vars}
         if not self.nodes:
             return own
         spanned = {
@@ -125,7 +129,7 @@ def make_engine_args(launch: VllmLaunch) -> Any:
         "model": launch.model,
         "trust_remote_code": trusts_remote_code(),
         "tokenizer": launch.tokenizer or launch.model,
-        "dtype": config.precision,
+        "dtype": config.dtype,
         "load_format": "auto" if launch.load_weights else "dummy",
         "max_model_len": config.max_model_len,
         "tensor_parallel_size": config.tensor_parallel_size,
@@ -155,6 +159,8 @@ def make_engine_args(launch: VllmLaunch) -> Any:
         args["speculative_config"] = make_speculative_config(config, launch.draft)
     if launch.sleep_level:
         args["enable_sleep_mode"] = True
+    if launch.reads_images:
+        args |= make_image_args(on_cpu=launch.on_cpu)
     if launch.return_routes:
         if launch.on_cpu:
             raise ValueError(
@@ -162,7 +168,17 @@ def make_engine_args(launch: VllmLaunch) -> Any:
                 "Triton and a GPU; set policy.generation.backend=torch, or policy.router_replay.enabled=false"
             )
         args |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}  # they are kept beside the prefix cache
-    return AsyncEngineArgs(**{**args, **generation.vllm_kwargs})
+    args |= make_fp8_args(generation, launch.model)
+    return AsyncEngineArgs(**merge_overrides(args, generation.vllm_kwargs))
+
+
+def make_image_args(*, on_cpu: bool) -> dict[str, Any]:
+    """Return what vLLM is told about images; ``vllm_kwargs`` change it (``limit_mm_per_prompt``, ``skip_mm_profiling``).
+
+    It gets pixels that are made already, with the learner's normalization: it must not normalize them again, nor keep them by their names.
+    """
+    args: dict[str, Any] = {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0}
+    return {**args, "skip_mm_profiling": True} if on_cpu else args
 
 
 def make_speculative_config(config: VllmConfig, draft: str = "") -> dict[str, Any]:

@@ -7,6 +7,7 @@ from strop.config.recipes.nemo_rl.data_rules import DATA_RULES
 from strop.config.recipes.nemo_rl.environment_rules import ENVIRONMENT_RULES
 from strop.config.recipes.nemo_rl.generation_rules import GENERATION_RULES
 from strop.config.recipes.nemo_rl.loss_rules import LOSS_RULES
+from strop.config.recipes.nemo_rl.media.media_rules import MEDIA_RULES
 from strop.config.recipes.nemo_rl.megatron.megatron_rules import MEGATRON_RULES
 from strop.config.recipes.nemo_rl.model_rules import MODEL_RULES
 from strop.config.recipes.nemo_rl.optimizer_rules import OPTIMIZER_RULES
@@ -23,6 +24,7 @@ NEMO_RL_RULES: tuple[Rule, ...] = (
     *UNSUPPORTED_RULES,
     translate_modelopt,
     *SINGLE_CONTROLLER_RULES,
+    *MEDIA_RULES,
     *RUN_RULES,
     *ENVIRONMENT_RULES,
     *ADVANTAGE_RULES,
