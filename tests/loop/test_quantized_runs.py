@@ -45,6 +45,36 @@ def test_inputs_are_rounded_alike_too(source: str, precision: str, tiny: Path, t
     assert max(errors(tmp_path)) < (1e-5 if precision == "bfloat16" else 2e-3)
 
 
+BLOCKS = """
+quant_cfg:
+  - {quantizer_name: '*', enable: false}
+  - {quantizer_name: '*weight_quantizer', cfg: {num_bits: e4m3, block_sizes: {-1: 128, -2: 128}}}
+  - {quantizer_name: '*input_quantizer', cfg: {num_bits: e4m3, type: dynamic, block_sizes: {-1: 128}}}
+  - {quantizer_name: '*lm_head*', enable: false}
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fake", [True, False])
+def test_fp8_rollouts_are_of_the_policy_where_the_learner_rounds_as_the_engine_does(
+    fake: bool, tiny: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "blocks.yaml").write_text(BLOCKS)
+    settings = {
+        "policy.precision": "bfloat16",
+        "policy.generation.quantization.format": "fp8_block",
+        "policy.generation.quantization.emulate": True,
+        "loss_fn.use_importance_sampling_correction": True,
+        "loss_fn.truncated_importance_sampling_type": "tis",
+        "loss_fn.truncated_importance_sampling_ratio": 2,
+        "policy.quant_cfg": str(tmp_path / "blocks.yaml") if fake else None,
+    }
+    outcome = grpo(tiny, tmp_path, **SHORT, **settings)
+    assert outcome.code == 0, outcome.err
+    worst = max(errors(tmp_path))
+    assert worst < 1e-4 if fake else worst > 3e-3
+
+
 @pytest.mark.exhaustive
 def test_a_killed_run_goes_on_to_the_bit(tiny: Path, tmp_path: Path) -> None:
     settings = {"policy.quant_cfg": "FP8_DEFAULT_CFG", "policy.quant_calib_data": "random", "policy.quant_calib_size": 4}
@@ -56,8 +86,14 @@ def test_a_killed_run_goes_on_to_the_bit(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("source", ["W4A16_NVFP4_CFG", "NVFP4_DEFAULT_CFG"])
-@pytest.mark.parametrize("options", [{}, {"policy.dtensor_cfg.lora_cfg.enabled": True, "policy.dtensor_cfg.lora_cfg.dim": 4}])
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ("W4A16_NVFP4_CFG", {}),
+        ("NVFP4_DEFAULT_CFG", {}),
+        ("W4A16_NVFP4_CFG", {"policy.dtensor_cfg.lora_cfg.enabled": True, "policy.dtensor_cfg.lora_cfg.dim": 4}),
+    ],
+)
 def test_ranks_send_rounded_weights_to_an_engine_in_another_process(
     source: str, options: dict[str, Any], tiny: Path, tmp_path: Path
 ) -> None:

@@ -265,7 +265,9 @@ def fake_quantize_policy(policy: LoadedPolicy, config: PolicyConfig, loader: Mod
     if config.quant_cfg is None:
         return
     network = policy.network
-    log.info("policy.quant_cfg: %s", apply_fake_quant(network.model, read_quant_config(config.quant_cfg)))
+    engine_rounds = config.generation.weight_format is not None  # to the same format, as the configuration's check sees to
+    summary = apply_fake_quant(network.model, read_quant_config(config.quant_cfg), sends_rounded=not engine_rounds)
+    log.info("policy.quant_cfg: %s", summary)
 
     def find_scales() -> Mapping[str, float]:
         source = str(config.quant_calib_data)

@@ -31,7 +31,7 @@ def build_torch_engine(
         disable_dropout(model)
         network = Network(model, precision=PRECISIONS[config.precision], packed=packed)
         cast_weights(model, PRECISIONS[config.weights_dtype])
-        if config.quant_cfg is not None:  # weights arrive rounded
+        if config.quant_cfg is not None and config.generation.weight_format is None:  # weights arrive rounded
             apply_fake_quant(model, read_quant_config(config.quant_cfg), keeps_rounded=True)
             load_input_scales(model, folder)
         convert_to_float8(model, config.fp8, device, "policy.fp8")

@@ -96,8 +96,19 @@ def test_the_torch_learner_trains_what_megatron_core_cannot_round(tmp_path: Path
         ("policy.exact_on_policy=true", "rounded in passes that have no exact form"),
         ("policy.compile=true", "a compiled layer would compute with its weights as they are"),
         ("policy.quant_cfg=FP8_DEFAULT", "Did you mean FP8_DEFAULT_CFG"),
+        (
+            "policy.generation.quantization={format: fp8_block, emulate: true}",
+            "rounds weights to nvfp4, and the engine rounds them to",
+        ),
     ],
 )
 def test_what_quantisation_does_not_go_together_with_is_refused(override: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, override)
+
+
+def test_adapters_beside_rounded_inputs_need_an_engine_in_the_learner_s_process(tmp_path: Path) -> None:
+    lora = "policy.dtensor_cfg.lora_cfg.enabled=true"
+    assert load(tmp_path, lora).config.policy.dtensor_cfg.lora_cfg.enabled
+    with pytest.raises(ConfigError, match="torch engines in other processes have the adapters merged"):
+        load(tmp_path, lora, "cluster.backend=ray")
