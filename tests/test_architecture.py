@@ -48,6 +48,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "sglang": ("generation/sglang/",),
     "megatron": ("learner/megatron/",),
     "transformers": ("models/",),
+    "torchao": ("models/quantization/",),
     "safetensors": ("models/", "learner/", "checkpointing/", "weight_sync/"),
     "huggingface_hub": ("models/", "data/"),
     "datasets": ("data/", "api.py"),  # api.py names its type

@@ -27,6 +27,9 @@ from strop.learner.parallel.rank_zero_loading import load_on_rank_zero
 from strop.learner.parallel.sharded import parallelize_head, parallelize_network
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer
+from strop.models.fake_quant.apply_fake_quant import apply_fake_quant, iter_static_inputs
+from strop.models.fake_quant.calibration import set_input_scales
+from strop.models.fake_quant.modelopt_config import read_quant_config
 from strop.models.loading import cast_weights
 from strop.models.network import Network, freeze_routers
 from strop.models.routing.router_loss_config import RouterLossConfig
@@ -77,6 +80,7 @@ class Case:
     fused: bool = False  # adapters share A where Megatron Core has one layer: of queries, keys and values, and of gate and up
     frozen_routers: bool = False
     router_losses: bool = False  # of load balancing and of large logits
+    quant_cfg: str | None = None  # fake-quantised; static scales of inputs are 4
     replayed: bool = False  # with recorded experts for most tokens
     value: bool = False  # train a separate critic
     head: bool = False  # train a critic that is a head on the policy
@@ -127,6 +131,9 @@ def build_network(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda 
     network = kind(model, precision=case.precision or case.dtype, chunk=5, packed=case.packed)
     if case.replayed:
         network.enable_router_replay()
+    if case.quant_cfg is not None:
+        apply_fake_quant(model, read_quant_config(case.quant_cfg))
+        set_input_scales(model, {name: 4.0 for name, _ in iter_static_inputs(model)})
     return network
 
 

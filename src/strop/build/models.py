@@ -34,7 +34,7 @@ from strop.models.draft.eagle_config import new_shape
 from strop.models.draft.eagle_files import find_head_folder, load_head
 from strop.models.draft.eagle_head import EagleHead
 from strop.models.fake_quant.apply_fake_quant import apply_fake_quant
-from strop.models.fake_quant.calibration import calibrate_inputs, needs_calibration, set_input_scales
+from strop.models.fake_quant.calibration import calibrate_inputs, needs_calibration, save_input_scales, set_input_scales
 from strop.models.fake_quant.calibration_texts import read_calibration_tokens
 from strop.models.fake_quant.modelopt_config import read_quant_config
 from strop.models.loading import (
@@ -50,6 +50,7 @@ from strop.models.loading import (
 from strop.models.lora import add_adapters, count_parameters
 from strop.models.malloc import reuse_freed_memory
 from strop.models.network import Network, disable_dropout, freeze_routers
+from strop.models.quantization.float8_training import convert_to_float8
 from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork
 from strop.models.vision.vision_processor import find_vision_processor
@@ -191,7 +192,9 @@ def load_policy(config: ModelConfig, seed: int = 0, loader: ModelLoader = LOCAL_
     Raises ModelNotFound, ValueError.
     """
     device = prepare_device(config.device, config.num_threads)
-    load = partial(load_model, config.model_name, overrides=config.hf_config_overrides)
+    load = partial(
+        load_model, config.model_name, overrides=config.hf_config_overrides, dequantize=config.dequantize_base_checkpoint
+    )
     model = loader.load_model(load, device)
     for name in disable_dropout(model):
         log.warning("dropout of %s is disabled: with it, generator and learner would compute different log-probabilities", name)
@@ -239,6 +242,7 @@ def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_
             policy.network.head.weight, policy.network.model.config, config.policy.draft, config.training.seed
         )
     fake_quantize_policy(policy, config.policy, loader)
+    convert_to_float8(policy.network.model, config.policy.fp8, resolve_device(config.policy.device), "policy.fp8")
     return policy
 
 
@@ -266,7 +270,9 @@ def fake_quantize_policy(policy: LoadedPolicy, config: PolicyConfig, loader: Mod
     if config.quant_cfg is None:
         return
     network = policy.network
-    log.info("policy.quant_cfg: %s", apply_fake_quant(network.model, read_quant_config(config.quant_cfg)))
+    engine_rounds = config.generation.weight_format is not None  # to the same format, as the configuration's check sees to
+    summary = apply_fake_quant(network.model, read_quant_config(config.quant_cfg), sends_rounded=not engine_rounds)
+    log.info("policy.quant_cfg: %s", summary)
 
     def find_scales() -> Mapping[str, float]:
         source = str(config.quant_calib_data)
@@ -294,6 +300,7 @@ def make_critic(config: PpoRunConfig, policy: LoadedPolicy, loader: ModelLoader 
     except ModelNotFound as error:
         raise error.with_key("value.model_name") from error
     _apply_lora(network, config.value, config.ppo.seed)
+    convert_to_float8(network.model, config.value.fp8, resolve_device(config.value.device), "value.fp8")
     return network
 
 
@@ -350,7 +357,14 @@ def make_each_learner(
 
 def _load_value_network(config: ModelConfig, seed: int, loader: ModelLoader, init_std: float | None = None) -> ValueNetwork:
     device = prepare_device(config.device, config.num_threads)
-    load = partial(load_classifier, config.model_name, overrides=config.hf_config_overrides, seed=seed, init_std=init_std)
+    load = partial(
+        load_classifier,
+        config.model_name,
+        overrides=config.hf_config_overrides,
+        seed=seed,
+        init_std=init_std,
+        dequantize=config.dequantize_base_checkpoint,
+    )
     model = loader.load_model(load, device)
     disable_dropout(model)
     network: ValueNetwork = _make_network(ValueNetwork, model, config, loader)
@@ -437,4 +451,5 @@ def write_model_folder(policy: LoadedPolicy, folder: Path) -> Path:
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     policy.save(folder)
+    save_input_scales(model, folder)
     return folder

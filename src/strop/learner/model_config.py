@@ -13,6 +13,7 @@ from strop.learner.megatron.megatron_config import MegatronConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.torch.optimizer_config import EmaConfig, OptimizerConfig, SchedulerConfig
 from strop.models.image_processor_config import ImageProcessorConfig
+from strop.models.quantization.float8_config import Float8Config
 from strop.models.routing.router_loss_config import RouterLossConfig
 from strop.models.tokenizer_config import TokenizerConfig
 from strop.problems import Problem
@@ -26,6 +27,7 @@ class ModelConfig(BaseConfig):
         "hf_config_overrides",
         "weights_dtype",
         "freeze_moe_router",
+        "dequantize_base_checkpoint",
         "freeze_vision_tower",
     )
     unrelated_keys: ClassVar[tuple[str, ...]] = (
@@ -43,6 +45,11 @@ class ModelConfig(BaseConfig):
     image_processor: ImageProcessorConfig = subsection(ImageProcessorConfig)
     hf_config_overrides: dict[str, Any] = Field(
         default_factory=dict, description="Values set on the model's Hugging Face configuration."
+    )
+    dequantize_base_checkpoint: bool = Field(
+        False,
+        description="Dequantise the weights of model_name while they are loaded: FP8 in blocks, MXFP4 or compressed-tensors. A checkpoint "
+        "without quantised weights is loaded as it is.",
     )
     device: Device = Field("auto", description="cpu, cuda or cuda:N; auto is the first GPU if there is one.")
     num_threads: int | None = Field(None, ge=1, description="CPU threads; null is torch's own choice (threads).")
@@ -113,6 +120,7 @@ class ModelConfig(BaseConfig):
     ema: EmaConfig = subsection(EmaConfig)
     dtensor_cfg: DtensorConfig = subsection(DtensorConfig)
     megatron_cfg: MegatronConfig = subsection(MegatronConfig)
+    fp8: Float8Config = subsection(Float8Config)
     sequence_packing: SequencePackingConfig = subsection(SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = subsection(DynamicBatchingConfig)
 
@@ -140,6 +148,8 @@ class ModelConfig(BaseConfig):
     def errors(self, key: str) -> Iterator[Problem]:
         if self.compile is True and not self.megatron_cfg.enabled:
             yield from self._check_compile_alone(key)
+        yield from self._check_dequantized(key)
+        yield from self._check_float8(key)
         if self.router_losses.observes:
             yield from self._check_router_losses(f"{key}.router_losses", key)
         if not self.dtensor_cfg.enabled and not self.megatron_cfg.enabled:
@@ -148,6 +158,34 @@ class ModelConfig(BaseConfig):
                 f"found false, and {key}.megatron_cfg.enabled is false too, which leaves no learner",
                 f"Set {key}.dtensor_cfg.enabled=true.",
             )
+
+    def _check_dequantized(self, key: str) -> Iterator[Problem]:
+        if self.dequantize_base_checkpoint and self.megatron_cfg.enabled:
+            yield Problem(
+                f"{key}.dequantize_base_checkpoint",
+                "found true, but ranks of Megatron Core read their shards of the files, where weights and scales are apart",
+                f"Set {key}.model_name to a dequantised copy of the model, or policy.backend=torch.",
+            )
+
+    def _check_float8(self, key: str) -> Iterator[Problem]:
+        yield from self.fp8.float8_errors(f"{key}.fp8", self.device)
+        if not self.fp8.enabled:
+            return
+        if self.megatron_cfg.enabled:
+            yield Problem(
+                f"{key}.fp8.enabled",
+                "found true, but it is about the torch learner, and Megatron Core trains",
+                f"Set it to false; {key}.megatron_cfg.fp8_cfg.enabled=true trains in FP8 there.",
+            )
+        if (size := self.dtensor_cfg.tensor_parallel_size) > 1:
+            yield Problem(
+                f"{key}.fp8.enabled",
+                f"found true, but tensor-parallel ranks ({key}.dtensor_cfg.tensor_parallel_size = {size}) would each scale their own shard",
+                f"Set it to false, or {key}.dtensor_cfg.tensor_parallel_size=1 and divide the model by FSDP.",
+            )
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        yield from self.fp8.float8_warnings(f"{key}.fp8")
 
     def _check_router_losses(self, section: str, key: str) -> Iterator[Problem]:
         """Yield what the losses of routers do not go with."""

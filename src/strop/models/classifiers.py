@@ -14,10 +14,12 @@ from strop.models.loading import (
     apply_overrides,
     from_pretrained,
     load_base_config,
+    load_dequantized,
     load_model,
     locate_model,
     quiet_transformers,
 )
+from strop.models.quantization.quantized_checkpoint import check_quantized
 from strop.models.value_network import get_score_layer
 from strop.safety.remote_code import trusts_remote_code
 
@@ -27,14 +29,20 @@ _CLASSIFIER = "ForSequenceClassification"
 
 
 def load_classifier(
-    name: str, *, overrides: Mapping[str, Any] | None = None, device: str = "cpu", seed: int = 0, init_std: float | None = None
+    name: str,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    init_std: float | None = None,
+    dequantize: bool = False,
 ) -> Any:
     """Load a Hugging Face sequence classifier with one label and float32 weights, from a saved classifier or a causal LM.
 
     Either may be a folder with adapters, which are merged. A causal LM gets a new score layer whose weights are drawn from a normal
     distribution with ``seed`` and the standard deviation ``init_std`` (None: the model's ``initializer_range``; 0: zeros, so that all
     initial scores are 0). A saved classifier keeps its score layer. Raises ModelNotFound, and ValueError for a model with
-    several labels or without a classifier in Transformers.
+    several labels or without a classifier in Transformers. ``dequantize``: weights may be quantised.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -42,16 +50,20 @@ def load_classifier(
         return _load_with_adapters(adapters, overrides).to(device)
     folder, gguf = locate_model(name)
     if gguf or adapters:
-        return _init_score_layer(_convert_language_model(load_model(name, overrides=overrides)), seed, init_std).to(device)
+        return _init_score_layer(
+            _convert_language_model(load_model(name, overrides=overrides, dequantize=dequantize)), seed, init_std
+        ).to(device)
     config = from_pretrained(AutoConfig, folder)
     _check_single_label(name, config)
     config = apply_overrides(config, overrides)
     config.num_labels = 1
     _check_supported(name, config)
-    with quiet_transformers():
-        model, info = from_pretrained(
-            AutoModelForSequenceClassification, folder, config=config, dtype=torch.float32, output_loading_info=True
-        )
+    method, kind = check_quantized(name, config, dequantize=dequantize), AutoModelForSequenceClassification
+    if method is not None:
+        model, info = load_dequantized(kind, folder, config, method, output_loading_info=True)
+    else:
+        with quiet_transformers():
+            model, info = from_pretrained(kind, folder, config=config, dtype=torch.float32, output_loading_info=True)
     fresh = [key for key in info["missing_keys"] if getattr(model, key.partition(".")[0]) is get_score_layer(model)]
     if missing := sorted(set(info["missing_keys"]) - set(fresh)):
         raise ValueError(f"policy.model_name: {name} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}")

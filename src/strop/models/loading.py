@@ -18,6 +18,12 @@ import torch
 from torch import nn
 
 from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
+from strop.models.quantization.quantized_checkpoint import (
+    check_quantized,
+    dequantizing_options,
+    forget_quantization,
+    read_dequantized,
+)
 from strop.models.tokenizer_config import read_chat_template
 from strop.models.vision.vision_families import FAMILIES
 from strop.safety.remote_code import TRUST_VARIABLE, trusts_remote_code
@@ -53,12 +59,20 @@ def from_pretrained(kind: Any, name: str | Path, **options: Any) -> Any:
         ) from error
 
 
-def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device: str = "cpu", config: Any | None = None) -> Any:
+def load_model(
+    name: str,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    device: str = "cpu",
+    config: Any | None = None,
+    dequantize: bool = False,
+) -> Any:
     """Load a Hugging Face causal LM, or a vision-language model, with float32 weights. ``overrides`` change its configuration before it
     is built.
 
     ``name`` may be a folder with adapters in PEFT's format: they are merged into their base, which is loaded by its recorded name with the
-    configuration beside the adapters. ``config`` replaces the model's own configuration. Raises ModelNotFound.
+    configuration beside the adapters. ``config`` replaces the model's own configuration. ``dequantize``: weights may be quantised. Raises
+    ModelNotFound, and QuantizedCheckpoint for quantised weights that are not to be dequantised.
     """
     from transformers import AutoConfig
 
@@ -66,17 +80,41 @@ def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device:
         if is_classifier_adapter(adapters):
             raise ValueError(f"policy.model_name: {name} has the adapters of a reward model, which is not a language model")
         config = config or load_base_config(adapters)
-        base = load_model(base_model_name(adapters), overrides=overrides, device=device, config=config)
+        base = load_model(base_model_name(adapters), overrides=overrides, device=device, config=config, dequantize=dequantize)
         return merge_adapters(base, adapters)
     folder, gguf = locate_model(name)
     options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
     config = apply_overrides(config or from_pretrained(AutoConfig, folder, **options), overrides)
+    method = None if gguf else check_quantized(name, config, dequantize=dequantize)
+    if method is not None:
+        return load_dequantized(find_auto_class(config), folder, config, method).to(device)
     hide_progress = redirect_stderr(io.StringIO()) if gguf else nullcontext()  # the GGUF dequantizer's progress bar has no switch
     with quiet_transformers(), hide_progress:
         model = from_pretrained(find_auto_class(config), folder, config=config, dtype=torch.float32, **options)
     if gguf:
         _drop_quantization_config(model)
     return model.to(device)
+
+
+def load_dequantized(kind: Any, location: str, config: Any, method: str, **options: Any) -> Any:
+    """``kind.from_pretrained`` of a checkpoint with weights quantised by ``method``, in float32. ``options``: of ``from_pretrained``.
+
+    Raises QuantizedCheckpoint.
+    """
+    if method == "mxfp4":
+        with quiet_transformers():
+            loaded = from_pretrained(
+                kind, location, config=config, dtype=torch.float32, **dequantizing_options(config), **options
+            )
+    else:
+        weights = read_dequantized(find_model_folder(location), config)
+        del config.quantization_config
+        with quiet_transformers():
+            loaded = kind._model_mapping[type(config)].from_pretrained(
+                None, config=config, state_dict=weights, dtype=torch.float32, **options
+            )
+    forget_quantization(loaded[0] if isinstance(loaded, tuple) else loaded)
+    return loaded
 
 
 def model_from_config(folder: Path) -> Any:

@@ -142,6 +142,7 @@ ASKED = {
     "RewardShapingConfig": "shaping",
     "AsyncConfig": "self.async_config",
     "RouterReplayConfig": "config.policy.router_replay",
+    "Float8Config": "config",
     "DraftConfig": "config.policy.draft",
 }
 REFUSED_OFF_OR_ON = {"DtensorConfig", "MegatronConfig", "MegatronPeftConfig", "Fp8Config"}  # by a rule about the model

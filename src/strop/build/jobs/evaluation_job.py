@@ -78,7 +78,10 @@ def make_evaluation_job(config: EvalRunConfig) -> EvaluationJob:
     length = generation.max_total_sequence_length
     return EvaluationJob(
         model=SavedModel(generation.model_name),
-        policy=validate_section(ModelConfig, {**model, "tokenizer": config.tokenizer, "max_total_sequence_length": length}),
+        policy=validate_section(
+            ModelConfig,
+            {**model, "tokenizer": config.tokenizer, "max_total_sequence_length": length, "dequantize_base_checkpoint": True},
+        ),
         generation=generation,
         cluster=config.cluster,
         rules=EpisodeRules(

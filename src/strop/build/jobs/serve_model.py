@@ -230,7 +230,13 @@ def _model_section(job: ServeJob, folder: str) -> dict[str, Any]:
     if precision == "auto":
         precision = "bfloat16" if resolve_device("auto").type == "cuda" else "float32"
     tokenizer = {"name": folder, **job.tokenizer}
-    return {"model_name": folder, "precision": precision, "weights_dtype": precision, "tokenizer": tokenizer}
+    return {
+        "model_name": folder,
+        "precision": precision,
+        "weights_dtype": precision,
+        "tokenizer": tokenizer,
+        "dequantize_base_checkpoint": True,
+    }
 
 
 def _choose_length(job: ServeJob, policy: LoadedPolicy) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
 from strop.base_config import BaseConfig, iter_sections
-from strop.config.checks import cluster_checks, exact_checks, megatron_checks, memory_checks, unused_keys
+from strop.config.checks import cluster_checks, exact_checks, megatron_checks, memory_checks, quantization_checks, unused_keys
 from strop.config.checks.device_counts import count_devices, plan_gpus
 from strop.config.schema.run_config import (
     DistillationRunConfig,
@@ -362,6 +362,7 @@ ERROR_CHECKS: tuple[Check, ...] = (
     check_past_opponents,
     check_eval_sampling,
     exact_checks.check_one_process,
+    quantization_checks.check_adapters_of_other_processes,
     memory_checks.check_measured_budget,
     *cluster_checks.ERROR_CHECKS,
     *megatron_checks.ERROR_CHECKS,

@@ -33,6 +33,7 @@ from strop.models.adapters import lora_layers
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.fake_quant.apply_fake_quant import rounds_inputs
 from strop.models.network import Network
+from strop.models.quantization.float8_training import is_float8
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +110,8 @@ def find_obstacle(network: Network) -> str | None:
     read = model if network.vision is None else decoder  # a tower is not theirs
     if any(module._forward_hooks or module._forward_pre_hooks for module in read.modules()):
         return "modules have hooks, which they would not call"
+    if any(is_float8(module) for module in model.modules()):
+        return "policy.fp8 multiplies in FP8"
     if rounds_inputs(model):
         return "policy.quant_cfg rounds the inputs of layers"
     if network.precision == torch.bfloat16 and any(True for _ in lora_layers(model)):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from strop.generation.torch.decode_kernels import DecodeKernels, PackedMatrix
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
-from strop.models.adapters import LoraLayer, base_weights, identity, lora_layers
+from strop.models.adapters import LoraLayer, base_weights, lora_layers
 from strop.models.fake_quant.fake_quant_linear import FakeQuantLinear, round_layer_inputs, rounds_layer_inputs
 
 LinearFunction = Callable[[Tensor, Any, Tensor | None], Tensor]
@@ -39,9 +40,9 @@ class _RoutedLayer:
     linear: nn.Linear
     adapter: LoraLayer | None = None
 
-    def weight(self, precision: torch.dtype) -> Tensor:
-        """Return the weight that the layer computes with: rounded, where the layer is fake-quantised."""
-        quantized = isinstance(self.linear, FakeQuantLinear)
+    def weight(self, precision: torch.dtype, *, as_it_is: bool) -> Tensor:
+        """Return the weight that the layer computes with: rounded, where the layer is fake-quantised; or ``as_it_is``."""
+        quantized = isinstance(self.linear, FakeQuantLinear) and not as_it_is
         return self.linear.rounded_weight(precision) if quantized else self.linear.weight  # type: ignore[operator, no-any-return]
 
 
@@ -142,7 +143,8 @@ class FastLinears:
 
     def _effective_weights(self, layer: _RoutedLayer) -> _LinearWeights:
         """Return the weights that the layer computes with, before the cast to the generation precision."""
-        adapter, weight, bias = layer.adapter, layer.weight(self.precision), layer.linear.bias
+        emulated = layer.name in self.rounded  # in the format of the learner, where that rounds too
+        adapter, weight, bias = layer.adapter, layer.weight(self.precision, as_it_is=emulated), layer.linear.bias
         if adapter is None:
             return _LinearWeights(self._round(layer.name, weight), bias)
         if self.merge and not rounds_layer_inputs(layer.linear):  # the adapter's inputs are not rounded
@@ -180,13 +182,13 @@ class FastLinears:
         precision = self.precision
         down, up = copy.down, copy.up
         rounded = self.quantization if layer.name in self.rounded else None
-        round_input = identity if rounded is None else rounded.plan.round_input
+        round_input = partial(round_layer_inputs, layer.linear) if rounded is None else rounded.plan.round_input
         if down is None or up is None:
-            return lambda x: linear(round_input(round_layer_inputs(layer.linear, x.to(precision))), copy.weight, copy.bias)
+            return lambda x: linear(round_input(x.to(precision)), copy.weight, copy.bias)
 
         def forward_with_adapter(x: Tensor) -> Tensor:
             x = x.to(precision)
-            output = linear(round_input(round_layer_inputs(layer.linear, x)), copy.weight, copy.bias)
+            output = linear(round_input(x), copy.weight, copy.bias)
             return output + linear(linear(x, down, None), up, None) * copy.scale
 
         return forward_with_adapter

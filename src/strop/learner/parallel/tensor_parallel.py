@@ -21,8 +21,10 @@ from torch.nn import functional as F
 from strop.learner.parallel.collectives import all_gather, all_reduce, copy_to_ranks, join_rows, local_rows, reduce_scatter
 from strop.learner.parallel.expert_parallel import check_experts, find_experts
 from strop.learner.parallel.parallel_dims import DeviceMeshes, shard_parameter, to_local
+from strop.learner.parallel.sharded_fake_quant import shard_fake_quant_linear
 from strop.learner.parallel.tensor_plan import PLAN_KEY, Region, ShardedLayer, TensorPlan, find_regions
 from strop.models.adapters import ADAPTER
+from strop.models.fake_quant.fake_quant_linear import FakeQuantLinear
 
 dist: Any = torch.distributed
 Group = Any  # torch.distributed.ProcessGroup
@@ -50,7 +52,7 @@ def apply_tensor_parallel(model: Any, meshes: DeviceMeshes, plan: TensorPlan | N
         region.module.register_forward_pre_hook(hooks.on_enter, with_kwargs=True)
         region.module.register_forward_hook(hooks.check_output)
         for layer in region.layers:
-            sharded |= {id(parameter) for parameter in _shard_layer(layer, meshes.dense["tensor"])}
+            sharded |= {id(parameter) for parameter in _shard_layer(layer, meshes.dense["tensor"], group)}
             _register_layer_hooks(layer, group, hooks)
     embedding = model.get_input_embeddings()
     embedding.register_forward_pre_hook(partial(_local_tokens, group))
@@ -92,10 +94,13 @@ class LocalRowwiseLinear(LocalLinear):
         return F.linear(input, to_local(self.weight))
 
 
-def _shard_layer(layer: ShardedLayer, mesh: Any) -> Iterator[nn.Parameter]:
+def _shard_layer(layer: ShardedLayer, mesh: Any, group: Group) -> Iterator[nn.Parameter]:
     """Shard a layer's weights, and the adapter weight that has the sharded dimension; yield the sharded parameters."""
     base = layer.base
-    base.__class__ = LocalLinear if layer.is_colwise else LocalRowwiseLinear
+    if isinstance(base, FakeQuantLinear):
+        shard_fake_quant_linear(base, group, 0 if layer.is_colwise else 1)
+    else:
+        base.__class__ = LocalLinear if layer.is_colwise else LocalRowwiseLinear
     base.weight = shard_parameter(base.weight, mesh, 0 if layer.is_colwise else 1)
     yield base.weight
     if layer.is_colwise and base.bias is not None:

@@ -41,21 +41,24 @@ class FakeQuantSummary:
         return f"rounded weights: {count(self.weights)}; rounded inputs: {count(self.inputs)}; {self.plain} linear layers stay as they are"
 
 
-def apply_fake_quant(model: Any, rules: QuantizerRules, *, keeps_rounded: bool = False) -> FakeQuantSummary:
+def apply_fake_quant(
+    model: Any, rules: QuantizerRules, *, keeps_rounded: bool = False, sends_rounded: bool = True
+) -> FakeQuantSummary:
     """Fake-quantise the linear layers and experts of a causal LM, in place. Adapters are not quantised, what they are added to is.
 
-    ``keeps_rounded``: weights arrive rounded, as an engine receives them, and only inputs are rounded. Raises ValueError for rules that
-    match nothing, and for experts in a layout that is not known.
+    ``keeps_rounded``: weights arrive rounded, as an engine receives them, and only inputs are rounded. ``sends_rounded`` false: engines
+    round what they receive themselves. Raises ValueError for rules that match nothing, and for experts in a layout that is not known.
     """
+    ways = {"keeps_rounded": keeps_rounded, "sends_rounded": sends_rounded}
     weights, inputs, plain = Counter[str](), Counter[str](), 0
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
         found: list[LayerQuantizers] = []
         if isinstance(module, nn.Linear) and module is not head and not any(part in f".{name}." for part in _ADAPTERS):
-            found = [_quantize_linear(layer_name(name), module, rules, keeps_rounded)]
+            found = [_quantize_linear(layer_name(name), module, rules, ways)]
             plain += not found[0]
         elif holds_experts(module):
-            found = _quantize_experts(layer_name(name), module, rules, keeps_rounded)
+            found = _quantize_experts(layer_name(name), module, rules, ways)
         weights.update(each.weight.format.name for each in found if each.weight is not None)
         inputs.update(each.inputs.format.name for each in found if each.inputs is not None)
     if not weights and not inputs:
@@ -63,16 +66,16 @@ def apply_fake_quant(model: Any, rules: QuantizerRules, *, keeps_rounded: bool =
     return FakeQuantSummary(weights, inputs, plain)
 
 
-def _quantize_linear(name: str, module: nn.Linear, rules: QuantizerRules, keeps_rounded: bool) -> LayerQuantizers:
+def _quantize_linear(name: str, module: nn.Linear, rules: QuantizerRules, ways: Mapping[str, bool]) -> LayerQuantizers:
     quantizers = LayerQuantizers(make_weight_quantizer(rules.weight_format(name)), make_input_quantizer(rules.input_format(name)))
     if quantizers:
         if type(module) is not nn.Linear:
             raise ValueError(f"policy.quant_cfg: {name} is a {type(module).__name__}, which cannot be fake-quantised; disable it")
-        fake_quantize_linear(module, quantizers, keeps_rounded=keeps_rounded)
+        fake_quantize_linear(module, quantizers, **ways)
     return quantizers
 
 
-def _quantize_experts(name: str, module: Any, rules: QuantizerRules, keeps_rounded: bool) -> list[LayerQuantizers]:
+def _quantize_experts(name: str, module: Any, rules: QuantizerRules, ways: Mapping[str, bool]) -> list[LayerQuantizers]:
     quantizers: dict[str, LayerQuantizers] = {}
     for projection in PROJECTIONS:
         if projection in module._parameters:
@@ -90,7 +93,7 @@ def _quantize_experts(name: str, module: Any, rules: QuantizerRules, keeps_round
             f"policy.quant_cfg: the experts {name} ({type(module).__name__}) have a layout that cannot be fake-quantised; disable "
             "'*.experts.*' in the file of quant_cfg"
         )
-    fake_quantize_experts(module, quantizers, keeps_rounded=keeps_rounded)
+    fake_quantize_experts(module, quantizers, **ways)
     return list(quantizers.values())
 
 
@@ -152,12 +155,14 @@ def weight_roundings(model: nn.Module) -> dict[str, RoundWeight]:
     """Return what rounds the weights that engines receive, by canonical name: the full tensor, in the data type that it is sent in."""
     roundings: dict[str, RoundWeight] = {}
     for name, module in model.named_modules():
-        if isinstance(module, FakeQuantLinear) and module.quantizers.weight is not None and not module.keeps_rounded:
-            roundings[f"{layer_name(name)}.weight"] = module.quantizers.weight.round_detached
-        elif isinstance(module, FakeQuantExperts) and not module.keeps_rounded:
+        if not isinstance(module, FakeQuantLinear | FakeQuantExperts) or module.keeps_rounded or not module.sends_rounded:
+            continue
+        if isinstance(module, FakeQuantExperts):
             for projection, quantizers in module.quantizers.items():
                 if quantizers.weight is not None:
                     roundings[f"{name}.{projection}"] = _rounding_of(quantizers, bool(module.is_transposed))
+        elif module.quantizers.weight is not None:
+            roundings[f"{layer_name(name)}.weight"] = module.quantizers.weight.round_detached
     return roundings
 
 

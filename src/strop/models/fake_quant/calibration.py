@@ -6,11 +6,13 @@ A scale of each micro-batch would make the gradient depend on how a batch is cut
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,6 +21,8 @@ from strop.models.fake_quant.apply_fake_quant import iter_static_inputs, without
 from strop.models.network import Network
 
 log = logging.getLogger(__name__)
+
+SCALES_FILE = "input_scales.json"  # {layer: greatest magnitude of its inputs}; a float's shortest form is exact
 
 
 def needs_calibration(model: nn.Module) -> bool:
@@ -56,6 +60,18 @@ def set_input_scales(model: nn.Module, found: Mapping[str, float]) -> None:
             min(found.values()),
             max(found.values()),
         )
+
+
+def save_input_scales(model: nn.Module, folder: Path) -> None:
+    """Write the calibrated scales beside a model's configuration, for engines in other processes; nothing without any."""
+    if found := {name: quantizer.amax for name, quantizer in iter_static_inputs(model)}:
+        (folder / SCALES_FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def load_input_scales(model: nn.Module, folder: Path) -> None:
+    """Set the scales that ``save_input_scales`` wrote."""
+    if needs_calibration(model):
+        set_input_scales(model, json.loads((folder / SCALES_FILE).read_text(encoding="utf-8")))
 
 
 @contextmanager

@@ -23,6 +23,7 @@ class FakeQuantExperts(nn.Module):
     plain_class: type[nn.Module]
     quantizers: Mapping[str, LayerQuantizers]  # by projection
     keeps_rounded: bool
+    sends_rounded: bool
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[n, H], the experts of each token [n, k] and their weights [n, k] -> [n, H]."""
@@ -71,12 +72,15 @@ def round_experts(weight: Tensor, quantizers: LayerQuantizers, *, transposed: bo
     return quantizers.weight.round(weight.mT.contiguous()).mT if transposed else quantizers.weight.round(weight)
 
 
-def fake_quantize_experts(module: Any, quantizers: Mapping[str, LayerQuantizers], *, keeps_rounded: bool = False) -> None:
+def fake_quantize_experts(
+    module: Any, quantizers: Mapping[str, LayerQuantizers], *, keeps_rounded: bool = False, sends_rounded: bool = True
+) -> None:
     """Change the class of a layer's experts in place. ``keeps_rounded``: their weights arrive rounded, and only inputs are rounded."""
     kind = type(module)
     module.__class__ = type(f"FakeQuant{kind.__name__}", (FakeQuantExperts, kind), {"plain_class": kind})
     module.__dict__["quantizers"] = quantizers
     module.__dict__["keeps_rounded"] = keeps_rounded
+    module.__dict__["sends_rounded"] = sends_rounded
 
 
 def holds_experts(module: nn.Module) -> bool:

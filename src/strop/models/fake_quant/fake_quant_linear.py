@@ -33,6 +33,7 @@ class FakeQuantLinear(nn.Linear):
 
     quantizers: LayerQuantizers
     keeps_rounded: bool  # the weight is rounded already: an engine that received it so
+    sends_rounded: bool  # engines are sent the rounded weight; False: they round it themselves, to the same format
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = product_dtype(x, self.weight)
@@ -46,11 +47,14 @@ class FakeQuantLinear(nn.Linear):
         return weight if quantizer is None or self.keeps_rounded else quantizer.round(weight)
 
 
-def fake_quantize_linear(layer: nn.Linear, quantizers: LayerQuantizers, *, keeps_rounded: bool = False) -> None:
+def fake_quantize_linear(
+    layer: nn.Linear, quantizers: LayerQuantizers, *, keeps_rounded: bool = False, sends_rounded: bool = True
+) -> None:
     """Change the class of a layer in place. ``keeps_rounded``: its weight arrives rounded, and only inputs are rounded."""
     layer.__class__ = FakeQuantLinear
     layer.__dict__["quantizers"] = quantizers
     layer.__dict__["keeps_rounded"] = keeps_rounded
+    layer.__dict__["sends_rounded"] = sends_rounded
 
 
 def round_layer_inputs(layer: nn.Module, x: Tensor) -> Tensor:

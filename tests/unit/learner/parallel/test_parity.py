@@ -56,6 +56,11 @@ CASES: dict[str, Case] = {
     "fsdp 2, lora": Case(sizes=ParallelDims(shard=2), lora=True, rate=1e-3),
     "fsdp 2, critic": Case(sizes=ParallelDims(shard=2), value=True),
     "fsdp 2, critic on the policy": Case(sizes=ParallelDims(shard=2), head=True),
+    "fsdp 2, quantised, static inputs, checkpointing": Case(
+        sizes=ParallelDims(shard=2), quant_cfg="FP8_DEFAULT_CFG", checkpointing=True
+    ),
+    "tensor 2, quantised, scales of rows": Case(sizes=ParallelDims(tensor=2), quant_cfg="FP8_PER_CHANNEL_PER_TOKEN_CFG"),
+    "experts 2, quantised": Case(sizes=ParallelDims(shard=2, expert=2), family="qwen3_moe", quant_cfg="W4A16_NVFP4_CFG"),
     "fsdp 2, loaded once, tied": Case(sizes=ParallelDims(shard=2), family="qwen2", rank_zero_loading=True),
     "fsdp 2, loaded once, lora": Case(sizes=ParallelDims(shard=2), lora=True, rank_zero_loading=True, rate=1e-3),
     "copies 2": Case(sizes=ParallelDims(replicate=2)),
@@ -127,6 +132,8 @@ KEPT = (  # each way of dividing, each kind of model and of loss at least once
     "fsdp 2, dpo",
     "fsdp 2, lora",
     "fsdp 2, critic",
+    "fsdp 2, quantised, static inputs, checkpointing",
+    "tensor 2, quantised, scales of rows",
     "fsdp 2, loaded once, tied",
     "copies 2",
     "context 2, window",

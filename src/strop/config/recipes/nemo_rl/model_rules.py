@@ -71,11 +71,6 @@ MODEL_RULES: tuple[Rule, ...] = (
     Refused((f"{AUTOMODEL}.*",), "what this option of Automodel would be here is not known", "Remove the key."),
     Unused(AUTOMODEL, "nothing else is in it"),
     Refused(
-        ("*.dequantize_base_checkpoint",),
-        "quantised checkpoints are not in this version",
-        "Set policy.model_name to a dequantised copy of the model, and remove the key.",
-    ),
-    Refused(
         ("policy.pretrained_checkpoint",),
         "the weights are those of policy.model_name",
         "Set policy.model_name to a Hugging Face folder with these weights, and remove the key.",

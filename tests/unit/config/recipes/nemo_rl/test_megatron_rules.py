@@ -312,7 +312,6 @@ def test_what_the_torch_learner_does_otherwise_is_said_and_warned_of(
 @pytest.mark.parametrize(
     ("option", "key", "text"),
     [
-        ("fp8_cfg.enabled=true", "fp8_cfg.enabled", "training in FP8 is not in this version"),
         ("model_overrides={hidden_dropout: 0.1}", "model_overrides", "policy.hf_config_overrides"),
         ("optimizer.optimizer=muon", "optimizer.optimizer", "Set it to adam or sgd"),
         ("optimizer.fp16=true", "optimizer.fp16", "float16 is not in this version"),
@@ -332,6 +331,18 @@ def test_what_the_torch_learner_does_otherwise_is_said_and_warned_of(
 def test_what_the_torch_learner_cannot_do_is_refused_at_its_key(recipe: Path, option: str, key: str, text: str) -> None:
     refused = refusals(recipe, TORCH, f"policy.megatron_cfg.{option}")
     assert list(refused) == [f"policy.megatron_cfg.{key}"] and text in refused[f"policy.megatron_cfg.{key}"]
+
+
+@pytest.mark.parametrize(("asked", "chosen"), [("blockwise", "rowwise_with_gw_hp"), ("delayed", "tensorwise")])
+def test_training_in_fp8_is_torchaos_where_the_torch_learner_trains(
+    asked: str, chosen: str, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "is_installed", lambda name: True)
+    options = ("fp8_cfg.enabled=true", f"fp8_cfg.fp8_recipe={asked}", "tensor_model_parallel_size=1")
+    loaded = load(recipe, TORCH, *(f"policy.megatron_cfg.{option}" for option in options))
+    assert (loaded.config.policy.fp8.enabled, loaded.config.policy.fp8.recipe_name) == (True, chosen)
+    (changed,) = [d for d in loaded.differences if d.effect is Effect.CHANGED and "fp8" in d.key]
+    assert f"Transformer Engine's is {asked}" in changed.text
 
 
 def test_a_loss_of_multi_token_prediction_that_trains_the_model_is_refused(recipe: Path) -> None:

@@ -71,7 +71,6 @@ def test_environment_variables_go_to_the_learner_s_processes_as_text() -> None:
         "policy.dtensor_cfg.moe_parallelizer={ignore_router_for_ac: true}",
         "policy.dtensor_cfg.lora_cfg.lora_dtype=null",
         "policy.reward_model_cfg={enabled: false, reward_model_type: regression}",
-        "policy.dequantize_base_checkpoint=false",
     ],
 )
 def test_a_key_about_speed_or_memory_changes_nothing(key: str) -> None:
@@ -86,7 +85,6 @@ def test_a_key_about_speed_or_memory_changes_nothing(key: str) -> None:
         ("policy.dtensor_cfg.automodel_kwargs.backend.fake_balanced_gate=true", "replaces the router"),
         ("policy.dtensor_cfg.automodel_kwargs.new_option=3", "is not known"),
         ("policy.dtensor_cfg.automodel_kwargs.freeze_config.freeze_language_model=true", "can be frozen"),
-        ("policy.dequantize_base_checkpoint=true", "dequantised copy"),
         ("policy.pretrained_checkpoint={path: /x}", "Set policy.model_name"),
         ("policy.reward_model_cfg={enabled: true}", "strop rm"),
     ],

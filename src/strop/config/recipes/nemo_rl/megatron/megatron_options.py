@@ -183,9 +183,7 @@ def _refuse_low_precision(recipe: Recipe, section: str) -> None:
     if recipe.value(tower, False):
         recipe.refuse(tower, "found true, but then nothing that models of text have is trained", "Set it to false.")
     if recipe.value(f"{section}.fp8_cfg.enabled", False):
-        text = "found true, but training in FP8 is not in this version"
-        recipe.refuse(f"{section}.fp8_cfg.enabled", text, f"Set {section}.fp8_cfg.enabled=false to train in bfloat16.")
-        recipe.drop(f"{section}.fp8_cfg")
+        _translate_fp8(recipe, section)
     elif recipe.is_set(f"{section}.fp8_cfg"):
         recipe.unused(f"{section}.fp8_cfg", "it is switched off")
     if recipe.is_set(f"{section}.model_overrides"):
@@ -195,6 +193,17 @@ def _refuse_low_precision(recipe: Recipe, section: str) -> None:
             text = "it sets attributes of Megatron Core's model, and the model here is Hugging Face's"
             fix = f"Remove the key; {section.split('.')[0]}.hf_config_overrides sets those of the Hugging Face configuration."
             recipe.refuse(f"{section}.model_overrides", text, fix)
+
+
+def _translate_fp8(recipe: Recipe, section: str) -> None:
+    """Training in FP8 by Transformer Engine is training in FP8 by torchao, which has other scales."""
+    to, asked = f"{section.partition('.')[0]}.fp8", recipe.value(f"{section}.fp8_cfg.fp8_recipe", "blockwise")
+    name = {"tensorwise": "tensorwise", "delayed": "tensorwise"}.get(str(asked), "rowwise_with_gw_hp")
+    recipe.set(f"{to}.enabled", True, because=f"{section}.fp8_cfg.enabled")
+    recipe.set(f"{to}.recipe_name", name, because=f"{section}.fp8_cfg.enabled")
+    text = f"{to}.recipe_name is {name} here, where Transformer Engine's is {asked}: layers round with other scales"
+    recipe.note(f"{section}.fp8_cfg", Effect.CHANGED, text)
+    recipe.drop(f"{section}.fp8_cfg")
 
 
 def _move_environment(recipe: Recipe, section: str) -> None:

@@ -33,7 +33,7 @@ def choose_learner(recipe: Recipe) -> None:
     present = [model for model in MODELS if isinstance(recipe.value(f"{model}.megatron_cfg"), Mapping)]
     present = [model for model in present if recipe.is_set(f"{model}.megatron_cfg") and not refuse_wrong_switch(recipe, model)]
     asked = [model for model in present if recipe.value(f"{model}.megatron_cfg.enabled")]
-    if recipe.value("policy.backend") == "torch":
+    if recipe.value("policy.backend") == "torch" or _quantizes_with_torch(recipe, asked):
         for model in asked:
             _translate_model(recipe, model)
             recipe.drop(f"{model}.megatron_cfg")
@@ -49,6 +49,16 @@ def choose_learner(recipe: Recipe) -> None:
         if model not in asked:
             _leave_out(recipe, model)
             recipe.drop(f"{model}.megatron_cfg")
+
+
+def _quantizes_with_torch(recipe: Recipe, asked: list[str]) -> bool:
+    """Choose the torch learner for a policy that is fake-quantised, unless the recipe says who trains. Return whether it was chosen."""
+    if "policy" not in asked or not recipe.value("policy.quant_cfg") or recipe.value("policy.backend") != "auto":
+        return False
+    recipe.set("policy.backend", "torch", because="policy.quant_cfg")
+    text = "the torch learner trains (policy.backend=torch): Megatron Core's layers do not round as policy.quant_cfg says"
+    recipe.note("policy.megatron_cfg.enabled", Effect.CHANGED, text)
+    return True
 
 
 def _is_null(recipe: Recipe, key: str) -> bool:
