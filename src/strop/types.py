@@ -91,7 +91,9 @@ class Message:
     @property
     def shown_content(self) -> str:
         """The content with the names of its images in their places, for people."""
-        return "".join(part["text"] if part["type"] == "text" else f"[image: {part['image']:.80}]" for part in self.as_parts())
+        return "".join(
+            part["text"] if part["type"] == "text" else f"[image: {_name_image(part['image'])}]" for part in self.as_parts()
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the message as chat templates read it; fields that are not set are left out."""
@@ -103,6 +105,11 @@ class Message:
         }
         content = self.as_parts() if self.images else self.content
         return {"role": self.role, "content": content, **{key: value for key, value in optional.items() if value}}
+
+
+def _name_image(source: str) -> str:
+    """Return the reference of an image for people: of a long ``data:`` URL without its content."""
+    return source.partition(",")[0] if source.startswith("data:") and len(source) > 80 else source[:80]
 
 
 Messages = Sequence[Message]
@@ -409,6 +416,13 @@ class Batch:
     def segment_length(self) -> Tensor:  # [segments] int64
         ends = torch.cat([self.segment_start[1:], torch.tensor([len(self.tokens)])])
         return ends - self.segment_start
+
+    @property
+    def image_segments(self) -> list[int]:
+        """The segment that each image stands in."""
+        starts = torch.tensor([image.start for image in self.images], dtype=torch.int64)
+        found: list[int] = (torch.searchsorted(self.segment_start, starts, right=True) - 1).tolist()  # past empty ones before it
+        return found
 
     @property
     def sequence_lengths(self) -> Tensor:  # [S] float32: number of predicted tokens that count, per rollout

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from strop.models.draft.eagle_config import new_shape
 from strop.models.draft.eagle_head import EagleHead
 from strop.models.network import Network
 from strop.sampling import Sampling
+from strop.types import Group
 from support.algorithms import grpo
 from support.learners import make_torch_learner
 from support.models import to_float64
 from support.rollouts import pack_for, simple_groups
 
 
-def make_learned_head(network: Network, *, steps: int = 30, length: int = 16) -> EagleHead:
-    """Give a network a head that has learned to predict it on random tokens, and is right now and then."""
+def make_learned_head(network: Network, *, steps: int = 30, groups: Sequence[Group] = ()) -> EagleHead:
+    """Give a network a head that has learned to predict it on ``groups``, or on random tokens, where it is right now and then."""
     head = add_head(network)
     learner = make_torch_learner(network, Sampling(), optimizer_kwargs={"lr": 1e-2})
     for group in learner.optimizer.param_groups:
         group["lr"] = 0.0  # of the policy
     learner.scheduler = None
     for seed in range(steps):
-        shapes = ((4, (length, length)), (3, (length, length)))
-        learner.forward_backward(pack_for(simple_groups(*shapes, seed=seed), grpo()), grpo().loss)
+        random = simple_groups((4, (16, 16)), (3, (16, 16)), seed=seed)
+        learner.forward_backward(pack_for(groups or random, grpo()), grpo().loss)
         learner.step()
     return head
 

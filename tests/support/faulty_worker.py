@@ -29,6 +29,13 @@ class FaultyWorker(StropWorker):
         if self.fault == "killed half way":
             raise RuntimeError("injected fault: this worker fails in the middle of a publish")
         super()._strop_apply_weights(kept)
+        if self.fault.startswith("expert keeps a weight "):
+            self._spoil_expert(int(self.fault.removeprefix("expert keeps a weight ")))
+
+    def _spoil_expert(self, expert: int) -> None:
+        """Change one weight of one expert of the last layer, in the buffer that its kernel reads."""
+        layers = [module for module in self.model_runner.get_model().modules() if hasattr(module, "w13_weight")]
+        layers[-1].w2_weight.data[expert].view(-1)[5] += 0.25
 
     def strop_read_adapter_fingerprints(self, adapter: int) -> bytes:
         """Inject adapter faults just before the read-back, as if they had happened during loading."""

@@ -104,7 +104,7 @@ class LocalBackend:
 
     async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
         assert isinstance(self.config, RolloutRunConfig)
-        on_cpu, shares_module = self.policy.network.device.type == "cpu", not self.config.policy.generation.uses_vllm
+        on_cpu, shares_module = self.policy.network.device.type == "cpu", not self.config.policy.generation.uses_engines
         memory: MemoryClient | None = None
         if offloads_learner(self.config, on_cpu=on_cpu, shares_module=shares_module):
             offload = make_offload(self.learners, self._scoring, keep_weights=("policy",) if shares_module else ())
@@ -115,7 +115,9 @@ class LocalBackend:
 def generates_meanwhile(config: TrainingRunConfig) -> bool:
     """Return whether engines in other processes generate while the learner trains. The torch engine takes turns with it instead."""
     return (
-        isinstance(config, RolloutRunConfig) and config.rollout_training.max_staleness > 0 and config.policy.generation.uses_vllm
+        isinstance(config, RolloutRunConfig)
+        and config.rollout_training.max_staleness > 0
+        and config.policy.generation.uses_engines
     )
 
 

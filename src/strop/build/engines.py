@@ -1,4 +1,4 @@
-"""Build the generator of a run and its weight sync: the torch engine on the learner's module, or vLLM engines in their own processes."""
+"""Build the generator of a run and its weight sync: the torch engine on the learner's module, or engines in processes of their own."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from strop.config.schema.policy_config import PolicyConfig
 from strop.environments.games.policy_client import PastSelvesRule
 from strop.generation.base import Engine
 from strop.generation.quantized_rollouts import make_emulation, make_weight_rounding
+from strop.generation.sglang.local_sglang_engines import make_local_sglang_engines
+from strop.generation.sglang.sglang_launch import SglangLaunch
 from strop.generation.synced_generator import SyncedGenerator, make_synced_pool
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
@@ -22,7 +24,7 @@ from strop.generation.vllm.engine_args import VllmLaunch
 from strop.generation.vllm.local_engines import make_local_engines
 from strop.learner.base import require_token_outputs
 from strop.learner.client import LearnerClient
-from strop.models.adapters import lora_layers
+from strop.models.adapters import lora_layers, merged_roundings
 from strop.models.draft.eagle_files import published_weights, save_head
 from strop.models.draft.eagle_head import EagleHead
 from strop.models.network import Network
@@ -55,11 +57,11 @@ class GeneratorSpec:
 def make_generator(
     policy: LoadedPolicy, config: PolicyConfig, spec: GeneratorSpec, memory: LearnerMemory | None = None
 ) -> SyncedGenerator:
-    """Make the torch engine in this process, or vLLM engines in child processes. Raises ValueError for options that do not go together.
+    """Make the torch engine in this process, or engines in child processes. Raises ValueError for options that do not go together.
 
     ``memory``: of the learner, which leaves the device while an engine there samples."""
     generation, network = config.generation, policy.network
-    if not generation.uses_vllm:
+    if not generation.uses_engines:
         engine = make_torch_engine(
             network,
             policy.tokenizer,
@@ -72,37 +74,62 @@ def make_generator(
             generator=engine, weights=InProcessWeights([engine], None if memory is None else TimedMemory(memory), engine)
         )
     on_cpu = network.device.type == "cpu"
-    adapters = generation.weight_sync.adapters_alone and bool(lora_layers(network.model))
-    head = network.draft if generation.vllm_cfg.speculation.method == "eagle3" else None  # that an engine drafts with
+    adapters = generation.uses_vllm and generation.weight_sync.adapters_alone and bool(lora_layers(network.model))
+    drafts = generation.uses_vllm and generation.vllm_cfg.speculation.method == "eagle3"
+    head = network.draft if drafts else None  # that an engine drafts with
+    engines = _make_engines(policy, config, spec, on_cpu=on_cpu, adapters=adapters, head=head)
+    locations = EngineLocations(count=len(engines), colocated=generation.colocated.enabled)
+    choose_senders(generation.weight_sync, network.device, locations, [locations.host])  # refuses several of one process
+    exporter = make_local_exporter(
+        spec.learner.weights if head is None else partial(_with_draft, spec.learner, head),
+        make_sender_factory(generation.weight_sync, network.device, locations, spec.output_folder / "weights"),
+        dtype=PRECISIONS[generation.engine_options.dtype],
+        quantization=make_weight_rounding(generation, config.precision),
+        keep_snapshot=spec.max_staleness > 0,
+        adapters=LocalAdapterSource(network.model) if adapters else None,
+        device=network.device,
+        roundings=merged_roundings(network.model),
+    )
+    return pool_engines(engines, exporter, policy, config, spec, adapters=adapters, memory=memory)
+
+
+def _make_engines(
+    policy: LoadedPolicy,
+    config: PolicyConfig,
+    spec: GeneratorSpec,
+    *,
+    on_cpu: bool,
+    adapters: bool,
+    head: EagleHead | None,
+) -> Sequence[Engine]:
+    """Make the engines in processes of their own, without starting them. ``head``: that they draft with."""
+    generation, model = config.generation, str(write_model_folder(policy, spec.output_folder / "model"))
+    if generation.uses_sglang:
+        return make_local_sglang_engines(
+            SglangLaunch(config=generation, model=model, on_cpu=on_cpu),
+            policy.tokenizer,
+            learner=policy.network.device,
+            stop_ids=policy.stop_ids,
+            threads=config.num_threads,
+            output_folder=spec.output_folder,
+        )
     launch = VllmLaunch(
         config=generation,
-        model=str(write_model_folder(policy, spec.output_folder / "model")),
+        model=model,
         on_cpu=on_cpu,
         max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
         return_routes=config.router_replay.enabled,
         batch_invariant=config.exact_on_policy,
         draft="" if head is None else str(save_head(head, spec.output_folder / "draft")),
     )
-    engines = make_local_engines(
+    return make_local_engines(
         launch,
         policy.tokenizer,
-        learner=network.device,
+        learner=policy.network.device,
         stop_ids=policy.stop_ids,
         threads=config.num_threads,
         output_folder=spec.output_folder,
     )
-    locations = EngineLocations(count=len(engines), colocated=generation.colocated.enabled)
-    choose_senders(generation.weight_sync, network.device, locations, [locations.host])  # refuses several of one process
-    exporter = make_local_exporter(
-        spec.learner.weights if head is None else partial(_with_draft, spec.learner, head),
-        make_sender_factory(generation.weight_sync, network.device, locations, spec.output_folder / "weights"),
-        dtype=PRECISIONS[generation.vllm_cfg.dtype],
-        quantization=make_weight_rounding(generation, config.precision),
-        keep_snapshot=spec.max_staleness > 0,
-        adapters=LocalAdapterSource(network.model) if adapters else None,
-        device=network.device,
-    )
-    return pool_engines(engines, exporter, policy, config, spec, adapters=adapters, memory=memory)
 
 
 def _with_draft(learner: LearnerClient, head: EagleHead) -> Iterator[tuple[str, Tensor]]:
@@ -139,7 +166,7 @@ def pool_engines(
 
     ``adapters``: only adapters are published. ``allow_shrink``: continue without engines that cannot be restarted."""
     generation = config.generation
-    uses_vllm = generation.uses_vllm
+    uses_engines = generation.uses_engines
 
     async def compute_logprobs(batch: Batch) -> Tensor:
         return require_token_outputs(await spec.learner.score(batch)).logprobs
@@ -149,9 +176,9 @@ def pool_engines(
         generation.weight_sync,
         spec.sampling,
         compute_logprobs,
-        precision=generation.vllm_cfg.dtype if uses_vllm else config.precision,
+        precision=generation.engine_options.dtype if uses_engines else config.precision,
         weight_format=generation.weight_format,
-        max_length=generation.vllm_cfg.max_model_len if uses_vllm else config.max_total_sequence_length,
+        max_length=generation.engine_options.max_model_len if uses_engines else config.max_total_sequence_length,
         share_prefixes=spec.share_prefixes,
         seed=spec.seed,
     )

@@ -26,18 +26,34 @@ from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.reference_store import model_fingerprint
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, offload, without_adapters
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
+from strop.models.adapters import adapter_folder, base_model_name
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import load_classifier, set_pad_token
 from strop.models.draft.draft_config import DraftConfig
 from strop.models.draft.eagle_config import new_shape
 from strop.models.draft.eagle_files import find_head_folder, load_head
 from strop.models.draft.eagle_head import EagleHead
-from strop.models.loading import ModelNotFound, cast_weights, find_stop_token_ids, load_model, load_tokenizer, read_stop_token_ids
+from strop.models.fake_quant.apply_fake_quant import apply_fake_quant
+from strop.models.fake_quant.calibration import calibrate_inputs, needs_calibration, set_input_scales
+from strop.models.fake_quant.calibration_texts import read_calibration_tokens
+from strop.models.fake_quant.modelopt_config import read_quant_config
+from strop.models.loading import (
+    ModelNotFound,
+    cast_weights,
+    find_stop_token_ids,
+    is_vision_config,
+    load_model,
+    load_tokenizer,
+    read_model_config,
+    read_stop_token_ids,
+)
 from strop.models.lora import add_adapters, count_parameters
 from strop.models.malloc import reuse_freed_memory
 from strop.models.network import Network, disable_dropout, freeze_routers
 from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork
+from strop.models.vision.vision_processor import find_vision_processor
+from strop.models.vision.vision_tower import freeze_tower
 from strop.sampling import Sampling
 
 log = logging.getLogger(__name__)
@@ -55,12 +71,30 @@ class TokenizerBundle:
     template: ChatTemplate
     stop_ids: tuple[int, ...]
 
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer, and the image processor of a model that reads images, to a model's folder."""
+        self.tokenizer.save_pretrained(folder)
+        if self.template.vision is not None:
+            self.template.vision.save(folder)
+
 
 def load_bundle(config: ModelConfig) -> TokenizerBundle:
     """Load the tokenizer of a model, and what its configuration says of the end of a turn, without the model. Raises ModelNotFound."""
     tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template, key=tokenizer_key(config))
     stop_ids = read_stop_token_ids(config.model_name, tokenizer, overrides=config.hf_config_overrides)
-    return TokenizerBundle(tokenizer, ChatTemplate(tokenizer, options=config.tokenizer.chat_template_kwargs), stop_ids)
+    return TokenizerBundle(tokenizer, make_template(config, tokenizer, read_model_config(config.model_name)), stop_ids)
+
+
+def make_template(config: ModelConfig, tokenizer: Any, model_config: Any) -> ChatTemplate:
+    """Make the chat template of a model, which writes images if the model reads them. ``model_config``: of Transformers."""
+    vision = find_vision_processor(
+        base_model_name(adapters) if (adapters := adapter_folder(config.model_name)) is not None else config.model_name,
+        model_config,
+        tokenizer,
+        options=config.image_processor.settings(),
+        allow_addresses=config.image_processor.allow_addresses,
+    )
+    return ChatTemplate(tokenizer, options=config.tokenizer.chat_template_kwargs, vision=vision)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +156,10 @@ class ModelLoader(Protocol):
         """Return ``make(model)``, or ``make(model, packed=...)`` if another rank has determined whether the model supports packed rows."""
         ...
 
+    def measure(self, find: Callable[[], Any]) -> Any:
+        """Return ``find()``, which only a rank that has the model's weights calls."""
+        ...
+
 
 class LocalLoader:
     """Loads the whole model in this process."""
@@ -131,6 +169,9 @@ class LocalLoader:
 
     def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
         return make(model)
+
+    def measure(self, find: Callable[[], Any]) -> Any:
+        return find()
 
 
 class HostLoader(LocalLoader):
@@ -156,7 +197,9 @@ def load_policy(config: ModelConfig, seed: int = 0, loader: ModelLoader = LOCAL_
         log.warning("dropout of %s is disabled: with it, generator and learner would compute different log-probabilities", name)
     tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template, key=tokenizer_key(config))
     network = _make_network(partial(Network, chunk=config.logprob_chunk_size or 1 << 40), model, config, loader)
-    template = ChatTemplate(tokenizer, options=config.tokenizer.chat_template_kwargs)
+    template = make_template(config, tokenizer, model.config)
+    if template.vision is not None:
+        network.enable_vision(template.vision)
     policy = LoadedPolicy(tokenizer, template, find_stop_token_ids(model, tokenizer), network)
     _apply_lora(network, config, seed)
     return policy
@@ -188,11 +231,17 @@ def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_
         policy.network.make_exact()
     if config.policy.draft.enabled and isinstance(policy.network, Network):
         policy.network.draft = make_draft_head(policy.network, config.policy.draft, config.training.seed)
+    fake_quantize_policy(policy, config.policy, loader)
     return policy
 
 
 def make_draft_head(network: Network, config: DraftConfig, seed: int) -> EagleHead:
     """Load the draft head of a policy, or make a new one; ``seed`` initializes it. Raises ModelNotFound, ValueError."""
+    if network.vision is not None:
+        raise ValueError(
+            f"policy.draft.enabled is true, and {type(network.model).__name__} reads images, which a draft head would read as "
+            "the embedding of their tokens; set it to false"
+        )
     text = network.model.config.get_text_config()
     if config.model_name is None:
         head = EagleHead(new_shape(text, layers=config.num_layers, aux_layers=config.aux_layer_indices))
@@ -205,6 +254,28 @@ def make_draft_head(network: Network, config: DraftConfig, seed: int) -> EagleHe
 
 def count_weights(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def fake_quantize_policy(policy: LoadedPolicy, config: PolicyConfig, loader: ModelLoader = LOCAL_LOADER) -> None:
+    """Round weights and inputs of the policy's layers as ``quant_cfg`` says; find the scales of inputs first. Raises ValueError."""
+    if config.quant_cfg is None:
+        return
+    network = policy.network
+    log.info("policy.quant_cfg: %s", apply_fake_quant(network.model, read_quant_config(config.quant_cfg)))
+
+    def find_scales() -> Mapping[str, float]:
+        source = str(config.quant_calib_data)
+        texts = read_calibration_tokens(
+            source,
+            size=config.quant_calib_size,
+            length=config.quant_sequence_length,
+            tokenizer=policy.tokenizer,
+            vocabulary=policy.vocab_size,
+        )
+        return calibrate_inputs(network, texts, config.quant_batch_size)
+
+    if needs_calibration(network.model):
+        set_input_scales(network.model, loader.measure(find_scales))
 
 
 def make_critic(config: PpoRunConfig, policy: LoadedPolicy, loader: ModelLoader = LOCAL_LOADER) -> TrainableNetwork:
@@ -288,6 +359,8 @@ def _make_network(make: Callable[..., Any], model: Any, config: ModelConfig, loa
     cast_weights(model, PRECISIONS[config.weights_dtype])
     if config.freeze_moe_router:
         log.info("%d routers of experts are frozen", len(freeze_routers(model)))
+    if config.freeze_vision_tower and is_vision_config(model.config):
+        log.info("the vision tower is frozen: %s weights", f"{freeze_tower(model):,}")
     return network
 
 
@@ -358,5 +431,5 @@ def write_model_folder(policy: LoadedPolicy, folder: Path) -> Path:
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)
+    policy.save(folder)
     return folder

@@ -160,7 +160,7 @@ async def build_recorded_run(
     )
     columns = ColumnSources(algorithm.requires, scorers)
 
-    checkpoints = make_checkpoints(config, backend.bundle.tokenizer.save_pretrained)
+    checkpoints = make_checkpoints(config, backend.bundle.save)
     store = RolloutStore(Path(config.logger.log_dir), "none")
     parts_with_state: dict[str, Restorable] = {DATA: DataState(examples)} if examples.resumable else {}
     parts_with_state |= make_token_budgets(config)

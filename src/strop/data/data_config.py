@@ -71,6 +71,15 @@ class DataEntryConfig(BaseConfig):
     margin_key: str | None = Field(
         None, description="Column of how much better the chosen answer is; null is margin, if there is one."
     )
+    image_key: str | None = Field(
+        None,
+        description="Column of the images of a record, one or a list: paths, addresses, bytes, or the images of a hub dataset; null looks "
+        "for images and image. A text has places for them as <image>, else they come first.",
+    )
+    media_data_dir: str | None = Field(
+        None,
+        description="Folder of images whose paths are relative; null is the working directory, or else the folder of the data file.",
+    )
     prompt_file: str | None = Field(
         None,
         description="Text file with {question} or {} where the question goes; null is the question alone, and auto the usual wording of a "

@@ -1,17 +1,20 @@
 """Parse columns with conversations into messages.
 
 Two formats are read: {role, content} of chat templates and of OpenAI's API, with tool_calls, tool_call_id, name, reasoning and weight, and
-ShareGPT's {from, value}. Parts of a content are texts, and images by reference. A record with content that ``Message`` cannot represent is
-an error; nothing is dropped silently.
+ShareGPT's {from, value}. Parts of a content are texts, and images (``strop.data.sources.images``). A record with content that ``Message``
+cannot represent is an error; nothing is dropped silently.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from strop.data.prompt_template import PromptTemplate
+from strop.data.sources.images.image_columns import IMAGE_PARTS, IMAGES, REFERENCE_KEYS, read_reference
+from strop.data.sources.images.record_images import RecordImages, render_question
 from strop.data.sources.records import DataError, Record, check_text, get_text, get_value
 from strop.types import Image, Message, Messages, ToolCall, assistant, system
 
@@ -27,8 +30,14 @@ ROLES: Mapping[str, str] = {
 TOOL_ROLES = ("tool", "function", "ipython")
 CALL_ROLE = "function_call"  # ShareGPT's: a message that is a call
 TEXT_TYPES = ("text", "input_text", "output_text")
-IMAGE_TYPES = ("image", "image_url", "input_image")
-IMAGES = "images"  # column of the images that a conversation only has places for
+MEDIA_PARTS = (
+    "audio",
+    "input_audio",
+    "audio_url",
+    "video",
+    "video_url",
+    "input_video",
+)  # types of parts that no model here reads
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -46,9 +55,9 @@ def get_text_or_messages(record: Record, key: str, option: str, where: str) -> s
 
 
 def get_prompt_text(record: Record, key: str, option: str, where: str) -> str:
-    """Return the text of a prompt column, of messages that of all, by which equal prompts are recognized."""
+    """Return the text of a prompt column, of messages that of all, with its images, by which equal prompts are recognized."""
     value = get_text_or_messages(record, key, option, where)
-    return value if isinstance(value, str) else join_text(value)
+    return "\0".join((value, *record.get(IMAGES, ()))) if isinstance(value, str) else join_text(value)
 
 
 def join_text(messages: Messages) -> str:
@@ -64,20 +73,23 @@ def _other_texts(message: Message) -> tuple[str, ...]:
 def parse_messages(value: Any, where: str, images: Any = None) -> tuple[Message, ...]:
     """Parse a list of messages in either format. ``where`` names the record and column in errors. Raises DataError.
 
-    ``images``: of the record, for messages that only have places for them, ``{type: image}``; each is a reference.
+    ``images``: of the record, for messages that only have places for them, ``{type: image}`` or ``<image>`` in a text. Without any place
+    they stand before the text of the first message by the user.
     """
     if not isinstance(value, list | tuple):
         raise DataError(f"{where} is {value!r:.80}, not a list of messages, each an object with role and content")
     if not value:
         raise DataError(f"{where} is an empty list; a conversation needs at least one message")
-    unplaced = iter(images if isinstance(images, list | tuple) else ())
+    unplaced = RecordImages(images if isinstance(images, list | tuple) else (), where)
     messages = tuple(_parse_message(item, f"{where}, message {number}", unplaced) for number, item in enumerate(value, start=1))
-    if any(message.images for message in messages) and (left := len(list(unplaced))):
-        raise DataError(f"{where} has places for all but {left} of the images of the record; fix the record")
+    if not any(message.images for message in messages):
+        return unplaced.place_first(messages)
+    if unplaced.left:
+        raise DataError(f"{where} has places for all but {unplaced.left} of the images of the record; fix the record")
     return messages
 
 
-def _parse_message(item: Any, where: str, unplaced: Iterator[Any]) -> Message:
+def _parse_message(item: Any, where: str, unplaced: RecordImages) -> Message:
     if not isinstance(item, Mapping):
         raise DataError(f"{where} is {item!r:.80}, not an object with role and content")
     calls = _parse_calls(item, where)
@@ -140,34 +152,39 @@ def _parse_role(name: Any, where: str) -> str:
     return ROLES[name]
 
 
-def _parse_content(value: Any, where: str, unplaced: Iterator[Any]) -> tuple[str, tuple[Image, ...]]:
-    """Return a text, or the joined texts of a list of parts and the images between them. Raises DataError."""
+def _parse_content(value: Any, where: str, unplaced: RecordImages) -> tuple[str, tuple[Image, ...]]:
+    """Return a text, or the joined texts of a list of parts, and the images between them. Raises DataError."""
     if isinstance(value, str):
-        return check_text(value, "content", where), ()
-    text, images = "", []
+        return unplaced.place(check_text(value, "content", where), where)
+    text, images, has_parts = "", [], False
     for part in value if isinstance(value, list | tuple) and value else [value]:
         content: Mapping[str, Any] = part if isinstance(part, Mapping) else {"type": None}
         kind = content.get("type", "text")
-        if kind in IMAGE_TYPES:
+        if kind in IMAGE_PARTS:
             images.append(Image(_parse_image(content, where, unplaced), position=len(text)))
+            has_parts = True
         elif kind in TEXT_TYPES and isinstance(content.get("text"), str):
             text += content["text"]
+        elif kind in MEDIA_PARTS:
+            raise DataError(
+                f"{where} has a part of the type {kind!r}: audio and video cannot be trained on in this version, only text and images. "
+                "Leave the record out"
+            )
         else:
             raise DataError(f"{where} holds {value!r:.80}, which is not text; only text and images can be trained on")
-    return check_text(text, "content", where), tuple(images)
+    text = check_text(text, "content", where)
+    return (text, tuple(images)) if has_parts else unplaced.place(text, where)
 
 
-def _parse_image(part: Mapping[str, Any], where: str, unplaced: Iterator[Any]) -> str:
+def _parse_image(part: Mapping[str, Any], where: str, unplaced: RecordImages) -> str:
     """Return the reference of an image: of the part itself, else the next of the record's. Raises DataError."""
-    keys = [key for key in ("image", "image_url", "url", "path") if part.get(key) is not None]
-    found = part[keys[0]] if keys else next(unplaced, None)
-    if isinstance(found, Mapping):
-        found = found.get("url") or found.get("path")
-    if isinstance(found, str) and found:
-        return check_text(found, "image", where)
+    found = next((part[key] for key in (*REFERENCE_KEYS, "bytes") if part.get(key) is not None), None)
+    reference = unplaced.take() if found is None else read_reference(found, where)
+    if reference is not None:
+        return reference
     raise DataError(
         f"{where} has the image {part!r:.80} without a reference; write its path or address into the part, as image or image_url, or into "
-        f"the column {IMAGES!r} of the record. An image that stands in the data itself is to be written to a file"
+        f"the column {IMAGES!r} of the record"
     )
 
 
@@ -222,15 +239,21 @@ def _parse_tool(tool: Any, where: str) -> Mapping[str, Any]:
     return tool if "function" in tool else {"type": "function", "function": tool}
 
 
-def make_prompt(value: str | tuple[Message, ...], template: PromptTemplate, where: str) -> tuple[Message, ...]:
+def make_prompt(
+    value: str | tuple[Message, ...], template: PromptTemplate, where: str, images: Sequence[Any] | None = None
+) -> tuple[Message, ...]:
     """Return the prompt: a question in the template, or messages with the template's system prompt unless they have their own.
+
+    ``images``: of the record, which a question has places for, ``<image>``, or which come first; messages have theirs.
 
     Raises DataError for an empty question, and for messages if a prompt file is set, which applies only to questions.
     """
     if isinstance(value, str):
-        if not value.strip():
+        question, placed = render_question(value, images or (), template.prefix, where)
+        if not question.strip() and not placed:
             raise DataError(f"{where} is empty; a prompt needs a question")
-        return template.render(value)
+        *before, asked = template.render(question)
+        return (*before, replace(asked, images=placed))
     if template.prefix or template.suffix:
         raise DataError(
             f"{where} holds messages, but prompt_file applies only to plain questions. Set prompt_file to null for this data"

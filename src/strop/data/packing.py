@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from strop.data.packed_images import place_images, same_images
 from strop.data.packed_routes import place_routes
 from strop.data.token_tree import FlatTokens, TokenPath, concatenate, make_paths, own_tokens
 from strop.sampling import KEPT_TOKENS, NO_TOKEN
@@ -46,7 +47,9 @@ def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_
     predictions: list[_Predictions] = []
     for group in groups:
         prompt = group.rollouts[0].prompt
-        shared = share_prefixes and all(torch.equal(rollout.prompt, prompt) for rollout in group.rollouts)
+        shared = share_prefixes and all(
+            torch.equal(rollout.prompt, prompt) and same_images(rollout, group.rollouts[0]) for rollout in group.rollouts
+        )
         root = TokenPath(prompt, len(prompt)) if shared else None
         trees = [make_paths(rollout, root, share=share_prefixes, at_end=at_end) for rollout in group.rollouts]
         for path in ([root] if root else []) + [path for paths in trees for path in paths]:
@@ -77,6 +80,7 @@ def pack(groups: Sequence[Group], credit: RolloutCredit | None = None, *, share_
         rewards=credit.rewards,
         leaf_sequence=_count_off(leaves) if any(len(each) > 1 for each in leaves) else None,
         routes=place_routes(rollouts, paths_of, flat.length),
+        images=place_images(rollouts, paths_of, flat.starts),
         totals=Totals(0, 0, 0),
         columns={} if at_end else _kept_token_ids(rollouts, target),
     ).with_totals()

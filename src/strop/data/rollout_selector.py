@@ -36,6 +36,7 @@ class RolloutSelector:
         self._by_rollout = None if ascending else batch.sequence.argsort(stable=True)
         ends = torch.bincount(batch.sequence, minlength=batch.num_sequences).cumsum(0).tolist()
         self._tokens_of = list(zip([0, *ends], ends, strict=False))  # of each rollout, from and to where in _by_rollout
+        self._images = list(zip(batch.images, batch.image_segments, strict=True)) if batch.images else []
         self._new_position = torch.full((len(batch.tokens),), -1)  # overwritten by each selection
         self._new_sequence = torch.full((batch.num_sequences,), -1)
 
@@ -56,6 +57,11 @@ class RolloutSelector:
             tokens=batch.tokens[token_index],
             positions=batch.positions[token_index],
             routes=None if batch.routes is None else batch.routes[token_index],
+            images=tuple(
+                image.moved(int(self._new_position[image.start]) - image.start)
+                for image, segment in self._images
+                if segment in renumbered
+            ),
             segment_start=segment_length.cumsum(0) - segment_length,
             segment_parent=torch.tensor([renumbered.get(self._parents[segment], -1) for segment in segments]),
             source=self._new_position[batch.source[index]],

@@ -598,7 +598,7 @@ class DatasetEnvironment(Environment[PromptedTask]):
         rows, template = data.load_rows(needs_answers=self.needs_answers), data.load_template()
 
         def make(row: Row) -> PromptedTask:
-            messages = make_prompt(row.prompt, template, row.id)
+            messages = make_prompt(row.prompt, template, row.id, row.images)
             return PromptedTask(id=row.id, question=row.question, answer=row.answer, metadata=row.metadata, messages=messages)
 
         if is_streamed(rows):

@@ -17,6 +17,7 @@ ENVIRONMENTS = {
     "code": "strop.environments.code.code_environment:CodeEnvironment",
     "code_interpreter": "strop.environments.code.code_interpreter:CodeInterpreter",
     "code_jaccard": "strop.environments.code.code_jaccard:CodeJaccard",
+    "drawn_images": "strop.environments.images.drawn_images:DrawnImages",
     "gymnasium": "strop.environments.adapters.gymnasium_environment:GymnasiumEnvironment",
     "humaneval": "strop.environments.code.humaneval:HumanEval",
     "ifeval": "strop.environments.instructions.instruction_following:InstructionFollowing",
@@ -36,6 +37,7 @@ ENVIRONMENTS = {
     "two_player": "strop.environments.games.two_player.two_player:TwoPlayer",
     "user_simulator": "strop.environments.games.user_simulator:UserSimulator",
     "verifiers": "strop.environments.adapters.verifiers_environment:VerifiersEnvironment",
+    "vlm": "strop.environments.images.vlm_environment:VlmEnvironment",
 }
 
 

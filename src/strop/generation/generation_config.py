@@ -11,10 +11,13 @@ from strop import packages
 from strop.base_config import BaseConfig, changed_keys, follows, subsection
 from strop.generation.auto_engine import AutoEngine
 from strop.generation.quantization_config import KERNEL_FORMATS, RolloutFormat, RolloutQuantizationConfig
+from strop.generation.sglang.sglang_config import SglangConfig
+from strop.generation.sglang.sglang_versions import CHECKED_SGLANG, unchecked_sglang
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.vllm.versions import describe_checked, unchecked_version
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE, VllmConfig
 from strop.problems import Problem
+from strop.sampling import MAX_RECORDED_TOP_K
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
 
 
@@ -93,8 +96,8 @@ class GenerationConfig(BaseConfig):
 
     backend: Literal["auto", "torch", "vllm", "sglang", "megatron"] = Field(
         "auto",
-        description="Inference engine: vllm, in separate processes, or torch, built into Strop. auto is vllm where a GPU and vLLM are, "
-        "unless it cannot do what is configured, and torch elsewhere; what it is, is said at the start.",
+        description="Inference engine: vllm or sglang, in separate processes, or torch, built into Strop. auto is vllm where a GPU and "
+        "vLLM are, unless it cannot do what is configured, and torch elsewhere; what it is, is said at the start.",
     )
     max_new_tokens: int = follows(
         "..max_total_sequence_length", standalone=512, ge=1, description="Longest completion of one turn (tokens)."
@@ -126,6 +129,11 @@ class GenerationConfig(BaseConfig):
         default_factory=dict,
         description="Further arguments of vLLM's engine, passed through; unknown ones are errors.",
     )
+    sglang_cfg: SglangConfig = subsection(SglangConfig)
+    sglang_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further arguments of SGLang's server (ServerArgs), passed through; unknown ones are errors.",
+    )
     weight_sync: WeightSyncConfig = subsection(WeightSyncConfig)
     colocated: ColocatedConfig = subsection(ColocatedConfig)
 
@@ -152,9 +160,34 @@ class GenerationConfig(BaseConfig):
         )
 
     @property
+    def uses_sglang(self) -> bool:
+        """Whether SGLang samples."""
+        return self.backend == "sglang"
+
+    @property
+    def uses_engines(self) -> bool:
+        """Whether engines with their own copy of the weights sample, in processes of their own: vLLM's or SGLang's."""
+        return self.uses_vllm or self.uses_sglang
+
+    @property
+    def engine_options(self) -> VllmConfig | SglangConfig:
+        """The section of those engines."""
+        return self.sglang_cfg if self.uses_sglang else self.vllm_cfg
+
+    @property
+    def engine_key(self) -> str:
+        """The name of that section."""
+        return "sglang_cfg" if self.uses_sglang else "vllm_cfg"
+
+    @property
+    def engine_name(self) -> str:
+        """What messages call the engine."""
+        return "SGLang" if self.uses_sglang else "vLLM" if self.uses_vllm else "torch"
+
+    @property
     def weight_format(self) -> RolloutFormat | None:
         """The number format of the engine's weights; None: they are the learner's, in the engine's data type."""
-        if self.quantization.format is not None or self.vllm_cfg.precision != "fp8":
+        if self.quantization.format is not None or self.vllm_cfg.precision != "fp8" or self.uses_sglang:
             return self.quantization.format
         if self.vllm_cfg.is_mx:
             return "mxfp8"
@@ -177,6 +210,10 @@ class GenerationConfig(BaseConfig):
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_supported(key)
         yield from self._check_quantization(key)
+        if self.uses_sglang:
+            yield from self._check_http_client(key)
+            yield from self._check_sglang_sampling(key)
+            yield from self.sglang_cfg.sglang_errors(f"{key}.sglang_cfg")
         if self.uses_vllm:
             yield from self._check_vllm_installed(key)
             yield from self._check_min_temperature(key)
@@ -185,7 +222,7 @@ class GenerationConfig(BaseConfig):
 
     def _check_supported(self, key: str) -> Iterator[Problem]:
         """Yield what is not in this version."""
-        names = {"sglang": "SGLang", "megatron": "Megatron"}
+        names = {"megatron": "Megatron"}
         if self.backend in names:
             yield Problem(
                 f"{key}.backend",
@@ -247,6 +284,46 @@ class GenerationConfig(BaseConfig):
                 f"`make setup-vllm` installs it, `pip install vllm` on a machine with a GPU; or set {key}.backend=torch.",
             )
 
+    def _check_http_client(self, key: str) -> Iterator[Problem]:
+        if not packages.is_installed("aiohttp"):
+            yield Problem(
+                f"{key}.backend",
+                "found sglang, whose server is asked over HTTP with aiohttp, which is not installed",
+                "pip install 'strop[serve]'.",
+            )
+
+    def _check_sglang_sampling(self, key: str) -> Iterator[Problem]:
+        """Yield what SGLang would sample from another distribution than the learner computes."""
+        options = self.sglang_cfg
+        for prefix in ("", "val_"):
+            top_k, top_p = getattr(self, f"{prefix}top_k"), getattr(self, f"{prefix}top_p")
+            filtered = top_p < 1 or self.min_p > 0
+            if top_k == 1 and getattr(self, f"{prefix}temperature") > 0:
+                yield Problem(
+                    f"{key}.{prefix}top_k",
+                    "found 1, which SGLang takes for greedy sampling, and reports the log-probabilities of that",
+                    f"Set {key}.{prefix}temperature=0 for greedy sampling, or it to 2 or more.",
+                )
+            if options.sampler == "sglang" and filtered and (top_k in (None, -1) or top_k > MAX_RECORDED_TOP_K):
+                yield Problem(
+                    f"{key}.sglang_cfg.sampler",
+                    f"found sglang, which says what {prefix}top_p and min_p kept only with a {prefix}top_k of at most "
+                    f"{MAX_RECORDED_TOP_K}, and its log-probabilities are those before them",
+                    f"Set {key}.sglang_cfg.sampler=strop, or {key}.{prefix}top_k.",
+                )
+        if options.sampler == "sglang" and self.top_p < 1 and not self.keep_sampling_mask:
+            yield Problem(
+                f"{key}.sglang_cfg.sampler",
+                "found sglang, which takes top_p of the whole distribution, and the learner of what top_k and min_p kept",
+                f"Set {key}.sglang_cfg.sampler=strop, or {key}.keep_sampling_mask=true.",
+            )
+        if options.speculative_algorithm is not None and (self.top_p < 1 or self.min_p > 0 or self.top_k not in (None, -1)):
+            yield Problem(
+                f"{key}.sglang_cfg.speculative_algorithm",
+                f"found {options.speculative_algorithm}, whose accepted tokens have log-probabilities from before top_k, top_p and min_p",
+                f"Set it to null, or these three of {key} off.",
+            )
+
     def _check_min_temperature(self, key: str) -> Iterator[Problem]:
         for name in ("temperature", "val_temperature"):
             value, is_training = getattr(self, name), name == "temperature"
@@ -295,6 +372,8 @@ class GenerationConfig(BaseConfig):
             )
         yield from self._warn_unused_engine_options(key)
         yield from self._warn_unused_resources(key)
+        if self.uses_sglang:
+            yield from self._warn_sglang(key)
         if self.uses_vllm:
             yield from self._warn_unchecked_version(key)
             yield from self.vllm_cfg.vllm_warnings(f"{key}.vllm_cfg")
@@ -309,9 +388,31 @@ class GenerationConfig(BaseConfig):
                 "pip install -c constraints/gpu.txt vllm installs that one; what does not fit ends the engine when it starts.",
             )
 
+    def _warn_sglang(self, key: str) -> Iterator[Problem]:
+        if (version := unchecked_sglang()) and self.sglang_cfg.python is None:
+            yield Problem(
+                f"{key}.backend",
+                f"SGLang {version} is installed, and Strop, which changes and reads parts of it, was checked with {CHECKED_SGLANG}",
+                "What does not fit ends the engine when it starts.",
+            )
+        if self.sglang_cfg.speculative_algorithm is not None:
+            yield Problem(
+                f"{key}.sglang_cfg.speculative_algorithm",
+                f"found {self.sglang_cfg.speculative_algorithm}: drafts are accepted with random numbers that follow no seed, so equal "
+                "requests give other tokens every time",
+            )
+        yield from self.sglang_cfg.sglang_warnings(f"{key}.sglang_cfg")
+        yield from self.weight_sync.vllm_warnings(f"{key}.weight_sync")
+
     def _warn_unused_engine_options(self, key: str) -> Iterator[Problem]:
-        if self.uses_vllm:
-            unused, engine, other = changed_keys(f"{key}.torch_cfg", self.torch_cfg), "vLLM", "torch"
+        if not self.uses_sglang:
+            others = changed_keys(f"{key}.sglang_cfg", self.sglang_cfg)
+            if others := [*others, *([f"{key}.sglang_kwargs"] if self.sglang_kwargs else [])]:
+                yield Problem(
+                    others[0], f"{self.engine_name} does not read {', '.join(others)}", f"Set {key}.backend=sglang to use them."
+                )
+        if self.uses_engines:
+            unused, engine, other = changed_keys(f"{key}.torch_cfg", self.torch_cfg), self.engine_name, "torch"
         else:
             ignore: tuple[str, ...] = ("gpu_memory_utilization", "enforce_eager", "async_engine")
             if self.weight_format is not None:

@@ -13,10 +13,12 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from strop.generation.base import Completion, Engine
 from strop.monitoring.watchdog.waits import waiting
 from strop.sampling import Sampling
+from strop.types import PromptImage
 from strop.weight_sync.base import EngineDied, EngineLost, UpdatableEngine
 
 log = logging.getLogger(__name__)
@@ -34,10 +36,13 @@ class Router:
         """A request leaves its preferred engine when that has over ``imbalance`` requests, and over a quarter, more than the least busy."""
         self.running = [0] * engines
         self.imbalance = imbalance
-        self._owners: OrderedDict[str | tuple[int, ...], int] = OrderedDict()
+        self._owners: OrderedDict[str | tuple[int | str, ...], int] = OrderedDict()
 
-    def route(self, prompt: tuple[int, ...], session: str, exclude: Collection[int] = ()) -> int:
-        """Return the index of the engine for a request, skipping engines in ``exclude``. The caller updates ``running``."""
+    def route(self, prompt: tuple[int | str, ...], session: str, exclude: Collection[int] = ()) -> int:
+        """Return the index of the engine for a request, skipping engines in ``exclude``. The caller updates ``running``.
+
+        ``prompt``: its tokens, then the digests of its images.
+        """
         least = min((index for index in range(len(self.running)) if index not in exclude), key=self.running.__getitem__)
         owner = self._owners.get(session) if session else None
         if owner is None:
@@ -66,6 +71,7 @@ class EnginePool:
         *,
         max_restarts: int = 3,
         allow_shrink: bool = False,
+        engine_key: str = "vllm_cfg",
         on_close: Sequence[Callable[[], object]] = (),
     ) -> None:
         """Create a pool.
@@ -74,6 +80,7 @@ class EnginePool:
             engines: The engines, in the order of their indices.
             max_restarts: Restarts of one engine without a completed request in between, after which the run ends.
             allow_shrink: Drop an engine whose node is lost, as long as another one is left.
+            engine_key: Section of the engines in ``policy.generation``, for messages.
             on_close: Callbacks that run after all engines are closed.
         """
         self.engines = tuple(engines)
@@ -81,6 +88,7 @@ class EnginePool:
         self.restart_engine: RestartEngine | None = None  # set by the weight publisher
         self.max_restarts = max_restarts
         self.allow_shrink = allow_shrink
+        self.engine_key = engine_key
         self.restarts = 0  # in total, over all engines
         self.on_close = list(on_close)
         self._failures = [0] * len(self.engines)  # restarts in a row, for each engine
@@ -91,14 +99,17 @@ class EnginePool:
         self._router = Router(len(self.engines))
         self._last_counters: dict[str, float] = {}
 
-    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
-        key = tuple(prompt)
+    async def generate(
+        self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "", images: Sequence[PromptImage] = ()
+    ) -> Completion:
+        key: tuple[int | str, ...] = (*prompt, *(image.digest for image in images))
+        shown: dict[str, Any] = {"images": images} if images else {}
         while True:
             index = self._router.route(key, session, self._dropped)
             await self._await_usable(index)
             self._router.running[index] += 1
             try:
-                completion = await self.engines[index].generate(prompt, sampling=sampling, seed=seed, session=session)
+                completion = await self.engines[index].generate(prompt, sampling=sampling, seed=seed, session=session, **shown)
                 self._failures[index] = 0
                 return completion
             except EngineDied as error:
@@ -128,7 +139,8 @@ class EnginePool:
             if self.restart_engine is None or self._failures[index] >= self.max_restarts:
                 raise EngineDied(
                     f"{error}; it was restarted {self._failures[index]} times without completing a request "
-                    "(policy.generation.vllm_cfg.max_restarts), so another restart will not help: see the engine's own output for the cause"
+                    f"(policy.generation.{self.engine_key}.max_restarts), so another restart will not help: see the engine's own output "
+                    "for the cause"
                 ) from error
             self._failures[index] += 1
             self.restarts += 1

@@ -12,6 +12,7 @@ from strop.data.packing_config import DynamicBatchingConfig, SequencePackingConf
 from strop.learner.megatron.megatron_config import MegatronConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.torch.optimizer_config import EmaConfig, OptimizerConfig, SchedulerConfig
+from strop.models.image_processor_config import ImageProcessorConfig
 from strop.models.tokenizer_config import TokenizerConfig
 from strop.problems import Problem
 
@@ -19,7 +20,13 @@ from strop.problems import Problem
 class ModelConfig(BaseConfig):
     """A model and its training."""
 
-    identity_keys: ClassVar[tuple[str, ...]] = ("model_name", "hf_config_overrides", "weights_dtype", "freeze_moe_router")
+    identity_keys: ClassVar[tuple[str, ...]] = (
+        "model_name",
+        "hf_config_overrides",
+        "weights_dtype",
+        "freeze_moe_router",
+        "freeze_vision_tower",
+    )
     unrelated_keys: ClassVar[tuple[str, ...]] = (
         "device",
         "num_threads",
@@ -32,6 +39,7 @@ class ModelConfig(BaseConfig):
 
     model_name: str = Field(..., min_length=1, description="A hub name or a folder with a Hugging Face model.")
     tokenizer: TokenizerConfig = subsection(TokenizerConfig)
+    image_processor: ImageProcessorConfig = subsection(ImageProcessorConfig)
     hf_config_overrides: dict[str, Any] = Field(
         default_factory=dict, description="Values set on the model's Hugging Face configuration."
     )
@@ -79,6 +87,11 @@ class ModelConfig(BaseConfig):
     )
     freeze_moe_router: bool = Field(
         False, description="Do not train the weights that choose the experts of a token; nothing in a model without experts."
+    )
+    freeze_vision_tower: bool = Field(
+        False,
+        description="Do not train the vision tower; nothing in a model of text. What projects its rows into the language model is trained "
+        "where it stands apart (multi_modal_projector, connector).",
     )
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient to this norm; null does not clip.")
     optimizer: OptimizerConfig = subsection(OptimizerConfig)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strop.models.fake_quant.apply_fake_quant import RoundWeight, weight_roundings
+from strop.models.fake_quant.fake_quant_linear import round_base_weight
 from strop.sampling import at_least_float32
 
 ADAPTER = "default"  # PEFT's name of the only adapter
@@ -45,8 +47,12 @@ class LoraLayer:
 
     @torch.no_grad()
     def merged_weight(self, gather: Callable[[Tensor], Tensor] = identity) -> Tensor:
-        """Return W + scale * up down as a new tensor in at least float32, so that small changes are not lost to rounding."""
-        down, up, weight = (at_least_float32(gather(tensor)) for tensor in (self.down, self.up, self.base.weight))
+        """Return W + scale * up down as a new tensor in at least float32, so that small changes are not lost to rounding.
+
+        W is rounded first if the layer is fake-quantised.
+        """
+        base = round_base_weight(self.base, gather(self.base.weight))
+        down, up, weight = (at_least_float32(tensor) for tensor in (gather(self.down), gather(self.up), base))
         change = (up @ down).mul_(self.scale)
         return weight + (change if isinstance(self.base, nn.Linear) else change.t())
 
@@ -104,6 +110,12 @@ def merged_weights(model: nn.Module, gather: Callable[[Tensor], Tensor] = identi
     """
     for name, tensor, adapter in weights_with_layers(model):
         yield name, gather(tensor) if adapter is None else adapter.merged_weight(gather)
+
+
+def merged_roundings(model: nn.Module) -> dict[str, RoundWeight]:
+    """Return what rounds ``merged_weights`` for engines, by name: nothing of layers with adapters, which are added to a rounded base."""
+    merged = {f"{layer.name}.weight" for layer in lora_layers(model)}
+    return {name: rounding for name, rounding in weight_roundings(model).items() if name not in merged}
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -17,6 +17,7 @@ from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, is_classifier_adapt
 from strop.models.classifiers import load_classifier
 from strop.models.loading import (
     cast_weights,
+    find_auto_class,
     from_pretrained,
     load_generation_config,
     load_model,
@@ -131,10 +132,10 @@ def save_model(model: Any, folder: Path, form: ExportFormat = AS_THEY_ARE) -> No
 
 def save_model_config(config: Any, dtype: torch.dtype, folder: Path, *, scores: bool = False) -> None:
     """Write the configuration of a language model, or with ``scores`` of its sequence classifier, with the name of its class."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     config = copy.deepcopy(config)
-    auto: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    auto: Any = AutoModelForSequenceClassification if scores else find_auto_class(config)
     if scores:
         config.num_labels = 1
     config.architectures = [auto._model_mapping[type(config)].__name__]
@@ -172,11 +173,11 @@ def find_model_class(config: Any) -> Any:
 
 def describe_model(config: Any, *, classifier: bool = False) -> Any:
     """Return a causal LM, or a classifier with one label, on the meta device: it has names and shapes, and no memory."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     if classifier:
         config = copy.deepcopy(config)
         config.num_labels = 1
-    kind: Any = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    kind: Any = AutoModelForSequenceClassification if classifier else find_auto_class(config)
     with torch.device("meta"), quiet_transformers():
         return kind.from_config(config)

@@ -19,6 +19,7 @@ from torch import nn
 
 from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
 from strop.models.tokenizer_config import read_chat_template
+from strop.models.vision.vision_families import FAMILIES
 from strop.safety.remote_code import TRUST_VARIABLE, trusts_remote_code
 
 log = logging.getLogger(__name__)
@@ -53,12 +54,13 @@ def from_pretrained(kind: Any, name: str | Path, **options: Any) -> Any:
 
 
 def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device: str = "cpu", config: Any | None = None) -> Any:
-    """Load a Hugging Face causal LM with float32 weights. ``overrides`` change its configuration before it is built.
+    """Load a Hugging Face causal LM, or a vision-language model, with float32 weights. ``overrides`` change its configuration before it
+    is built.
 
     ``name`` may be a folder with adapters in PEFT's format: they are merged into their base, which is loaded by its recorded name with the
     configuration beside the adapters. ``config`` replaces the model's own configuration. Raises ModelNotFound.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if (adapters := adapter_folder(name)) is not None:
         if is_classifier_adapter(adapters):
@@ -71,7 +73,7 @@ def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device:
     config = apply_overrides(config or from_pretrained(AutoConfig, folder, **options), overrides)
     hide_progress = redirect_stderr(io.StringIO()) if gguf else nullcontext()  # the GGUF dequantizer's progress bar has no switch
     with quiet_transformers(), hide_progress:
-        model = from_pretrained(AutoModelForCausalLM, folder, config=config, dtype=torch.float32, **options)
+        model = from_pretrained(find_auto_class(config), folder, config=config, dtype=torch.float32, **options)
     if gguf:
         _drop_quantization_config(model)
     return model.to(device)
@@ -79,11 +81,32 @@ def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device:
 
 def model_from_config(folder: Path) -> Any:
     """Build a causal LM from a folder's configuration, in float32, with freshly initialized weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     with quiet_transformers():
         config = from_pretrained(AutoConfig, folder)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusts_remote_code())
+        return find_auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=trusts_remote_code())
+
+
+def find_auto_class(config: Any) -> Any:
+    """Return Transformers' class that loads a model which writes text.
+
+    A vision-language model of a known family is loaded with its tower, and another one where Transformers has no class of its text alone.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    vision, text = (kind._model_mapping for kind in (AutoModelForImageTextToText, AutoModelForCausalLM))  # type: ignore[attr-defined]
+    sees = is_vision_config(config) and type(config) in vision
+    return (
+        AutoModelForImageTextToText
+        if sees and (config.model_type in FAMILIES or type(config) not in text)
+        else AutoModelForCausalLM
+    )
+
+
+def is_vision_config(config: Any) -> bool:
+    """Return whether a configuration is of a vision-language model."""
+    return getattr(config, "vision_config", None) is not None
 
 
 def list_weight_names(folder: Path) -> tuple[str, ...]:
@@ -143,28 +166,37 @@ def find_stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """
     ids: set[int] = set()
     generation = getattr(model, "generation_config", None)
-    for value in (tokenizer.eos_token_id, getattr(generation, "eos_token_id", None), model.config.eos_token_id):
+    configs = (generation, model.config, model.config.get_text_config())  # a vision-language model has its language model's apart
+    for value in (tokenizer.eos_token_id, *(getattr(config, "eos_token_id", None) for config in configs)):
         ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
     return tuple(sorted(ids))
 
 
 def read_stop_token_ids(name: str, tokenizer: Any, *, overrides: Mapping[str, Any] | None = None) -> tuple[int, ...]:
     """Return the ids that end a turn of a model that is not loaded, also of adapters. Raises ModelNotFound."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    if (adapters := adapter_folder(name)) is not None:
-        config, name = load_base_config(adapters), base_model_name(adapters)
-    else:
-        config = None
-    folder, gguf = locate_model(name)
-    options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
+    config = apply_overrides(read_model_config(name), overrides)
+    folder, gguf = locate_model(base_model_name(adapters) if (adapters := adapter_folder(name)) is not None else name)
     with quiet_transformers():
-        config = apply_overrides(config or from_pretrained(AutoConfig, folder, **options), overrides)
         try:
             generation = None if gguf else GenerationConfig.from_pretrained(folder)
         except OSError:  # it has none
             generation = None
     return find_stop_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
+
+
+def read_model_config(name: str) -> Any:
+    """Return the configuration of a model that is not loaded, of adapters that of their base. Raises ModelNotFound."""
+    from transformers import AutoConfig
+
+    if (adapters := adapter_folder(name)) is not None:
+        if (saved := load_base_config(adapters)) is not None:
+            return saved
+        name = base_model_name(adapters)
+    folder, gguf = locate_model(name)
+    with quiet_transformers():
+        return from_pretrained(AutoConfig, folder, **({"gguf_file": gguf} if gguf else {}))
 
 
 def load_generation_config(folder: Path) -> Any | None:

@@ -7,7 +7,7 @@ A model that follows Transformers' attention interface reads packed rows with sh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -28,10 +28,14 @@ from strop.models.exact.exact_tree import ExactTree
 from strop.models.exact.exactness_error import NotExactError
 from strop.models.layers.compiled_layers import CompiledLayers
 from strop.models.layers.fused_layers import FusedLayers, enable_fused_layers
+from strop.models.loading import is_vision_config
 from strop.models.logprobs.lm_head import LMHead, get_lm_head
 from strop.models.logprobs.token_logprobs import token_logprobs
 from strop.models.routing.router_replay import install_router_replay, replayable_layers
 from strop.models.routing.routes import RecordedRoutes, ReplayedRoutes, RoutedLayers
+from strop.models.vision.batch_inputs import packed_inputs, padded_inputs
+from strop.models.vision.vision_processor import VisionProcessor
+from strop.models.vision.vision_tower import VisionTower
 from strop.sampling import KEPT_TOKENS, Sampling, at_least_float32
 from strop.types import NO_ROUTE, Batch
 
@@ -113,6 +117,8 @@ class Network:
         self.router_counts: Tensor | None = None  # since they were taken: (token, layer) pairs that differ, compared
         self.exact: ExactPasses | None = None  # with policy.exact_on_policy
         self.draft: EagleHead | None = None  # with policy.draft
+        self.vision: VisionTower | None = None  # with a processor of images
+        self.no_vision = ""  # why a model with a tower reads no images
         self.received: Tensor | None = None  # [t, H], from an earlier pipeline stage: this one does not embed the tokens
         self.fallback: str | None = None  # why the model cannot read packed rows
         self.packed = self._probe() if packed is None else packed
@@ -124,15 +130,15 @@ class Network:
 
     def use_plan_attention(self) -> None:
         """Follow the attention plan of each call, for an engine."""
-        self.model.set_attn_implementation(IMPLEMENTATION)
+        set_attention(self.model, IMPLEMENTATION)
 
     def use_native_attention(self) -> None:
         """Use the model's native attention, for padded rows."""
-        self.model.set_attn_implementation(_native_attention(self.model))
+        set_attention(self.model, _native_attention(self.model))
 
     def use_learner_attention(self) -> None:
         """Use the learner's attention: the plan of packed rows, or the model's native attention for padded rows."""
-        self.model.set_attn_implementation(IMPLEMENTATION if self.packed else _native_attention(self.model))
+        set_attention(self.model, IMPLEMENTATION if self.packed else _native_attention(self.model))
 
     @property
     def head(self) -> LMHead:
@@ -147,8 +153,30 @@ class Network:
         """Record the experts that an engine chooses, and train with recorded ones. Raises ValueError for a model without experts."""
         self.routed = install_router_replay(self.model)
 
+    def enable_vision(self, processor: VisionProcessor) -> None:
+        """Read images, with the vision tower of the model."""
+        self.vision = VisionTower(self.model, processor)
+
+    def disable_vision(self, reason: str) -> None:
+        """Read text alone; a batch with images is then an error, which says ``reason``."""
+        self.vision, self.no_vision = None, reason
+
+    def _check_no_images(self, batch: Batch) -> None:
+        """Raise ValueError for a batch with images, for a network that reads none."""
+        if batch.images:
+            raise ValueError(
+                f"a batch has images, and {type(self.model).__name__} reads text alone"
+                + (f" ({self.no_vision})" if self.no_vision else "")
+                + ": name a vision-language model (policy.model_name), or leave the images out of the data"
+            )
+
     def make_exact(self) -> None:
         """Compute the same bits for a token whatever stands beside it, from now on. Raises NotExactError for a model that cannot."""
+        if is_vision_config(self.model.config):
+            raise NotExactError(
+                f"policy.exact_on_policy: {type(self.model).__name__} has a vision tower, which no exact pass is written for; set it to "
+                "false"
+            )
         if not self.packed:
             raise NotExactError(
                 f"policy.exact_on_policy: {type(self.model).__name__} cannot read packed rows "
@@ -226,14 +254,21 @@ class Network:
 
     def run_decoder(self, batch: Batch) -> Tensor:
         """Return the decoder's hidden states [t, H] of this device's tokens in a packed row."""
-        tree = self._plan_tree(batch)
-        tokens, positions, plan = self.token_sharding.shard_tokens(batch.tokens, batch.positions, tree)
-        inputs = {"input_ids": tokens[None].to(self.device)} if self.received is None else {"inputs_embeds": self.received[None]}
         replayed = self._replay_routes(batch)
-        output = self.decoder(**inputs, position_ids=positions[None].to(self.device), plan=plan, use_cache=False, **replayed)
+        output = self.decoder(**self._packed_inputs(batch), use_cache=False, **replayed)
         self._count_differences(replayed)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    def _packed_inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return the keyword arguments of the decoder for a packed row."""
+        tree = self._plan_tree(batch)
+        if self.vision is not None:
+            return packed_inputs(self.vision, batch, tree, self.device)
+        self._check_no_images(batch)
+        tokens, positions, plan = self.token_sharding.shard_tokens(batch.tokens, batch.positions, tree)
+        inputs = {"input_ids": tokens[None].to(self.device)} if self.received is None else {"inputs_embeds": self.received[None]}
+        return {**inputs, "position_ids": positions[None].to(self.device), "plan": plan}
 
     def _plan_tree(self, batch: Batch) -> AttentionPlan:
         segments = (batch.segment_start, batch.segment_length, batch.segment_parent)
@@ -246,17 +281,27 @@ class Network:
     def _hidden_padded(self, batch: Batch) -> Tensor:
         rows = _read_rows(batch, batch.tokens)
         longest = max(len(row) for row in rows)
-        tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
-        mask = torch.zeros(len(rows), longest, dtype=torch.int64)
-        for index, row in enumerate(rows):
-            tokens[index, : len(row)] = row
-            mask[index, : len(row)] = 1
         row, column = _source_rows(batch), batch.positions[batch.source]
         replayed = self._replay_routes(batch, row * longest + column)
-        output = self.decoder(input_ids=tokens.to(self.device), attention_mask=mask.to(self.device), use_cache=False, **replayed)
+        reader: Callable[..., Any]
+        if self.vision is None:
+            reader, arguments = self.decoder, self._padded_text(batch, rows)
+        else:
+            reader, arguments = padded_inputs(self.vision, batch, rows, self.device)
+        output = reader(**arguments, use_cache=False, **replayed)
         self._count_differences(replayed)
         hidden: Tensor = output.last_hidden_state
         return hidden[row.to(self.device), column.to(self.device)]
+
+    def _padded_text(self, batch: Batch, rows: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the keyword arguments of the decoder for padded rows without images."""
+        self._check_no_images(batch)
+        longest = max(len(row) for row in rows)
+        tokens, mask = torch.zeros(2, len(rows), longest, dtype=torch.int64)
+        for index, row in enumerate(rows):
+            tokens[index, : len(row)] = row
+            mask[index, : len(row)] = 1
+        return {"input_ids": tokens.to(self.device), "attention_mask": mask.to(self.device)}
 
     @torch.no_grad()
     def _probe(self) -> bool:
@@ -264,14 +309,14 @@ class Network:
         batch = probe_batch(int(self.model.get_input_embeddings().weight.shape[0]))
         native = _native_attention(self.model)
         try:
-            self.model.set_attn_implementation(native)
+            set_attention(self.model, native)
             expected = _compute_logprobs(self, self._hidden_padded(batch), batch, direct=True)
             padded = _compute_logprobs(self, self._hidden_padded(batch), batch)
             if not torch.allclose(padded, expected, atol=1e-3, rtol=1e-3):
                 raise ValueError(
                     f"{type(self.model).__name__} transforms its logits after the output layer in a way that Strop does not support"
                 )
-            self.model.set_attn_implementation(IMPLEMENTATION)
+            set_attention(self.model, IMPLEMENTATION)
             packed = _compute_logprobs(self, self._hidden_packed(batch), batch)
             error = (packed - padded).abs().max().item()
             if error < 1e-3:
@@ -285,6 +330,11 @@ class Network:
             stacklevel=3,
         )
         return False
+
+
+def set_attention(model: Any, implementation: str) -> None:
+    """Set what computes a language model's attention. A vision tower keeps its own: it reads each image whole."""
+    model.set_attn_implementation({"text_config": implementation} if is_vision_config(model.config) else implementation)
 
 
 def _native_attention(model: Any) -> str:

@@ -18,6 +18,7 @@ from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Generator, PastSelves
 from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
+from strop.models.vision.encoded_prompt import EncodedPrompt
 from strop.monitoring.watchdog.waits import waiting
 from strop.rollouts.agent_episode import run_agent
 from strop.rollouts.repeat.group_clock import OWN_TIME, GroupClock
@@ -241,14 +242,15 @@ def _start_rollout(
 ) -> Rollout:
     if tools is not None:
         messages = tools.describe(messages)
-    prompt = template.encode_prompt(messages) if tools is None else tools.encode_prompt(messages)
+    encoded = template.encode_with_images(messages) if tools is None else tools.encode_with_images(messages)
+    prompt = encoded.tokens
     limit = rules.max_length - 1 if rules.max_prompt_length is None else min(rules.max_prompt_length, rules.max_length - 1)
     if len(prompt) > limit:
         raise PromptTooLong(
             f"the prompt of task {rollout.task.id!r} has {len(prompt)} tokens, and at most {limit} fit "
             "(data.max_input_seq_length, policy.max_total_sequence_length)"
         )
-    return replace(rollout, messages=tuple(messages), prompt=torch.tensor(prompt, dtype=torch.int64))
+    return replace(rollout, messages=tuple(messages), prompt=torch.tensor(prompt, dtype=torch.int64), images=encoded.images)
 
 
 def _check_text(messages: Messages, environment: Environment[Any]) -> Messages:
@@ -280,12 +282,14 @@ async def _policy_turn(
         sampling = tools.stop_at_calls(sampling)
     remaining = rules.max_length - rollout.length
     turn_number = len(rollout.policy_turns)
+    shown = {"images": images} if (images := rollout.path_images) else {}
     with waiting(f"sample {rollout.sample}", on=f"engine, turn {turn_number + 1}", kind="generation"):
         completion = await generator.generate(
             rollout.tokens().tolist(),
             sampling=replace(sampling, max_new_tokens=min(sampling.max_new_tokens, remaining)),
             seed=mix_seed(rollout.seed, turn_number),
             session=f"{rollout.seed:x}" if rules.max_turns > 1 else "",
+            **shown,
         )
     turn = make_policy_turn(completion, generator, sampling)
     reply = None if tools is None else tools.parse(turn, turn_number, rollout.tokens().tolist())
@@ -316,14 +320,17 @@ async def _environment_turn(
         messages = await environment.respond(rollout.task, rollout)
     if messages is None:
         return replace(rollout, ending=Ending.STOP)
-    tokens = template.encode_observation(_check_text(messages, environment), rollout.turns[-1].tokens.tolist())
-    return _append(rollout, messages, tokens, rules)
+    sampled = rollout.turns[-1].tokens.tolist()
+    encoded = template.encode_observation_with_images(_check_text(messages, environment), sampled)
+    return _append(rollout, messages, encoded, rules)
 
 
-def _append(rollout: Rollout, messages: Messages, tokens: Sequence[int], rules: EpisodeRules) -> Rollout:
+def _append(rollout: Rollout, messages: Messages, encoded: EncodedPrompt, rules: EpisodeRules) -> Rollout:
     """Return the rollout with an observation, or ended where it leads to no further turn of the policy."""
     if len(rollout.policy_turns) >= rules.max_turns:
         return replace(rollout, ending=Ending.TURNS)
-    if rollout.length + len(tokens) >= rules.max_length:
+    if rollout.length + len(encoded.tokens) >= rules.max_length:
         return replace(rollout, ending=Ending.CONTEXT)
-    return rollout.with_turn(observation_turn(tokens, "\n".join(message.content for message in messages)), *messages)
+    images = [image.moved(rollout.length) for image in encoded.images]
+    text = "\n".join(message.content for message in messages)
+    return rollout.with_turn(observation_turn(encoded.tokens, text, images), *messages)

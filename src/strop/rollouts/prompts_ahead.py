@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
-from strop.models.chat_template import ChatTemplate
+from strop.models.chat_template import ChatTemplate, images_of
 from strop.types import Messages
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ class PromptsAhead:
 
     def _prepare(self, index: int) -> None:
         try:
-            if (messages := self._peek(index)) is not None:
+            messages = self._peek(index)
+            if messages is not None and not images_of(messages):  # images are read where their task is
                 self._template.remember_prompt(messages, self._own.encode_prompt(messages))
         except Exception as error:  # the group records it when it is started
             log.debug("the prompt of position %d cannot be made ahead", index, exc_info=error)

@@ -66,6 +66,7 @@ class PlannedGroup:
             turns=tuple(map(_make_turn, tokens.turns)),
             ending=Ending.STOP,
             reward=self.rewards[sample],
+            images=tokens.images,
         )
 
     def _group(self, rollouts: Sequence[Rollout]) -> Group:
@@ -137,6 +138,7 @@ def _make_turn(turn: RecordedTurn) -> Turn:
         text=turn.text,
         logprobs=torch.zeros(length),
         versions=torch.full((length,), -1, dtype=torch.int32),
+        images=turn.images,
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from strop.models.chat_template import ChatTemplate, TokenSpan
-from strop.types import Message
+from strop.types import Message, PromptImage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,14 @@ class RecordedTurn:
     tokens: array[int]
     in_loss: bool
     text: str
+    images: tuple[PromptImage, ...] = ()  # places count from the conversation's first token
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedConversation:
     prompt: array[int]
     turns: tuple[RecordedTurn, ...]
+    images: tuple[PromptImage, ...] = ()  # of the prompt
 
 
 def tokenize_group(
@@ -77,7 +79,9 @@ def tokenize_conversation(
 ) -> TokenizedConversation:
     """Return the tokens of a conversation. Raises ValueError for one that cannot be used."""
     prompt, *spans = finish_spans(encode_spans(conversation, template, rules), template, rules)
-    return TokenizedConversation(array("q", prompt.tokens), tuple(_make_turn(span, template) for span in spans))
+    starts = accumulate((len(span.tokens) for span in spans), initial=len(prompt.tokens))
+    turns = tuple(_make_turn(span, start, template) for span, start in zip(spans, starts, strict=False))
+    return TokenizedConversation(array("q", prompt.tokens), turns, prompt.images)
 
 
 def finish_spans(encoded: Sequence[TokenSpan], template: ChatTemplate, rules: RecordedRules) -> list[TokenSpan]:
@@ -119,9 +123,9 @@ def encode_spans(conversation: RecordedConversation, template: ChatTemplate, rul
     return [TokenSpan(tokens[:1], False, ""), TokenSpan(tokens[1:], True, conversation.raw_text)]
 
 
-def _make_turn(span: TokenSpan, template: ChatTemplate) -> RecordedTurn:
+def _make_turn(span: TokenSpan, start: int, template: ChatTemplate) -> RecordedTurn:
     text = template.tokenizer.decode(span.tokens, skip_special_tokens=True) if span.in_loss else span.text
-    return RecordedTurn(array("q", span.tokens), span.in_loss, text)
+    return RecordedTurn(array("q", span.tokens), span.in_loss, text, tuple(image.moved(start) for image in span.images))
 
 
 def _move_stop_tokens(spans: Sequence[TokenSpan], stops: Sequence[int]) -> list[TokenSpan]:
@@ -131,13 +135,16 @@ def _move_stop_tokens(spans: Sequence[TokenSpan], stops: Sequence[int]) -> list[
         starts_with_stop = bool(following.tokens) and following.tokens[0] in stops
         if reply.in_loss and starts_with_stop and (not reply.tokens or reply.tokens[-1] not in stops):
             spans[index] = replace(reply, tokens=[*reply.tokens, following.tokens[0]])
-            spans[index + 1] = replace(following, tokens=following.tokens[1:])
+            images = tuple(image.moved(-1) for image in following.images)
+            spans[index + 1] = replace(following, tokens=following.tokens[1:], images=images)
     return spans
 
 
 def _prepend_bos(prompt: TokenSpan, bos: int | None) -> TokenSpan:
     """Begin the conversation with the token, if the tokenizer has one and the template did not write it."""
-    return prompt if bos is None or prompt.tokens[:1] == [bos] else replace(prompt, tokens=[bos, *prompt.tokens])
+    if bos is None or prompt.tokens[:1] == [bos]:
+        return prompt
+    return replace(prompt, tokens=[bos, *prompt.tokens], images=tuple(image.moved(1) for image in prompt.images))
 
 
 def _append_stop_token(reply: TokenSpan, eos: int | None, stops: Sequence[int]) -> TokenSpan:

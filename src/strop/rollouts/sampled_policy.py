@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from strop.environments.games.policy_client import NoPolicyError
 from strop.generation.base import Generator, PastGenerator, PastSelf
@@ -36,7 +37,8 @@ class SampledPolicy:
 
     async def complete(self, messages: Messages, *, seed: int, stop_strings: Sequence[str] = ()) -> str:
         """Return the reply. Raises ValueError for a conversation that leaves no room for one."""
-        prompt = self.template.encode_prompt(messages)
+        encoded = self.template.encode_with_images(messages)
+        prompt = encoded.tokens
         room = self.max_length - len(prompt)
         if room < 1:
             raise ValueError(
@@ -47,4 +49,5 @@ class SampledPolicy:
         wanted = replace(
             self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room), stop_strings=stops, record_sampling_mask=False
         )
-        return (await self.generator.generate(prompt, sampling=wanted, seed=seed)).text
+        shown: dict[str, Any] = {"images": encoded.images} if encoded.images else {}
+        return (await self.generator.generate(prompt, sampling=wanted, seed=seed, **shown)).text

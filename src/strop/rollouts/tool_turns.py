@@ -10,6 +10,7 @@ from typing import Any
 
 from strop.environments.base import Environment
 from strop.models.chat_template import ChatTemplate
+from strop.models.vision.encoded_prompt import EncodedPrompt
 from strop.sampling import Sampling
 from strop.tools.base import ParsedReply, ToolCallFormat, ToolConfigError
 from strop.tools.formats.choose_format import choose_format
@@ -69,7 +70,10 @@ class ToolTurns:
         return self.format.example(name) if written is None else written[0].strip()
 
     def encode_prompt(self, messages: Messages) -> list[int]:
-        return self.template.encode_prompt(messages, self.offer.schemas if self.template.describes_tools else ())
+        return self.encode_with_images(messages).tokens
+
+    def encode_with_images(self, messages: Messages) -> EncodedPrompt:
+        return self.template.encode_with_images(messages, self.offer.schemas if self.template.describes_tools else ())
 
     def stop_at_calls(self, sampling: Sampling) -> Sampling:
         """Return the sampling that stops after a call where the same message goes on."""
@@ -88,20 +92,28 @@ class ToolTurns:
         reply = self.format.parse(text, self.offer.schemas)
         return replace(reply, calls=tuple(_identify(call, number, index) for index, call in enumerate(reply.calls)))
 
-    def encode_results(self, messages: Messages, turn: Turn, reply: ParsedReply) -> list[int]:
-        """Encode the answers to the calls of a turn, and the start of what the policy samples next."""
+    def encode_results(self, messages: Messages, turn: Turn, reply: ParsedReply) -> EncodedPrompt:
+        """Encode the answers to the calls of a turn, and the start of what the policy samples next.
+
+        Raises ValueError for an answer with images where the policy's message goes on: an image stands in a message of its own.
+        """
         sampled = turn.tokens.tolist()
         if self.offer.continuation == "message" and self.format.inline_result is not None:
             end = self.format.stop_strings[0]
             if self.template.decode_turn(sampled).rstrip().endswith(end):
+                if any(message.images for message in messages):
+                    raise ValueError(
+                        "a tool answered with an image, but its answer goes on in the policy's own message (tool_continuation is message), "
+                        "where no image can stand; set tool_continuation to turn"
+                    )
                 text = "".join(self.format.inline_result.format(result=message.content) for message in messages)
-                return self.template.encode_after(end, text)
+                return EncodedPrompt(self.template.encode_after(end, text))
         unread = (ToolCall("tool", {}, id=f"m{len(reply.calls) + index:08d}") for index in range(len(reply.malformed)))
         calls = (*reply.calls, *unread)
         answers = [replace(message, tool_call_id=call.id) for message, call in zip(messages, calls, strict=True)]
         if not self.template.renders_tool_messages:
             answers = [replace(message, role="user", name="", tool_call_id="") for message in answers]
-        return self.template.encode_observation(answers, sampled, calls=calls)
+        return self.template.encode_observation_with_images(answers, sampled, calls=calls)
 
 
 def _identify(call: ToolCall, turn: int, index: int) -> ToolCall:

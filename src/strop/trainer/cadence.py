@@ -13,7 +13,7 @@ from strop.checkpointing.base import RunState
 from strop.learner.base import require_token_outputs
 from strop.learner.client import InlineCaller
 from strop.metrics import Metrics
-from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_records, split_by_rollout
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord, list_images, make_records, split_by_rollout
 from strop.rollouts.stream import StreamState
 from strop.storage.storage_error import StorageError
 from strop.trainer.dropped import describe_drops
@@ -40,6 +40,7 @@ async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, re
     """Store the rollouts of the step; validate, end the run and save, where due; log the metrics."""
     recorded = bool(run.algorithm.recorded_data)
     with run.timer.span("storing"):
+        run.rollouts.write_images(() if recorded else list_images([*groups, *(group for group, _ in run.dropped)]))
         run.rollouts.write(run.step, make_step_records(run, groups, batch, result.old_outputs))
     staleness = [] if recorded else [run.step - 1 - group.version for group in groups]
     collected = group_metrics(groups, run.dropped, staleness, recorded=recorded)

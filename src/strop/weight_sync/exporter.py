@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, lora_layers, save_adapters
+from strop.models.fake_quant.apply_fake_quant import weight_roundings
 from strop.weight_sync.base import AdapterFiles, ChannelAddress, Manifest, NamedTensors, Sender, TransportError
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 from strop.weight_sync.sent_precision import SentPrecision
@@ -51,6 +53,9 @@ class Fingerprints:
 
     sent: Mapping[str, int]
     read_back: Mapping[str, int]  # empty unless requested
+    experts: Mapping[str, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # of them, those of experts, one by one: they add up to the whole
 
 
 @dataclass(frozen=True)
@@ -219,7 +224,7 @@ class BlockingExporter:
                 sender.send(outgoing.manifest, outgoing)
         finally:  # gathering is collective: finish it on all ranks even if sending failed
             outgoing.finish()
-        return Fingerprints(outgoing.sent_fingerprints, outgoing.read_back_fingerprints)
+        return Fingerprints(outgoing.sent_fingerprints, outgoing.read_back_fingerprints, outgoing.expert_fingerprints)
 
     def export_adapters(self, *, resend: bool) -> SentAdapters:
         assert self._adapters is not None
@@ -263,13 +268,17 @@ def make_local_exporter(
     keep_snapshot: bool = False,
     adapters: AdapterSource | None = None,
     device: torch.device | None = None,
+    roundings: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
     quantization: SentPrecision | None = None,
 ) -> LocalExporter:
-    """Create an exporter for an unsharded model in this process. ``tensors`` returns its weights under canonical names; ``device``: where
-    they are sent from, if they may be offloaded; ``quantization``: of the engines' weights."""
+    """Create an exporter for an unsharded model in this process. ``tensors`` returns its weights under canonical names.
+
+    ``device``: where they are sent from, if they may be offloaded; ``roundings``: what rounds those that are fake-quantised, by name;
+    ``quantization``: of the engines' weights.
+    """
     return LocalExporter(
         BlockingExporter(
-            lambda: local_weights(tensors(), device),
+            lambda: local_weights(tensors(), device, roundings),
             make_sender,
             dtype=dtype,
             keep_snapshot=keep_snapshot,
@@ -286,7 +295,7 @@ class LocalAdapterSource:
         self.model = model
 
     def base_weights(self) -> Iterable[Weight]:
-        return local_weights(base_weights(self.model))
+        return local_weights(base_weights(self.model), roundings=weight_roundings(self.model))
 
     def export_files(self) -> AdapterFiles:
         with tempfile.TemporaryDirectory(prefix="strop-adapter-") as name:

@@ -258,7 +258,11 @@ class WeightPublisher:
             started = time.perf_counter()
             for engine in engines:
                 report = verify_fingerprints(
-                    engine.name, fingerprints.read_back, plan.aliases, await engine.read_back_fingerprints()
+                    engine.name,
+                    fingerprints.read_back,
+                    plan.aliases,
+                    await engine.read_back_fingerprints(),
+                    experts=fingerprints.experts,
                 )
                 stats.read_back, stats.unread = report.verified, len(report.unread)
                 self._report_unread(engine, report.unread, report.verified)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from strop.weight_sync.base import LoadReceipt, Manifest, TensorFingerprint
 from strop.weight_sync.fingerprints import combine_fingerprints
@@ -69,12 +70,18 @@ class ReadBackReport:
 
 
 def verify_fingerprints(
-    name: str, sent: Mapping[str, int], aliases: Mapping[str, str], held: Mapping[str, tuple[TensorFingerprint, ...]]
+    name: str,
+    sent: Mapping[str, int],
+    aliases: Mapping[str, str],
+    held: Mapping[str, tuple[TensorFingerprint, ...]],
+    *,
+    experts: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> ReadBackReport:
     """Verify that the weights that the engine computes with are those that were sent.
 
     ``sent`` are the fingerprints of the sent tensors with -0.0 replaced by 0.0. ``aliases`` maps the names of tied tensors to the names
-    that they were sent under. Raises VerificationFailed.
+    that they were sent under. ``experts`` are the fingerprints of each expert of tensors that hold several, so that an error can say which
+    one is wrong. Raises VerificationFailed.
     """
     verified: set[str] = set()
     for tensor, shards in held.items():
@@ -85,7 +92,8 @@ def verify_fingerprints(
         if not _replicas_agree(shards) or combined != sent[source]:
             tied = f" (tied to {source})" if source != tensor else ""
             raise VerificationFailed(
-                f"{name} does not compute with the {tensor}{tied} that was sent{_describe_origin(combined, sent)}: "
+                f"{name} does not compute with the {_find_expert(shards, experts.get(source, ()))}{tensor}{tied} that was sent"
+                f"{_describe_origin(combined, sent)}: "
                 "the update did not reach the layer, or its processes differ"
             )
         verified.add(source)
@@ -95,6 +103,16 @@ def verify_fingerprints(
 def _replicas_agree(shards: Sequence[TensorFingerprint]) -> bool:
     """Whether all processes that hold the same region have the same fingerprint."""
     return len({shard.region for shard in shards}) == len(set(shards))
+
+
+def _find_expert(shards: Sequence[TensorFingerprint], sent: Sequence[int]) -> str:
+    """Return which expert of a tensor is not as it was sent, for a message; empty for other tensors."""
+    for expert, expected in enumerate(sent):
+        own = {shard.region: shard for shard in shards if shard.region[0] == expert}
+        agree = _replicas_agree([shard for shard in shards if shard.region[0] == expert])
+        if not agree or combine_fingerprints(shard.value for shard in own.values()) != expected:
+            return f"expert {expert} of "
+    return ""
 
 
 def _describe_origin(value: int, sent: Mapping[str, int]) -> str:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from strop.weight_sync.base import Manifest, NamedTensors
-from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
+from strop.weight_sync.fingerprints import combine_fingerprints, fingerprint, normalize_zeros
 from strop.weight_sync.sent_precision import SentPrecision
 
 GATHERED_AHEAD = 256 << 20  # bytes of full tensors that are gathered at the same time
@@ -35,11 +36,19 @@ class Weight:
     gather: Callable[[], Tensor]  # returns the full tensor; a collective of all ranks if it is sharded
     storage_key: tuple[int, ...]  # equal for tied weights
     begin_gather: Callable[[int], PendingWeight] | None = None  # begins to gather it on one rank alone; None: only ``gather`` can
+    rounding: Callable[[Tensor], Tensor] | None = (
+        None  # what engines receive of the full tensor, in the data type that it is sent in
+    )
 
     @property
     def nbytes(self) -> int:
         """Size in bytes, as it is gathered."""
         return self.spec.numel() * self.spec.element_size()
+
+    def to_sent(self, full: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the gathered tensor as engines receive it: in ``dtype``, and rounded if the learner computes with rounded weights."""
+        cast = full.detach().to(dtype)
+        return cast if self.rounding is None else self.rounding(cast)
 
     def begin(self, rank: int) -> PendingWeight:
         """Begin to gather the tensor on ``rank``. All ranks must call it, and ``wait`` for the results in the same order."""
@@ -90,8 +99,29 @@ def _finish(dealt: DealtWeight, pending: PendingWeight, rank: int) -> Iterator[t
         yield dealt.weight, tensor
 
 
-def local_weights(tensors: NamedTensors, device: torch.device | None = None) -> list[Weight]:
+def choose_sent_dtype(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the data type that a tensor is sent in: ``dtype``, or its own if that is None.
+
+    Integers keep their own, and so does the bias by which a router chooses experts: engines hold it in float32, since rounding it changes
+    which experts are chosen.
+    """
+    keeps = dtype is None or not tensor.is_floating_point() or name.endswith("e_score_correction_bias")
+    return tensor.dtype if dtype is None or keeps else dtype
+
+
+def is_tensor_of_experts(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor holds the same weight of each expert of a layer, [experts, ...]."""
+    return ".experts." in name and tensor.dim() >= 2 and not name.endswith(".weight")
+
+
+def local_weights(
+    tensors: NamedTensors,
+    device: torch.device | None = None,
+    roundings: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
+) -> list[Weight]:
     """Return the weights of an unsharded model in this process. ``device``: where they are sent from; None: where they are.
+
+    ``roundings``: what rounds the weights that are fake-quantised, by name.
 
     Tensors are tied if they share all their memory, with equal shape and strides. Adapters that are merged on the fly are new tensors each
     time, so they are never tied.
@@ -102,6 +132,7 @@ def local_weights(tensors: NamedTensors, device: torch.device | None = None) -> 
             tensor.detach(),
             partial(torch.Tensor.to, tensor.detach(), device or tensor.device),
             (tensor.data_ptr(), *tensor.shape, *tensor.stride()),
+            rounding=roundings.get(name),
         )
         for name, tensor in tensors
     ]
@@ -146,16 +177,17 @@ class OutgoingWeights:
     rounded: RoundedWeights | None = None
     sent_fingerprints: dict[str, int] = field(default_factory=dict)
     read_back_fingerprints: dict[str, int] = field(default_factory=dict)
+    expert_fingerprints: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the experts of a tensor that has several
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         dtypes = {entry.name: entry.dtype for entry in self.manifest.entries}
         for weight, tensor in self.gathered:
-            cast = tensor.detach().to(dtypes[weight.name])
+            cast = weight.to_sent(tensor, dtypes[weight.name])
             held = self._round(weight.name, cast)
             sent = cast if self.rounded is not None and self.rounded.precision.by_engine else held
             self.sent_fingerprints[weight.name] = fingerprint(sent)
             if self.read_back:
-                self.read_back_fingerprints[weight.name] = fingerprint(normalize_zeros(held))
+                self._fingerprint_for_read_back(weight.name, normalize_zeros(held))
             yield weight.name, sent
 
     def _round(self, name: str, tensor: Tensor) -> Tensor:
@@ -163,6 +195,14 @@ class OutgoingWeights:
         if self.rounded is None or name not in self.rounded.names:
             return tensor
         return self.rounded.precision.round(tensor)
+
+    def _fingerprint_for_read_back(self, name: str, tensor: Tensor) -> None:
+        if not is_tensor_of_experts(name, tensor):
+            self.read_back_fingerprints[name] = fingerprint(tensor)
+            return
+        experts = tuple(fingerprint(each[None], rows=index) for index, each in enumerate(tensor))
+        self.expert_fingerprints[name] = experts
+        self.read_back_fingerprints[name] = combine_fingerprints(experts)
 
     def finish(self) -> None:
         """Gather what was not sent: other ranks wait for this one's shards."""
@@ -180,8 +220,8 @@ class WeightSnapshot:
     def update(self, weights: Iterable[tuple[Weight, Tensor]], dtype: torch.dtype) -> list[Weight]:
         """Copy gathered weights into the snapshot, reusing its memory, in the data types they are sent in. Return the copies."""
         for weight, tensor in weights:
-            sent_dtype = dtype if weight.spec.is_floating_point() else weight.spec.dtype
+            sent_dtype = choose_sent_dtype(weight.name, weight.spec, dtype)
             if weight.name not in self._tensors:
                 self._tensors[weight.name] = torch.empty(weight.spec.shape, dtype=sent_dtype, device="cpu")
-            self._tensors[weight.name].copy_(tensor)
+            self._tensors[weight.name].copy_(weight.to_sent(tensor, sent_dtype))
         return local_weights(self._tensors.items())

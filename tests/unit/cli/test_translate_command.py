@@ -36,7 +36,7 @@ FILES = {
     "base.yaml": BASE,
     "small/faults.yaml": "defaults: ../base.yaml\ncheckpointing: {ft_save_period: 5, is_async: true}",
     "small/gym.yaml": "defaults: ../base.yaml\nenv: {should_use_nemo_gym: true}\ndata_plane: {enabled: true}",
-    "small/gym_draft.yaml": "defaults: gym.yaml\npolicy: {draft: {enabled: true}}",
+    "small/gym_best.yaml": "defaults: gym.yaml\ngrpo: {use_best_at_k: true}",
     "small/too_large.yaml": "defaults: ../base.yaml\npolicy: {dtensor_cfg: {tensor_parallel_size: 3}}",
     "quant/weights.yaml": "quant_cfg: {num_bits: 4}",
 }
@@ -78,10 +78,10 @@ def test_comments_name_every_difference_changes_first(recipes: Path, capsys: pyt
 
 
 def test_a_refused_recipe_says_why_and_exits_with_2(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["translate", str(recipes / "small/gym_draft.yaml")]) == 2
+    assert cli.main(["translate", str(recipes / "small/gym_best.yaml")]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "2 problems" in captured.err
-    assert "no key says where they are" in captured.err and "policy.draft" in captured.err
+    assert "no key says where they are" in captured.err and "grpo.use_best_at_k" in captured.err
 
 
 def test_a_file_of_no_run_is_refused(recipes: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,14 @@ LARGER_THAN_A_NODE = (
 
 # The old message -> what says it now.
 REWORDED: dict[str, str] = {
+    "{}; it was restarted {} times without completing a request (policy.generation.vllm_cfg.max_restarts), so another restart will not "
+    "help: see the engine's own output for the cause": (
+        "{}; it was restarted {} times without completing a request (policy.generation.{}.max_restarts), so another restart will not "
+        "help: see the engine's own output for the cause"
+    ),
+    "{} does not compute with the {}{} that was sent{}: the update did not reach the layer, or its processes differ": (
+        "{} does not compute with the {}{}{} that was sent{}: the update did not reach the layer, or its processes differ"
+    ),
     "{} holds {}, which is not text; only text conversations can be trained on": (
         "{} holds {}, which is not text; only text and images can be trained on"
     ),

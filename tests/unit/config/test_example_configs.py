@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "examples" / "configs"
 TRAINING = sorted(CONFIGS.glob("*.yaml"))
 ARITHMETIC = sorted((CONFIGS / "arithmetic").glob("*.yaml"))
+DRAWN = sorted((CONFIGS / "drawn_images").glob("*.yaml"))
 EVALUATION = sorted((CONFIGS / "evals").glob("*.yaml"))
 
 
@@ -43,6 +44,12 @@ def section_of(path: Path) -> str:
 def test_a_training_example_loads(path: Path) -> None:
     config = load_config(path, root=TRAINING_RUNS[section_of(path)]).config
     assert config.checkpointing.checkpoint_dir.startswith("results/")
+
+
+@pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.stem)
+def test_an_example_on_drawn_images_loads_without_a_warning(path: Path) -> None:
+    loaded = load_config(path, root=TRAINING_RUNS[section_of(path)])
+    assert loaded.warnings == () and path.stem == section_of(path)
 
 
 @pytest.mark.parametrize("path", EVALUATION, ids=lambda path: path.stem)

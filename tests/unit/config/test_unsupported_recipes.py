@@ -34,7 +34,7 @@ policy:
 grpo: {invalid_tool_call_advantage: -5, penalize_invalid_tool_call: true, penalize_malformed_thinking: true}
 sif_dir: /images
 """
-IMAGES = """
+VIDEO = """
 policy:
   is_vlm: true
   tokenizer: {video: {num_frames: 8}}
@@ -44,13 +44,15 @@ data:
   default: {processor: vlm_hf_data_processor, video_target_num_patches: 9}
 env: {clevr-cogent: {reward_functions: [{name: format, weight: 0.2}]}}
 """
-QUANTISED = """
-policy:
-  quant_cfg: NVFP4_DEFAULT_CFG
-  quant_calib_data: cnn_dailymail
-  quant_calib_size: 512
-  disable_modelopt_layer_spec: true
-  generation: {quant_cfg: NVFP4_DEFAULT_CFG, real_quant: true, real_quant_ignore: [lm_head]}
+SOUND = "data: {train: {dataset_name: avqa, env_name: avqa}}"
+IMAGES = """
+policy: {is_vlm: true, tokenizer: {use_processor: true, chat_template: "{{ messages }}"}}
+data:
+  train: {dataset_name: clevr-cogent, split: train, env_name: clevr-cogent}
+  validation: {dataset_name: mmpr-tiny, download_dir: /mmpr, env_name: clevr-cogent}
+  default: {processor: vlm_hf_data_processor}
+grpo: {deduplicate_multimodal_data: true, val_period: 5}
+env: {clevr-cogent: {num_workers: 8, reward_functions: [{name: format, weight: 0.2}, {name: exact_alnum, weight: 0.8}]}}
 """
 TEACHERS = """
 on_policy_distillation: {enabled: true, teacher_model_by_agent_name: {math: "${_teachers.general}"}}
@@ -79,14 +81,12 @@ def engine(name: str, options: str) -> str:
     ("recipe", "key", "why"),
     [
         (GYM, "env.should_use_nemo_gym", "NeMo-Gym's servers run apart from the run"),
-        (IMAGES, "policy.is_vlm", "models read only text"),
-        (QUANTISED, "policy.quant_cfg", "quantisation-aware training"),
+        (VIDEO, "policy.tokenizer.video", "no audio and no video"),
+        (SOUND, "data.train.dataset_name", "no audio and no video"),
         (TEACHERS, "on_policy_distillation", "a teacher for each agent"),
         (engine("trtllm", "trtllm_cfg: {precision: x}, trtllm_kwargs: {a: 1}"), "policy.generation.backend", "TensorRT-LLM"),
         (engine("dynamo", "dynamo_cfg: {engine: vllm}"), "policy.generation.backend", "the Dynamo generation backend"),
-        (engine("sglang", "sglang_cfg: {tp_size: 1}"), "policy.generation.backend", "the SGLang generation backend"),
         (engine("megatron", "mcore_generation_config: {max_tokens: 9}"), "policy.generation.backend", "the Megatron generation"),
-        ("policy: {draft: {enabled: true, model_name: d, num_layers: null}}", "policy.draft", "training a draft model"),
         ("async_rl: {sampler: {name: custom}, max_buffered_rollouts: 64}", "async_rl.sampler.name", "no counterpart"),
         ("grpo: {use_best_at_k: true, best_at_k_k: 8, best_at_k_m: 1000}", "grpo.use_best_at_k", "best@k"),
         ("policy: {generation: {bad_words: [no]}}", "policy.generation.bad_words", "words cannot be forbidden"),
@@ -135,7 +135,7 @@ data_plane: {enabled: true, impl: transfer_queue}
     )
     left_out = {difference.key for difference in loaded.differences if difference.effect is Effect.UNUSED}
     assert len(loaded.differences) == len(left_out)
-    assert {"policy.draft", "grpo.best_at_k_k", "data_plane", "on_policy_distillation"} <= left_out
+    assert {"grpo.best_at_k_k", "data_plane", "on_policy_distillation"} <= left_out
 
 
 def test_a_recipe_of_nemo_gym_translates_where_it_says_where_the_servers_are(tmp_path: Path) -> None:
@@ -157,3 +157,21 @@ def test_an_environment_of_ones_own_may_be_named_nemo_gym(tmp_path: Path) -> Non
     (tmp_path / "mine.py").write_text("def right(task, rollout):\n    return 1.0\n")
     recipe = f"env: {{nemo_gym: {{reward: '{tmp_path}/mine.py:right'}}}}\ndata: {{train: {{env_name: math}}}}"
     assert not load(tmp_path, recipe).differences
+
+
+def test_a_recipe_of_images_is_trained_with_the_same_rewards_and_the_models_own_template(tmp_path: Path) -> None:
+    loaded = load(tmp_path, IMAGES)
+    environment = loaded.config.env["clevr-cogent"]
+    rewards = [{"name": "format", "weight": 0.2}, {"name": "exact_alnum", "weight": 0.8}]
+    assert (environment.type, environment.options) == ("vlm", {"num_workers": 8, "rewards": rewards})
+    (train,), (validation,) = loaded.config.data.train, loaded.config.data.validation
+    assert train.dataset_name == "clevr-cogent" and validation.media_data_dir == "/mmpr"
+    assert loaded.config.policy.tokenizer.chat_template == "default"
+    assert not [difference for difference in loaded.differences if difference.effect is Effect.CHANGED]
+
+
+def test_images_on_megatron_core_are_one_problem_that_names_the_learner_to_take(tmp_path: Path) -> None:
+    recipe = IMAGES.replace("policy: {", "policy: {megatron_cfg: {enabled: true}, dtensor_cfg: {enabled: false}, ")
+    (problem,) = refusals(tmp_path, recipe)
+    assert problem.key == "policy.is_vlm" and "Megatron Core trains models of text alone" in problem.message
+    assert "policy.dtensor_cfg.enabled=true" in problem.fix

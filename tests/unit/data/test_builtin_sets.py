@@ -9,6 +9,7 @@ import pytest
 
 from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import BuiltinDataset
+from strop.data.builtin.image_sets import IMAGE_SETS
 from strop.data.builtin.math_training_sets import MATH_TRAINING_SETS
 from strop.data.builtin.recorded_sets import CONVERSATION_SETS, PREFERENCE_SETS, RECORDED_SETS
 from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
@@ -28,13 +29,14 @@ ASK, GOOD, BAD = user("What is 12 + 7?"), assistant("19"), assistant("20")
 DAPO = "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer"
 
 
+MEDIA = Path(__file__).parents[2] / "fixtures" / "media"
 PAGE = Path(__file__).parents[3] / "docs" / "data.md"
 
 
 def test_every_training_set_is_on_the_page_with_its_place_on_the_hub() -> None:
     rows = [line.split("|")[1:-1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     places = {name: place for names, place, *_ in rows for name in re.findall("`([^`]+)`", names)}
-    for name, entry in {**MATH_TRAINING_SETS, **RECORDED_SETS, "gsm8k": BUILTIN_DATASETS["gsm8k"]}.items():
+    for name, entry in {**MATH_TRAINING_SETS, **RECORDED_SETS, **IMAGE_SETS, "gsm8k": BUILTIN_DATASETS["gsm8k"]}.items():
         words = set(re.findall("`([^`]+)`", places[name]))
         hub = entry.hub.removeprefix("hf://datasets/").rsplit("/", 1)[0] if is_url(entry.hub) else entry.hub
         splits = {entry.splits.train, entry.splits.validation, entry.splits.evaluation} - {"train", None}
@@ -55,7 +57,8 @@ def test_every_built_in_set_has_rows_of_its_schema_here() -> None:
 @pytest.mark.parametrize("name", BUILTIN_DATASETS)
 def test_every_split_that_an_entry_names_can_be_read(name: str) -> None:
     for split in splits_of(BUILTIN_DATASETS[name]):
-        _, records = DataSource(dataset_name=name, split=split).open_records()
+        folder = str(MEDIA) if BUILTIN_DATASETS[name].media_files else None
+        _, records = DataSource(dataset_name=name, split=split, media_data_dir=folder).open_records()
         assert len(records) and records[0]
 
 

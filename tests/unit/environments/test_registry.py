@@ -47,6 +47,7 @@ NAMES = [
     "code",
     "code_interpreter",
     "code_jaccard",
+    "drawn_images",
     "gymnasium",
     "humaneval",
     "ifeval",
@@ -66,6 +67,7 @@ NAMES = [
     "two_player",
     "user_simulator",
     "verifiers",
+    "vlm",
 ]
 
 

@@ -319,6 +319,23 @@ def test_a_lookup_proposes_what_followed_last_time() -> None:
     assert lookup.draft([1, 2, 3, 4, 1, 2, 9, 1, 2, 3, 77], 2) == []
 
 
+def test_what_another_sample_of_the_prompt_said_is_proposed(network: Network) -> None:
+    """Greedy twice: the second sample is known but for its first two tokens."""
+    request = Request([5, 17, 99, 42], Sampling(max_new_tokens=20, temperature=0.0))
+    engine = make_engine(make_paged_runner(network), drafts=4)
+
+    async def run() -> tuple[Any, int, Any]:
+        first = (await generate_all(engine, [request]))[0]
+        steps = engine.counters.decode_steps
+        second = (await generate_all(engine, [request]))[0]
+        await engine.close()
+        return first, steps, second
+
+    first, steps, second = asyncio.run(run())
+    assert second.tokens.tolist() == first.tokens.tolist()
+    assert engine.counters.decode_steps - steps < steps / 2 and engine.counters.accepted_tokens >= 10
+
+
 def test_the_cache_is_paged_on_a_cpu_unless_it_is_turned_off(network: Network, caplog: Any) -> None:
     config = cache_config(5 * 16 * infer_cache_shape(network).bytes_per_token, slots=2)
     engine = make_torch_engine(network, None, config, length=48, stop_ids=())

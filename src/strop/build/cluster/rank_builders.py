@@ -63,7 +63,7 @@ def make_rank_exporter(
     """
     engines = replace(engines, host=senders.get(rank, engines.host))
     generation = config.generation
-    precision = generation.vllm_cfg.dtype if generation.uses_vllm else config.weights_dtype
+    precision = generation.engine_options.dtype if generation.uses_engines else config.weights_dtype
     return BlockingExporter(
         weights.iter_weights,
         make_sender_factory(generation.weight_sync, weights.device, engines, folder),

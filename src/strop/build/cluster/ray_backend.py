@@ -14,7 +14,7 @@ from strop.algorithms.base import Algorithm
 from strop.build.cluster.engine_builders import build_torch_engine
 from strop.build.cluster.rank_builders import choose_rank_builders, make_rank_exporter
 from strop.build.engines import GeneratorSpec, offloads_learner, pool_engines
-from strop.build.models import TokenizerBundle
+from strop.build.models import TokenizerBundle, make_template
 from strop.build.tasks import describe_environments
 from strop.build.teachers import StudentInfo, load_teacher
 from strop.config import RolloutRunConfig, TrainingRunConfig
@@ -30,12 +30,13 @@ from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter, RemoteLearner, RemoteMemory
 from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.environments.remote import RemoteEnvironment
+from strop.generation.sglang.sglang_engine import SglangEngine
+from strop.generation.sglang.sglang_launch import SglangLaunch
 from strop.generation.synced_generator import SyncedGenerator
 from strop.generation.vllm.engine_args import NodeRanks, VllmLaunch
 from strop.generation.vllm.vllm_engine import VllmEngine
 from strop.learner.client import AsyncColumnSource, ColumnClient, LearnerClient, ScorerClient
-from strop.models.chat_template import ChatTemplate
-from strop.models.loading import load_tokenizer
+from strop.models.loading import load_tokenizer, read_model_config
 from strop.monitoring.trackers.base import Tracker
 from strop.sampling import Sampling
 from strop.weight_sync.transports.choose import EngineLocations, choose_senders
@@ -62,9 +63,8 @@ class RayBackend:
         self.packed = policy_info.packed
         tokenizer_config = config.policy.tokenizer
         tokenizer = load_tokenizer(tokenizer_config.name, chat_template=tokenizer_config.chat_template)
-        self.bundle = TokenizerBundle(
-            tokenizer, ChatTemplate(tokenizer, options=tokenizer_config.chat_template_kwargs), policy_info.stop_ids
-        )
+        template = make_template(config.policy, tokenizer, read_model_config(config.policy.model_name))
+        self.bundle = TokenizerBundle(tokenizer, template, policy_info.stop_ids)
 
     async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
         self._sampling = sampling
@@ -142,7 +142,9 @@ class RayBackend:
             senders={rank: hosts[rank] for rank in senders},
         )
         await self.group.call_all("open_export", make_exporter)
-        make = self._make_vllm_engine if uses_vllm else self._make_torch_engine
+        make = (
+            self._make_sglang_engine if options.uses_sglang else self._make_vllm_engine if uses_vllm else self._make_torch_engine
+        )
         engines = [make(number, slot, folder, spec.output_folder.resolve(), adapters) for number, slot in enumerate(slots)]
         offloads = offloads_learner(self.config, on_cpu=self.policy_info.on_cpu, shares_module=False)
         return pool_engines(
@@ -170,6 +172,18 @@ class RayBackend:
             ray_address=self.cluster.address if slot.further else "",
         )
         make = partial(VllmEngine, f"engine {number}", launch, self.bundle.tokenizer, stop_ids=self.bundle.stop_ids)
+        return self._make_engine(number, slot, launch.receivers, make)
+
+    def _make_sglang_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
+        generation = self.config.policy.generation
+        launch = SglangLaunch(
+            config=generation,
+            model=str(folder),
+            on_cpu=self.policy_info.on_cpu,
+            environment=self._thread_env(generation.sglang_cfg.num_threads, generates=True),
+            output_file=outputs / f"engine_{number}.log",
+        )
+        make = partial(SglangEngine, f"engine {number}", launch, self.bundle.tokenizer, stop_ids=self.bundle.stop_ids)
         return self._make_engine(number, slot, launch.receivers, make)
 
     def _locate_ranks(self, part: DeviceSlot) -> NodeRanks:

@@ -75,7 +75,7 @@ class EvalGenerationConfig(GenerationConfig):
     @property
     def max_total_sequence_length(self) -> int:
         """Longest prompt and completion together, whatever the backend (tokens)."""
-        return self.vllm_cfg.max_model_len
+        return self.engine_options.max_model_len
 
     def _check_quantization(self, key: str) -> Iterator[Problem]:
         if self.weight_format is not None:

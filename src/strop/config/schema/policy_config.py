@@ -12,6 +12,7 @@ from strop.generation.generation_config import GenerationConfig, UnusedGeneratio
 from strop.learner.megatron.megatron_peft_config import MegatronPeftConfig
 from strop.learner.model_config import ModelConfig
 from strop.models.draft.draft_config import DraftConfig
+from strop.models.fake_quant.quant_config import QuantConfig
 from strop.models.lora_config import LoraConfig
 from strop.models.routing.router_replay_config import RouterReplayConfig
 from strop.problems import Problem
@@ -25,7 +26,7 @@ class ReferenceConfig(BaseConfig):
     offload: bool = Field(False, description="Keep it in CPU memory between uses.")
 
 
-class PolicyConfig(ModelConfig):
+class PolicyConfig(QuantConfig, ModelConfig):
     """The policy and its training."""
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("generation_batch_size", "offload")
@@ -73,12 +74,15 @@ class PolicyConfig(ModelConfig):
         yield from self._check_adapter_dropout(f"{key}.dtensor_cfg.lora_cfg.dropout", self.dtensor_cfg.lora_cfg)
         if self.megatron_cfg.enabled:
             yield from self._check_adapter_dropout(f"{key}.megatron_cfg.peft.dropout", self.megatron_cfg.peft)
-        yield from self._check_engine_length(f"{key}.generation.vllm_cfg.max_model_len")
+        yield from self._check_engine_length(f"{key}.generation")
         yield from self._check_router_replay(key)
+        yield from self._check_sglang_draft(key)
         yield from self._check_compile(key)
         yield from self._check_draft(key)
         if self.exact_on_policy:
             yield from self._check_exact(key)
+        yield from self._check_fake_quant(key)
+        yield from self._check_quantized_sampling(key)
 
     def _check_backend(self, key: str) -> Iterator[Problem]:
         enabled = self.megatron_cfg.enabled
@@ -99,17 +103,24 @@ class PolicyConfig(ModelConfig):
             )
 
     def _check_engine_length(self, key: str) -> Iterator[Problem]:
-        length, total = self.generation.vllm_cfg.max_model_len, self.max_total_sequence_length
-        if self.generation.uses_vllm and length < total:
+        length, total = self.generation.engine_options.max_model_len, self.max_total_sequence_length
+        if self.generation.uses_engines and length < total:
             yield Problem(
-                key,
+                f"{key}.sglang_cfg.context_length" if self.generation.uses_sglang else f"{key}.vllm_cfg.max_model_len",
                 f"found {length}, but a rollout may have policy.max_total_sequence_length = {total} tokens, and the engine would truncate "
                 "it earlier",
                 f"Leave it unset, set it to {total} or more, or lower policy.max_total_sequence_length.",
             )
 
     def _check_router_replay(self, key: str) -> Iterator[Problem]:
-        if not self.router_replay.enabled or not self.generation.uses_vllm:
+        if not self.router_replay.enabled or not self.generation.uses_engines:
+            return
+        if self.generation.uses_sglang:
+            yield Problem(
+                f"{key}.router_replay.enabled",
+                "found true, but the experts of tokens are not read from SGLang",
+                f"Set {key}.generation.backend to torch or vllm, or {key}.router_replay.enabled=false.",
+            )
             return
         if self.device == "cpu":
             yield Problem(
@@ -189,6 +200,14 @@ class PolicyConfig(ModelConfig):
                 f"Set it to false, or {key}.backend=torch with sizes of 1 in {key}.dtensor_cfg.",
             )
 
+    def _check_sglang_draft(self, key: str) -> Iterator[Problem]:
+        if self.draft.enabled and self.generation.uses_sglang:
+            yield Problem(
+                f"{key}.draft.enabled",
+                "found true, but a head that is trained is not sent to SGLang's engines",
+                f"Set {key}.generation.backend to vllm or torch, or {key}.draft.enabled=false.",
+            )
+
     def _check_speculation(self, key: str) -> Iterator[Problem]:
         """Yield a head that vLLM would not find, or not receive."""
         drafts = self.generation.vllm_cfg.speculation
@@ -228,6 +247,12 @@ class PolicyConfig(ModelConfig):
                 "found true, but vLLM has a batch-invariant mode on GPUs alone",
                 f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
             )
+        if self.generation.uses_sglang:
+            yield Problem(
+                f"{key}.exact_on_policy",
+                "found true, but SGLang's agreement with the learner to the last bit has not been tried",
+                f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
+            )
         if not self.sequence_packing.enabled:
             yield Problem(
                 f"{key}.sequence_packing.enabled",
@@ -251,6 +276,33 @@ class PolicyConfig(ModelConfig):
                 f"Set it to false, or these sizes of {key}.dtensor_cfg to 1.",
             )
 
+    def _check_fake_quant(self, key: str) -> Iterator[Problem]:
+        """Yield what rounded weights and inputs do not go together with, in the learner."""
+        yield from self.quant_errors(key)
+        if self.quant_cfg is None:
+            return
+        for name, found, reason, fix in (
+            ("backend", self.megatron_cfg.enabled, "Megatron Core's layers compute with their weights as they are", "torch"),
+            ("compile", self.compile is True, "a compiled layer would compute with its weights as they are", "auto"),
+            ("dtensor_cfg.tensor_parallel_size", self.dtensor_cfg.tensor_parallel_size > 1,
+             "the scales of a weight need all of it, and a tensor-parallel rank has a part", "1"),
+        ):  # fmt: skip
+            if found:
+                yield Problem(
+                    f"{key}.quant_cfg",
+                    f"found {self.quant_cfg}, but {reason}",
+                    f"Set {key}.{name}={fix}, or {key}.quant_cfg=null.",
+                )
+
+    def _check_quantized_sampling(self, key: str) -> Iterator[Problem]:
+        """Yield what rounded weights and inputs do not go together with, in the engine."""
+        if self.quant_cfg is not None and self.exact_on_policy:
+            yield Problem(
+                f"{key}.exact_on_policy",
+                f"found true, but with {key}.quant_cfg weights and inputs are rounded in passes that have no exact form",
+                f"Set it to false, or {key}.quant_cfg=null.",
+            )
+
     def warnings(self, key: str) -> Iterator[Problem]:
         yield from self._warn_unused_batch_size(key)
         if self.exact_on_policy and self.generation.uses_vllm:
@@ -272,7 +324,7 @@ class PolicyConfig(ModelConfig):
     def _warn_unused_draft(self, key: str) -> Iterator[Problem]:
         engine = self.generation
         used = engine.vllm_cfg.speculation.method == "eagle3" if engine.uses_vllm else engine.torch_cfg.speculative_draft > 0
-        if self.draft.enabled and not used:
+        if self.draft.enabled and not used and not engine.uses_sglang:
             option = "vllm_cfg.speculation.method=eagle3" if engine.uses_vllm else "torch_cfg.speculative_draft=3"
             yield Problem(
                 f"{key}.draft.enabled",
@@ -305,6 +357,7 @@ class RecordedPolicyConfig(PolicyConfig):
         yield from ModelConfig.errors(self, key)
         yield from self._check_backend(key)
         yield from self._check_draft(key)
+        yield from self._check_fake_quant(key)
 
     def warnings(self, key: str) -> Iterator[Problem]:
         yield from self._warn_unused_batch_size(key)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from strop.data.builtin.builtin_dataset import BuiltinDataset
 from strop.data.builtin.choice_sets import CHOICE_SETS
 from strop.data.builtin.code_sets import CODE_SETS
+from strop.data.builtin.image_sets import IMAGE_SETS
 from strop.data.builtin.instruction_sets import INSTRUCTION_SETS
 from strop.data.builtin.math_evaluation_sets import MATH_EVALUATION_SETS
 from strop.data.builtin.math_training_sets import MATH_TRAINING_SETS
@@ -19,4 +20,5 @@ BUILTIN_DATASETS: Mapping[str, BuiltinDataset] = {
     **RECORDED_SETS,
     **CODE_SETS,
     **INSTRUCTION_SETS,
+    **IMAGE_SETS,
 }

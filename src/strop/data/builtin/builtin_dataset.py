@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Purpose = Literal["train", "validation", "evaluation"]
-RowForm = Literal["preferred_response", "boxed_solution", "dialogues", "conversation_trees"]
+RowForm = Literal[
+    "preferred_response",
+    "boxed_solution",
+    "dialogues",
+    "conversation_trees",
+    "tagged_solution",
+    "single_image",
+    "reasoning_question",
+    "described_region",
+]
 """How rows of another form are read (``strop.data.sources.row_readers``)."""
 
 
@@ -47,11 +56,12 @@ class Grader:
 
 @dataclass(frozen=True)
 class Condition:
-    """What the text of a column must be for a row to be used: exactly one of some texts, or none of them in any case."""
+    """What a column must be for a row to be used: exactly one of some texts, none of them in any case, or a list that is not too long."""
 
     column: str
     one_of: tuple[str, ...] = ()
     none_of: tuple[str, ...] = ()  # a column without a value has the text ""
+    at_most: int | None = None  # items of a list
 
 
 @dataclass(frozen=True)
@@ -70,5 +80,7 @@ class BuiltinDataset:
     keep: tuple[Condition, ...] = ()  # rows that do not meet all of these are left out
     row_reader: RowForm | None = None  # None: a row is read as it is
     choices: Choices | None = None
+    split_hubs: Mapping[str, str] = field(default_factory=dict)  # splits that are the only split of another set of the hub
+    media_files: str | None = None  # what the folder media_data_dir must have, of a set whose images are files of their own
     grader: Grader | None = None  # None: the environment of the run
     prompt: str | None = None  # how a question is usually worded, with {question} where it goes; None: the question alone

@@ -23,6 +23,7 @@ from strop.data.recorded.layouts import (
     find_unpaired_layout,
 )
 from strop.data.recorded.raw_text import PackedTexts
+from strop.data.sources.images.image_columns import IMAGES
 from strop.data.sources.records import DataError, Record, Records
 from strop.data.sources.row_readers import keeps_row, select_rows
 from strop.data.sources.source import DataSource, validate_rows
@@ -141,7 +142,7 @@ def _load_examples(
         return read_record(records[index], f"{records.name}:{index}", records.location(index))
 
     def read_record(record: Record, id: str, where: str) -> TaskT:
-        metadata = {key: value for key, value in record.items() if key not in layout.columns and key != tool_key}
+        metadata = {key: value for key, value in record.items() if key not in layout.columns and key not in (tool_key, IMAGES)}
         if source.tool_key is not None and tool_key not in record:
             raise DataError(f"{where} has no key {tool_key!r}, which tool_key names; it has {sorted(record)}")
         tools = parse_tools(record.get(tool_key), f"{where}: {tool_key!r}")

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import BuiltinDataset
 from strop.data.messages import (
-    IMAGES,
     first_reply_index,
     get_text_or_messages,
     make_completion,
@@ -24,6 +23,7 @@ from strop.data.messages import (
 )
 from strop.data.prompt_template import PromptTemplate
 from strop.data.recorded.raw_text import TextLayout
+from strop.data.sources.images.image_columns import IMAGES
 from strop.data.sources.records import DataError, Record, Records, get_text, get_value, has_key
 from strop.data.sources.source import DataSource
 from strop.types import Message, system
@@ -139,7 +139,7 @@ class QuestionAnswerLayout(_ColumnLayout):
         answer = make_completion(found, _as_messages(prompt), self.answer.location(where))
         at = self.question.location(where)
         given = _read_system(self.system, record, where)
-        messages = make_prompt(prompt, replace(template, system=None) if given else template, at)
+        messages = make_prompt(prompt, replace(template, system=None) if given else template, at, record.get(IMAGES))
         return check_conversation((*given, *messages, *answer), self.answer.location(where))
 
 
@@ -158,7 +158,7 @@ class SquadLayout(_ColumnLayout):
                 f"{where}: 'answers' is {record.get('answers')!r:.80}, without a first text; remove questions that have no answer"
             )
         answer = make_completion(get_text(record, "answers.text.0", "output_key", where), (), where)
-        prompt = make_prompt(question, replace(template, system=None), self.question.location(where))
+        prompt = make_prompt(question, replace(template, system=None), self.question.location(where), record.get(IMAGES))
         return check_conversation(
             (system(context), *prompt, *answer),
             self.answers.location(where),
@@ -188,7 +188,7 @@ class ChosenRejectedLayout(_ColumnLayout):
         at = self.prompt.location(where) if self.prompt else self.chosen.location(where)
         return check_distinct(
             CompletionPair(
-                make_prompt(prompt, template, at),
+                make_prompt(prompt, template, at, record.get(IMAGES)),
                 make_completion(chosen, _as_messages(prompt), self.chosen.location(where)),
                 make_completion(rejected, _as_messages(prompt), self.rejected.location(where)),
                 None
@@ -220,7 +220,8 @@ class RankedCompletionsLayout(_ColumnLayout):
             make_completion(get_text_or_messages(each, "completion", "chosen_key", at), _as_messages(prompt), at)
             for each in (better, worse)
         )
-        return check_distinct(CompletionPair(make_prompt(prompt, template, self.prompt.location(where)), chosen, rejected), where)
+        asked = make_prompt(prompt, template, self.prompt.location(where), record.get(IMAGES))
+        return check_distinct(CompletionPair(asked, chosen, rejected), where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,9 +252,8 @@ class HelpSteer3Layout(_ColumnLayout):
             make_completion(column.get_text_or_messages(record, where), _as_messages(prompt), column.location(where))
             for column in (better, worse)
         )
-        return check_distinct(
-            CompletionPair(make_prompt(prompt, template, self.prompt.location(where)), chosen, rejected, abs(preference)), where
-        )
+        asked = make_prompt(prompt, template, self.prompt.location(where), record.get(IMAGES))
+        return check_distinct(CompletionPair(asked, chosen, rejected, abs(preference)), where)
 
     def _parse_preference(self, value: Any, where: str) -> float:
         return _parse_number(value, self.preference.location(where), "from -3 to 3. Fix the record")
@@ -278,7 +278,7 @@ class LabeledCompletionLayout(_ColumnLayout):
             conversation = check_conversation(completion, at)
             prompt, completion = conversation[:-1], conversation[-1:]
         return UnpairedCompletion(
-            make_prompt(prompt, template, self.prompt.location(where) if self.prompt else at),
+            make_prompt(prompt, template, self.prompt.location(where) if self.prompt else at, record.get(IMAGES)),
             make_completion(completion, _as_messages(prompt), at),
             _parse_bool(get_value(record, self.label.key, self.label.option, where), self.label.location(where)),
         )

@@ -37,6 +37,8 @@ class DatasetRecords(Records):
 
     def __init__(self, name: str, dataset: Any, files: Iterable[Path] = ()) -> None:
         self.name, self._dataset = name, dataset
+        # as stored, {bytes, path}: decoded, an image would need PIL, and its file would not be the one that was saved
+        self._raw = dataset.with_format("arrow") if _is_encoded(dataset) else None
         self._sizes = {file: file.stat().st_size for file in files}
 
     def __len__(self) -> int:
@@ -45,7 +47,7 @@ class DatasetRecords(Records):
     def read_record(self, index: int) -> Record:
         self._check_files()
         try:
-            record: Record = self._dataset[index]
+            record: Record = self._dataset[index] if self._raw is None else self._raw[index].to_pylist()[0]
         except Exception as error:  # pyarrow and datasets raise many classes for damaged or unusual values
             raise DataError(f"{self.location(index)} cannot be read ({type(error).__name__}: {error!s:.300})") from error
         return record
@@ -60,12 +62,13 @@ class DatasetRecords(Records):
 
     def iter_values(self, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
         """Iterate over the values of some columns, None where there is no such column. Others are not decoded, and rows not one by one."""
-        selected = self._dataset.select_columns([column for column in columns if column in self._dataset.column_names])
+        dataset = self._dataset if self._raw is None else self._raw
+        selected = dataset.select_columns([column for column in columns if column in self._dataset.column_names])
         for start in range(0, len(self), BATCH_ROWS):
             self._check_files()
             rows = min(BATCH_ROWS, len(self) - start)
             try:
-                batch = selected[start : start + rows]
+                batch = selected[start : start + rows] if self._raw is None else selected[start : start + rows].to_pydict()
             except Exception as error:  # as in read_record
                 raise DataError(
                     f"{self.location(start)} and those after it cannot be read ({type(error).__name__}: {error!s:.300})"
@@ -77,6 +80,20 @@ class DatasetRecords(Records):
         if key in names or top not in names:
             top = key
         return ({top: value} for (value,) in self.iter_values((top,))) if top in names else self
+
+
+def _is_encoded(dataset: Any) -> bool:
+    """Whether rows have images or sound, and nobody has said in which form they are to be read."""
+    return holds_media(getattr(dataset, "features", None)) and dataset.format["type"] is None
+
+
+def holds_media(features: Any) -> bool:
+    """Whether columns of a ``datasets.Dataset`` are images, audio or video, which the library decodes when a row is read."""
+    if features is None:
+        return False
+    if isinstance(features, Mapping | list | tuple):
+        return any(holds_media(each) for each in (features.values() if isinstance(features, Mapping) else features))
+    return hasattr(features, "decode_example") or holds_media(getattr(features, "feature", None))
 
 
 def open_rows(rows: Any) -> Records:
@@ -94,7 +111,8 @@ def open_rows(rows: Any) -> Records:
     if len(rows) == 0:
         raise DataError("rows is empty; a dataset needs at least one row")
     if is_dataset(rows):
-        return DatasetRecords(_name_rows(rows), rows)
+        named = DatasetRecords("rows", rows)  # its records are as they are stored, also images
+        return DatasetRecords(_name_rows(named), rows)
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise DataError(f"rows[{index}] is {row!r:.80}, not a dict; a row is a dict of columns, such as prompt and answer")

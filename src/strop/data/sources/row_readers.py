@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from strop.data.builtin.builtin_dataset import BuiltinDataset, Condition
+from strop.data.sources.images.image_rows import IMAGE_READERS
 from strop.data.sources.in_memory import ListRecords
 from strop.data.sources.records import DataError, Record, Records, get_text
 from strop.data.sources.streaming.streamed import StreamedRecords
@@ -24,8 +25,15 @@ BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{)?")
 TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
-def read_rows(builtin: BuiltinDataset, records: Records) -> Records:
-    """Return the records as the entry's ``row_reader`` reads them: as many with further columns, or others in their place."""
+def read_rows(builtin: BuiltinDataset, records: Records, folder: str | None = None) -> Records:
+    """Return the records as the entry's ``row_reader`` reads them: as many with further columns, or others in their place.
+
+    ``folder``: of the images of a set that has them apart."""
+    if builtin.media_files is not None and folder is None:
+        raise DataError(
+            f"{records.name} names its images by their paths, and media_data_dir is not set; set it to the folder that has "
+            f"{builtin.media_files}"
+        )
     if builtin.row_reader is None:
         return records
     if isinstance(records, StreamedRecords):
@@ -37,6 +45,8 @@ def read_rows(builtin: BuiltinDataset, records: Records) -> Records:
         if not conversations:
             raise DataError(f"none of the {len(records)} trees of {records.name} has a reply")
         return ListRecords(records.name, conversations, "conversation")
+    if read_image := IMAGE_READERS.get(builtin.row_reader):
+        return _ReadRecords(records, lambda record, where: read_image(record, where, folder))
     return _ReadRecords(records, COLUMN_READERS[builtin.row_reader])
 
 
@@ -61,6 +71,8 @@ def keeps_row(conditions: Sequence[Condition], record: Record) -> bool:
     for condition in conditions:
         value = record.get(condition.column)
         text = "" if value is None else str(value)
+        if condition.at_most is not None and isinstance(value, list | tuple) and len(value) > condition.at_most:
+            return False
         if condition.one_of and text not in condition.one_of:
             return False
         if condition.none_of and text.strip().lower() in condition.none_of:
@@ -69,13 +81,15 @@ def keeps_row(conditions: Sequence[Condition], record: Record) -> bool:
 
 
 def _format_conditions(conditions: Sequence[Condition]) -> str:
-    texts = [
-        f"{each.column} must be {' or '.join(map(repr, each.one_of))}"
-        if each.one_of
-        else f"{each.column} must not be {' or '.join(map(repr, each.none_of))}"
-        for each in conditions
-    ]
-    return ", ".join(texts)
+    return ", ".join(map(_format_condition, conditions))
+
+
+def _format_condition(condition: Condition) -> str:
+    if condition.at_most is not None:
+        return f"{condition.column} must be at most {condition.at_most}"
+    if condition.one_of:
+        return f"{condition.column} must be {' or '.join(map(repr, condition.one_of))}"
+    return f"{condition.column} must not be {' or '.join(map(repr, condition.none_of))}"
 
 
 class _ReadRecords(Records):

@@ -26,6 +26,7 @@ from strop.data.sources.dataset_class import (
     open_made_rows,
 )
 from strop.data.sources.files import FILE_SUFFIXES, is_url, open_file
+from strop.data.sources.images.image_columns import IMAGES, ImageColumns, read_images
 from strop.data.sources.in_memory import open_rows
 from strop.data.sources.records import DataError, Record, Records, get_text, has_key
 from strop.data.sources.row_readers import keeps_row, read_rows, select_rows
@@ -55,7 +56,8 @@ class Row:
     id: str
     prompt: str | tuple[Message, ...]  # a question, or a conversation to continue
     answer: str  # empty for data without answers
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # the whole record
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # the whole record, without its images
+    images: tuple[str, ...] = ()  # of a question, as references; those of a conversation are in its messages
 
     @property
     def question(self) -> str:
@@ -90,6 +92,8 @@ class DataSource:
     system_key: str | None = None  # recorded data: a system prompt to put before the messages
     tool_key: str | None = None  # recorded data: definitions of tools; default: tools, if present
     margin_key: str | None = None  # pairs: by how much the chosen one is better; default: margin, if present
+    image_key: str | None = None  # images of a record; default: images, or image, where it holds images
+    media_data_dir: str | None = None  # the folder of images whose paths are relative; default: where they are found
     prompt_file: str | None = (
         None  # text with {question} (or {}) where the question goes; auto: as the built-in set is usually worded
     )
@@ -287,12 +291,18 @@ class DataSource:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ours}
 
     def open_records(self) -> tuple[BuiltinDataset, Records]:
-        """Open the dataset. Return the defaults of its name, and its records. Raises DataError."""
+        """Open the dataset. Return the defaults of its name, and its records, with their images read. Raises DataError."""
         if self.opened is not None:
             return self.opened
+        builtin, records = self._open_records()
+        name = self.dataset_name or ""
+        beside = str(Path(name).parent) if self.rows is None and is_local(name) else None
+        return builtin, read_images(records, ImageColumns(self.image_key, self.media_data_dir, beside))
+
+    def _open_records(self) -> tuple[BuiltinDataset, Records]:
         if self.rows is not None:
             builtin = self.rows_of or BuiltinDataset("")
-            return builtin, read_rows(builtin, self._open_rows(self.rows))
+            return builtin, read_rows(builtin, self._open_rows(self.rows), self.media_data_dir)
         name = self.dataset_name
         if name is None:
             raise DataError("dataset_name is not set, but a dataset is needed here; set it to a file or a dataset of the hub")
@@ -309,8 +319,10 @@ class DataSource:
 
         split = self.split or builtin.splits.choose(self.purpose)
         subset, revision = self.subset or builtin.subset, self.revision or builtin.revision
-        files = choose_files(builtin, subset)
-        return builtin, read_rows(builtin, open_hub(builtin.hub, subset, split, revision, files, streaming=self.streaming))
+        files, hub = choose_files(builtin, subset), builtin.split_hubs.get(split, builtin.hub)
+        split = "train" if split in builtin.split_hubs else split
+        records = open_hub(hub, subset, split, revision, files, streaming=self.streaming)
+        return builtin, read_rows(builtin, records, self.media_data_dir)
 
     def _open_rows(self, rows: Any) -> Records:
         return StreamedRecords(RecordStream("rows", list_shards("rows", rows))) if self.streaming else open_rows(rows)
@@ -412,4 +424,6 @@ class RowReader:
         if self.choices is not None and isinstance(prompt, str):
             prompt, answer, shown = read_choices(self.choices, record, prompt, answer, where, self.choices_seed)
             record = {**record, "choices": shown}
-        return Row(id=id, prompt=prompt, answer=answer, metadata=dict(record))
+        images = tuple(record.get(IMAGES) or ()) if isinstance(prompt, str) else ()
+        metadata = {key: value for key, value in record.items() if key != IMAGES}
+        return Row(id=id, prompt=prompt, answer=answer, metadata=metadata, images=images)

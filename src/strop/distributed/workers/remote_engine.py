@@ -9,6 +9,7 @@ from strop.distributed.base import ActorDied, NodeLost, RemoteActor
 from strop.distributed.restartable_actor import RestartableActor
 from strop.generation.base import Completion
 from strop.sampling import Sampling
+from strop.types import PromptImage
 from strop.weight_sync.base import (
     AdapterFiles,
     CanarySample,
@@ -58,8 +59,13 @@ class RemoteEngine:
     def process(self) -> int | None:
         return None if self._actor.remote is None else self._actor.remote.pid
 
-    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
-        completion: Completion = await self._call("generate", list(prompt), sampling=sampling, seed=seed, session=session)
+    async def generate(
+        self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "", images: Sequence[PromptImage] = ()
+    ) -> Completion:
+        shown = {"images": tuple(images)} if images else {}
+        completion: Completion = await self._call(
+            "generate", list(prompt), sampling=sampling, seed=seed, session=session, **shown
+        )
         return completion
 
     async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:

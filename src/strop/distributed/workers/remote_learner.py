@@ -136,12 +136,14 @@ class RemoteExporter:
         results: list[Fingerprints | TransportError] = await self.group.call_all("send", read_back)
         sent: dict[str, int] = {}
         to_read_back: dict[str, int] = {}
+        experts: dict[str, tuple[int, ...]] = {}
         for result in results:
             if isinstance(result, TransportError):
                 raise result
             sent |= result.sent
             to_read_back |= result.read_back
-        return Fingerprints(sent, to_read_back)
+            experts |= result.experts
+        return Fingerprints(sent, to_read_back, experts)
 
     async def export_adapters(self, *, resend: bool) -> SentAdapters:
         adapters: SentAdapters = (await self.group.call_all("export_adapters", resend))[0]

@@ -31,6 +31,7 @@ from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.kv_cache import CacheShape
 from strop.models.adapters import lora_layers
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.fake_quant.apply_fake_quant import rounds_inputs
 from strop.models.network import Network
 
 log = logging.getLogger(__name__)
@@ -105,8 +106,11 @@ def find_obstacle(network: Network) -> str | None:
         return f"weights are in {', '.join(sorted(other))}, and they round where float32 weights do"
     if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
         return "the weights are sharded"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+    read = model if network.vision is None else decoder  # a tower is not theirs
+    if any(module._forward_hooks or module._forward_pre_hooks for module in read.modules()):
         return "modules have hooks, which they would not call"
+    if rounds_inputs(model):
+        return "policy.quant_cfg rounds the inputs of layers"
     if network.precision == torch.bfloat16 and any(True for _ in lora_layers(model)):
         return "adapters stay separate in bfloat16"
     return _find_odd_option(decoder.config)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from strop.generation.torch.decode_kernels import DecodeKernels, PackedMatrix
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.models.adapters import LoraLayer, base_weights, identity, lora_layers
+from strop.models.fake_quant.fake_quant_linear import FakeQuantLinear, round_layer_inputs, rounds_layer_inputs
 
 LinearFunction = Callable[[Tensor, Any, Tensor | None], Tensor]
 
@@ -37,6 +38,11 @@ class _RoutedLayer:
     module: nn.Module  # its ``forward`` is replaced
     linear: nn.Linear
     adapter: LoraLayer | None = None
+
+    def weight(self, precision: torch.dtype) -> Tensor:
+        """Return the weight that the layer computes with: rounded, where the layer is fake-quantised."""
+        quantized = isinstance(self.linear, FakeQuantLinear)
+        return self.linear.rounded_weight(precision) if quantized else self.linear.weight  # type: ignore[operator, no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +66,16 @@ class FastLinears:
         *,
         prepack: bool | None = None,
         kernels: DecodeKernels | None = None,
+        decoder: nn.Module | None = None,
         quantization: EmulatedQuantization | None = None,
     ) -> None:
         """``prepack`` None: pack weights on a CPU, for the compiled kernels if they are given, else for oneDNN.
 
-        ``quantization``: round weights and inputs. Raises ValueError if it is for weights that are not those of linear layers."""
+        ``decoder``: of a model that reads images: only its layers and the output layer decode, and its vision tower is left as it is.
+        ``quantization``: round weights and inputs. Raises ValueError if it is for weights that are not those of linear layers.
+        """
         parameter = next(model.parameters())
-        self.layers = list(_find_layers(model))
+        self.layers = [layer for layer in _find_layers(model) if decoder is None or _decodes(layer.module, model, decoder)]
         self.precision = precision
         self.kernels = kernels
         on_cpu = parameter.device.type == "cpu" and (kernels is not None or torch.backends.mkldnn.is_available())
@@ -95,7 +104,7 @@ class FastLinears:
             old = self.copies[index] if len(self.copies) > index else None
             copy = self._copy_weights(self._effective_weights(layer), old)
             self.copies[index : index + 1] = [copy]
-            layer.module.forward = self._make_forward(layer.name, copy)  # type: ignore[method-assign, assignment]
+            layer.module.forward = self._make_forward(copy, layer)  # type: ignore[method-assign, assignment]
 
     def disable(self) -> None:
         """Restore the modules for the learner."""
@@ -133,10 +142,10 @@ class FastLinears:
 
     def _effective_weights(self, layer: _RoutedLayer) -> _LinearWeights:
         """Return the weights that the layer computes with, before the cast to the generation precision."""
-        adapter, weight, bias = layer.adapter, layer.linear.weight, layer.linear.bias
+        adapter, weight, bias = layer.adapter, layer.weight(self.precision), layer.linear.bias
         if adapter is None:
             return _LinearWeights(self._round(layer.name, weight), bias)
-        if self.merge:
+        if self.merge and not rounds_layer_inputs(layer.linear):  # the adapter's inputs are not rounded
             return _LinearWeights(self._round(layer.name, adapter.merged_weight()), bias)
         return _LinearWeights(self._round(layer.name, weight), bias, adapter.down, adapter.up, adapter.scale)
 
@@ -164,20 +173,20 @@ class FastLinears:
         copy: Tensor = tensor.clone() if old is None else old.copy_(tensor)  # in place: captured CUDA graphs read this memory
         return copy
 
-    def _make_forward(self, name: str, copy: _LinearWeights) -> Callable[[Tensor], Tensor]:
+    def _make_forward(self, copy: _LinearWeights, layer: _RoutedLayer) -> Callable[[Tensor], Tensor]:
         linear: LinearFunction = _packed_linear if self.prepack else nn.functional.linear
         if self.kernels is not None and self.prepack:
             linear = self.kernels.linear
         precision = self.precision
         down, up = copy.down, copy.up
-        rounded = self.quantization if name in self.rounded else None
+        rounded = self.quantization if layer.name in self.rounded else None
         round_input = identity if rounded is None else rounded.plan.round_input
         if down is None or up is None:
-            return lambda x: linear(round_input(x.to(precision)), copy.weight, copy.bias)
+            return lambda x: linear(round_input(round_layer_inputs(layer.linear, x.to(precision))), copy.weight, copy.bias)
 
         def forward_with_adapter(x: Tensor) -> Tensor:
             x = x.to(precision)
-            output = linear(round_input(x), copy.weight, copy.bias)
+            output = linear(round_input(round_layer_inputs(layer.linear, x)), copy.weight, copy.bias)
             return output + linear(linear(x, down, None), up, None) * copy.scale
 
         return forward_with_adapter
@@ -188,13 +197,17 @@ def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return output
 
 
+def _decodes(module: nn.Module, model: Any, decoder: nn.Module) -> bool:
+    return module is model.get_output_embeddings() or any(module is each for each in decoder.modules())
+
+
 def _find_layers(model: nn.Module) -> Iterator[_RoutedLayer]:
     """Yield every nn.Linear, with its adapter if it has one. Adapters on other layer types (GPT-2's Conv1D) are left unchanged."""
     adapter_modules: set[int] = set()
     for adapter in lora_layers(model):
         adapter_modules |= {id(module) for module in adapter.module.modules()}
-        if type(adapter.base) is nn.Linear:
+        if type(adapter.base) in (nn.Linear, FakeQuantLinear):
             yield _RoutedLayer(adapter.name, adapter.module, adapter.base, adapter)
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and id(module) not in adapter_modules:
+        if type(module) in (nn.Linear, FakeQuantLinear) and id(module) not in adapter_modules:
             yield _RoutedLayer(name, module, module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.plain_attention import causal_mask, masked_attention
 from strop.models.exact.exact_attention import KEY_BLOCK, attend_cached
 from strop.models.routing.routes import RecordedRoutes, RoutedLayers
+from strop.types import PromptImage
 
 SPAN_STEP = 32  # positions
 
@@ -134,12 +136,41 @@ class PrefixStore:
         self.num_tokens = 0
 
 
+def see_blocks(blocks: Tensor, queries: int, window: int | None) -> Tensor:
+    """Return which keys the last ``queries`` tokens see in their own blocks [P], a mask [queries, P]; a window hides what is before it."""
+    own = blocks[len(blocks) - queries :, None]
+    inside = (own == blocks[None]) & (own >= 0)
+    if window is None:
+        return inside
+    places = torch.arange(len(blocks), device=blocks.device)
+    return inside & (places[len(blocks) - queries :, None] - places[None] < window)
+
+
+def attend_prompt(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """Attend causally, and both ways within blocks: queries [1, heads, L, D] are the last L of the keys [1, kv_heads, P, D]."""
+    spec = spec.drop_unused_window(key.shape[2])
+    causal = query.shape[2] == key.shape[2] and spec.window is None and blocks is None
+    mask = None if causal else causal_mask(query.shape[2], key.shape[2], spec.window, query.device)
+    if mask is not None and blocks is not None:
+        mask = mask | see_blocks(blocks.to(query.device), query.shape[2], spec.window)
+    return masked_attention(query, key, value, mask, spec, causal=causal)
+
+
 class PrefillPlan:
     """Attention of several prompts packed into one row, each after its own cached prefix. Collects their keys and values."""
 
-    def __init__(self, shape: CacheShape, lengths: list[int], prefixes: list[Prefix | None]) -> None:
+    def __init__(
+        self,
+        shape: CacheShape,
+        lengths: list[int],
+        prefixes: list[Prefix | None],
+        blocks: Sequence[Tensor | None] = (),
+    ) -> None:
+        """``blocks``: of each whole prompt [P], runs of tokens that also attend to what follows in the run (-1: none); None: no runs."""
         self.shape = shape
+        self.blocks = blocks or [None] * len(lengths)
         self.routes: RecordedRoutes | None = None  # of the new tokens, with router replay
+        self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.lengths = lengths
         self.prefixes = prefixes
         self.keys: list[Tensor] = []  # per layer [T, heads, D]
@@ -151,11 +182,14 @@ class PrefillPlan:
         self.values.append(value)
         outputs = []
         query = query if self.shape.exact else query.to(self.shape.dtype)
-        for q, k, v, prefix in zip(*(tensor.split(self.lengths) for tensor in (query, key, value)), self.prefixes, strict=True):
-            outputs.append(self._attend_one(q, k, v, prefix, spec))
+        parts = (tensor.split(self.lengths) for tensor in (query, key, value))
+        for q, k, v, prefix, blocks in zip(*parts, self.prefixes, self.blocks, strict=True):
+            outputs.append(self._attend_one(q, k, v, prefix, blocks, spec))
         return torch.cat(outputs)
 
-    def _attend_one(self, query: Tensor, key: Tensor, value: Tensor, prefix: Prefix | None, spec: AttentionSpec) -> Tensor:
+    def _attend_one(
+        self, query: Tensor, key: Tensor, value: Tensor, prefix: Prefix | None, blocks: Tensor | None, spec: AttentionSpec
+    ) -> Tensor:
         queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, L, D]
         if prefix is not None:
             keys = torch.cat([prefix.keys[spec.layer][None], keys], dim=2)
@@ -163,10 +197,7 @@ class PrefillPlan:
         if self.shape.exact:
             positions = torch.arange(keys.shape[2] - len(query), keys.shape[2], device=query.device)
             return attend_cached(queries, keys, values, positions[None], spec)[0].transpose(0, 1)
-        spec = spec.drop_unused_window(keys.shape[2])
-        causal = prefix is None and spec.window is None
-        mask = None if causal else causal_mask(queries.shape[2], keys.shape[2], spec.window, query.device)
-        return masked_attention(queries, keys, values, mask, spec, causal=causal)[0].transpose(0, 1)
+        return attend_prompt(queries, keys, values, blocks, spec)[0].transpose(0, 1)
 
     def build_prefix(self, index: int, tokens: tuple[int, ...], logits: Tensor, routes: Tensor | None = None) -> Prefix:
         """Return the ``index``-th prompt as a prefix, its cached part included. ``routes`` [T, layers, k]: recorded in this pass."""
@@ -190,6 +221,7 @@ class DecodePlan:
         """``positions`` [B] are those of the new tokens, all below ``span``."""
         self.cache = cache
         self.routes: RecordedRoutes | None = None  # of the new tokens, with router replay
+        self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.rows = torch.arange(len(positions), device=positions.device)
         self.positions = positions
         self.span = span

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,12 +15,15 @@ from strop.generation.torch.decode_kernels import DecodeKernels
 from strop.generation.torch.emulated_quantization import EmulatedQuantization, RoundedCache
 from strop.generation.torch.fast_layers import FastLayers, choose_kernels
 from strop.generation.torch.fast_linears import FastLinears
+from strop.generation.torch.image_reader import ImageReader
+from strop.generation.torch.image_tokens import PromptImages, find_blocks
 from strop.generation.torch.kv_cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
 from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
 from strop.models.network import Network
 from strop.models.routing.routes import RecordedRoutes
+from strop.types import PromptImage
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +41,27 @@ class SlotPrompt:
     """A prompt and the slot that it is prefilled into."""
 
     slot: int
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # those of images have ids below 0, which name them (``image_tokens``)
     session: str = ""
+    images: PromptImages | None = None
+
+    def positions(self, first: int, last: int) -> Tensor:
+        """Return the rotary positions of the tokens in places [first, last): [L], or [3, L] where images have given them three."""
+        rotary = None if self.images is None else self.images.rotary
+        return torch.arange(first, last) if rotary is None or self.images is None else self.images.positions(first, last)
+
+
+def join_positions(prompts: Sequence[SlotPrompt], skipped: Sequence[int]) -> Tensor:
+    """Return the rotary positions of the tokens of each prompt after those skipped, one after another: [T], or [3, T]."""
+    positions = [prompt.positions(skip, len(prompt.tokens)) for prompt, skip in zip(prompts, skipped, strict=True)]
+    if all(each.dim() == 1 for each in positions):
+        return torch.cat(positions)
+    return torch.cat([each.expand(3, -1) for each in positions], 1)
+
+
+def collect_images(prompts: Sequence[SlotPrompt]) -> dict[int, PromptImage]:
+    """Return the images of prompts by their numbers."""
+    return {number: image for prompt in prompts if prompt.images for number, image in prompt.images.numbered.items()}
 
 
 class ModelRunner(Protocol):
@@ -48,6 +70,7 @@ class ModelRunner(Protocol):
     network: Network
     slots: int
     length: int  # maximum sequence length of a slot
+    images: ImageReader | None  # of a network that reads images
     verifies_drafts: bool  # whether several tokens of a sequence can be decoded in one pass
 
     def count_unread(self, prompt: SlotPrompt) -> int:
@@ -115,9 +138,10 @@ class ModelRunner(Protocol):
 
 
 class EnginePlan(AttentionPlan, Protocol):
-    """An attention plan that also collects the experts of its tokens, with router replay."""
+    """An attention plan that also collects the experts of its tokens, with router replay, and has the images among them."""
 
     routes: RecordedRoutes | None
+    images: Mapping[int, PromptImage]  # by number
 
 
 def cache_capacity(
@@ -181,30 +205,56 @@ class PlanRunner:
         self.length = length
         self.quantization = quantization
         self.shape, self.specs = infer_cache_layout(network)
+        self.images = None if network.vision is None else ImageReader(network.vision)
+        self.offsets: Tensor | None = None  # [slots], of the rotary positions of each slot's new tokens
         self.kernels = _choose_kernels(network, config, quantization)
         self.prepack = config.prepack_weights
-        self.linears = self._make_linears(self.kernels)
+        self.linears = self._make_linears()
         self.layers: FastLayers | None = None
         self._checked = False  # the kernels against the modules
         if self.kernels is not None:
             self.layers = FastLayers(network, self.linears, self.kernels, self.specs, length)
 
-    def _make_linears(self, kernels: DecodeKernels | None) -> FastLinears:
+    def _make_linears(self) -> FastLinears:
         network = self.network
+        decoder = None if self.images is None else network.decoder
         return FastLinears(
-            network.model, network.precision, prepack=self.prepack, kernels=kernels, quantization=self.quantization
+            network.model,
+            network.precision,
+            prepack=self.prepack,
+            kernels=self.kernels,
+            decoder=decoder,
+            quantization=self.quantization,
         )
+
+    def _make_offsets(self, slots: int) -> None:
+        """Keep how far rotary positions are from places, for a model in which images change that."""
+        if self.images is not None and self.images.has_rotary_positions:
+            self.offsets = torch.zeros(slots, dtype=torch.int64, device=self.network.device)
+
+    def _set_offset(self, prompt: SlotPrompt) -> None:
+        if self.offsets is not None:
+            self.offsets[prompt.slot] = 0 if prompt.images is None else prompt.images.offset
+
+    def _move_offset(self, source: int, target: int) -> None:
+        if self.offsets is not None:
+            self.offsets[target] = self.offsets[source]
+
+    def _find_blocks(self, tokens: Sequence[int]) -> Tensor | None:
+        """Return the runs of rows of images that attend both ways within themselves, [P] (``find_blocks``); None if there are none."""
+        return find_blocks(tokens) if self.images is not None and self.images.sees_both_ways else None
 
     @torch.no_grad()
     def _forward(self, tokens: Tensor, positions: Tensor, plan: EnginePlan, rows: Tensor | None) -> Tensor:
+        """Return the logits [B, V] at ``rows`` of the tokens [T]; None: at all. ``positions``: rotary, [T] or [3, T]."""
         device = self.network.device
         options: dict[str, Any] = {} if plan.routes is None else {"routes": plan.routes}
         rounds = self.quantization is not None and self.quantization.plan.fp8_cache
         options["plan"] = RoundedCache(plan) if rounds else plan
+        places = positions[None] if positions.dim() == 1 else positions[:, None]
         with self.network.autocast():
-            output = self.network.decoder(
-                input_ids=tokens[None].to(device), position_ids=positions[None].to(device), use_cache=False, **options
-            )
+            inputs = self.read_images(tokens, plan.images) if plan.images else {"input_ids": tokens[None].to(device)}
+            output = self.network.decoder(**inputs, position_ids=places.to(device), use_cache=False, **options)
             hidden = output.last_hidden_state[0]
             hidden = hidden if rows is None else hidden.index_select(0, rows.to(device))
             if self.network.exact is not None:
@@ -213,8 +263,15 @@ class PlanRunner:
             logits: Tensor = self.network.head.transform_logits(layer(hidden))
             return logits
 
+    def read_images(self, tokens: Tensor, images: Mapping[int, PromptImage]) -> dict[str, Any]:
+        """Return the decoder's inputs for tokens with images; the tower computes with the learner's own modules."""
+        assert self.images is not None
+        return self.images.make_inputs(tokens, images)
+
     def activate(self) -> None:
         self.reset_prefix_cache()
+        if self.images is not None:
+            self.images.forget()
         self.network.use_plan_attention()
         probes = self.layers is not None and not self._checked
         expected = self._probe_decoding(None) if probes and self.quantization is None else None
@@ -254,7 +311,7 @@ class PlanRunner:
         )
         self.linears.disable()
         self.kernels = self.layers = None
-        self.linears = self._make_linears(None)
+        self.linears = self._make_linears()
         self.linears.enable()
 
     def deactivate(self) -> None:
@@ -308,6 +365,7 @@ class CachedRunner(FixedSlots, PlanRunner):
         capacity = cache_capacity(network, self.shape, config, length, stored)
         self.slots = min(config.max_num_seqs, capacity // stored)
         self.cache = SlotCache(self.shape, self.slots, stored, network.routed)
+        self._make_offsets(self.slots)
         self.prefixes = PrefixStore(capacity - self.slots * stored)
         captures = config.cuda_graphs and network.exact is None and network.device.type == "cuda"
         self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if captures else None
@@ -318,33 +376,38 @@ class CachedRunner(FixedSlots, PlanRunner):
 
     def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
         cached = {prompt.tokens: self.prefixes.find(prompt.tokens, prompt.session) for prompt in prompts}
-        missing = [tokens for tokens, prefix in cached.items() if prefix is None or prefix.length < len(tokens)]
+        missing = {tokens for tokens, prefix in cached.items() if prefix is None or prefix.length < len(tokens)}
         if missing:
-            cached |= self._prefill_uncached(missing, cached)
+            unread = {prompt.tokens: prompt for prompt in prompts if prompt.tokens in missing}
+            cached |= self._prefill_uncached(list(unread.values()), cached)
         logits = []
         for prompt in prompts:
             prefix = cached[prompt.tokens]
             assert prefix is not None and prefix.logits is not None
             self.prefixes.put(prompt.tokens, prefix)
             self.cache.write_prefix(prompt.slot, prefix)
+            self._set_offset(prompt)
             logits.append(prefix.logits)
         return torch.stack(logits)
 
     def _prefill_uncached(
-        self, prompts: list[tuple[int, ...]], cached: dict[tuple[int, ...], Prefix | None]
+        self, prompts: Sequence[SlotPrompt], cached: Mapping[tuple[int, ...], Prefix | None]
     ) -> dict[tuple[int, ...], Prefix | None]:
         """Run one forward pass over the uncached part of each prompt."""
-        prefixes = [cached[tokens] for tokens in prompts]
+        prefixes = [cached[prompt.tokens] for prompt in prompts]
         skipped = [prefix.length if prefix is not None else 0 for prefix in prefixes]
-        lengths = [len(tokens) - skip for tokens, skip in zip(prompts, skipped, strict=True)]
-        plan = PrefillPlan(self.shape, lengths, prefixes)
-        tokens = torch.tensor([token for prompt, skip in zip(prompts, skipped, strict=True) for token in prompt[skip:]])
-        positions = torch.cat([torch.arange(skip, skip + length) for skip, length in zip(skipped, lengths, strict=True)])
+        lengths = [len(prompt.tokens) - skip for prompt, skip in zip(prompts, skipped, strict=True)]
+        plan = PrefillPlan(self.shape, lengths, prefixes, [self._find_blocks(prompt.tokens) for prompt in prompts])
+        tokens = torch.tensor([token for prompt, skip in zip(prompts, skipped, strict=True) for token in prompt.tokens[skip:]])
+        positions = join_positions(prompts, skipped)
         last = torch.tensor(lengths).cumsum(0) - 1
         plan.routes = self.network.record_routes()
+        plan.images = collect_images(prompts)
         logits = self._forward(tokens, positions, plan, last)
         routes = None if plan.routes is None else plan.routes.stack()
-        return {prompt: plan.build_prefix(index, prompt, logits[index], routes) for index, prompt in enumerate(prompts)}
+        return {
+            prompt.tokens: plan.build_prefix(index, prompt.tokens, logits[index], routes) for index, prompt in enumerate(prompts)
+        }
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         if self.graphs is not None:
@@ -358,13 +421,18 @@ class CachedRunner(FixedSlots, PlanRunner):
         positions = positions.to(self.network.device)
         plan = DecodePlan(self.cache, positions, span or self.length)
         plan.routes = self.network.record_routes()
-        logits = self._forward(tokens, positions, plan, None)
+        logits = self._forward(tokens, self._rotate(positions, len(tokens)), plan, None)
         if plan.routes is not None and self.cache.routes is not None:
             self.cache.routes[plan.rows, positions] = plan.routes.stack()
         return logits
 
+    def _rotate(self, positions: Tensor, count: int) -> Tensor:
+        """Return the rotary positions of a new token in each of the first slots, [B]."""
+        return positions if self.offsets is None else positions + self.offsets[:count]
+
     def move(self, source: int, target: int, length: int) -> None:
         self.cache.move(source, target, length)
+        self._move_offset(source, target)
 
     def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
         self.prefixes.put(session, self.cache.read_prefix(slot, tokens))
@@ -379,8 +447,10 @@ class CachedRunner(FixedSlots, PlanRunner):
 class RecomputeRunner(FixedSlots):
     """Recomputes every sequence at every token, for models whose attention cannot use the key-value cache.
 
-    Slow, but correct for any causal language model.
+    Slow, but correct for any causal language model; it reads text only.
     """
+
+    images: ImageReader | None = None
 
     def __init__(self, network: Network, *, max_slots: int, length: int) -> None:
         self.network = network

@@ -22,6 +22,7 @@ from strop.generation.torch.model_runner import SlotPrompt
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, load_adapters, lora_layers
 from strop.sampling import Sampling
+from strop.types import PromptImage
 from strop.weight_sync.base import (
     AdapterFiles,
     CanarySample,
@@ -96,10 +97,14 @@ class StandaloneTorchEngine:
 
     # --- sampling ---------------------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
+    async def generate(
+        self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "", images: Sequence[PromptImage] = ()
+    ) -> Completion:
         await self._resumed.wait()
         engine = self._require_alive()
-        return await self._await_engine(engine, engine.generate(prompt, sampling=sampling, seed=seed, session=session))
+        return await self._await_engine(
+            engine, engine.generate(prompt, sampling=sampling, seed=seed, session=session, images=images)
+        )
 
     async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:
         engine = self._require_alive()

@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from strop.generation.base import Completion, Pacer, RequestTooLong
 from strop.generation.torch.drafting.eagle_drafter import EagleDrafter
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
+from strop.generation.torch.image_tokens import PromptImages
 from strop.generation.torch.model_runner import (
     CachedRunner,
     ModelRunner,
@@ -31,11 +33,12 @@ from strop.generation.torch.model_runner import (
 )
 from strop.generation.torch.paged.paged_cache import choose_page
 from strop.generation.torch.paged.paged_runner import PagedRunner
-from strop.generation.torch.paged.prompt_lookup import PromptLookup
+from strop.generation.torch.paged.prompt_lookup import PromptLookup, PromptSamples
 from strop.generation.torch.sampler import SampledTokens, sample_tokens
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.network import Network
 from strop.sampling import Sampling, pad_kept_tokens, uniform
+from strop.types import PromptImage
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +49,7 @@ TokenListener = Callable[[int, float], object]  # called with each sampled token
 class _Request:
     """One request and the tokens sampled so far."""
 
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # with ids below 0 for the rows of its images
     sampling: Sampling
     seed: int
     session: str
@@ -61,11 +64,16 @@ class _Request:
     kept: list[torch.Tensor] = field(default_factory=list)  # for each token the [k] ids it was sampled from, if recorded
     lookup: PromptLookup | None = None  # with speculation
     order: int = 0  # of admission
+    images: PromptImages | None = None
 
     @property
     def context(self) -> tuple[int, ...]:
         """The tokens to read before the next one is sampled, or decoded if it was preempted."""
         return (*self.prompt, *self.tokens[:-1])
+
+    def make_prompt(self, slot: int) -> SlotPrompt:
+        """Return what a slot reads."""
+        return SlotPrompt(slot, self.context, self.session, self.images)
 
     @property
     def position(self) -> int:
@@ -85,6 +93,8 @@ class TokenCounters:
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # drafts that were sampled
     preemptions: int = 0  # requests that gave up their memory and were read again
+    queried_images: int = 0  # images of the prompts of all requests
+    encoded_images: int = 0  # images that the vision tower computed; the others were cached
 
 
 class TorchEngine:
@@ -124,6 +134,7 @@ class TorchEngine:
         self.counters = TokenCounters()
         self._collected = TokenCounters()  # at the last ``collect_metrics``
         self.pacer: Pacer | None = None  # of a run whose events are ordered by the engine's steps
+        self._samples = PromptSamples()  # for drafts that are looked up
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
         self._paused = True  # no request starts; until the first publish
@@ -137,10 +148,20 @@ class TorchEngine:
         self._failure: BaseException | None = None
 
     async def generate(
-        self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "", on_token: TokenListener | None = None
+        self,
+        prompt: Sequence[int],
+        *,
+        sampling: Sampling,
+        seed: int,
+        session: str = "",
+        images: Sequence[PromptImage] = (),
+        on_token: TokenListener | None = None,
     ) -> Completion:
-        """Sample one completion. ``on_token`` is called as its tokens are sampled, to stream them."""
-        return await self._submit(prompt, sampling, seed, session, on_token)
+        """Sample one completion. ``on_token`` is called as its tokens are sampled, to stream them.
+
+        Raises ValueError for images that the model does not read.
+        """
+        return await self._submit(prompt, sampling, seed, session, on_token, images=images)
 
     async def generate_with_priority(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> Completion:
         """Generate before all waiting requests, even while the engine is paused. Suspended requests continue."""
@@ -156,6 +177,7 @@ class TorchEngine:
         on_token: TokenListener | None = None,
         *,
         priority: bool = False,
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         if self._failure is not None:
             raise RuntimeError("the embedded engine has stopped") from self._failure
@@ -169,6 +191,8 @@ class TorchEngine:
             )
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         request = _Request(tuple(prompt), sampling, seed, session, min(sampling.max_new_tokens, room), done, on_token, priority)
+        if images:
+            request.prompt, request.images = self._mark_images(prompt, images)
         if priority:
             self._waiting.appendleft(request)
         else:
@@ -177,6 +201,16 @@ class TorchEngine:
             self._loop = asyncio.create_task(self._serve(), name="strop-torch-engine")
         self._wake.set()
         return await done
+
+    def _mark_images(self, prompt: Sequence[int], images: Sequence[PromptImage]) -> tuple[tuple[int, ...], PromptImages]:
+        if self.runner.images is None:
+            raise ValueError(
+                f"a request has {len(images)} images, and {type(self.runner.network.model).__name__} "
+                f"{'reads text only' if self.runner.network.vision is None else 'is recomputed at every token, with text only'}; leave out "
+                "the images, or set policy.model_name to a vision-language model whose attention follows a plan (docs/images.md)"
+            )
+        self.counters.queried_images += len(images)
+        return self.runner.images.mark(prompt, images)
 
     async def drain(self) -> None:
         self._paused, self._frozen = True, False
@@ -209,7 +243,7 @@ class TorchEngine:
         for slot in reversed(range(len(running))):
             self.runner.release(slot)
         for request in running:
-            prompt = SlotPrompt(len(self._running), request.context)
+            prompt = replace(request.make_prompt(len(self._running)), session="")
             if self.runner.reserve(prompt):
                 self.runner.prefill([prompt])
                 self._running.append(request)
@@ -300,7 +334,7 @@ class TorchEngine:
         read = 0
         while self._can_admit() and len(self._running) < self.runner.slots:
             request = self._waiting[0]
-            prompt = SlotPrompt(len(self._running), request.context, request.session)
+            prompt = request.make_prompt(len(self._running))
             cost = 0 if prompt.tokens in seen else self.runner.count_unread(prompt)
             if read + cost > self.prefill_tokens and (prompts or self._read_ahead(prompt)):
                 break
@@ -331,6 +365,8 @@ class TorchEngine:
     def _prefill(self, prompts: list[SlotPrompt]) -> None:
         """Read the prompts of the requests that were started last, and sample a token for each; preempted ones have theirs."""
         logits = self.runner.prefill(prompts)
+        if any(prompt.images for prompt in prompts) and self.runner.images is not None:
+            self.counters.encoded_images = self.runner.images.encoded
         started = self._running[-len(prompts) :]
         new = [index for index, request in enumerate(started) if not request.tokens]
         if new:
@@ -387,8 +423,9 @@ class TorchEngine:
         if count < 1:
             return []
         if request.lookup is None:
-            request.lookup = PromptLookup()
-        return request.lookup.draft((*request.prompt, *request.tokens), count)
+            request.lookup = PromptLookup(self._samples.of(request.prompt), len(request.prompt))
+        draft = request.lookup.draft((*request.prompt, *request.tokens), count)
+        return list(takewhile(lambda token: token >= 0, draft))  # not what stands for an image
 
     def _append(self, requests: list[_Request], logits: torch.Tensor, drafts: Sequence[list[int]] | None = None) -> None:
         """Sample the next tokens of each request and finish the requests that end with them.
@@ -497,14 +534,7 @@ def make_torch_engine(
     drafts = config.speculative_lookup if runner.verifies_drafts else 0
     if drafts < config.speculative_lookup:
         log.warning("torch_cfg.speculative_lookup needs a paged cache, which this engine has not: it decodes one token at a time")
-    drafter = None
-    if config.speculative_draft and network.draft is not None:
-        if isinstance(runner, PagedRunner):
-            drafter = EagleDrafter(network, runner, config.speculative_draft)
-        else:
-            log.warning(
-                "torch_cfg.speculative_draft needs a paged cache, which this engine has not: it decodes one token at a time"
-            )
+    drafter = _make_drafter(network, runner, config.speculative_draft) if network.draft is not None else None
     return TorchEngine(
         runner,
         tokenizer,
@@ -514,6 +544,19 @@ def make_torch_engine(
         drafter=drafter,
         exact=network.exact is not None,
     )
+
+
+def _make_drafter(network: Network, runner: ModelRunner, count: int) -> EagleDrafter | None:
+    """Make what drafts ``count`` tokens with the policy's head; None, with a warning, where it cannot."""
+    if not count:
+        return None
+    if isinstance(runner, PagedRunner) and runner.images is None:
+        return EagleDrafter(network, runner, count)
+    reason = (
+        "needs a paged cache, which this engine has not" if runner.images is None else "reads text, and this model images too"
+    )
+    log.warning("torch_cfg.speculative_draft %s: it decodes one token at a time", reason)
+    return None
 
 
 def make_runner(

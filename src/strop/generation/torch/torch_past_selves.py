@@ -16,6 +16,7 @@ from strop.generation.base import Completion, PastSelf
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.models.network import Network
 from strop.sampling import Sampling
+from strop.types import PromptImage
 from strop.weight_sync.snapshots import Snapshot, SnapshotPool
 
 
@@ -25,6 +26,7 @@ class _Request:
     prompt: Sequence[int]
     sampling: Sampling
     seed: int
+    images: Sequence[PromptImage]
     done: asyncio.Future[Completion]
 
 
@@ -44,10 +46,12 @@ class TorchPastSelves:
         random = Random(seed)
         return PastSelf(SnapshotGenerator(self, random.choice(self.pool.snapshots)), quantile=random.random())
 
-    async def generate(self, snapshot: Snapshot, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> Completion:
+    async def generate(
+        self, snapshot: Snapshot, prompt: Sequence[int], *, sampling: Sampling, seed: int, images: Sequence[PromptImage] = ()
+    ) -> Completion:
         """Sample one completion with the weights of a snapshot."""
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Request(snapshot, prompt, sampling, seed, done))
+        self._waiting.append(_Request(snapshot, prompt, sampling, seed, images, done))
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve(), name="strop-past-selves")
         return await done
@@ -72,7 +76,10 @@ class TorchPastSelves:
 
     async def _answer(self, request: _Request) -> None:
         try:
-            _finish(request.done, await self.engine.generate(request.prompt, sampling=request.sampling, seed=request.seed))
+            completion = await self.engine.generate(
+                request.prompt, sampling=request.sampling, seed=request.seed, images=request.images
+            )
+            _finish(request.done, completion)
         except Exception as error:
             _finish(request.done, error)
 
@@ -104,8 +111,10 @@ class SnapshotGenerator:
     def version(self) -> int:
         return self.snapshot.version
 
-    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
-        return await self.selves.generate(self.snapshot, prompt, sampling=sampling, seed=seed)
+    async def generate(
+        self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "", images: Sequence[PromptImage] = ()
+    ) -> Completion:
+        return await self.selves.generate(self.snapshot, prompt, sampling=sampling, seed=seed, images=images)
 
 
 def _finish(done: asyncio.Future[Completion], result: Completion | Exception) -> None:

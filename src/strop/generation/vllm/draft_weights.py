@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from strop.generation.vllm.weight_readback import WeightShard, read_weight_shards, refresh_packed_copies
+from strop.generation.vllm.weights.weight_readback import WeightShard, read_weight_shards, refresh_packed_copies
 
 PREFIX = "draft."  # of their names in a publish
 

@@ -32,6 +32,7 @@ RESERVED_ARGS = {  # vLLM arguments that Strop sets itself -> what to set instea
     "quantization": "policy.generation.vllm_cfg.precision=fp8, or policy.generation.quantization.format",
     "data_parallel_size": "policy.generation.vllm_cfg.num_engines",
     "enable_return_routed_experts": "policy.router_replay.enabled",
+    "mm_device_do_normalize": "nothing: images are normalized where the learner's are",
 }
 CPU_BLOCK_SIZE = 32  # tokens: with vLLM's CPU default of 128, shorter prompts would never be in the prefix cache
 CPU_CACHE_GB = 2.0
@@ -69,6 +70,7 @@ class VllmLaunch:
     tokenizer: str = ""  # a folder or a name; empty: that of the model
     max_lora_rank: int | None = None  # LoRA adapters of at most this rank are loaded over the base weights
     return_routes: bool = False  # the experts of each token, for router replay
+    reads_images: bool = False  # a vision-language model
     batch_invariant: bool = False  # the bits of a token do not depend on the batch; vLLM has this mode on GPUs
     environment: Mapping[str, str] = field(default_factory=dict)  # where the engine runs: its CPU threads or its GPUs
     draft: str = ""  # folder of the draft head that the learner trains and sends
@@ -157,6 +159,8 @@ def make_engine_args(launch: VllmLaunch) -> Any:
         args["speculative_config"] = make_speculative_config(config, launch.draft)
     if launch.sleep_level:
         args["enable_sleep_mode"] = True
+    if launch.reads_images:
+        args |= make_image_args(on_cpu=launch.on_cpu)
     if launch.return_routes:
         if launch.on_cpu:
             raise ValueError(
@@ -166,6 +170,15 @@ def make_engine_args(launch: VllmLaunch) -> Any:
         args |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}  # they are kept beside the prefix cache
     args |= make_fp8_args(generation, launch.model)
     return AsyncEngineArgs(**merge_overrides(args, generation.vllm_kwargs))
+
+
+def make_image_args(*, on_cpu: bool) -> dict[str, Any]:
+    """Return what vLLM is told about images; ``vllm_kwargs`` change it (``limit_mm_per_prompt``, ``skip_mm_profiling``).
+
+    It gets pixels that are made already, with the learner's normalization: it must not normalize them again, nor keep them by their names.
+    """
+    args: dict[str, Any] = {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0}
+    return {**args, "skip_mm_profiling": True} if on_cpu else args
 
 
 def make_speculative_config(config: VllmConfig, draft: str = "") -> dict[str, Any]:

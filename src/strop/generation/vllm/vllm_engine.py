@@ -25,7 +25,9 @@ from strop.generation.base import Completion, RequestTooLong
 from strop.generation.vllm.engine_args import ENGINE_ENVIRONMENT, VllmLaunch, make_engine_args
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, fork_engine_cores, start_fork_server
 from strop.generation.vllm.quantized.fp8_launch import kernel_plan
+from strop.models.vision.vision_processor import VisionProcessor
 from strop.sampling import Sampling
+from strop.types import PromptImage
 from strop.weight_sync.base import (
     AdapterFiles,
     CanarySample,
@@ -51,8 +53,12 @@ OUTPUT_TAIL_LINES = 12  # of an engine's output, in the message about its death
 class VllmEngine:
     """An ``Engine`` on vLLM. It starts without weights, so requests wait until the first ``resume``."""
 
-    def __init__(self, name: str, launch: VllmLaunch, tokenizer: Any, *, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self, name: str, launch: VllmLaunch, tokenizer: Any, *, stop_ids: Sequence[int], vision: VisionProcessor | None = None
+    ) -> None:
+        """``vision``: of a model that reads images."""
         self.name = name
+        self.vision = vision
         self.launch = launch
         self.config = launch.config.vllm_cfg
         self.tokenizer = tokenizer
@@ -97,6 +103,9 @@ class VllmEngine:
                 return self._create_engine()
 
     def _create_engine(self) -> Any:
+        from strop.generation.vllm.images.torchvision_names import import_models_here  # before vLLM imports torchvision
+
+        import_models_here()
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from strop.generation.vllm.engine_stats import EngineStats
@@ -122,10 +131,12 @@ class VllmEngine:
 
     # --- sampling ---------------------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
+    async def generate(
+        self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "", images: Sequence[PromptImage] = ()
+    ) -> Completion:
         params = self._sampling_params(prompt, sampling, seed)
         await self._resumed.wait()
-        completion, _ = await self._complete(prompt, sampling, params)
+        completion, _ = await self._complete(prompt, sampling, params, images)
         return completion
 
     async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:
@@ -145,20 +156,21 @@ class VllmEngine:
             )
         return to_sampling_params(sampling, seed=seed, max_tokens=room, stop_ids=self.stop_ids)
 
-    async def _complete(self, prompt: Sequence[int], sampling: Sampling, params: Any) -> tuple[Completion, int]:
+    async def _complete(
+        self, prompt: Sequence[int], sampling: Sampling, params: Any, images: Sequence[PromptImage] = ()
+    ) -> tuple[Completion, int]:
         from strop.generation.vllm.requests import to_completion
 
-        output = await self._run_request(list(prompt), params)
+        output = await self._run_request(list(prompt), params, images)
         return to_completion(output, sampling, self.tokenizer), output.num_cached_tokens or 0
 
-    async def _run_request(self, prompt: list[int], params: Any) -> Any:
-        from vllm.inputs import TokensPrompt
+    async def _run_request(self, prompt: list[int], params: Any, images: Sequence[PromptImage]) -> Any:
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         engine = self._require_alive()
         adapter = None if self._adapter is None else LoRARequest("policy", ADAPTER_ID, str(self._adapter))
-        request = TokensPrompt(prompt_token_ids=prompt, cache_salt=self._cache_salt())
+        request = self._make_request(engine, prompt, images)
         output = None
         try:
             async for response in engine.generate(
@@ -171,7 +183,27 @@ class VllmEngine:
             raise
         if output is None:
             raise EngineDied(f"{self.name} ended a request without output")
+        if images and list(output.prompt_token_ids) != prompt:
+            raise RuntimeError(
+                f"{self.name} read {len(output.prompt_token_ids)} prompt tokens, not the {len(prompt)} of the request with images: its "
+                "log-probabilities would be of another prompt. Set policy.generation.backend=torch"
+            )
         return output
+
+    def _make_request(self, engine: Any, prompt: list[int], images: Sequence[PromptImage]) -> Any:
+        from vllm.inputs import TokensPrompt
+
+        if not images:
+            return TokensPrompt(prompt_token_ids=prompt, cache_salt=self._cache_salt())
+        if self.vision is None:
+            raise ValueError(
+                f"a request has {len(images)} images, and the model of {self.name} reads text only; leave out the images, or set "
+                "policy.model_name to a vision-language model (docs/images.md)"
+            )
+        from strop.generation.vllm.images.image_inputs import make_image_input
+
+        processor = engine.renderer.get_mm_processor()
+        return make_image_input(processor, self.vision, prompt, images, salt=self._cache_salt())
 
     def _cache_salt(self) -> str:
         """Return the cache salt of the current weights. Prompts with different salts share no keys and values."""
@@ -251,8 +283,8 @@ class VllmEngine:
     async def _read_back(self, method: str, *arguments: Any) -> dict[str, tuple[TensorFingerprint, ...]]:
         fingerprints: dict[str, list[TensorFingerprint]] = {}
         for result in await self._call_workers(method, *arguments):
-            for name, shard in pickle.loads(result).items():
-                fingerprints.setdefault(name, []).append(shard)
+            for name, shards in pickle.loads(result).items():
+                fingerprints.setdefault(name, []).extend(shards)
         return {name: tuple(shards) for name, shards in fingerprints.items()}
 
     async def resume(self, version: int) -> None:

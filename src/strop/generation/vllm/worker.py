@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +19,14 @@ from strop.generation.vllm.draft_weights import PREFIX, load_draft, read_draft_s
 from strop.generation.vllm.launch import exit_with_driver
 from strop.generation.vllm.quantized.quantized_load import quantize_arriving
 from strop.generation.vllm.vllm_patches import apply_patches
-from strop.generation.vllm.weight_readback import WeightShard, read_adapter_shards, read_weight_shards, refresh_packed_copies
+from strop.generation.vllm.weights.engine_names import KeptSinks, rename_for_engine
+from strop.generation.vllm.weights.weight_readback import (
+    WeightShard,
+    map_names,
+    read_adapter_shards,
+    read_weight_shards,
+    refresh_packed_copies,
+)
 from strop.models.quantization.quantization_plan import QuantizationPlan
 from strop.weight_sync.base import ChannelAddress, Manifest, Receiver, TensorFingerprint
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
@@ -35,6 +44,8 @@ class StropWorker:
     model_runner: Any
     _strop_receiver: Receiver | None = None
     _strop_draft = False  # whether weights of a draft head have arrived
+    _strop_sent_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})  # of the last publish
+    _strop_names: Mapping[str, str] = MappingProxyType({})  # vLLM's name of each published tensor -> its own, where they differ
 
     def strop_connect(self, address: bytes, first: int) -> None:
         """Connect to the sender at ``address`` as its receiver number ``first`` + rank."""
@@ -58,7 +69,9 @@ class StropWorker:
         if self._strop_receiver is None:
             raise RuntimeError("no channel is connected")
         expected: Manifest = pickle.loads(manifest)
+        self._strop_names = map_names(self.model_runner.get_model(), expected.names)
         started = time.perf_counter()
+        self._strop_sent_dtypes = {entry.name: entry.dtype for entry in expected.entries}
         fingerprints: dict[str, int] = {}
         incoming = self._strop_receiver.receive(expected)
         on_cpu = self.device.type == "cpu"
@@ -74,8 +87,12 @@ class StropWorker:
         return pickle.dumps((fingerprints, time.perf_counter() - started))
 
     def _strop_apply_weights(self, tensors: Any) -> None:
+        from vllm.distributed import get_tensor_model_parallel_rank
+
         drafted: dict[str, torch.Tensor] = {}
-        self.model_runner.reload_weights(weights_iterator=_set_apart(tensors, drafted))
+        model, kept = self.model_runner.get_model(), KeptSinks(_set_apart(tensors, drafted))
+        self.model_runner.reload_weights(weights_iterator=rename_for_engine(model, kept))
+        kept.copy_into(model, get_tensor_model_parallel_rank())
         if self.device.type == "cpu":
             refresh_packed_copies(self.model_runner.get_model())
         if drafted:
@@ -84,14 +101,15 @@ class StropWorker:
 
     @torch.no_grad()
     def strop_read_fingerprints(self) -> bytes:
-        """Return the pickled ``TensorFingerprint`` of this rank's shard of each tensor that it computes with, by name."""
+        """Return the pickled fingerprints of this rank's shards of each tensor that it computes with, by name: of experts, one each."""
         from vllm.distributed import get_tensor_model_parallel_rank
 
         # Not this process's rank in the engine: each pipeline stage shards its own layers over ranks 0 to tensor_parallel_size - 1.
         rank = get_tensor_model_parallel_rank()
         shards = read_weight_shards(self.model_runner.get_model(), rank)
+        named = (replace(shard, name=self._strop_names.get(shard.name, shard.name)) for shard in shards)
         drafted = read_draft_shards(self.model_runner, rank) if self._strop_draft else ()
-        return pickle.dumps(_fingerprint_shards((*shards, *drafted)))
+        return pickle.dumps(_fingerprint_shards((*named, *drafted), self._strop_sent_dtypes))
 
     @torch.no_grad()
     def strop_read_adapter_fingerprints(self, adapter: int) -> bytes:
@@ -103,14 +121,23 @@ class StropWorker:
         return pickle.dumps(_fingerprint_shards(read_adapter_shards(runner.get_model(), manager._adapter_manager, adapter)))
 
 
-def _fingerprint_shards(shards: Iterable[WeightShard]) -> dict[str, TensorFingerprint]:
-    fingerprints: dict[str, TensorFingerprint] = {}
+def _fingerprint_shards(
+    shards: Iterable[WeightShard], sent_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+) -> dict[str, tuple[TensorFingerprint, ...]]:
+    fingerprints: dict[str, list[TensorFingerprint]] = {}
     for shard in shards:
-        row, _, column, _ = shard.region
-        fingerprints[shard.name] = TensorFingerprint(
-            fingerprint(normalize_zeros(shard.tensor), rows=row, columns=column), shard.region
-        )
-    return fingerprints
+        tensor = _in_sent_dtype(shard.tensor, sent_dtypes.get(shard.name))
+        value = fingerprint(normalize_zeros(tensor), rows=shard.row, columns=shard.column)
+        fingerprints.setdefault(shard.name, []).append(TensorFingerprint(value, shard.region))
+    return {name: tuple(parts) for name, parts in fingerprints.items()}
+
+
+def _in_sent_dtype(tensor: torch.Tensor, sent: torch.dtype | None) -> torch.Tensor:
+    """Return a tensor that vLLM keeps in a wider type in the type that it was sent in, if it has no other values."""
+    if sent is None or sent == tensor.dtype:
+        return tensor
+    narrow = tensor.to(sent)
+    return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
 
 
 def _set_apart(

@@ -26,6 +26,9 @@ class RankZeroLoader:
     def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
         return probe_on_rank_zero(model, make)
 
+    def measure(self, find: Callable[[], Any]) -> Any:
+        return broadcast_from_rank_zero(find)
+
 
 def load_on_rank_zero(load: Callable[[], Any]) -> Any:
     """Call ``load`` on the first rank and return its model; on the other ranks return the same model on the meta device.

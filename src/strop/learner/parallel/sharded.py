@@ -119,6 +119,10 @@ def shard_network(
             _fully_shard(layer, meshes.fsdp, fsdp_options)
     fsdp_options |= {"mp_policy": replace(policy, cast_forward_inputs=False), "ignored_params": ignored}
     root = _fully_shard(FsdpRoot(model), meshes.fsdp, fsdp_options)
+    if network.vision is not None and meshes.dims.sample * meshes.dims.pipeline * meshes.dims.tensor > 1:
+        network.disable_vision(
+            "its tokens or layers are divided: set tensor, context and pipeline parallel sizes to 1 to read images"
+        )
     if meshes.dims.sample * meshes.dims.pipeline > 1:
         network.token_sharding = SampleSharding(meshes)
     network.device = _local_device(meshes)

@@ -97,11 +97,13 @@ async def load_or_compute_reference(
 
 
 def rollout_fingerprint(rollout: Rollout) -> int:
-    """Return a 64-bit hash of a rollout's tokens and of which of them are loss tokens."""
+    """Return a 64-bit hash of a rollout's tokens, of which of them are loss tokens, and of its images."""
     digest = hashlib.blake2b(digest_size=8)
     for author, tokens in (("prompt", rollout.prompt), *((turn.author, turn.tokens) for turn in rollout.turns)):
         digest.update(f"{author} {len(tokens)} ".encode())
         digest.update(tokens.to(torch.int64).numpy().tobytes())
+    for image in rollout.path_images:
+        digest.update(image.digest.encode())
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 

@@ -111,6 +111,8 @@ def copy_frozen(network: Network) -> Network:
         packed=network.packed,
         attention_kernel=network.attention_kernel,
     )
+    if network.vision is not None:
+        twin.enable_vision(network.vision.processor)
     twin.compiled_layers = find_compiled_layers(model)  # it rounds as the network does
     return twin
 

@@ -32,7 +32,7 @@ class DraftConfig(BaseConfig):
         description="Layers of the policy, from 0, whose outputs the head reads; null is the checkpoint's, else layer 1, the middle one "
         "and the fourth from the end.",
     )
-    lr: float | None = Field(None, gt=0, description="Learning rate of the head; null is that of the policy's optimizer.")
+    head_lr: float | None = Field(None, gt=0, description="Learning rate of the head; null is that of the policy's optimizer.")
 
     def errors(self, key: str) -> Iterator[Problem]:
         indices = self.aux_layer_indices

@@ -17,9 +17,8 @@ from torch import Tensor
 Pixels = Mapping[str, Tensor]  # what a tower reads of ONE image, by the names of Transformers
 
 
-def is_vision_config(config: Any) -> bool:
-    """Return whether a configuration is of a vision-language model."""
-    return getattr(config, "vision_config", None) is not None
+class UnknownFamily(ValueError):
+    """A model reads images in a way that Strop does not know."""
 
 
 def find_image_token(config: Any) -> int:
@@ -34,6 +33,7 @@ class VisionFamily(ABC):
 
     config: Any
     bidirectional: bool = False  # tokens of an image attend to each other both ways
+    tower_inputs: tuple[str, ...] = ("pixel_values",)  # of the pixels; several images' are joined along the first dimension
     grid_key: str | None = None  # of the pixels, for rotary positions in three dimensions
 
     @abstractmethod
@@ -52,6 +52,10 @@ class VisionFamily(ABC):
         """Return what the tower reads of PIL's image."""
         return {name: torch.as_tensor(value) for name, value in processor(images=[image], return_tensors="pt").items()}
 
+    def arrange(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the joined inputs of several images as ``get_image_features`` takes them."""
+        return inputs
+
     def check(self, processor: Any) -> None:  # noqa: B027  most families take any settings
         """Raise ValueError for settings of the image processor that cannot be trained with."""
 
@@ -61,7 +65,7 @@ class VisionFamily(ABC):
 
 
 class QwenVL(VisionFamily):
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: patches of any number, merged in squares, with rotary positions in three dimensions."""
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE: patches of any number, merged in squares, with rotary positions in three dimensions."""
 
     def placeholder(self, tokenizer: Any) -> str:
         return self.image_token(tokenizer)
@@ -90,6 +94,10 @@ class Gemma3(VisionFamily):
 
     def process(self, processor: Any, image: Any) -> dict[str, Tensor]:
         return {"pixel_values": super().process(processor, image)["pixel_values"]}
+
+    def arrange(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the joined inputs of several images as ``get_image_features`` takes them."""
+        return inputs
 
     def check(self, processor: Any) -> None:
         if getattr(processor, "do_pan_and_scan", None):
@@ -141,28 +149,35 @@ class Idefics3(VisionFamily):
         tiles = {name: read[name][0] for name in ("pixel_values", "pixel_attention_mask")}  # [tiles, ...]
         return {**tiles, **{name: torch.tensor(read[name][0][0]) for name in ("rows", "cols")}}
 
+    def arrange(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tiles[None] for name, tiles in inputs.items()}  # one row of tiles
+
     @property
     def _rows_of_tile(self) -> int:
         vision = self.config.vision_config
         return int((vision.image_size // vision.patch_size) ** 2 // self.config.scale_factor**2)
 
 
+_QWEN = {"grid_key": "image_grid_thw", "tower_inputs": ("pixel_values", "image_grid_thw")}
+_TILES = {"tower_inputs": ("pixel_values", "pixel_attention_mask")}
+
 FAMILIES: Mapping[str, tuple[type[VisionFamily], Mapping[str, Any]]] = {
-    "qwen2_vl": (QwenVL, {"grid_key": "image_grid_thw"}),
-    "qwen2_5_vl": (QwenVL, {"grid_key": "image_grid_thw"}),
-    "qwen3_vl": (QwenVL, {"grid_key": "image_grid_thw"}),
+    "qwen2_vl": (QwenVL, _QWEN),
+    "qwen2_5_vl": (QwenVL, _QWEN),
+    "qwen3_vl": (QwenVL, _QWEN),
+    "qwen3_vl_moe": (QwenVL, _QWEN),
     "gemma3": (Gemma3, {"bidirectional": True}),
     "llava": (Llava, {}),
-    "idefics3": (Idefics3, {}),
-    "smolvlm": (Idefics3, {}),
+    "idefics3": (Idefics3, _TILES),
+    "smolvlm": (Idefics3, _TILES),
 }
 
 
 def find_family(config: Any) -> VisionFamily:
-    """Return the family of a vision-language model. Raises ValueError for one whose images Strop cannot write."""
+    """Return the family of a vision-language model. Raises UnknownFamily for one whose images Strop cannot write."""
     kind = str(getattr(config, "model_type", ""))
     if kind not in FAMILIES:
-        raise ValueError(
+        raise UnknownFamily(
             f"policy.model_name: models of type {kind!r} read images in a way that Strop does not know; it knows {', '.join(FAMILIES)}. "
             "Without images in the data the model trains on text"
         )

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.models.loading import from_pretrained, locate_model, quiet_transformers
+from strop.models.loading import from_pretrained, is_vision_config, locate_model, quiet_transformers
 from strop.models.vision.encoded_prompt import EncodedPrompt
 from strop.models.vision.image_files import decode_image, hash_image, read_image
-from strop.models.vision.vision_families import Pixels, VisionFamily, find_family, find_image_token
+from strop.models.vision.pixel_cache import PixelCache
+from strop.models.vision.vision_families import Pixels, UnknownFamily, VisionFamily, find_family, find_image_token
 from strop.types import Image, PromptImage
 
 log = logging.getLogger(__name__)
 
-CACHED_BYTES = 512 * 2**20  # of pixels that are kept for the next pass
+OTHER_FILES = ("processor_config.json", "video_preprocessor_config.json")  # beside that of the image processor
 
 
 class VisionProcessor:
@@ -33,9 +34,14 @@ class VisionProcessor:
         *,
         folder: Path | None = None,
         allow_addresses: bool = False,
+        settings: Mapping[str, Any] | None = None,
+        source: Path | None = None,
     ) -> None:
-        """``folder``: that paths of images are relative to. ``allow_addresses``: images are downloaded."""
+        """``folder``: that paths of images are relative to. ``allow_addresses``: images are downloaded. ``settings``: that the image
+        processor was changed by, for engines that load their own. ``source``: the folder of the model."""
         family.check(image_processor)
+        self.settings = dict(settings or {})
+        self.source = source
         self.family = family
         self.image_processor = image_processor
         self.tokenizer = tokenizer
@@ -43,8 +49,14 @@ class VisionProcessor:
         self.allow_addresses = allow_addresses
         self.image_token_id = find_image_token(family.config)
         self.placeholder = family.placeholder(tokenizer)
-        self._pixels: OrderedDict[str, Pixels] = OrderedDict()
-        self._cached_bytes = 0
+        self._pixels = PixelCache()
+
+    def save(self, folder: Path) -> None:
+        """Write the image processor to a model's folder, with the other files of the model's processors."""
+        self.image_processor.save_pretrained(folder)
+        for path in () if self.source is None else (self.source / name for name in OTHER_FILES):
+            if path.exists() and not (folder / path.name).exists():
+                shutil.copyfile(path, folder / path.name)
 
     def read(self, image: Image) -> bytes:
         """Return the file of a message's image. Raises ImageError."""
@@ -53,14 +65,7 @@ class VisionProcessor:
     def pixels(self, image: PromptImage | bytes) -> Pixels:
         """Return what the tower reads of one image: ``pixel_values`` and what else its family has, on the CPU. Raises ImageError."""
         content, digest = (image, hash_image(image)) if isinstance(image, bytes) else (image.content, image.digest)
-        known = self._pixels.pop(digest, None)
-        if known is None:
-            known = self.family.process(self.image_processor, decode_image(content))
-            self._cached_bytes += _size(known)
-        self._pixels[digest] = known
-        while self._cached_bytes > CACHED_BYTES and len(self._pixels) > 1:
-            self._cached_bytes -= _size(self._pixels.popitem(last=False)[1])
-        return known
+        return self._pixels.get(digest, lambda: self.family.process(self.image_processor, decode_image(content)))
 
     def write_images(self, text: str, contents: Sequence[bytes]) -> str:
         """Return a rendered text with what stands for its images in their places. Raises ValueError for another number of places."""
@@ -112,11 +117,37 @@ def load_vision_processor(
     from transformers import AutoImageProcessor
 
     location, _ = locate_model(name)
+    family, settings = find_family(config), dict(options or {})
+    for key in ("min_pixels", "max_pixels"):
+        if key in settings and family.grid_key is None:
+            raise ValueError(
+                f"policy.image_processor.{key}: models of type {config.model_type} read images of fixed sizes; leave it out, or set their "
+                "own settings (policy.image_processor.options)"
+            )
     with quiet_transformers():
-        image_processor = from_pretrained(AutoImageProcessor, location, **dict(options or {}))
+        image_processor = from_pretrained(AutoImageProcessor, location, **settings)
+    kind = getattr(image_processor, "valid_kwargs", None)  # of Transformers' own
+    if kind is not None and (unknown := sorted(settings.keys() - {"backend", *kind.__annotations__})):
+        raise ValueError(f"policy.image_processor.options.{unknown[0]}: {type(image_processor).__name__} has no such setting")
     log.info("images are read by %s", type(image_processor).__name__)
-    return VisionProcessor(find_family(config), image_processor, tokenizer, folder=folder, allow_addresses=allow_addresses)
+    source = Path(location) if Path(location).is_dir() else None
+    return VisionProcessor(
+        family, image_processor, tokenizer, folder=folder, allow_addresses=allow_addresses, settings=settings, source=source
+    )
 
 
-def _size(pixels: Pixels) -> int:
-    return sum(tensor.nbytes for tensor in pixels.values())
+def find_vision_processor(
+    name: str, config: Any, tokenizer: Any, *, options: Mapping[str, Any] | None = None, allow_addresses: bool = False
+) -> VisionProcessor | None:
+    """Return the image processor of a model that reads images; None for another, which is logged where it has a tower."""
+    if not is_vision_config(config):
+        if options:
+            log.warning("policy.image_processor has no effect: %s reads text alone", name)
+        return None
+    try:
+        return load_vision_processor(name, config, tokenizer, options=options, allow_addresses=allow_addresses)
+    except OSError as error:
+        log.warning("%s reads text alone here: its folder has no image processor (%s)", name, str(error).splitlines()[0])
+    except UnknownFamily as error:
+        log.warning("%s", error)
+    return None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from strop.monitoring.rollout_store.stored_images import image_name
 from strop.monitoring.rollout_store.turn_record import TurnRecord, make_turn_records
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from strop.types import Batch, Group, Message, Rollout
+    from strop.types import Batch, Group, Message, PromptImage, Rollout
 
 DropReason = Literal["filtered", "error", "stale"]
 RolloutKey = tuple[int, int]  # (group index, sample): identifies a rollout in a run
@@ -47,6 +48,7 @@ class RolloutRecord:
     branches: tuple[tuple[int, int], ...] = ()  # of each, the path that it leaves, and the tokens of that path that it continues
     metrics: Mapping[str, float] = field(default_factory=dict)  # the environment's own
     output: str = ""  # what an agent printed or returned
+    prompt_images: tuple[tuple[int, str], ...] = ()  # of each image of the prompt, its message and its name
 
 
 def make_records(
@@ -78,6 +80,13 @@ def make_records(
         for group in groups
         for rollout in group.rollouts
     ]
+
+
+def list_images(groups: Sequence[Group]) -> Iterator[PromptImage]:
+    """Yield the images of prompts and observations of groups, as often as they are shown."""
+    for group in groups:
+        for rollout in group.rollouts:
+            yield from rollout.path_images
 
 
 def split_by_rollout(column: Tensor, batch: Batch, groups: Sequence[Group]) -> dict[RolloutKey, Tensor]:
@@ -130,7 +139,14 @@ def _make_record(
         branches=tuple((branch.parent, branch.start) for branch in rollout.branches),
         metrics=storable_metrics(rollout),
         output=rollout.output,
+        prompt_images=_list_prompt_images(rollout),
     )
+
+
+def _list_prompt_images(rollout: Rollout) -> tuple[tuple[int, str], ...]:
+    """Return (message, name) of each image of the prompt. They are in the order of the messages that show them."""
+    places = [number for number, message in enumerate(_prompt_messages(rollout)) for _ in message.images]
+    return tuple((place, image_name(image.digest)) for place, image in zip(places, rollout.images, strict=False))
 
 
 def storable_metrics(rollout: Rollout) -> dict[str, float]:

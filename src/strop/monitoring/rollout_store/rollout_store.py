@@ -4,6 +4,8 @@
     <log folder>/rollouts/step_000012_ratios.jsonl     the tokens with the largest mismatch (see ``token_ratios``)
     <log folder>/rollouts/step_000012_flags.jsonl      the rollouts that the monitor of reward hacking names (see ``rollout_flags``)
 
+    <log folder>/rollouts/images/DIGEST.png            images of prompts and observations, each once
+
 Files are written atomically. A step that runs again replaces its file. Files that a full disk refuses wait in memory and are written when
 there is room.
 """
@@ -15,19 +17,22 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts, RolloutFlag, encode_flags, group_flags, read_flags
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace_surrogates
+from strop.monitoring.rollout_store.stored_images import StoredImages
 from strop.monitoring.rollout_store.token_ratios import Decode, TokenRatio, encode_ratios, find_largest_ratios, read_ratios
 from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.storage.deferred_files import DeferredFiles
 
 if TYPE_CHECKING:
     import pyarrow  # type: ignore[import-untyped,unused-ignore]
+
+    from strop.types import PromptImage
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +56,7 @@ class RolloutStore:
         self.format = format
         self._noted_surrogates = False
         self._files = DeferredFiles("rollouts")
+        self.images = StoredImages(self.folder)
         self._decode = decode or (lambda tokens: " ".join(map(str, tokens)))
 
     def write(self, step: int, records: Sequence[RolloutRecord]) -> Path | None:
@@ -65,6 +71,11 @@ class RolloutStore:
                 other.unlink()
         self._write_ratios(step, records)
         return path
+
+    def write_images(self, images: Iterable[PromptImage]) -> None:
+        """Store the images that rollouts of a step show, those that are not stored yet."""
+        if self.format != "none":
+            self.images.write(images, self._files)
 
     def _replace_surrogates(self, step: int, records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
         """Return the records with texts that can be stored, with one warning for the run."""
@@ -125,7 +136,7 @@ class RolloutStore:
 
     def resume(self, step: int) -> None:
         """Remove the rollouts of later steps, which will run again, and temporary files of a killed run."""
-        self._files.discard(lambda path: _step_of(path.name) > step)
+        self._files.discard(lambda path: path.parent == self.folder and _step_of(path.name) > step)
         for later, paths in self._files_by_step().items():
             if later > step:
                 for path in paths:
@@ -157,7 +168,13 @@ def _step_of(name: str) -> int:
 def _encode_parquet(records: Sequence[RolloutRecord]) -> bytes:
     pa, pq = _import_pyarrow()
     rows = [
-        {**to_row(record), "rewards": list(record.rewards.items()), "metrics": list(record.metrics.items())} for record in records
+        {
+            **to_row(record),
+            "rewards": list(record.rewards.items()),
+            "metrics": list(record.metrics.items()),
+            "prompt_images": [{"message": message, "image": image} for message, image in record.prompt_images],
+        }
+        for record in records
     ]
     content = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows, schema=_build_schema(pa)), content, compression="zstd")
@@ -167,7 +184,17 @@ def _encode_parquet(records: Sequence[RolloutRecord]) -> bytes:
 def _read_parquet(path: Path, task_id: str | None) -> list[RolloutRecord]:
     _, pq = _import_pyarrow()
     rows = pq.read_table(path, filters=None if task_id is None else [("task_id", "==", task_id)]).to_pylist()
-    return [_from_row({**row, **{name: dict(row.get(name, ())) for name in ("rewards", "metrics")}}) for row in rows]
+    mappings = ("rewards", "metrics")
+    return [
+        _from_row(
+            {
+                **row,
+                **{name: dict(row.get(name, ())) for name in mappings},
+                "prompt_images": [(each["message"], each["image"]) for each in row.get("prompt_images") or ()],
+            }
+        )
+        for row in rows
+    ]
 
 
 def _build_schema(pa: Any) -> pyarrow.Schema:
@@ -191,10 +218,11 @@ def _build_schema(pa: Any) -> pyarrow.Schema:
             pa.struct([
                 ("role", pa.string()), ("text", pa.string()), ("start", pa.int64()), ("end", pa.int64()), ("sampled", pa.bool_()),
                 ("versions", pa.list_(pa.int32())), ("reward", pa.float64()), ("calls", pa.list_(pa.string())), ("tool", pa.string()),
-                ("path", pa.int64()), ("state", pa.string()),
+                ("path", pa.int64()), ("state", pa.string()), ("images", pa.list_(pa.string())),
             ])
         ),
         "branches": pa.list_(pa.list_(pa.int64())),
+        "prompt_images": pa.list_(pa.struct([("message", pa.int64()), ("image", pa.string())])),
         "metrics": pa.map_(pa.string(), pa.float64()),
     }  # fmt: skip
     return pa.schema([(field.name, types.get(field.name, pa.string())) for field in fields(RolloutRecord)])
@@ -258,8 +286,15 @@ def _from_row(row: Mapping[str, Any]) -> RolloutRecord:
             "metrics": {name: float(value) for name, value in row.get("metrics", {}).items()},
             "prompt_messages": tuple(row.get("prompt_messages", ())),
             "branches": tuple((parent, start) for parent, start in row.get("branches", ())),
+            "prompt_images": tuple((message, image) for message, image in row.get("prompt_images", ())),
             "turns": tuple(
-                TurnRecord(**{**turn, "versions": tuple(turn["versions"]), "calls": tuple(turn.get("calls", ()))})
+                TurnRecord(
+                    **{
+                        **turn,
+                        "versions": tuple(turn["versions"]),
+                        **{name: tuple(turn.get(name) or ()) for name in ("calls", "images")},
+                    }
+                )
                 for turn in row.get("turns", ())
             ),
         }

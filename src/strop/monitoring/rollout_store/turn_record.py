@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from strop.monitoring.rollout_store.stored_images import image_name
+
 if TYPE_CHECKING:
     from strop.types import Rollout
 
@@ -24,6 +26,7 @@ class TurnRecord:
     tool: str = ""  # the name of the tool that says it
     path: int = 0  # 0: the main path; i: branch i of the rollout
     state: str | None = None  # of the environment before a turn of the policy, if it says so
+    images: tuple[str, ...] = ()  # names of the images that the environment showed, in order
 
 
 def make_turn_records(rollout: Rollout) -> tuple[TurnRecord, ...]:
@@ -55,9 +58,11 @@ def make_turn_records(rollout: Rollout) -> tuple[TurnRecord, ...]:
             "path": path,
             "state": next(states, None) if turn.sampled else None,
         }
+        shown = tuple(image_name(image.digest) for image in turn.images)
         default = [("assistant" if turn.sampled else "user", turn.text, (), "")]
         records += [
-            TurnRecord(role=role, text=text, calls=calls, tool=tool, **common) for role, text, calls, tool in named or default
+            TurnRecord(role=role, text=text, calls=calls, tool=tool, images=() if number else shown, **common)
+            for number, (role, text, calls, tool) in enumerate(named or default)
         ]
         first += len(turn.tokens) if turn.sampled else 0
         start, next_message = end, next_message + turn.num_messages

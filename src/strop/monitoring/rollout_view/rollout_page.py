@@ -12,10 +12,12 @@ import html
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
+from strop.monitoring.rollout_view.image_preview import make_preview
 from strop.monitoring.rollout_view.rollout_selection import SelectedRollouts
 from strop.monitoring.rollout_view.shown_rollout import ShownMessage, show_rollout
 from strop.safety.printable import make_printable
@@ -24,25 +26,53 @@ Decode = Callable[[list[int]], str]
 _PLACEHOLDER = re.compile(r"\{(policy|title|summary|rollouts|tokens)\}")
 
 
-def make_page(selected: SelectedRollouts, *, title: str, limit: int | None, decode: Decode | None, note: str = "") -> str:
-    """Return the page. ``decode`` is the tokenizer's, for the texts of tokens; without it tokens are shown by their ids."""
+def make_page(
+    selected: SelectedRollouts,
+    *,
+    title: str,
+    limit: int | None,
+    decode: Decode | None,
+    note: str = "",
+    find_image: Callable[[str], Path | None] = lambda name: None,
+) -> str:
+    """Return the page. ``decode`` is the tokenizer's, for the texts of tokens; without it tokens are shown by their ids.
+
+    ``find_image`` returns the file of an image by its name in a record."""
     template = files("strop.monitoring.rollout_view").joinpath("rollout_page.html").read_text(encoding="utf-8")
     tokens = {str(index): _list_tokens(record, decode) for index, record in enumerate(selected.records) if record.tokens}
+    previews = _make_previews(selected.records, find_image)
     parts = {
-        "policy": _make_policy(template),
+        "policy": _make_policy(template, bool(previews)),
         "title": html.escape(make_printable(f"rollouts of {title}")),
         "summary": html.escape(make_printable(f"{selected.summary}. {note}".strip())),
         "rollouts": "\n".join(
-            _format_article(index, record, limit, selected.flags_of(record)) for index, record in enumerate(selected.records)
+            _format_article(index, record, limit, selected.flags_of(record), previews)
+            for index, record in enumerate(selected.records)
         ),
         "tokens": json.dumps(tokens, allow_nan=False).replace("<", "\\u003c"),  # nothing can close the element
     }
     return _PLACEHOLDER.sub(lambda match: parts[match[1]], template)
 
 
-def _make_policy(template: str) -> str:
+def _make_policy(template: str, has_images: bool) -> str:
     style, script = _between(template, "<style>", "</style>"), _between(template, "<script>", "</script>")
-    return f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+    images = " img-src data:;" if has_images else ""  # of the page itself
+    return (
+        f"default-src 'none';{images} style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _make_previews(records: Sequence[RolloutRecord], find_image: Callable[[str], Path | None]) -> dict[str, str]:
+    """Return the images of records as small ``data:`` URLs, by name; those that cannot be read are left out."""
+    names = {image for record in records for image in (*(name for _, name in record.prompt_images), *_turn_images(record))}
+    found = ((name, find_image(name)) for name in sorted(names))
+    made = ((name, None if path is None else make_preview(path)) for name, path in found)
+    return {name: preview for name, preview in made if preview is not None}
+
+
+def _turn_images(record: RolloutRecord) -> Iterator[str]:
+    for turn in record.turns:
+        yield from turn.images
 
 
 def _between(text: str, start: str, end: str) -> str:
@@ -53,7 +83,9 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _format_article(index: int, record: RolloutRecord, limit: int | None, flags: Sequence[str]) -> str:
+def _format_article(
+    index: int, record: RolloutRecord, limit: int | None, flags: Sequence[str], previews: Mapping[str, str]
+) -> str:
     shown = show_rollout(record, limit, flags)
     data = {
         "index": index, "step": record.step, "environment": record.environment, "ending": record.ending,
@@ -66,20 +98,29 @@ def _format_article(index: int, record: RolloutRecord, limit: int | None, flags:
         if record.tokens
         else ""
     )
-    turns = "\n".join(_format_message(message) for message in shown.messages)
+    turns = "\n".join(_format_message(message, previews) for message in shown.messages)
     return (
         f"<article {attributes}>\n<h2>{html.escape(shown.title)}</h2>\n<dl>{facts}</dl>\n"
         f'<ol class="turns">\n{turns}\n</ol>\n{button}</article>'
     )
 
 
-def _format_message(message: ShownMessage) -> str:
+def _format_message(message: ShownMessage, previews: Mapping[str, str]) -> str:
     kind = message.role if message.role in ("tool", "system", "user") else ""
     classes = " ".join(part for part in ("turn", kind, "sampled" if message.sampled else "") if part)
     note = f" ({html.escape(message.note)})" if message.note else ""
     return (
         f'<li class="{classes}"><span class="role">{html.escape(message.role)}{note}</span>'
-        f'<pre class="text">{html.escape(message.text)}</pre></li>'
+        f'<pre class="text">{html.escape(message.text)}</pre>{"".join(_format_image(name, previews) for name in message.images)}</li>'
+    )
+
+
+def _format_image(name: str, previews: Mapping[str, str]) -> str:
+    """Return an image, or its name where there is no preview."""
+    shown = html.escape(make_printable(name))
+    preview = previews.get(name)
+    return (
+        f'<p class="note">image {shown}</p>' if preview is None else f'<img alt="image {shown}" title="{shown}" src="{preview}">'
     )
 
 

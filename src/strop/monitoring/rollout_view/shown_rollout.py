@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.turn_record import TurnRecord
@@ -27,6 +27,7 @@ class ShownMessage:
     text: str
     sampled: bool
     note: str = ""  # its tokens, the weights that sampled it, the reward of its steps, and the state that it was sampled in
+    images: tuple[str, ...] = ()  # names of stored images
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def show_rollout(record: RolloutRecord, limit: int | None, flags: Sequence[str] 
     """
     title = f"step {record.step}, task {record.task_id}, sample {record.sample}, {record.environment}"
     messages = tuple(
-        ShownMessage(make_printable(message.role), make_printable(_shorten(message.text, limit)), message.sampled, message.note)
+        replace(message, role=make_printable(message.role), text=make_printable(_shorten(message.text, limit)))
         for message in _list_messages(record)
     )
     facts = tuple((make_printable(name), make_printable(_shorten(value, limit))) for name, value in _list_facts(record, flags))
@@ -51,13 +52,22 @@ def show_rollout(record: RolloutRecord, limit: int | None, flags: Sequence[str] 
 
 
 def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
-    prompt = [ShownMessage(message["role"], message["content"], sampled=False) for message in record.prompt_messages]
+    prompt = [
+        ShownMessage(
+            message["role"],
+            message["content"],
+            sampled=False,
+            images=tuple(image for place, image in record.prompt_images if place == number),
+        )
+        for number, message in enumerate(record.prompt_messages)
+    ]
     turns = [
         ShownMessage(
             turn.role,
             turn.text,
             turn.sampled,
             _describe_turn(turn) + _describe_state(turn.state) + branch,
+            turn.images,
         )
         for turn, branch in zip(record.turns, _describe_branches(record), strict=True)
     ]

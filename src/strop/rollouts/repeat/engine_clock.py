@@ -25,6 +25,7 @@ from strop.rollouts.repeat.answer_times import GROUP_REWARDS, NEVER, AnswerId, A
 from strop.rollouts.repeat.event_log import EventLog
 from strop.rollouts.repeat.journal import GroupJournal, JournalEntry
 from strop.sampling import Sampling
+from strop.types import PromptImage
 
 T = TypeVar("T")
 Submit = Callable[[], Coroutine[Any, Any, Completion]]
@@ -392,8 +393,11 @@ class ClockedGenerator:
     def version(self) -> int:
         return self.engine.version
 
-    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
-        submit = partial(self.engine.generate, prompt, sampling=sampling, seed=seed, session=session)
+    async def generate(
+        self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "", images: Sequence[PromptImage] = ()
+    ) -> Completion:
+        shown = {"images": images} if images else {}
+        submit = partial(self.engine.generate, prompt, sampling=sampling, seed=seed, session=session, **shown)
         part = _part.get()
         return await submit() if part is None else await part.clock.generate(part, submit)
 

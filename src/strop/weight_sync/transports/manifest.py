@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strop.weight_sync.base import Manifest, NamedTensors, TensorEntry
-from strop.weight_sync.weight_source import Weight
+from strop.weight_sync.weight_source import Weight, choose_sent_dtype
 
 ALIGNMENT = 256  # bytes: a multiple of cache lines, and what CUDA kernels prefer
 
@@ -47,7 +47,7 @@ class PlacedBucket:
 def build_manifest(tensors: NamedTensors, dtype: torch.dtype | None) -> Manifest:
     """Return the manifest for sending ``tensors``, which may be meta tensors.
 
-    Floating-point tensors are sent in ``dtype`` (None: their own), others as they are. Raises ValueError for duplicate names.
+    ``dtype``: of floating-point tensors (``choose_sent_dtype``); None: their own. Raises ValueError for duplicate names.
     """
     entries: list[TensorEntry] = []
     seen: set[str] = set()
@@ -55,8 +55,7 @@ def build_manifest(tensors: NamedTensors, dtype: torch.dtype | None) -> Manifest
         if name in seen:
             raise ValueError(f"two tensors are called {name}: canonical names must be unique; rename one of them or leave it out")
         seen.add(name)
-        sent_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        entries.append(TensorEntry(name, sent_dtype, tuple(tensor.shape)))
+        entries.append(TensorEntry(name, choose_sent_dtype(name, tensor, dtype), tuple(tensor.shape)))
     return Manifest(tuple(entries))
 
 

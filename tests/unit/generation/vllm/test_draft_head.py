@@ -13,6 +13,7 @@ from strop.models.draft.eagle_files import published_weights, save_head
 from strop.models.network import Network
 from strop.sampling import Sampling
 from support.drafts import make_learned_head
+from support.rollouts import make_group, make_rollout, sampled_turn
 from support.vllm_engines import compute_logprobs
 
 if TYPE_CHECKING:
@@ -39,7 +40,11 @@ def drafted(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, toke
 
     model = served_model(layers=4)
     network = Network(model)
-    head = make_learned_head(network, steps=60)
+    network.use_native_attention()
+    greedy = model.generate(torch.tensor([PROMPT]), max_new_tokens=60, do_sample=False, eos_token_id=-1)[0, len(PROMPT) :]
+    network.use_learner_attention()
+    known = make_group(*(make_rollout(PROMPT, sampled_turn(greedy.tolist()), reward=float(place)) for place in range(2)))
+    head = make_learned_head(network, steps=60, groups=[known])
     network.use_native_attention()
     folder = tmp_path_factory.mktemp("eagle")
     launch = make_launch(
@@ -65,7 +70,7 @@ def sample(room: BackgroundLoop, served: ServedModel, sampling: Sampling, number
 
 def acceptance(room: BackgroundLoop, served: ServedModel) -> float:
     served.pool.collect_metrics()
-    sample(room, served, Sampling(temperature=0.5, max_new_tokens=40), 8)
+    sample(room, served, Sampling(temperature=0.0, max_new_tokens=40), 2)
     return served.pool.collect_metrics()["generation/acceptance_rate"]
 
 
@@ -78,7 +83,7 @@ def test_logprobs_are_those_of_the_policy(room: BackgroundLoop, drafted: Drafted
 
 def test_the_engine_drafts_with_the_head_that_was_published_last(room: BackgroundLoop, drafted: Drafted) -> None:
     before = acceptance(room, drafted.served)
-    assert before > 0.02 and drafted.head is not None
+    assert before > 0.3 and drafted.head is not None
     with torch.no_grad():
         drafted.head.lm_head.weight.copy_(drafted.head.lm_head.weight.roll(1, 0))  # every draft is the token beside the right one
     room.run(drafted.served.weights.publish(drafted.served.weights.version + 1))

@@ -26,6 +26,7 @@ DATASET_FORMATS: Mapping[str, DatasetFormat] = {
     "ResponseDataset": RESPONSES,
     "openai_format": CONVERSATIONS,
     "OpenAIFormatDataset": CONVERSATIONS,
+    "general-conversation-jsonl": DatasetFormat({}),  # from and value, with places for images
     "NemoGymDataset": DatasetFormat({}),  # whole rows, for the servers of NeMo-Gym
     "PreferenceDataset": DatasetFormat({}),  # context and completions with ranks
     "BinaryPreferenceDataset": DatasetFormat(
@@ -39,14 +40,6 @@ DATASET_FORMATS: Mapping[str, DatasetFormat] = {
         {"text_key": ("text_key", "text"), "characters_per_sample": ("characters_per_sample", None)}, path_key="data_files"
     ),
 }
-
-# Refused with everything else of models that see and hear.
-MEDIA_DATASETS = frozenset(
-    {
-        *("audiomcq", "avqa", "clevr-cogent", "daily-omni", "geometry3k", "mmpr-tiny", "intent-train", "intent-bench", "refcoco"),
-        *("mmau", "TwinkStart/MMAU", "general-conversation-jsonl"),
-    }
-)
 
 # Options of built-in sets that Strop's entries have fixed: name -> option -> the value that they have.
 FIXED_OPTIONS: Mapping[str, Mapping[str, bool]] = {

@@ -8,8 +8,9 @@ from typing import Any
 
 from strop.base_config import fields_of
 from strop.config.recipes.difference import Effect
-from strop.config.recipes.nemo_rl.data_names import DATASET_FORMATS, FIXED_OPTIONS, MEDIA_DATASETS, DatasetFormat
+from strop.config.recipes.nemo_rl.data_names import DATASET_FORMATS, FIXED_OPTIONS, DatasetFormat
 from strop.config.recipes.nemo_rl.environment_rules import has_nemo_gym_servers
+from strop.config.recipes.nemo_rl.media.media_rules import IMAGE_DATASETS, SOUND_DATASETS, note_image_options
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule, Unused, is_switched_off
 from strop.config.source.yaml_source import get_at
@@ -27,7 +28,7 @@ PROCESSORS = {
     "kd_data_processor": "it hands raw text to distillation across tokenizers",
     "helpsteer3_data_processor": PROMPT,
     "nemo_gym_data_processor": "its prompts are made by NeMo-Gym",
-    "vlm_hf_data_processor": "it reads images, video and audio",
+    "vlm_hf_data_processor": "the columns of images are read, and the model's processor makes a prompt of them and the question",
 }
 ANSWERS_ARE_NOT_SHOWN = (
     "the context is the prompt, and the preferred response what the environment compares with; helpsteer3_data_processor writes that "
@@ -109,7 +110,9 @@ def _translate_processor(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> 
 
 def _translate_dataset(recipe: Recipe, key: str, entry: Mapping[str, Any]) -> None:
     name, path = entry.get("dataset_name"), entry.get("data_path")
-    if str(name) in MEDIA_DATASETS or (name == "NemoGymDataset" and not has_nemo_gym_servers(recipe)):
+    if str(name) in IMAGE_DATASETS:
+        note_image_options(recipe, key, str(name))
+    if str(name) in SOUND_DATASETS or (name == "NemoGymDataset" and not has_nemo_gym_servers(recipe)):
         for option in ("data_path", "download_dir", "allowed_problem_types", "max_samples", "repeat"):
             if not recipe.is_own_key(f"{key}.{option}"):
                 recipe.unused_if_set(f"{key}.{option}", f"it is an option of {name}")
@@ -328,5 +331,5 @@ DATA_RULES: tuple[Rule, ...] = (
     find_named_files,
     warn_of_null_template,
     Unused("data.add_system_prompt", "only the game of NeMo-RL's sliding puzzle reads it"),
-    Unused("data.default.video_*", "models read only text"),
+    Unused("data.default.video_*", "models read no video"),
 )

@@ -60,13 +60,15 @@ def translate_nemo_gym(recipe: Recipe) -> None:
 def translate_environments(recipe: Recipe) -> None:
     """Translate the options of each environment."""
     written = get_at(recipe.source.values, ("env",))
-    if not isinstance(written, Mapping) or not any(written.get(alias) for alias in TRANSLATIONS):
+    if not isinstance(written, Mapping):
+        return
+    if not any(written.get(alias) for alias in TRANSLATIONS) and not list(recipe.find("env.*.reward_functions")):
         return
     for alias, options in list((recipe.value("env") or {}).items()):
         key = f"env.{alias}"
         if not isinstance(options, Mapping) or options.get("type") or {"reward", "rewards"} & set(options):
             continue
-        if translate := TRANSLATIONS.get(alias):
+        if translate := _translate_vlm if "reward_functions" in options else TRANSLATIONS.get(alias):
             translate(recipe, key, options)
 
 
@@ -181,6 +183,13 @@ def _translate_reward_model(recipe: Recipe, key: str, options: Mapping[str, Any]
         "the reward model reads the messages in its own chat template; NeMo-RL gives it the prompt as the policy's template renders it, "
         "inside a message of the user",
     )
+
+
+def _translate_vlm(recipe: Recipe, key: str, options: Mapping[str, Any]) -> None:
+    """An environment with ``reward_functions``, whatever its name: in NeMo-RL every environment of a run with images is this one."""
+    recipe.set(f"{key}.type", "vlm", because=key)
+    recipe.rename(f"{key}.reward_functions", f"{key}.rewards", text="rewards here, with the same names and weights")
+    _drop(recipe, f"{key}.stop_strings", "the environment does not read it; policy.generation.stop_strings stops a turn")
 
 
 def _translate_interpreter(recipe: Recipe, key: str, options: Mapping[str, Any]) -> None:

@@ -67,7 +67,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         "no part of a model can be frozen in this version",
         "Remove the key.",
     ),
-    Unused(f"{AUTOMODEL}.freeze_config", "it is about images and sound, and models here read only text"),
+    Unused(f"{AUTOMODEL}.freeze_config", "nothing else is in it"),
     Refused((f"{AUTOMODEL}.*",), "what this option of Automodel would be here is not known", "Remove the key."),
     Unused(AUTOMODEL, "nothing else is in it"),
     Refused(
@@ -80,7 +80,6 @@ MODEL_RULES: tuple[Rule, ...] = (
         "the weights are those of policy.model_name",
         "Set policy.model_name to a Hugging Face folder with these weights, and remove the key.",
     ),
-    Refused(("policy.draft",), "draft models are not in this version", "Remove the key."),
     Unused("value.reward_model_cfg", "the critic is a sequence classifier with one label"),
     Refused(
         ("policy.reward_model_cfg",),

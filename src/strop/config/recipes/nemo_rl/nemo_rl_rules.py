@@ -7,9 +7,11 @@ from strop.config.recipes.nemo_rl.data_rules import DATA_RULES
 from strop.config.recipes.nemo_rl.environment_rules import ENVIRONMENT_RULES
 from strop.config.recipes.nemo_rl.generation_rules import GENERATION_RULES
 from strop.config.recipes.nemo_rl.loss_rules import LOSS_RULES
+from strop.config.recipes.nemo_rl.media.media_rules import MEDIA_RULES
 from strop.config.recipes.nemo_rl.megatron.megatron_rules import MEGATRON_RULES
 from strop.config.recipes.nemo_rl.model_rules import MODEL_RULES
 from strop.config.recipes.nemo_rl.optimizer_rules import OPTIMIZER_RULES
+from strop.config.recipes.nemo_rl.quantization.modelopt_rules import translate_modelopt
 from strop.config.recipes.nemo_rl.run_rules import RUN_RULES
 from strop.config.recipes.nemo_rl.single_controller_rules import SINGLE_CONTROLLER_RULES
 from strop.config.recipes.nemo_rl.teacher_rules import TEACHER_RULES
@@ -20,7 +22,9 @@ from strop.config.recipes.rules import Rule
 NEMO_RL_RULES: tuple[Rule, ...] = (
     *TEACHER_RULES,
     *UNSUPPORTED_RULES,
+    translate_modelopt,
     *SINGLE_CONTROLLER_RULES,
+    *MEDIA_RULES,
     *RUN_RULES,
     *ENVIRONMENT_RULES,
     *ADVANTAGE_RULES,

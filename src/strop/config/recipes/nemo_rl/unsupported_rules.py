@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.nemo_rl.environment_rules import has_nemo_gym_servers, translate_nemo_gym
+from strop.config.recipes.nemo_rl.media.media_rules import UNSUPPORTED_MEDIA
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule
 from strop.config.recipes.unsupported import Unsupported
 from strop.config.source.yaml_source import get_at
-
-MODALITY_DATASETS = (
-    "clevr-cogent", "geometry3k", "refcoco", "mmpr-tiny", "audiomcq", "avqa", "daily-omni", "intent-train", "intent-bench",
-    "general-conversation-jsonl",
-)  # fmt: skip
 
 NEMO_GYM = Unsupported(
     (
@@ -36,36 +32,6 @@ NEMO_GYM = Unsupported(
     ),
     hides=("env.*", "data.*", "grpo.*invalid_tool_call*", "grpo.*malformed_thinking*", "reward_penalties"),
 )
-MULTIMODAL = Unsupported(
-    (
-        "policy.is_vlm",
-        "*.tokenizer.audio",
-        "*.tokenizer.video",
-        "tokenizer.audio",
-        "tokenizer.video",
-        "*.tokenizer.use_processor",
-        "*generation.vllm_cfg.limit_mm_per_prompt",
-        "*generation.vllm_cfg.video",
-        "*generation.vllm_kwargs.limit_mm_per_prompt",
-        "*generation.vllm_cfg.reset_encoder_cache_after_weight_update",
-        *(f"data.*dataset_name={name}" for name in MODALITY_DATASETS),
-        "data.*processor=vlm_*",
-    ),
-    "models read only text in this version, no images, sound or video",
-    "Take a recipe on text, or set policy.model_name and data.train to a language model and texts.",
-    hides=("data.*", "env.*", "*generation.bad_words", "*.automodel_kwargs.freeze_config"),
-)
-QUANTIZATION = Unsupported(
-    ("policy.quant_cfg", "*generation.quant_cfg", "*generation.real_quant"),
-    "quantisation-aware training (ModelOpt) is not in this version",
-    "Set policy.quant_cfg=null, policy.generation.quant_cfg=null and policy.generation.real_quant=false to train unquantised weights.",
-    details=(
-        "policy.quant_*",
-        "*generation.quant_*",
-        "*generation.real_quant_*",
-        "policy.disable_modelopt_layer_spec",
-    ),
-)
 
 
 def engine(backend: str, name: str, *options: str) -> Unsupported:
@@ -82,7 +48,6 @@ def engine(backend: str, name: str, *options: str) -> Unsupported:
 ENGINES = (
     engine("trtllm", "TensorRT-LLM", "trtllm_cfg", "trtllm_kwargs"),
     engine("dynamo", "Dynamo", "dynamo_cfg"),
-    engine("sglang", "SGLang", "sglang_cfg", "use_async_rollouts"),
     engine("megatron", "Megatron", "mcore_generation_config"),
 )
 CROSS_TOKENIZER = Unsupported(
@@ -107,12 +72,6 @@ ON_POLICY_DISTILLATION = Unsupported(
     "Use strop distillation, where teachers.NAME.env_names says whose rollouts each teacher scores.",
     details=("_teachers",),
     hides=("grpo.adv_estimator.name", "policy.dtensor_cfg.*_parallel_size"),  # its teachers take nodes from the policy
-)
-DRAFT_MODEL = Unsupported(
-    ("policy.draft",),
-    "training a draft model beside the policy is not in this version",
-    "Set policy.draft.enabled=false; policy.generation.vllm_cfg.speculation drafts without training.",
-    hides=("policy.generation.vllm_kwargs.speculative_config",),
 )
 BEST_AT_K = Unsupported(
     ("grpo.use_best_at_k", "grpo.use_combined_training"),
@@ -152,12 +111,10 @@ def refuse_template(recipe: Recipe) -> None:
 UNSUPPORTED_RULES: tuple[Rule, ...] = (
     refuse_template,
     translate_or_refuse_nemo_gym,
-    MULTIMODAL,
-    QUANTIZATION,
+    *UNSUPPORTED_MEDIA,
     *ENGINES,
     CROSS_TOKENIZER,
     ON_POLICY_DISTILLATION,
-    DRAFT_MODEL,
     BEST_AT_K,
     BAD_WORDS,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,14 @@ class StreamedRecord:
     id: str  # the same whenever the record is read
     where: str  # for error messages
     content: Record | bytes | DataError
+    change: Callable[[Record, str], Record] | None = None  # (record, where) -> the record as it is read
 
     def read(self) -> Record:
         """Return the record. Raises DataError for one that is malformed."""
-        if isinstance(self.content, bytes):
-            return parse_object(self.content, self.where)
         if isinstance(self.content, DataError):
             raise self.content
-        return self.content
+        record = parse_object(self.content, self.where) if isinstance(self.content, bytes) else self.content
+        return record if self.change is None else self.change(record, self.where)
 
 
 class ShardReader(ABC):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from strop.data.interleaving import permute_index
-from strop.data.sources.records import DataError
+from strop.data.sources.records import DataError, Record
 from strop.data.sources.streaming.base import Shard, ShardReader, StreamedRecord
 from strop.sampling import mix_seed
 
@@ -16,12 +16,13 @@ from strop.sampling import mix_seed
 class RecordStream:
     name: str
     shards: Sequence[Shard]
+    change: Callable[[Record, str], Record] | None = None  # of each record, when it is read
 
     def open(self, epoch: int = 0, position: Any = None, *, seed: int | None = None) -> StreamReader:
         """Return a reader of an epoch's records, from its beginning or from a position in it. ``seed`` None: the shards in order."""
         count = len(self.shards)
         order = [number if seed is None else permute_index(number, count, mix_seed(seed, epoch)) for number in range(count)]
-        return StreamReader([self.shards[number] for number in order], position)
+        return StreamReader([self.shards[number] for number in order], position, self.change)
 
     def read_first(self) -> StreamedRecord:
         """Return the first record. Raises DataError if there is none."""
@@ -34,8 +35,10 @@ class RecordStream:
 class StreamReader(Iterator[StreamedRecord]):
     """The position is (number of the shard in the order, position in the shard)."""
 
-    def __init__(self, shards: Sequence[Shard], position: Any = None) -> None:
-        self._shards = shards
+    def __init__(
+        self, shards: Sequence[Shard], position: Any = None, change: Callable[[Record, str], Record] | None = None
+    ) -> None:
+        self._shards, self._change = shards, change
         self._number: int
         self._number, start = position or (0, None)
         self._open(start)
@@ -52,7 +55,7 @@ class StreamReader(Iterator[StreamedRecord]):
         while True:
             record: StreamedRecord | None = next(self._records, None)
             if record is not None:
-                return record
+                return record if self._change is None else replace(record, change=self._change)
             if self._number + 1 == len(self._shards):
                 raise StopIteration
             self._number += 1

@@ -8,16 +8,18 @@ and the pages are the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from strop.generation.torch.kv_cache import attend_prompt
 from strop.generation.torch.paged.paged_cache import PagedCache, PagedSequence
 from strop.models.attention.attention_plan import AttentionSpec
-from strop.models.attention.plain_attention import causal_mask, masked_attention
+from strop.models.attention.plain_attention import masked_attention
 from strop.models.routing.routes import RecordedRoutes
+from strop.types import PromptImage
 
 SPAN_STEP = 32  # the attended part of a page is rounded up to a multiple of this many tokens
 HIDDEN = -1e30  # finite, so that a token that sees nothing of a page gives it the weight 0 and not nan
@@ -116,6 +118,7 @@ class PagedDecodePlan:
         self.cache = cache
         self.layout = layout
         self.routes: RecordedRoutes | None = None  # of the new tokens, with router replay
+        self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.pages = pages
         self.positions = positions
         self.offsets = positions % cache.page
@@ -234,6 +237,7 @@ class PromptRead:
     tokens: tuple[int, ...]
     cached: int
     pages: Sequence[int]  # of the sequence, in order
+    blocks: Tensor | None = None  # [P], runs of tokens that also attend to what follows in the run (-1: none)
 
     @property
     def length(self) -> int:
@@ -247,6 +251,7 @@ class PagedPrefillPlan:
         self.cache = cache
         self.reads = reads
         self.routes: RecordedRoutes | None = None  # of the new tokens, with router replay
+        self.images: Mapping[int, PromptImage] = {}  # among the new tokens, by number
         self.lengths = [read.length for read in reads]
         device = cache.shape.device
         positions = [position for read in reads for position in range(read.cached, len(read.tokens))]
@@ -270,18 +275,10 @@ class PagedPrefillPlan:
         for index, (q, k, v) in enumerate(zip(*(tensor.split(self.lengths) for tensor in (query, key, value)), strict=True)):
             if self.reads[index].cached:
                 k, v = (self._gather(index, tensor) for tensor in cached)
-            outputs.append(_attend_prompt(q, k, v, spec))
+            queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+            outputs.append(attend_prompt(queries, keys, values, self.reads[index].blocks, spec)[0].transpose(0, 1))
         return torch.cat(outputs)
 
     def _gather(self, index: int, cache: Tensor) -> Tensor:  # [length, heads, D]
         pages = cache.index_select(0, self._tables[index])
         return pages.transpose(1, 2).flatten(0, 1)[: len(self.reads[index].tokens)]
-
-
-def _attend_prompt(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    """Attend causally: queries [L, heads, D] are the last L of the keys [P + L, kv_heads, D]."""
-    queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    spec = spec.drop_unused_window(keys.shape[2])
-    causal = keys.shape[2] == queries.shape[2] and spec.window is None
-    mask = None if causal else causal_mask(queries.shape[2], keys.shape[2], spec.window, query.device)
-    return masked_attention(queries, keys, values, mask, spec, causal=causal)[0].transpose(0, 1)

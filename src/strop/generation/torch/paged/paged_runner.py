@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.generation.torch.fast_layers import FastLayers
-from strop.generation.torch.model_runner import PlanRunner, SlotPrompt, cache_capacity
+from strop.generation.torch.model_runner import PlanRunner, SlotPrompt, cache_capacity, collect_images, join_positions
 from strop.generation.torch.paged.page_attention import PagedDecodePlan, PagedPrefillPlan, PageLayout, PromptRead, make_layout
 from strop.generation.torch.paged.paged_cache import OpenedSequence, PagedCache, PagedSequence, choose_page
 from strop.generation.torch.paged.state_fuser import StateFuser
@@ -47,6 +47,7 @@ class PagedRunner(PlanRunner):
             )
         self.slots = config.max_num_seqs
         self.cache = PagedCache(self.shape, capacity // page, page, network.routed)
+        self._make_offsets(self.slots)
         self._sequences: list[PagedSequence] = []  # of the slots, in order
         self._opened: dict[int, OpenedSequence] = {}  # slot -> reserved for the next prefill
         self._readers: dict[tuple[int, ...], int] = {}  # prompt -> slot that reads it in the next prefill
@@ -104,7 +105,7 @@ class PagedRunner(PlanRunner):
         cached = len(prompt.tokens) - cached
         page = self.cache.page
         end = (cached + max(budget, page)) // page * page  # whole pages
-        if end >= len(prompt.tokens):
+        if end >= len(prompt.tokens) or self._find_blocks(prompt.tokens) is not None:  # which are read whole
             return 0
         opened = self.cache.open(prompt.tokens[:end])
         if opened is None:
@@ -112,7 +113,7 @@ class PagedRunner(PlanRunner):
         self._drop_ahead()
         self._ahead = opened.sequence
         read = PromptRead(prompt.tokens[:end], opened.cached, opened.sequence.pages)
-        self._read([read])
+        self._read([read], [replace(prompt, tokens=read.tokens)])
         for node in opened.sequence.nodes:
             node.ready = True
         return read.length
@@ -120,13 +121,14 @@ class PagedRunner(PlanRunner):
     def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
         logits = {slot: opened.logits for slot, opened in self._opened.items() if opened.logits is not None}
         reading = [slot for slot in self._opened if slot not in logits]
+        readers = {prompt.slot: prompt for prompt in prompts}
         tokens = {slot: prompt for prompt, slot in self._readers.items()}
         if reading:
-            found = self._read(
-                [PromptRead(tokens[slot], self._opened[slot].cached, self._sequences[slot].pages) for slot in reading]
-            )
+            reads = [self._make_read(slot, tokens[slot]) for slot in reading]
+            found = self._read(reads, [readers[slot] for slot in reading])
             logits |= dict(zip(reading, found, strict=True))
         for prompt in prompts:
+            self._set_offset(prompt)
             reader = self._readers[prompt.tokens]
             if prompt.slot != reader:
                 self._copy_own(reader, prompt.slot, len(prompt.tokens))
@@ -138,6 +140,9 @@ class PagedRunner(PlanRunner):
         self._drop_ahead()
         return result
 
+    def _make_read(self, slot: int, tokens: tuple[int, ...]) -> PromptRead:
+        return PromptRead(tokens, self._opened[slot].cached, self._sequences[slot].pages, self._find_blocks(tokens))
+
     def _copy_own(self, source: int, target: int, length: int) -> None:
         """Copy the tokens of a prompt that are not in shared pages."""
         reader, sequence = self._sequences[source], self._sequences[target]
@@ -145,14 +150,16 @@ class PagedRunner(PlanRunner):
             start = (len(reader.nodes) + index) * self.cache.page
             self.cache.copy_page(old, new, min(length - start, self.cache.page))
 
-    def _read(self, reads: Sequence[PromptRead]) -> Tensor:
-        """Run one forward pass over what is not cached of some sequences; return the logits after each, [B, V]."""
+    def _read(self, reads: Sequence[PromptRead], prompts: Sequence[SlotPrompt]) -> Tensor:
+        """Run one forward pass over what is not cached of some prompts; return the logits after each, [B, V]."""
         plan = PagedPrefillPlan(self.cache, reads)
         tokens = torch.tensor([token for read in reads for token in read.tokens[read.cached :]])
         last = torch.tensor(plan.lengths).cumsum(0) - 1
         plan.routes = self.network.record_routes()
+        plan.images = collect_images(prompts)
+        positions = join_positions(prompts, [read.cached for read in reads])
         with self._capturing(plan.pages, plan.offsets):
-            logits = self._forward(tokens, plan.positions, plan, last)
+            logits = self._forward(tokens, positions, plan, last)
         plan.record()
         return logits
 
@@ -222,8 +229,9 @@ class PagedRunner(PlanRunner):
         where = torch.tensor(pages, device=device), torch.tensor(positions, device=device)
         plan = PagedDecodePlan(self.cache, layout, *where, longest=max(positions) + 1)
         plan.routes = self.network.record_routes()
+        rotary = plan.positions if self.offsets is None else plan.positions + self.offsets[torch.tensor(slots, device=device)]
         with self._capturing(plan.pages, plan.offsets):
-            logits = self._forward(torch.tensor(tokens), plan.positions, plan, None)
+            logits = self._forward(torch.tensor(tokens), rotary, plan, None)
         plan.record()
         return logits
 
@@ -237,6 +245,7 @@ class PagedRunner(PlanRunner):
         self._forget_layout()
         assert source == len(self._sequences) - 1
         self._sequences[target] = self._sequences.pop()
+        self._move_offset(source, target)
 
     def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
         self.cache.store(self._sequences[slot], tokens)

@@ -1,4 +1,5 @@
-"""Drafts of the next tokens, looked up in what a sequence holds already (prompt-lookup decoding, Saxena 2023; n-grams in vLLM).
+"""Drafts of the next tokens, looked up in what a sequence holds already (prompt-lookup decoding, Saxena 2023; n-grams in vLLM), and in what
+other samples of its prompt hold (as suffix decoding, Oliaro et al. 2024, arXiv 2411.04975).
 
 A draft is a guess. The engine draws the token at each of its positions as it would without the draft, and keeps the draft as far as the
 draws agree: the same as accepting a drafted token d with probability p(d) and otherwise drawing from p without d, so the distribution
@@ -7,32 +8,74 @@ is that of the model, and the tokens are those that the same seed gives without 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 LONGEST_NGRAM = 4  # tokens
 SHORTEST_NGRAM = 2
+MOST_PROMPTS = 256  # whose samples are remembered
+
+Ngram = tuple[int, ...]
+
+
+class SiblingNgrams:
+    """The n-grams of all samples of one prompt, whether they run or have ended."""
+
+    def __init__(self) -> None:
+        self._ends: dict[Ngram, tuple[list[int], int]] = {}  # n-gram -> a sample, and the index after its last occurrence
+
+    def add(self, ngram: Ngram, sample: list[int], end: int) -> None:
+        self._ends[ngram] = sample, end
+
+    def find(self, ngram: Ngram, count: int) -> list[int]:
+        """Return up to ``count`` tokens that followed an n-gram last; none if it is new."""
+        sample, end = self._ends.get(ngram, ([], 0))
+        return sample[end : end + count]
+
+
+class PromptSamples:
+    """The n-grams of the samples of each prompt; of the prompts that were asked for last."""
+
+    def __init__(self) -> None:
+        self._prompts: OrderedDict[tuple[int, ...], SiblingNgrams] = OrderedDict()
+
+    def of(self, prompt: tuple[int, ...]) -> SiblingNgrams:
+        found = self._prompts.setdefault(prompt, SiblingNgrams())
+        self._prompts.move_to_end(prompt)
+        if len(self._prompts) > MOST_PROMPTS:
+            self._prompts.popitem(last=False)
+        return found
 
 
 class PromptLookup:
     """Finds where the last tokens of a sequence occurred before, and proposes what followed."""
 
-    def __init__(self) -> None:
+    def __init__(self, siblings: SiblingNgrams | None = None, prompt: int = 0) -> None:
+        """``siblings``: of the samples of the same prompt, which has ``prompt`` tokens."""
         self._tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> index after its last occurrence that something follows
+        self._ends: dict[Ngram, int] = {}  # n-gram -> index after its last occurrence that something follows
+        self._siblings, self._prompt = siblings, prompt
 
     def draft(self, tokens: Sequence[int], count: int) -> list[int]:
         """Propose up to ``count`` tokens that may follow. ``tokens`` begin with those of the previous call."""
         for token in tokens[len(self._tokens) :]:
             self._index_last()
             self._tokens.append(token)
-        for size in range(LONGEST_NGRAM, SHORTEST_NGRAM - 1, -1):
-            end = self._ends.get(tuple(self._tokens[-size:])) if len(self._tokens) >= size else None
-            if end is not None:
-                return self._tokens[end : end + count]
+        for size in range(min(LONGEST_NGRAM, len(self._tokens)), SHORTEST_NGRAM - 1, -1):
+            ngram = tuple(self._tokens[-size:])
+            end = self._ends.get(ngram)
+            found = [] if end is None else self._tokens[end : end + count]
+            if not found and self._siblings is not None:
+                found = self._siblings.find(ngram, count)
+            if found:
+                return found
         return []
 
     def _index_last(self) -> None:
         """Index the n-grams that end with the last token, before another one follows."""
-        for size in range(SHORTEST_NGRAM, LONGEST_NGRAM + 1):
-            if len(self._tokens) >= size:
-                self._ends[tuple(self._tokens[-size:])] = len(self._tokens)
+        end = len(self._tokens)
+        for size in range(SHORTEST_NGRAM, min(LONGEST_NGRAM, end) + 1):
+            ngram = tuple(self._tokens[-size:])
+            self._ends[ngram] = end
+            if self._siblings is not None and end >= self._prompt:
+                self._siblings.add(ngram, self._tokens, end)

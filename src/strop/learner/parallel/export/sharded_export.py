@@ -14,6 +14,7 @@ from torch import Tensor
 from strop.learner.parallel.export.shard_gather import PendingShards, ShardGather, tensor_key
 from strop.learner.parallel.sharded import Sharded
 from strop.models.adapters import LoraLayer, lora_layers, save_adapters, weights_with_layers
+from strop.models.fake_quant.apply_fake_quant import weight_roundings
 from strop.weight_sync.base import AdapterFiles
 from strop.weight_sync.exporter import fingerprint_adapters, read_adapter_files
 from strop.weight_sync.weight_source import Weight
@@ -26,6 +27,7 @@ def iter_sharded_weights(parallelism: Sharded, *, adapters: bool = True, shards:
     """
     shards = shards or ShardGather(parallelism)
     shards.find_tensors()
+    roundings = weight_roundings(parallelism.network.model)
     for name, tensor, layer in weights_with_layers(parallelism.network.model):
         if layer is None or not adapters:
             yield Weight(
@@ -34,6 +36,7 @@ def iter_sharded_weights(parallelism: Sharded, *, adapters: bool = True, shards:
                 _make_gather(parallelism, tensor),
                 tensor_key(tensor),
                 partial(shards.begin, tensor),
+                roundings.get(name),
             )
         else:
             like = torch.empty(tensor.shape, dtype=torch.promote_types(tensor.dtype, torch.float32), device="meta")

@@ -98,7 +98,7 @@ class DraftTrainer:
         parameters = [(name, parameter) for name, parameter in head.named_parameters()]
         self.masters = MasterWeights(parameters)
         self.optimizer = make_optimizer(
-            optimizer_of_draft(config.optimizer, options.lr if options else None), parameters, section=section
+            optimizer_of_draft(config.optimizer, options.head_lr if options else None), parameters, section=section
         )
         self.scheduler = make_scheduler(scheduler, self.optimizer, total_steps=schedule_length, section=section)
         self.state = TrainingState(

@@ -29,7 +29,7 @@ TRANSLATED = (  # what stands in one key of the torch learner
 )  # fmt: skip
 SPEED = "it changes the speed of Megatron Core's kernels and communication"
 MEMORY = "it changes memory and speed"
-TOWERS = "it is about images and sound, and models here read only text"
+TOWERS = "it is about images and sound, and Megatron Core trains models of text alone here"
 OF_TORCH = {  # of the torch learner's dtensor_cfg -> of Megatron Core
     "tensor_parallel_size": "tensor_model_parallel_size",
     "context_parallel_size": "context_parallel_size",

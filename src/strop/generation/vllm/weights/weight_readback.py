@@ -7,12 +7,14 @@ terms of each sum are zero. So verification covers the weights that sampling use
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.conv import ConvLayerBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -23,6 +25,8 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
+from strop.generation.vllm.weights.engine_names import canonical_name
+from strop.generation.vllm.weights.expert_readback import read_experts
 from strop.models.quantization.number_format import FP8_BLOCK, QuantizedTensor
 
 _IDENTITY_ROWS = 1024  # rows of the identity per product, to limit memory
@@ -37,9 +41,12 @@ class WeightShard:
     tensor: Tensor  # [rows, columns], or [n]
     row: int = 0  # first row in the full tensor
     column: int = 0  # first column
+    part: tuple[int, int] | None = None  # of an expert: what of it this shard is, the rest being zeros (first, number)
 
     @property
     def region(self) -> tuple[int, int, int, int]:
+        if self.part is not None:
+            return self.row, 1, *self.part
         rows = self.tensor.shape[0] if self.tensor.dim() else 1
         return self.row, rows, self.column, self.tensor.numel() // max(rows, 1)
 
@@ -47,8 +54,13 @@ class WeightShard:
 def read_weight_shards(model: Any, rank: int) -> Iterator[WeightShard]:
     """Yield a shard of every tensor of this pipeline stage that can be read back. Quantized tensors and unknown layer types are left out.
 
-    ``rank``: among the tensor-parallel ranks of the stage.
+    Experts come one by one. ``rank``: among the tensor-parallel ranks of the stage.
     """
+    for shard in _read_modules(model, rank):
+        yield replace(shard, name=canonical_name(model, shard.name))
+
+
+def _read_modules(model: Any, rank: int) -> Iterator[WeightShard]:
     packed = getattr(model, "packed_modules_mapping", {})
     done: set[int] = set()
     for module_path, module in model.named_modules():
@@ -57,14 +69,30 @@ def read_weight_shards(model: Any, rank: int) -> Iterator[WeightShard]:
             yield from _read_linear(path, module, packed, rank, done)
         elif isinstance(module, VocabParallelEmbedding):
             yield from _read_embedding(path, module, done)
+        elif isinstance(module, RoutedExperts):
+            for each in read_experts(module):
+                yield WeightShard(f"{path}.{each.name}", each.values[None], row=each.expert, part=each.part)
         elif not list(module.children()):
             yield from _read_plain(path, module, done)
+        elif isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):  # one for each head of attention
+            yield WeightShard(f"{path}.sinks", sinks.detach(), rank * len(sinks))
+
+
+def map_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return {vLLM's name of a tensor: its name in ``names``} where the two differ, as they do in models that read images."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return {}
+    mapped = ((mapper.map_name(name), name) for name in names)
+    return {own: name for own, name in mapped if own is not None and own != name}
 
 
 def _read_plain(path: str, module: nn.Module, done: set[int]) -> Iterator[WeightShard]:
-    """Yield vectors such as norm weights, which are replicated on every rank and named as in the checkpoint."""
+    """Yield what is replicated on every rank and named as in the checkpoint: vectors such as norm weights and the bias of a router, a
+    tower's embeddings."""
+    whole = isinstance(module, (nn.Embedding, ConvLayerBase))
     for name, parameter in module.named_parameters(recurse=False):
-        if id(parameter) not in done and parameter.dim() == 1:
+        if id(parameter) not in done and (parameter.dim() == 1 or whole):
             done.add(id(parameter))
             yield WeightShard(f"{path}.{name}", parameter.detach())
 
@@ -75,7 +103,11 @@ def _read_linear(path: str, module: Any, packed: dict[str, list[str]], rank: int
         return
     parent, _, leaf = path.rpartition(".")
     bias = getattr(module, "bias", None)
-    if isinstance(module, QKVParallelLinear):
+    if isinstance(module, QKVParallelLinear) and packed.get(leaf) == [leaf]:  # a tower's, which has them in one matrix
+        if module.tp_size > 1:  # the rows of a rank are not consecutive
+            return
+        names, sizes, starts = [leaf], [matrix.shape[0]], [0]
+    elif isinstance(module, QKVParallelLinear):
         names, sizes, starts = packed[leaf], *_qkv_rows(module, rank)
     elif isinstance(module, MergedColumnParallelLinear):
         sizes = [size // module.tp_size for size in module.output_sizes]
@@ -94,7 +126,8 @@ def _read_linear(path: str, module: Any, packed: dict[str, list[str]], rank: int
         if isinstance(bias, Tensor):
             yield WeightShard(f"{full}.bias", bias.detach()[first : first + size].to(matrix.dtype), start)
         first += size
-    done.update(id(parameter) for parameter in module.parameters(recurse=False))
+    done.update(id(parameter) for parameter in (module.weight, bias) if isinstance(parameter, nn.Parameter))
+    yield from _read_plain(path, module, done)
 
 
 def _read_matrix(module: Any) -> Tensor | None:

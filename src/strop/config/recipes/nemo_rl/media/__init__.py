@@ -1,0 +1,1 @@
+"""Recipes of models that see and hear."""

@@ -1,0 +1,1 @@
+"""Low precision in NeMo-RL's recipes."""

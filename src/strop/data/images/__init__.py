@@ -1,0 +1,1 @@
+"""A set of images that is drawn, without a download."""

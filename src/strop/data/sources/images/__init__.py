@@ -1,0 +1,1 @@
+"""Images in data: columns and parts of messages that hold them."""

@@ -1,0 +1,173 @@
+"""Images of records: columns of paths, addresses, bytes or opened images, as references that a message holds (``strop.types.Image``).
+
+An image that stands in the data itself becomes a ``data:`` URL with its bytes as they are; an opened image (PIL) is written as PNG.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from strop.data.sources.records import DataError, Record, Records, check_text, get_value, has_key
+from strop.data.sources.streaming.streamed import StreamedRecords
+
+IMAGES = "images"  # the column of the images of a record, as references, once it is read
+USUAL_COLUMNS = ("images", "image")
+IMAGE_PARTS = ("image", "image_url", "input_image")  # types of parts of a message
+REFERENCE_KEYS = ("image", "image_url", "url", "path")  # of a part
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+FORMATS = ((b"\x89PNG", "png"), (b"\xff\xd8", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"), (b"BM", "bmp"))  # by first bytes
+MEDIA_TAGS = {"audio": ("<audio>", "<sound>"), "sound": ("<sound>",), "video": ("<video>",), "videos": ("<video>",)}
+
+
+@dataclass(frozen=True)
+class ImageColumns:
+    """Where the images of a record are."""
+
+    key: str | None = None  # the column; None: images, else image, where it holds images
+    folder: str | None = None  # which relative paths start from; None: the working directory
+    beside: str | None = None  # the folder of the data file, for relative paths that are not in the working directory
+
+    def may_be_in(self, record: Record) -> bool:
+        """Whether records with these columns may have images."""
+        return any(name in record for name in (*USUAL_COLUMNS, *MEDIA_TAGS)) or self.key is not None or self.folder is not None
+
+    def read(self, record: Record, where: str) -> Record:
+        """Return the record with its images as a list of references in the column ``images``. Raises DataError."""
+        refuse_sound_and_video(record, where)
+        column = self._find_column(record, where)
+        if column is not None:
+            found = get_value(record, column, "image_key", where)
+            values = found if isinstance(found, list | tuple) else [found]
+            references = [self._place(read_reference(value, f"{where}: {column!r}")) for value in values if value is not None]
+            record = {**{name: value for name, value in record.items() if name != column}, IMAGES: references}
+        return self._place_parts(record) if self.folder is not None or self.beside is not None else record
+
+    def _find_column(self, record: Record, where: str) -> str | None:
+        if self.key is not None:
+            if not has_key(record, self.key):
+                raise DataError(
+                    f"{where} has no column {self.key!r}, which image_key names; it has {sorted(record)}. Set image_key to one of them"
+                )
+            return self.key
+        return next((name for name in USUAL_COLUMNS if name in record and holds_images(record[name])), None)
+
+    def _place(self, reference: str) -> str:
+        """Return a relative path from its folder on, anything else as it is."""
+        if is_address(reference) or os.path.isabs(reference):
+            return reference
+        if self.folder is not None:
+            return str(Path(self.folder, reference))
+        beside = None if self.beside is None else Path(self.beside, reference)
+        return str(beside) if beside is not None and not os.path.exists(reference) and beside.exists() else reference
+
+    def _place_parts(self, value: Any) -> Any:
+        """Place the paths in the parts of messages, wherever they are in a record."""
+        if isinstance(value, list | tuple):
+            return [self._place_parts(each) for each in value]
+        if not isinstance(value, Mapping):
+            return value
+        if value.get("type") in IMAGE_PARTS:
+            placed = {key: self._place(value[key]) for key in REFERENCE_KEYS if isinstance(value.get(key), str)}
+            return {**value, **placed}
+        return {key: each if key == IMAGES else self._place_parts(each) for key, each in value.items()}
+
+
+def holds_images(value: Any) -> bool:
+    """Whether the value of a column that is named as one of images holds one, or a list of them.
+
+    A text counts if it is an address or ends as an image does: other columns have such names, too."""
+    if isinstance(value, list | tuple):
+        return all(holds_images(each) for each in value)
+    if isinstance(value, str):
+        return is_address(value) or value.lower().endswith(SUFFIXES)
+    if isinstance(value, Mapping):
+        return bool({"bytes", "path", "url"} & set(value))
+    return value is None or isinstance(value, bytes) or is_opened(value)
+
+
+def read_reference(value: Any, where: str) -> str:
+    """Return the reference of an image: a path, an address, bytes, an object with one of them, or an opened image. Raises DataError."""
+    if isinstance(value, Mapping):
+        value = next((value[key] for key in ("bytes", "url", "path") if value.get(key)), None)
+    if isinstance(value, bytes):
+        return write_data_url(value)
+    if is_opened(value):
+        content = io.BytesIO()
+        value.save(content, format="PNG")
+        return write_data_url(content.getvalue())
+    if isinstance(value, str) and value:
+        return check_text(value, "image", where)
+    raise DataError(
+        f"{where} has the image {value!r:.80}; write a path, an address, a data: URL, or an object with bytes or path, as the library "
+        "datasets stores images"
+    )
+
+
+def is_opened(value: Any) -> bool:
+    """Whether this is an image of PIL; whoever has one has imported it."""
+    return callable(getattr(value, "save", None)) and hasattr(value, "getbands")
+
+
+def is_address(reference: str) -> bool:
+    return reference.startswith(("data:", "http://", "https://", "hf://"))
+
+
+def write_data_url(content: bytes) -> str:
+    """Return the bytes of an image file as a ``data:`` URL."""
+    kind = next((f"image/{name}" for start, name in FORMATS if content.startswith(start)), "application/octet-stream")
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def refuse_sound_and_video(record: Record, where: str) -> None:
+    """Raise DataError for a record whose text has a place for its audio or its video, which models here do not read."""
+    for column, tags in MEDIA_TAGS.items():
+        if record.get(column) and any(tag in text for text in _iter_texts(record) for tag in tags):
+            raise DataError(
+                f"{where} has the column {column!r} and a place for it in a text: audio and video cannot be trained on in this version, "
+                "only text and images. Leave the record out"
+            )
+
+
+def _iter_texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _iter_texts(each)
+
+
+class ImageRecords(Records):
+    """Records with their images as references. Nothing is read before a record is."""
+
+    def __init__(self, records: Records, columns: ImageColumns) -> None:
+        self.name, self.uniform, self.lenient = records.name, records.uniform, records.lenient
+        self._records, self._columns = records, columns
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read_record(self, index: int) -> Record:
+        return self._columns.read(self._records.read_record(index), self.location(index))
+
+    def location(self, index: int) -> str:
+        return self._records.location(index)
+
+    def iter_values(self, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        return self._records.iter_values(columns)
+
+    def __iter__(self) -> Iterator[Record]:
+        return (self._columns.read(record, self.location(index)) for index, record in enumerate(self._records))
+
+
+def read_images(records: Records, columns: ImageColumns) -> Records:
+    """Return the records with their images read, or as they are where none of them can have any."""
+    if isinstance(records, StreamedRecords):
+        return StreamedRecords(replace(records.stream, change=columns.read))
+    is_text = records.uniform and not columns.may_be_in(records[0])
+    return records if is_text else ImageRecords(records, columns)

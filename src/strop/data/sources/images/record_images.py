@@ -1,0 +1,72 @@
+"""The images of a record on their way into its messages: each goes to a place that a message has for it."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from strop.data.sources.images.image_columns import read_reference
+from strop.data.sources.records import DataError
+from strop.types import Image, Message
+
+PLACE = re.compile(r"<image(?:_\d+)?>")  # in a text, of a record that has images
+
+
+class RecordImages:
+    """The images of a record, handed out in order."""
+
+    def __init__(self, values: Sequence[object], where: str = "the record") -> None:
+        self._left = deque(values)
+        self._where = where
+        self.given = len(self._left)
+
+    @property
+    def left(self) -> int:
+        return len(self._left)
+
+    def take(self) -> str | None:
+        """Return the reference of the next image; None if there is no other."""
+        return read_reference(self._left.popleft(), self._where) if self._left else None
+
+    def place(self, text: str, where: str) -> tuple[str, tuple[Image, ...]]:
+        """Return a text without its places, ``<image>``, and the images that go there. Raises DataError for more places than images.
+
+        The text of a record without images has no places, whatever it says."""
+        if not self.given:
+            return text, ()
+        kept, images, position = "", [], 0
+        for found in PLACE.finditer(text):
+            kept += text[position : found.start()]
+            position = found.end()
+            if (reference := self.take()) is None:
+                raise DataError(
+                    f"{where} has more places {found[0]} than the record has images, which are {self.given}; fix the record"
+                )
+            images.append(Image(reference, position=len(kept)))
+        return kept + text[position:], tuple(images)
+
+    def place_first(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Return messages that have no place for images with all of them at the beginning of the user's first message."""
+        asked = next((index for index, message in enumerate(messages) if message.role == "user"), None)
+        if asked is None or self.left < self.given:
+            return tuple(messages)
+        references = [self.take() for _ in range(self.left)]
+        images = tuple(Image(reference) for reference in references if reference is not None)
+        return (*messages[:asked], replace(messages[asked], images=images), *messages[asked + 1 :])
+
+
+def render_question(text: str, images: Sequence[object], prefix: str, where: str) -> tuple[str, tuple[Image, ...]]:
+    """Return a question without its places for images, and the images as they are placed behind ``prefix``, the text before it.
+
+    An image that nothing of the question comes before, also one without a place, stands before the prefix, as NeMo-RL has it.
+    Raises DataError where there are more or fewer places than images.
+    """
+    record = RecordImages(images, where)
+    asked, placed = record.place(text, where)
+    if not placed:
+        placed = tuple(Image(read_reference(value, where)) for value in images)
+    elif record.left:
+        raise DataError(f"{where} has places for all but {record.left} of the images of the record; fix the record")
+    return asked, tuple(replace(each, position=each.position + len(prefix) if each.position else 0) for each in placed)

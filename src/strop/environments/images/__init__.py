@@ -1,0 +1,1 @@
+"""Questions about images: rewards of answers in tags, and questions about drawn images."""

@@ -1,0 +1,135 @@
+"""Questions, with images or without, whose answers stand in tags: NeMo-RL's environment ``vlm``."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, RewardFunction, RewardMark
+from strop.environments.images.answer_rewards import (
+    OPTIONS,
+    AnswerScore,
+    find_boxed,
+    find_tagged,
+    score_box,
+    score_exact,
+    score_expression,
+    score_format,
+    score_geometry,
+)
+from strop.environments.scoring.scoring_pool import ScoringResult
+from strop.environments.verifiers.math_verifier import verify_math
+from strop.types import Rollout
+from strop.user_code import suggest_names
+
+CORRECT = "correct"  # the reward of weight 0 that says whether the answer is right
+
+
+@dataclass(frozen=True)
+class WeightedReward:
+    """A reward function by its name, with its share of the reward."""
+
+    name: Literal["format", "exact_alnum", "math_expr", "bbox_giou", "geo3k"]
+    weight: float = 1.0
+    kwargs: dict[str, Any] | None = field(default=None, hash=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VlmEnvironment(DatasetEnvironment):
+    """The reward is the mean of ``rewards``, by their weights; ``correct``, with weight 0, is the accuracy: every function that says
+    whether an answer is right says so.
+
+    format: thoughts in <think> (0.25) and an answer in <answer> (0.75). exact_alnum: the answer has the letters and digits of the
+    reference. math_expr: it is the same expression. bbox_giou: the overlap of boxes. geo3k: the last \\boxed is right, after </think>.
+    """
+
+    rewards: tuple[WeightedReward, ...] = ()  # reward_functions in NeMo-RL
+    num_workers: int = 4  # processes that compare expressions, started on demand
+    timeout_s: float = 5.0  # CPU seconds to compare one; an answer that needs more counts as wrong
+
+    def __post_init__(self) -> None:
+        if not self.rewards:
+            raise EnvironmentConfigError(
+                f"there is no reward; set reward_functions to a list of {{name, weight}}, with names from {', '.join(OPTIONS)}"
+            )
+        names = [each.name for each in self.rewards]
+        if len(set(names)) < len(names):
+            raise EnvironmentConfigError(
+                f"reward_functions names {', '.join(names)}; name each once, with the sum of its weights"
+            )
+        if not sum(each.weight for each in self.rewards) > 0:
+            raise EnvironmentConfigError("the weights of reward_functions add up to 0 or less; the reward is a mean by them")
+        for each in self.rewards:
+            _check_options(each)
+        if self.num_workers < 1 or self.timeout_s <= 0:
+            raise EnvironmentConfigError(
+                f"num_workers is {self.num_workers} and timeout_s is {self.timeout_s}; both must be positive"
+            )
+        super().__post_init__()
+
+    @cached_property
+    def reward_functions(self) -> Mapping[str, RewardFunction]:
+        total = sum(each.weight for each in self.rewards)
+        kind = type(self).__name__
+        made: dict[str, RewardFunction] = {
+            each.name: RewardFunction(self._read_value(each), RewardMark(each.weight / total), f"{kind}.{each.name}")
+            for each in self.rewards
+        }
+        return {**made, CORRECT: RewardFunction(self._is_correct, RewardMark(0.0, accuracy=True), f"{kind}.{CORRECT}")}
+
+    @classmethod
+    def list_marks(cls, options: Mapping[str, Any]) -> Mapping[str, RewardMark]:
+        given = options.get("rewards") or ()
+        made = cls(rewards=tuple(each if isinstance(each, WeightedReward) else WeightedReward(**each) for each in given))
+        return {name: each.mark for name, each in made.reward_functions.items()}
+
+    def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
+        names = {each.name: each.kwargs or {} for each in self.rewards}
+        tag = next((options.get("answer_tag") or options.get("tag") for options in names.values() if options), None) or "answer"
+        return find_boxed(rollout.text) if "geo3k" in names else find_tagged(rollout.text, tag)
+
+    async def score(self, each: WeightedReward, reference: str, text: str) -> AnswerScore:
+        """Return what a reward function gives a reply."""
+        options = each.kwargs or {}
+        match each.name:
+            case "format":
+                return score_format(text, **options)
+            case "exact_alnum":
+                return score_exact(reference, text, **options)
+            case "bbox_giou":
+                return score_box(reference, text, **options)
+            case "math_expr":
+                return await score_expression(reference, text, self._check_math, **options)
+            case "geo3k":
+                return await score_geometry(reference, text, self._check_math, **options)
+
+    def _read_value(self, each: WeightedReward) -> Callable[[PromptedTask, Rollout], Awaitable[float]]:
+        async def value(task: PromptedTask, rollout: Rollout) -> float:
+            return (await self.score(each, task.answer, rollout.text)).value
+
+        return value
+
+    async def _is_correct(self, task: PromptedTask, rollout: Rollout) -> bool:
+        scores = [await self.score(each, task.answer, rollout.text) for each in self.rewards]
+        said = [each.correct for each in scores if each.correct is not None]
+        return bool(said) and all(said)
+
+    async def _check_math(self, reference: str, text: str) -> ScoringResult:
+        return await verify_math("math_verify", reference, text, num_workers=self.num_workers, timeout_s=self.timeout_s)
+
+
+def _check_options(reward: WeightedReward) -> None:
+    """Raise EnvironmentConfigError for an option that a reward function does not have."""
+    known = OPTIONS[reward.name]
+    for option, value in (reward.kwargs or {}).items():
+        if option not in known:
+            raise EnvironmentConfigError(
+                f"the reward function {reward.name} has no option {option!r}{suggest_names(str(option), known)}; it has {', '.join(known)}"
+            )
+        wanted = known[option]
+        if isinstance(value, bool) or not isinstance(value, (int, float) if wanted is float else wanted):
+            raise EnvironmentConfigError(
+                f"the option {option} of the reward function {reward.name} is {value!r}; it is a {wanted.__name__}"
+            )

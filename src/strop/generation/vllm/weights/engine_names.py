@@ -1,0 +1,95 @@
+"""Names of tensors in vLLM where they are neither those of Transformers nor those that vLLM makes of them by itself.
+
+Transformers renames what it loads and stacks experts, and Strop sends its names. vLLM reads the names of checkpoints, where some models
+have others, and some of its loaders know experts one by one only. gpt-oss has two loaders: the one for stacked experts, and that of
+attention sinks, write into parameters that a reload has replaced, so experts are handed over singly and sinks are copied afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SINGLE_EXPERTS = {"deepseek_v2", "glm4_moe_lite"}  # modules of vLLM with a loader for single experts only
+_CANONICAL = (  # parts of vLLM's module paths, those of Transformers
+    (".block_sparse_moe.", ".mlp."),
+    (".routed_experts", ""),
+)
+_CANONICAL_GPT_OSS = ((".attn.", ".self_attn."), ("model.embedding.", "model.embed_tokens."))
+
+
+def rename_for_engine(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors with canonical names as a vLLM model loads them."""
+    if _is_gpt_oss(model):
+        return _split_gpt_oss(tensors)
+    if any(kind.__module__.rpartition(".")[2] in _SINGLE_EXPERTS for kind in type(model).__mro__):
+        return _split_experts(tensors)
+    if any(path.endswith(".block_sparse_moe") for path, _ in model.named_modules()):
+        return ((_block_sparse_name(name), tensor) for name, tensor in tensors)
+    return iter(tensors)
+
+
+def _is_gpt_oss(model: Any) -> bool:
+    return type(model).__name__ == "GptOssForCausalLM"
+
+
+def _block_sparse_name(name: str) -> str:
+    """Return the name in the checkpoints of Mixtral and its like."""
+    name = name.replace(".mlp.", ".block_sparse_moe.")
+    return name.replace(".experts.gate_up_proj", ".experts.w13").replace(".experts.down_proj", ".experts.w2")
+
+
+def _split_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        layer, found, matrix = name.rpartition(".experts.")
+        if not found or matrix not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        for index, expert in enumerate(tensor):
+            parts = expert.chunk(2) if matrix == "gate_up_proj" else (expert,)
+            names = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else ("down_proj",)
+            for part, single in zip(names, parts, strict=True):
+                yield f"{layer}.experts.{index}.{part}.weight", single
+
+
+def _split_gpt_oss(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        layer, found, matrix = name.rpartition(".experts.")
+        if not found:
+            yield name, tensor
+            continue
+        for index, expert in enumerate(tensor):
+            yield f"{layer}.experts.{index}.{matrix}", expert
+
+
+class KeptSinks:
+    """The attention sinks of a publish, kept while it is loaded: a reload of vLLM loses them."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._tensors = tensors
+        self._sinks: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._tensors:
+            if name.endswith(".sinks"):
+                self._sinks[name] = tensor
+            yield name, tensor
+
+    @torch.no_grad()
+    def copy_into(self, model: Any, rank: int) -> None:
+        """Copy this process's heads into the model: ``rank`` among the tensor-parallel ranks."""
+        for path, module in model.named_modules():
+            sent = self._sinks.get(canonical_name(model, f"{path}.sinks"))
+            if sent is not None:
+                heads = len(module.sinks)
+                module.sinks.copy_(sent[rank * heads : (rank + 1) * heads])
+
+
+def canonical_name(model: Any, name: str) -> str:
+    """Return the canonical name of a tensor that has this name in a vLLM model."""
+    for part, replacement in _CANONICAL + (_CANONICAL_GPT_OSS if _is_gpt_oss(model) else ()):
+        name = name.replace(part, replacement)
+    return name

@@ -1,0 +1,47 @@
+"""The image files that stored rollouts show, each once: ``<log folder>/rollouts/images/DIGEST.png``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from strop.data.sources.images.image_columns import FORMATS
+
+if TYPE_CHECKING:
+    from strop.storage.deferred_files import DeferredFiles
+    from strop.types import PromptImage
+
+IMAGES_FOLDER = "images"
+DIGEST_LETTERS = 32  # of a digest, in the name of its file and in records
+
+
+def image_name(digest: str) -> str:
+    """Return how a record names an image: the first letters of its digest."""
+    return digest[:DIGEST_LETTERS]
+
+
+class StoredImages:
+    """Image files in a folder, named by their content."""
+
+    def __init__(self, rollouts: Path) -> None:
+        self.folder = rollouts / IMAGES_FOLDER
+        self._written: set[str] = set()
+
+    def write(self, images: Iterable[PromptImage], files: DeferredFiles) -> None:
+        """Store the images that are not there yet."""
+        for image in images:
+            name = image_name(image.digest)
+            if name in self._written:
+                continue
+            self._written.add(name)
+            if self.find(name) is None:
+                files.write(self.folder / f"{name}.{_find_suffix(image.content)}", image.content)
+
+    def find(self, name: str) -> Path | None:
+        """Return the file of an image by its name in a record; None if it is not stored."""
+        return next(self.folder.glob(f"{name}.*"), None) if name.isalnum() else None
+
+
+def _find_suffix(content: bytes) -> str:
+    return next((suffix for start, suffix in FORMATS if content.startswith(start)), "bin")

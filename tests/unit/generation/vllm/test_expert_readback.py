@@ -1,0 +1,143 @@
+"""Experts out of the layouts of vLLM's kernels, without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strop.generation.vllm.weights import expert_readback
+from strop.generation.vllm.weights.engine_names import KeptSinks, canonical_name, rename_for_engine
+from strop.generation.vllm.weights.expert_readback import find_packing_order, read_experts
+from strop.weight_sync.base import TensorFingerprint
+from strop.weight_sync.fingerprints import combine_fingerprints, fingerprint
+from strop.weight_sync.verification import VerificationFailed, verify_fingerprints
+
+EXPERTS, HIDDEN, INTERMEDIATE = 3, 64, 40
+PADDED = 64
+
+
+def shuffled(weight: Tensor) -> Tensor:
+    """A kernel's layout: some permutation of an expert's elements."""
+    order = torch.randperm(weight[0].numel(), generator=torch.Generator().manual_seed(0))
+    return weight.reshape(len(weight), -1)[:, order].view(weight.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_order_of_a_kernel_is_found_by_packing_indices(dtype: torch.dtype) -> None:
+    weight = torch.randn(1, 70, 1000).to(dtype)  # more elements than bfloat16 has integers
+    order = find_packing_order((70, 1000), dtype, shuffled)
+    assert torch.equal(weight.flatten()[order], shuffled(weight).flatten())
+
+
+def test_a_kernel_that_does_more_than_move_weights_is_not_read() -> None:
+    with pytest.raises(RuntimeError, match="does not keep each weight once"):
+        find_packing_order((8, 8), torch.float32, lambda weight: weight.clamp(max=5))
+
+
+def layer(gate_up: Tensor, down: Tensor, *, rank: int = 0, ranks: int = 1, expert_map: Tensor | None = None) -> Any:
+    """What vLLM holds on one of ``ranks``: its part of each expert, padded with zeros, in the kernel's order."""
+    size = INTERMEDIATE // ranks
+    own = slice(rank * size, (rank + 1) * size)
+    if expert_map is not None:
+        held = [expert for expert, slot in enumerate(expert_map.tolist()) if slot >= 0]
+        gate_up, down = gate_up[held], down[held]
+    w13, w2 = gate_up.new_zeros(len(gate_up), 2 * PADDED, HIDDEN), down.new_zeros(len(down), HIDDEN, PADDED)
+    w13[:, :size], w13[:, PADDED : PADDED + size] = gate_up[:, :INTERMEDIATE][:, own], gate_up[:, INTERMEDIATE:][:, own]
+    w2[:, :, :size] = down[:, :, own]
+    return SimpleNamespace(
+        w13_weight=shuffled(w13),
+        w2_weight=shuffled(w2),
+        local_num_experts=len(gate_up),
+        expert_map_manager=SimpleNamespace(expert_map=expert_map),
+        moe_config=SimpleNamespace(
+            intermediate_size=INTERMEDIATE,
+            hidden_dim_unpadded=HIDDEN,
+            has_bias=False,
+            activation=SimpleNamespace(value="silu"),
+            moe_parallel_config=SimpleNamespace(tp_size=ranks, tp_rank=rank),
+        ),
+    )
+
+
+@pytest.fixture
+def unpacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unpack(packed: Tensor) -> Tensor:
+        natural = torch.empty_like(packed).flatten()
+        natural[find_packing_order(tuple(packed.shape), packed.dtype, shuffled)] = packed.flatten()
+        return natural.view(packed.shape)
+
+    monkeypatch.setattr(expert_readback, "_find_layout", lambda layer: unpack)
+
+
+def fingerprints(held: Any) -> dict[str, list[TensorFingerprint]]:
+    found: dict[str, list[TensorFingerprint]] = {}
+    for shard in read_experts(held):
+        value = fingerprint(shard.values[None], rows=shard.expert)
+        found.setdefault(shard.name, []).append(TensorFingerprint(value, (shard.expert, 1, *shard.part)))
+    return found
+
+
+def verify(gate_up: Tensor, down: Tensor, holders: list[Any]) -> int:
+    sent = {"gate_up_proj": gate_up, "down_proj": down}
+    experts = {name: tuple(fingerprint(each[None], rows=n) for n, each in enumerate(tensor)) for name, tensor in sent.items()}
+    held: dict[str, tuple[TensorFingerprint, ...]] = {}
+    for holder in holders:
+        for name, parts in fingerprints(holder).items():
+            held[name] = (*held.get(name, ()), *parts)
+    whole = {name: combine_fingerprints(parts) for name, parts in experts.items()}
+    return verify_fingerprints("engine 0", whole, {}, held, experts=experts).verified
+
+
+@pytest.mark.usefixtures("unpacking")
+@pytest.mark.parametrize("cut", ["one process", "each expert over two", "experts over two", "experts alternate"])
+def test_experts_add_up_to_what_was_sent_however_processes_share_them(cut: str) -> None:
+    gate_up, down = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN), torch.randn(EXPERTS, HIDDEN, INTERMEDIATE)
+    maps = {"experts over two": ([0, 1, -1], [-1, -1, 0]), "experts alternate": ([0, -1, 1], [-1, 0, -1])}
+    if cut in maps:
+        holders = [layer(gate_up, down, expert_map=torch.tensor(each)) for each in maps[cut]]
+    else:
+        ranks = 2 if cut == "each expert over two" else 1
+        holders = [layer(gate_up, down, rank=rank, ranks=ranks) for rank in range(ranks)]
+    assert verify(gate_up, down, holders) == 2
+    assert torch.equal(
+        sum(shard.values for each in holders for shard in read_experts(each) if shard.expert == 1 and shard.name == "down_proj"),
+        down[1],
+    )
+
+    spoiled = down.clone()
+    spoiled[1] = 0.5
+    changed = [layer(gate_up, spoiled, ranks=len(holders))]
+    if cut == "each expert over two":
+        with pytest.raises(VerificationFailed, match="does not compute with the expert 1 of down_proj"):
+            verify(gate_up, down, [*changed, holders[1]])
+    with pytest.raises(VerificationFailed, match="does not compute with the expert"):
+        verify(gate_up, down, holders[:-1] or [layer(gate_up + 1, down)])
+
+
+def test_mixtral_has_other_names_in_the_engine_and_deepseek_single_experts() -> None:
+    block_sparse = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({"block_sparse_moe": torch.nn.Linear(1, 1)})})
+    tensor = torch.randn(2, 6, 4)
+    renamed = dict(
+        rename_for_engine(block_sparse, [("model.layers.0.mlp.experts.gate_up_proj", tensor), ("lm_head.weight", tensor)])
+    )
+    assert list(renamed) == ["model.layers.0.block_sparse_moe.experts.w13", "lm_head.weight"]
+    assert canonical_name(block_sparse, "model.layers.0.block_sparse_moe.gate.weight") == "model.layers.0.mlp.gate.weight"
+
+    single = type("Anything", (torch.nn.Module,), {"__module__": "vllm.model_executor.models.deepseek_v2"})()
+    split = dict(rename_for_engine(single, [("model.layers.1.mlp.experts.gate_up_proj", tensor)]))
+    assert torch.equal(split["model.layers.1.mlp.experts.1.up_proj.weight"], tensor[1, 3:])
+    assert len(split) == 4
+
+
+def test_the_sinks_of_a_publish_are_copied_into_the_engine_since_its_reload_loses_them() -> None:
+    model = type("GptOssForCausalLM", (torch.nn.Module,), {})()
+    model.attn = torch.nn.Module()
+    model.attn.sinks = torch.nn.Parameter(torch.zeros(2))
+    kept = KeptSinks([("attn.sinks", torch.arange(4.0))])
+    assert len(list(rename_for_engine(model, kept))) == 1
+    kept.copy_into(model, 1)
+    assert model.attn.sinks.tolist() == [2.0, 3.0]
