@@ -41,6 +41,6 @@ def make_weight_rounding(generation: GenerationConfig, precision: str) -> SentPr
     plan = make_rollout_plan(generation)
     if plan is None:
         return None
-    name = generation.vllm_cfg.dtype if generation.uses_vllm else precision
+    name = generation.engine_options.dtype if generation.uses_engines else precision
     by_engine = generation.uses_vllm and not generation.quantization.emulate
     return SentPrecision(plan, getattr(torch, name), by_engine)
