@@ -40,12 +40,10 @@ def rewards(tiny: Path, folder: Path, **settings: Any) -> list[float]:
 
 
 def test_a_run_in_emulated_fp8_measures_its_mismatch_and_keeps_it_over_publishes(tiny: Path, tmp_path: Path) -> None:
-    errors = {}
-    for name, settings in {"plain": {}, "fp8": FP8}.items():
-        outcome = grpo(tiny, tmp_path / name, **{**CORRECTED, "grpo.max_num_steps": 3, **settings})
-        assert outcome.code == 0, outcome.err
-        errors[name] = [line["train/token_mult_prob_error"] for line in metrics_of(tmp_path / name / "logs").values()]
-    assert max(errors["plain"]) < 1.0001 < 1.0005 < min(errors["fp8"]) <= max(errors["fp8"]) < 1.2
+    outcome = grpo(tiny, tmp_path, **{**CORRECTED, "grpo.max_num_steps": 2, **FP8})
+    assert outcome.code == 0, outcome.err
+    errors = [line["train/token_mult_prob_error"] for line in metrics_of(tmp_path / "logs").values()]
+    assert 1.0005 < min(errors) <= max(errors) < 1.2
 
 
 @pytest.mark.exhaustive

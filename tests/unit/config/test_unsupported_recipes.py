@@ -175,3 +175,9 @@ def test_images_on_megatron_core_are_one_problem_that_names_the_learner_to_take(
     (problem,) = refusals(tmp_path, recipe)
     assert problem.key == "policy.is_vlm" and "Megatron Core trains models of text alone" in problem.message
     assert "policy.dtensor_cfg.enabled=true" in problem.fix
+
+
+def test_an_environment_that_nothing_names_is_left_out(tmp_path: Path) -> None:
+    """NeMo-RL has no environment ``dapo`` either, and reads only those that its data name."""
+    loaded = load(tmp_path, "env: {dapo: {num_workers: 16}}")
+    assert "dapo" not in loaded.config.env  # type: ignore[union-attr]
