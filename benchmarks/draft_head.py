@@ -3,7 +3,8 @@
     python benchmarks/draft_head.py --steps 60 --json draft_head.json         # some minutes on one core
 
 A tiny untrained model learns sums with GRPO, as in the quickstart but of numbers up to 3, once for each seed and kind of run: without
-drafts, with tokens that are looked up, with a head that is trained, and with a head that stays as it begins.
+drafts, with tokens that are looked up, with a head that is trained (coupled, and with rejection sampling), and with a head that stays as it
+begins.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "no drafts": {},
     "lookup": {f"{TORCH}.speculative_lookup": 3},
     "trained head": {**HEAD, "policy.draft.head_lr": 0.003},
+    "trained head, rejection": {**HEAD, "policy.draft.head_lr": 0.003, f"{TORCH}.speculative_sampling": "rejection"},
     "head as it begins": {**HEAD, "policy.draft.head_lr": 1e-12},
 }
 COLUMNS = {

@@ -12,7 +12,7 @@ import torch
 
 from loop.killing import Kill
 from loop.kinds import bitwise_equal, recorded_config, write_rows
-from loop.runs import Outcome, metrics_of, overrides, repeatable, start
+from loop.runs import Outcome, grpo, metrics_of, overrides, repeatable, start
 from support.vision_models import draw_image, save_vision_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
@@ -101,3 +101,63 @@ def test_an_image_that_is_missing_drops_its_example_and_says_so(models: Callable
     outcome = train("sft", models("qwen3_vl"), tmp_path)
     assert outcome.code == 0, outcome.err
     assert any(line.get("train/groups_dropped") for line in metrics_of(tmp_path / "logs").values())
+
+
+SAMPLED: Mapping[str, Any] = {
+    "policy.max_total_sequence_length": 256,
+    "policy.generation.torch_cfg.kv_cache_memory_gb": 0.02,
+    "data.max_input_seq_length": 200,
+    "data.train.env_name": "pictured",
+    "data.validation.env_name": "pictured",
+    "env.arithmetic.max_operand": ...,
+    "env.arithmetic.wording": ...,
+    "env.pictured.type": f"{Path(__file__).with_name('pictured.py')}:Pictured",
+    "grpo.num_generations_per_prompt": 4,
+    "grpo.max_rollout_turns": 2,
+    "grpo.max_num_steps": 4,
+    "grpo.val_period": 2,
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "smolvlm"])
+def test_grpo_with_images_that_is_killed_ends_as_if_nothing_had_happened(
+    family: str, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for name, kills in {"whole": [None], "killed": [Kill("at a save", 1), Kill("at a rename", 1, "after"), None]}.items():
+        (tmp_path / name).mkdir()
+        for number, kill in enumerate(kills):
+            outcome = grpo(models(family), tmp_path / name, before=kill, **SAMPLED)
+            assert (outcome.code == 0) == (number == len(kills) - 1), outcome.err
+    whole, killed = (tmp_path / name for name in ("whole", "killed"))
+    logged = metrics_of(whole / "logs")
+    assert repeatable(metrics_of(killed / "logs")) == repeatable(logged)
+    newest = Path("results") / "step_4" / "policy"
+    assert (killed / newest / "weights/model.safetensors").read_bytes() == (
+        whole / newest / "weights/model.safetensors"
+    ).read_bytes()
+    assert bitwise_equal(*(torch.load(folder / newest / "optimizer.pt")["optimizer"]["state"] for folder in (killed, whole)))
+    assert all(line["train/token_mult_prob_error"] < 1.0001 for step, line in logged.items() if step), "sampler and learner agree"
+    assert len({line["train/loss"] for step, line in logged.items() if step}) > 1
+
+
+def test_two_ranks_and_an_engine_elsewhere_give_the_curve_of_one_process(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """Images travel to the engine and in the shares of the ranks. Ranks add float32 gradients in another order."""
+    curves = []
+    for name, cluster in {"one": {}, "two": {"cluster.backend": "ray", "cluster.gpus_per_node": 2}}.items():
+        (tmp_path / name).mkdir()
+        outcome = grpo(models("qwen3_vl"), tmp_path / name, **{**SAMPLED, **cluster, "grpo.max_num_steps": 2})
+        assert outcome.code == 0, outcome.err
+        logged = metrics_of(tmp_path / name / "logs")
+        curves.append([[logged[step][f"train/{tag}"] for tag in ("loss", "grad_norm", "reward")] for step in (1, 2)])
+    assert curves[1] == [pytest.approx(step, rel=2e-3, abs=1e-5) for step in curves[0]]
+
+
+def test_recorded_images_train_two_ranks_as_one_process(models: Callable[[str], Path], tmp_path: Path) -> None:
+    curves = []
+    for name, cluster in {"one": {}, "two": {"cluster.backend": "ray", "cluster.gpus_per_node": 2}}.items():
+        (tmp_path / name).mkdir()
+        outcome = train("sft", models("gemma3"), tmp_path / name, **{**cluster, "sft.max_num_steps": 3})
+        assert outcome.code == 0, outcome.err
+        logged = metrics_of(tmp_path / name / "logs")
+        curves.append([[logged[step][f"train/{tag}"] for tag in ("loss", "grad_norm")] for step in (1, 2, 3)])
+    assert curves[1] == [pytest.approx(step, rel=2e-4) for step in curves[0]]

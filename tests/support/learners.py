@@ -14,6 +14,7 @@ from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.optimizer import NamedParameters, make_optimizer
 from strop.learner.torch.optimizer_config import EmaConfig, OptimizerConfig, OptimizerGroupConfig, SchedulerConfig
+from strop.models.routing.router_loss_config import RouterLossConfig
 from strop.models.tokenizer_config import TokenizerConfig
 from strop.sampling import Sampling
 
@@ -33,12 +34,14 @@ def make_model_config(
     activation_checkpointing: bool | float = False,
     activation_offload: bool = False,
     compile_layers: bool = False,
+    router_losses: RouterLossConfig | None = None,
 ) -> ModelConfig:
     """``average_decay``: None is without a moving average of the weights."""
     kwargs = {"lr": 5e-6, "weight_decay": 0.01} if optimizer_kwargs is None else dict(optimizer_kwargs)
     return ModelConfig(
         model_name="model",
         compile=compile_layers,
+        router_losses=router_losses or RouterLossConfig(),
         tokenizer=TokenizerConfig(name="model"),
         optimizer=OptimizerConfig(name=optimizer, kwargs=kwargs, no_decay=tuple(no_decay), groups=tuple(parameter_groups)),
         scheduler=schedule,

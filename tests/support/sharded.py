@@ -42,8 +42,13 @@ class _Float64Norm(nn.Module):
 
 def use_float64(family: str) -> None:
     """Make the family's modelling code use float64 instead of float32, for the rest of this process."""
+    vars(modeling_code(family))["torch"] = _Float64Torch()
+
+
+def modeling_code(family: str) -> Any:
+    """Return the module of Transformers with a family's code."""
     kind = CONFIGS[family]().model_type.removesuffix("_text")
-    vars(import_module(f"transformers.models.{kind}.modeling_{kind}"))["torch"] = _Float64Torch()
+    return import_module(f"transformers.models.{kind}.modeling_{kind}")
 
 
 def build_float64_model(family: str, *, tied: bool = False, change: Mapping[str, Any] | None = None) -> Any:

@@ -131,10 +131,11 @@ async def make_backend(config: TrainingRunConfig, cluster: Cluster | None, track
     tracker.progress(f"loading the model: {config.policy.model_name} {describe_origin(config.policy.model_name)}")
     if cluster is None:
         return LocalBackend(config, load_training_policy(config))
-    if config.policy.draft.enabled:
+    if config.policy.draft.enabled and not config.policy.uses_megatron:
         raise ValueError(
-            "policy.draft.enabled is true, but the models of the run are in a cluster of processes (cluster), where no head is trained in "
-            "this version: leave one process with one device (cluster.num_nodes=1, cluster.gpus_per_node=1), or set it to false"
+            "policy.draft.enabled is true, but the models of the run are in a cluster of processes (cluster), where a head is trained "
+            "beside Megatron Core alone: leave one process with one device (cluster.num_nodes=1, cluster.gpus_per_node=1), set "
+            "policy.megatron_cfg.enabled=true, or this to false"
         )
     from strop.build.cluster.ray_backend import make_ray_backend
 

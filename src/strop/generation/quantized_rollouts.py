@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.models.quantization.number_format import NUMBER_FORMATS
 from strop.models.quantization.quantization_plan import QuantizationPlan, make_plan
 from strop.weight_sync.sent_precision import SentPrecision
+
+
+@dataclass(frozen=True)
+class PlannedPrecision:
+    """The precision of published weights by a plan."""
+
+    plan: QuantizationPlan
+    dtype: torch.dtype  # that the engine computes in: weights are cast to it and then rounded
+    by_engine: bool
+
+    def select(self, names: Iterable[str]) -> frozenset[str]:
+        return self.plan.select(names)
+
+    def round(self, tensor: Tensor) -> Tensor:
+        return self.plan.round_weight(tensor.to(self.dtype)).to(tensor.dtype)
 
 
 def make_rollout_plan(generation: GenerationConfig) -> QuantizationPlan | None:
@@ -43,4 +62,4 @@ def make_weight_rounding(generation: GenerationConfig, precision: str) -> SentPr
         return None
     name = generation.engine_options.dtype if generation.uses_engines else precision
     by_engine = generation.uses_vllm and not generation.quantization.emulate
-    return SentPrecision(plan, getattr(torch, name), by_engine)
+    return PlannedPrecision(plan, getattr(torch, name), by_engine)

@@ -13,6 +13,7 @@ from strop.learner.megatron.megatron_config import MegatronConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.torch.optimizer_config import EmaConfig, OptimizerConfig, SchedulerConfig
 from strop.models.image_processor_config import ImageProcessorConfig
+from strop.models.routing.router_loss_config import RouterLossConfig
 from strop.models.tokenizer_config import TokenizerConfig
 from strop.problems import Problem
 
@@ -88,6 +89,7 @@ class ModelConfig(BaseConfig):
     freeze_moe_router: bool = Field(
         False, description="Do not train the weights that choose the experts of a token; nothing in a model without experts."
     )
+    router_losses: RouterLossConfig = subsection(RouterLossConfig)
     freeze_vision_tower: bool = Field(
         False,
         description="Do not train the vision tower; nothing in a model of text. What projects its rows into the language model is trained "
@@ -138,11 +140,37 @@ class ModelConfig(BaseConfig):
     def errors(self, key: str) -> Iterator[Problem]:
         if self.compile is True and not self.megatron_cfg.enabled:
             yield from self._check_compile_alone(key)
+        if self.router_losses.observes:
+            yield from self._check_router_losses(f"{key}.router_losses", key)
         if not self.dtensor_cfg.enabled and not self.megatron_cfg.enabled:
             yield Problem(
                 f"{key}.dtensor_cfg.enabled",
                 f"found false, and {key}.megatron_cfg.enabled is false too, which leaves no learner",
                 f"Set {key}.dtensor_cfg.enabled=true.",
+            )
+
+    def _check_router_losses(self, section: str, key: str) -> Iterator[Problem]:
+        """Yield what the losses of routers do not go with."""
+        if self.megatron_cfg.enabled:
+            yield Problem(
+                section,
+                "losses of routers are set, but Megatron Core trains, which has its own keys for them",
+                f"Set {key}.megatron_cfg.moe_router_load_balancing_type, moe_aux_loss_coeff and moe_z_loss_coeff instead.",
+            )
+            return
+        sizes = self.dtensor_cfg
+        for name in ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
+            if (size := getattr(sizes, name)) > 1:
+                yield Problem(
+                    f"{key}.dtensor_cfg.{name}",
+                    f"found {size}, but {section} compares the experts of a whole rollout in one process, and these ranks share it",
+                    f"Set it to 1, where data- and expert-parallel ranks work, or the coefficients of {section} to 0.",
+                )
+        if self.compile is True:
+            yield Problem(
+                f"{key}.compile",
+                f"found true, but {section} watches what a router does, which compiled layers do not show",
+                f"Set it to auto or false, or the coefficients of {section} to 0.",
             )
 
     def _check_compile_alone(self, key: str) -> Iterator[Problem]:

@@ -31,6 +31,8 @@ from strop.models.layers.fused_layers import FusedLayers, enable_fused_layers
 from strop.models.loading import is_vision_config
 from strop.models.logprobs.lm_head import LMHead, get_lm_head
 from strop.models.logprobs.token_logprobs import token_logprobs
+from strop.models.routing.router_loss_config import RouterLossConfig
+from strop.models.routing.router_observer import ObservedRouters, RouterObserver
 from strop.models.routing.router_replay import install_router_replay, replayable_layers
 from strop.models.routing.routes import RecordedRoutes, ReplayedRoutes, RoutedLayers
 from strop.models.vision.batch_inputs import packed_inputs, padded_inputs
@@ -114,6 +116,7 @@ class Network:
         self.compiled_layers: CompiledLayers | None = None  # with policy.compile: they use these instead
         self.token_sharding: TokenSharding = NoTokenSharding()
         self.routed: RoutedLayers | None = None  # with router replay
+        self.observed_routers: ObservedRouters | None = None  # with router losses
         self.router_counts: Tensor | None = None  # since they were taken: (token, layer) pairs that differ, compared
         self.exact: ExactPasses | None = None  # with policy.exact_on_policy
         self.draft: EagleHead | None = None  # with policy.draft
@@ -149,9 +152,27 @@ class Network:
         decoder: nn.Module = self.model.get_decoder()
         return decoder
 
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """[R] int64 -> embeddings [R, H]."""
+        embedded: Tensor = self.model.get_input_embeddings()(tokens)
+        return embedded
+
     def enable_router_replay(self) -> None:
         """Record the experts that an engine chooses, and train with recorded ones. Raises ValueError for a model without experts."""
         self.routed = install_router_replay(self.model)
+
+    def observe_routers(self, config: RouterLossConfig, section: str) -> None:
+        """Add the losses of routers to the gradient of observed passes, and count their load. Raises ValueError without experts."""
+        self.observed_routers = ObservedRouters(self.model, config, section)
+
+    def _observe(self, batch: Batch, source: Tensor | None = None) -> Mapping[str, RouterObserver]:
+        """Return the keyword argument of the decoder that watches the routers of a pass. ``source``: as for replay."""
+        if self.observed_routers is None:
+            return {}
+        places = batch.source if source is None else source
+        return self.observed_routers.observe(
+            places.to(self.device), batch.sequence.to(self.device), batch.mask.to(self.device), batch.totals.tokens
+        )
 
     def enable_vision(self, processor: VisionProcessor) -> None:
         """Read images, with the vision tower of the model."""
@@ -255,7 +276,7 @@ class Network:
     def run_decoder(self, batch: Batch) -> Tensor:
         """Return the decoder's hidden states [t, H] of this device's tokens in a packed row."""
         replayed = self._replay_routes(batch)
-        output = self.decoder(**self._packed_inputs(batch), use_cache=False, **replayed)
+        output = self.decoder(**self._packed_inputs(batch), use_cache=False, **replayed, **self._observe(batch))
         self._count_differences(replayed)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
@@ -283,12 +304,13 @@ class Network:
         longest = max(len(row) for row in rows)
         row, column = _source_rows(batch), batch.positions[batch.source]
         replayed = self._replay_routes(batch, row * longest + column)
+        observed = self._observe(batch, row * longest + column)
         reader: Callable[..., Any]
         if self.vision is None:
             reader, arguments = self.decoder, self._padded_text(batch, rows)
         else:
             reader, arguments = padded_inputs(self.vision, batch, rows, self.device)
-        output = reader(**arguments, use_cache=False, **replayed)
+        output = reader(**arguments, use_cache=False, **replayed, **observed)
         self._count_differences(replayed)
         hidden: Tensor = output.last_hidden_state
         return hidden[row.to(self.device), column.to(self.device)]

@@ -90,10 +90,10 @@ def verify_fingerprints(
             continue
         combined = combine_fingerprints({shard.region: shard.value for shard in shards}.values())
         if not _replicas_agree(shards) or combined != sent[source]:
+            found = f"{_find_expert(shards, experts.get(source, ()))}{tensor}"
             tied = f" (tied to {source})" if source != tensor else ""
             raise VerificationFailed(
-                f"{name} does not compute with the {_find_expert(shards, experts.get(source, ()))}{tensor}{tied} that was sent"
-                f"{_describe_origin(combined, sent)}: "
+                f"{name} does not compute with the {found}{tied} that was sent{_describe_origin(combined, sent)}: "
                 "the update did not reach the layer, or its processes differ"
             )
         verified.add(source)

@@ -73,7 +73,7 @@ def test_what_vllm_can_do_is_accepted_without_a_word(overrides: list[str]) -> No
         ([f"{G}temperature=0.001"], "vLLM raises temperatures between 0 and 0.01"),
         ([f"{G}val_temperature=0.009"], "policy.generation.val_temperature: found 0.009"),
         ([f"{C}max_model_len=511"], "the engine would truncate it earlier"),
-        ([f"{C}expert_parallel_size=2"], "Set it to 1, or both to 2"),
+        ([f"{C}expert_parallel_size=3", f"{C}tensor_parallel_size=2"], "Set it to 1, or to a multiple of 2"),
         ([f"{W}transport=cuda_ipc", "policy.device=cpu"], "no GPU memory to share"),
         ([f"{W}transport=cuda_ipc", APART], "cannot map the learner's memory"),
         ([f"{W}transport=cuda_ipc", f"{C}num_engines=2"], "only the first of 2 engines is on the learner's GPU"),
@@ -87,7 +87,7 @@ def test_what_vllm_can_do_is_accepted_without_a_word(overrides: list[str]) -> No
         ([f"{C}speculation.method=mtp"], "whose layers the learner does not have"),
         ([HEAD, f"{C}speculation.method=eagle3", "policy.sequence_packing.enabled=false"], "the head reads packed rows"),
         ([HEAD, f"{C}speculation.method=eagle3", "policy.compile=true"], "which compiled ones may not show"),
-        ([HEAD, f"{C}speculation.method=eagle3", "policy.dtensor_cfg.tensor_parallel_size=2", *GPUS], "cut over several devices"),
+        ([HEAD, f"{C}speculation.method=eagle3", "policy.dtensor_cfg.tensor_parallel_size=2", *GPUS], "beside a whole policy"),
         (
             [HEAD, f"{C}speculation.method=eagle3", "policy.draft.aux_layer_indices=[3,1]"],
             "in the order of the model and each once",

@@ -49,15 +49,16 @@ LARGER_THAN_A_NODE = (
     "cluster.gpus_per_node or cluster.num_nodes"
 )
 
+EXPERT_RANKS = (
+    "found {}, but an engine divides its experts over all ranks of its copies, of {}.tensor_parallel_size = {} ranks each"
+)
+
 # The old message -> what says it now.
 REWORDED: dict[str, str] = {
     "{}; it was restarted {} times without completing a request (policy.generation.vllm_cfg.max_restarts), so another restart will not "
     "help: see the engine's own output for the cause": (
         "{}; it was restarted {} times without completing a request (policy.generation.{}.max_restarts), so another restart will not "
         "help: see the engine's own output for the cause"
-    ),
-    "{} does not compute with the {}{} that was sent{}: the update did not reach the layer, or its processes differ": (
-        "{} does not compute with the {}{}{} that was sent{}: the update did not reach the layer, or its processes differ"
     ),
     "{} holds {}, which is not text; only text conversations can be trained on": (
         "{} holds {}, which is not text; only text and images can be trained on"
@@ -165,7 +166,7 @@ REWORDED: dict[str, str] = {
         "found cuda_ipc, but {}.colocated.enabled is false: an engine on other GPUs cannot map the learner's memory"
     ),
     "found {}, but an engine shards its experts over its tensor-parallel ranks, and {}.vllm_cfg.tensor_parallel_size is {}": (
-        "found {}, but an engine shards its experts over its tensor-parallel ranks, and {}.tensor_parallel_size is {}"
+        EXPERT_RANKS
     ),
     "it has no effect: {}.vllm_cfg.speculation.method is {}": "it has no effect: {}.method is {}",
     "policy.generation.weight_sync.proof=always samples the canary after every publish.": (

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from strop.generation.quantized_rollouts import PlannedPrecision
 from strop.models.quantization.number_format import FP8_BLOCK, MXFP8, NVFP4, round_trip
 from strop.models.quantization.quantization_plan import make_plan
 from strop.weight_sync.base import Manifest
 from strop.weight_sync.exporter import BlockingExporter
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
-from strop.weight_sync.sent_precision import SentPrecision
 from strop.weight_sync.weight_source import local_weights
 
 NAME, HEAD = "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
@@ -34,7 +34,7 @@ class KeepingSender:
 
 
 def export(
-    precision: SentPrecision | None, *, keep: bool = False
+    precision: PlannedPrecision | None, *, keep: bool = False
 ) -> tuple[dict[str, torch.Tensor], Any, dict[str, torch.Tensor]]:
     """Send two tensors; return them as they are, the fingerprints, and what was sent."""
     generator = torch.Generator().manual_seed(0)
@@ -56,7 +56,7 @@ def export(
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("number_format", [FP8_BLOCK, MXFP8, NVFP4], ids=lambda each: each.name)
 def test_engines_are_sent_rounded_weights(number_format: Any, keep: bool) -> None:
-    precision = SentPrecision(make_plan(number_format), torch.bfloat16, by_engine=False)
+    precision = PlannedPrecision(make_plan(number_format), torch.bfloat16, by_engine=False)
     weights, fingerprints, sent = export(precision, keep=keep)
     assert torch.equal(sent[NAME], round_trip(weights[NAME].bfloat16(), number_format))
     assert torch.equal(sent[HEAD], weights[HEAD].bfloat16())
@@ -65,7 +65,7 @@ def test_engines_are_sent_rounded_weights(number_format: Any, keep: bool) -> Non
 
 
 def test_an_engine_that_rounds_itself_is_sent_the_weights_and_compared_with_the_rounded_ones() -> None:
-    precision = SentPrecision(make_plan(FP8_BLOCK), torch.bfloat16, by_engine=True)
+    precision = PlannedPrecision(make_plan(FP8_BLOCK), torch.bfloat16, by_engine=True)
     weights, fingerprints, sent = export(precision)
     assert torch.equal(sent[NAME], weights[NAME].bfloat16())
     assert fingerprints.sent[NAME] == fingerprint(sent[NAME])
@@ -74,7 +74,7 @@ def test_an_engine_that_rounds_itself_is_sent_the_weights_and_compared_with_the_
 
 
 def test_weights_are_cast_to_the_precision_of_the_engine_before_they_are_rounded() -> None:
-    precision = SentPrecision(make_plan(FP8_BLOCK), torch.bfloat16, by_engine=False)
+    precision = PlannedPrecision(make_plan(FP8_BLOCK), torch.bfloat16, by_engine=False)
     weight = torch.randn(30, 30, generator=torch.Generator().manual_seed(1))
     rounded = precision.round(weight)
     assert rounded.dtype == torch.float32 and torch.equal(rounded, round_trip(weight.bfloat16(), FP8_BLOCK).float())

@@ -12,6 +12,7 @@ import torch
 
 from strop.algorithms.base import Algorithm
 from strop.build.cluster.engine_builders import build_torch_engine
+from strop.build.cluster.megatron_policy import sends_draft, write_draft_folder
 from strop.build.cluster.rank_builders import choose_rank_builders, make_rank_exporter
 from strop.build.engines import GeneratorSpec, offloads_learner, pool_engines
 from strop.build.models import TokenizerBundle, make_template
@@ -121,6 +122,8 @@ class RayBackend:
         await self.group.call_one(
             0, "call_with_policy", partial(choose_rank_builders(self.config).write_model_folder, folder=folder)
         )
+        if sends_draft(self.config):
+            await self.group.call_one(0, "call_with_policy", partial(write_draft_folder, folder=folder.parent / "draft"))
         locations = EngineLocations(
             count=len(slots),
             colocated=options.colocated.enabled,
@@ -166,6 +169,7 @@ class RayBackend:
             on_cpu=self.policy_info.on_cpu,
             max_lora_rank=config.adapter_rank if adapters else None,
             return_routes=config.router_replay.enabled,
+            draft=str(folder.parent / "draft") if sends_draft(self.config) else "",
             environment=self._thread_env(config.generation.vllm_cfg.num_threads, generates=True),
             output_file=outputs / f"engine_{number}.log",
             nodes=tuple(self._locate_ranks(part) for part in slot.parts) if slot.further else (),

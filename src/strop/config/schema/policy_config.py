@@ -176,7 +176,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
         yield from self._check_speculation(f"{key}.generation.vllm_cfg.speculation")
         if not self.draft.enabled:
             return
-        if not self.sequence_packing.enabled:
+        if not self.sequence_packing.enabled and not self.megatron_cfg.enabled:
             yield Problem(
                 f"{key}.sequence_packing.enabled",
                 f"found false, but {key}.draft.enabled is true: the head reads packed rows of hidden states",
@@ -188,16 +188,26 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 f"found true, but {key}.draft.enabled is true: the head reads the states between layers, which compiled ones may not show",
                 f"Set it to auto, or {key}.draft.enabled=false.",
             )
-        sizes = self.dtensor_cfg
-        shards = max(
-            sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.pipeline_parallel_size, sizes.expert_parallel_size
+        megatron, sizes = self.megatron_cfg, self.dtensor_cfg
+        shards = (
+            max(sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.pipeline_parallel_size, sizes.expert_parallel_size)
+            if not megatron.enabled
+            else max(megatron.tensor_model_parallel_size, megatron.context_parallel_size, megatron.pipeline_model_parallel_size)
         )
-        if self.megatron_cfg.enabled or shards > 1:
-            learner = "Megatron Core trains the policy" if self.megatron_cfg.enabled else "the policy is cut over several devices"
+        if shards > 1:
+            section = "megatron_cfg" if megatron.enabled else "dtensor_cfg"
             yield Problem(
                 f"{key}.draft.enabled",
-                f"found true, but {learner}, and a head is trained beside a policy on one device in this version",
-                f"Set it to false, or {key}.backend=torch with sizes of 1 in {key}.dtensor_cfg.",
+                f"found true, but {key}.{section} cuts the policy over {shards} devices, and a head is trained beside a whole policy in "
+                "this version",
+                f"Set it to false, or the tensor, context and pipeline sizes of {key}.{section} to 1.",
+            )
+        if megatron.enabled and not self.generation.uses_vllm and self.generation.torch_cfg.speculative_draft:
+            yield Problem(
+                f"{key}.generation.torch_cfg.speculative_draft",
+                f"found {self.generation.torch_cfg.speculative_draft}, but beside Megatron Core the torch engine is in a process of its "
+                "own, which is not sent the head",
+                f"Set it to 0, or {key}.generation.backend=vllm with vllm_cfg.speculation.method=eagle3.",
             )
 
     def _check_sglang_draft(self, key: str) -> Iterator[Problem]:

@@ -439,6 +439,9 @@ class TorchEngine:
         samplings = [request.sampling for request, _ in rows]
         sampled = sample_tokens(logits, samplings, uniforms, kernels=self.kernels, exact=self.exact)
         columns = list(zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.entropies.tolist(), strict=True))
+        if self.drafter is not None and self.drafter.rejection and any(drafts):
+            for row, (token, logprob) in self.drafter.verify(requests, drafts, logits).items():
+                columns[row] = (token, logprob, columns[row][2])
         first = 0
         for request, draft in zip(requests, drafts, strict=True):
             self._take_tokens(request, draft, columns[first : first + len(draft) + 1], sampled, first)
@@ -534,7 +537,7 @@ def make_torch_engine(
     drafts = config.speculative_lookup if runner.verifies_drafts else 0
     if drafts < config.speculative_lookup:
         log.warning("torch_cfg.speculative_lookup needs a paged cache, which this engine has not: it decodes one token at a time")
-    drafter = _make_drafter(network, runner, config.speculative_draft) if network.draft is not None else None
+    drafter = _make_drafter(network, runner, config) if network.draft is not None else None
     return TorchEngine(
         runner,
         tokenizer,
@@ -546,12 +549,13 @@ def make_torch_engine(
     )
 
 
-def _make_drafter(network: Network, runner: ModelRunner, count: int) -> EagleDrafter | None:
-    """Make what drafts ``count`` tokens with the policy's head; None, with a warning, where it cannot."""
-    if not count:
+def _make_drafter(network: Network, runner: ModelRunner, config: TorchGenerationConfig) -> EagleDrafter | None:
+    """Make what drafts tokens with the policy's head; None if nothing does, with a warning where it was asked for."""
+    if not config.speculative_draft:
         return None
     if isinstance(runner, PagedRunner) and runner.images is None:
-        return EagleDrafter(network, runner, count)
+        rejection = config.speculative_sampling == "rejection"
+        return EagleDrafter(network, runner, config.speculative_draft, rejection=rejection)
     reason = (
         "needs a paged cache, which this engine has not" if runner.images is None else "reads text, and this model images too"
     )

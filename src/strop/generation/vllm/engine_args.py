@@ -30,7 +30,8 @@ RESERVED_ARGS = {  # vLLM arguments that Strop sets itself -> what to set instea
     "speculative_config": "policy.generation.vllm_cfg.speculation",
     "enable_lora": "policy.dtensor_cfg.lora_cfg.enabled",
     "quantization": "policy.generation.vllm_cfg.precision=fp8, or policy.generation.quantization.format",
-    "data_parallel_size": "policy.generation.vllm_cfg.num_engines",
+    "data_parallel_size": "policy.generation.vllm_cfg.num_engines, or expert_parallel_size for a mixture of experts",
+    "enable_expert_parallel": "policy.generation.vllm_cfg.expert_parallel_size",
     "enable_return_routed_experts": "policy.router_replay.enabled",
     "mm_device_do_normalize": "nothing: images are normalized where the learner's are",
 }
@@ -134,6 +135,7 @@ def make_engine_args(launch: VllmLaunch) -> Any:
         "max_model_len": config.max_model_len,
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
+        "data_parallel_size": config.data_parallel_size,
         "enable_expert_parallel": config.expert_parallel_size > 1,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_dtype": config.kv_cache_dtype,

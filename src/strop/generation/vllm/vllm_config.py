@@ -125,7 +125,12 @@ class VllmConfig(BaseConfig):
         description="Pipeline stages of one engine, each with tensor_parallel_size ranks. An engine larger than a node takes whole "
         "nodes (stages).",
     )
-    expert_parallel_size: int = Field(1, ge=1, description="Expert-parallel ranks of one engine (GPUs).")
+    expert_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="Ranks of one engine that share the experts of a layer: 1, or a multiple of tensor_parallel_size. More than "
+        "tensor_parallel_size are as many copies of the rest of the model, which divide the requests (GPUs).",
+    )
     gpu_memory_utilization: float = Field(
         0.6, gt=0, le=1, description="Share of a GPU's memory that the engine may use (fraction)."
     )
@@ -170,7 +175,12 @@ class VllmConfig(BaseConfig):
     @property
     def engine_size(self) -> int:
         """The number of ranks of one engine, each on a device of its own."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of copies of what is not an expert in one engine: vLLM divides experts over data- and tensor-parallel ranks."""
+        return max(1, self.expert_parallel_size // self.tensor_parallel_size)
 
     @property
     def num_local_engines(self) -> int:
@@ -179,12 +189,19 @@ class VllmConfig(BaseConfig):
 
     def vllm_errors(self, key: str) -> Iterator[Problem]:
         """Yield what cannot work where vLLM is the engine."""
-        if self.expert_parallel_size not in (1, self.tensor_parallel_size):
+        if self.expert_parallel_size > 1 and self.expert_parallel_size % self.tensor_parallel_size:
             yield Problem(
                 f"{key}.expert_parallel_size",
-                f"found {self.expert_parallel_size}, but an engine shards its experts over its tensor-parallel ranks, and "
-                f"{key}.tensor_parallel_size is {self.tensor_parallel_size}",
-                f"Set it to 1, or both to {self.expert_parallel_size}.",
+                f"found {self.expert_parallel_size}, but an engine divides its experts over all ranks of its copies, of "
+                f"{key}.tensor_parallel_size = {self.tensor_parallel_size} ranks each",
+                f"Set it to 1, or to a multiple of {self.tensor_parallel_size}.",
+            )
+        if self.data_parallel_size > 1 and self.speculation.method is not None:
+            yield Problem(
+                f"{key}.speculation.method",
+                f"found {self.speculation.method}, but {key}.expert_parallel_size = {self.expert_parallel_size} makes an engine of "
+                f"{self.data_parallel_size} copies, which take every step together, and drafts were not tried with that",
+                f"Set it to null, or {key}.expert_parallel_size={self.tensor_parallel_size}.",
             )
         yield from self.speculation.vllm_errors(f"{key}.speculation")
         if self.speculation.method is not None and self.pipeline_parallel_size > 1:

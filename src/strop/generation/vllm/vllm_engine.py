@@ -312,7 +312,12 @@ class VllmEngine:
 
     async def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of ``StropWorker`` on every rank and return the results."""
-        return list(await self._await_call(self._require_alive().collective_rpc(method, args=arguments), f"in {method}"))
+        engine, when = self._require_alive(), f"in {method}"
+        if self.config.data_parallel_size == 1:
+            return list(await self._await_call(engine.collective_rpc(method, args=arguments), when))
+        # collective_rpc calls all copies of the model too, and returns what the ranks of the first one say.
+        call = engine.engine_core.call_utility_all_async("collective_rpc", method, None, arguments, None)
+        return [result for copy in await self._await_call(call, when) for result in copy]
 
     async def _await_call(self, call: Coroutine[Any, Any, T], when: str) -> T:
         """Await a call to the engine's processes. Raises EngineDied if they die meanwhile, where vLLM itself would wait forever."""

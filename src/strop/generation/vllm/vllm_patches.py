@@ -10,6 +10,9 @@ draft would too, but it never receives an update. The other bugs are in the CPU 
 - Chunked prefill rewinds the random generator after each chunk but the last, with a method that only CUDA generators have: the first
   chunked request with a seed crashes the engine.
 - Expert weights that are reloaded are not repacked, and their kernel reads the plain weights as packed ones.
+- The kernel of experts reads the number of an expert among those of all ranks as one among its own: expert parallelism reads memory
+  that is not its own.
+- Copies of a model that share its experts exchange their tokens by two collectives that are not there.
 - The buffers in which a pipeline stage receives hidden states are made by the warm-up alone, which is skipped if the size of the KV cache
   is given, as it always is here: the first request ends the engine.
 """
@@ -21,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from strop.generation.vllm.versions import installed_version
@@ -140,6 +144,58 @@ def _patch_expert_packing() -> None:
     UnquantizedFusedMoEMethod._setup_kernel = setup_and_pack
 
 
+def _patch_expert_parallelism() -> None:
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    compute = CPUUnquantizedExperts.apply
+
+    def compute_own_experts(
+        self: Any, *, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, **given: Any
+    ) -> None:
+        if expert_map is not None:
+            topk_ids, topk_weights = choose_own_experts(topk_ids, topk_weights, expert_map)
+        compute(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=None, **given)
+
+    CPUUnquantizedExperts.apply = compute_own_experts
+
+
+def choose_own_experts(chosen: Tensor, weights: Tensor, expert_map: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the experts [n, k] of this rank among ``chosen``, by their slots here, and their weights: 0 for those of other ranks.
+
+    ``expert_map`` [experts]: the slot of each expert, -1 if another rank has it.
+    """
+    slots = expert_map[chosen.long()]
+    return slots.clamp(min=0).to(chosen.dtype), weights.masked_fill(slots < 0, 0)
+
+
+def _patch_exchange_of_copies() -> None:
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator.all_gatherv = gather_unequal
+    CpuCommunicator.reduce_scatterv = reduce_scatter_unequal
+
+
+def gather_unequal(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    """Gather tensors [n_i, ...] of all ranks into [sum of n_i, ...]; of a list, each. ``sizes``: n_i; None if all are equal."""
+    if isinstance(input_, list):
+        return [gather_unequal(self, each, dim, sizes) for each in input_]
+    counts = sizes or [len(input_)] * self.world_size
+    padded = input_.new_zeros(max(counts), *input_.shape[1:])
+    padded[: len(input_)] = input_
+    parts = [torch.empty_like(padded) for _ in counts]
+    torch.distributed.all_gather(parts, padded, group=self.device_group)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def reduce_scatter_unequal(self: Any, input_: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
+    """Add tensors [sum of n_i, ...] of all ranks and return this rank's n_i rows."""
+    counts = sizes or [len(input_) // self.world_size] * self.world_size
+    total = input_.contiguous().clone()
+    torch.distributed.all_reduce(total, group=self.device_group)
+    own: Tensor = total.split(counts)[self.rank_in_group]
+    return own.contiguous()
+
+
 def _patch_stage_buffers() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -168,5 +224,9 @@ PATCHES = (
     ),
     VllmPatch(bug="a prompt that is read in chunks ends the engine", apply=_patch_chunked_prefill, checked=("0.32.0",)),
     VllmPatch(bug="experts compute with the weights before the last update", apply=_patch_expert_packing, checked=("0.32.0",)),
+    VllmPatch(
+        bug="with expert parallelism experts read memory that is not theirs", apply=_patch_expert_parallelism, checked=("0.32.0",)
+    ),
+    VllmPatch(bug="copies that share experts cannot exchange tokens", apply=_patch_exchange_of_copies, checked=("0.32.0",)),
     VllmPatch(bug="a pipeline stage has no buffers for hidden states", apply=_patch_stage_buffers, checked=("0.32.0",)),
 )

@@ -42,16 +42,19 @@ class StropWorker:
     rank: int
     device: torch.device
     model_runner: Any
+    vllm_config: Any
     _strop_receiver: Receiver | None = None
     _strop_draft = False  # whether weights of a draft head have arrived
     _strop_sent_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})  # of the last publish
     _strop_names: Mapping[str, str] = MappingProxyType({})  # vLLM's name of each published tensor -> its own, where they differ
 
     def strop_connect(self, address: bytes, first: int) -> None:
-        """Connect to the sender at ``address`` as its receiver number ``first`` + rank."""
+        """Connect to the sender at ``address`` as its receiver number ``first`` + rank, in the engine with all its copies."""
         self.strop_disconnect()
         channel: ChannelAddress = pickle.loads(address)
-        self._strop_receiver = channel.connect(first + self.rank, self.device)
+        parallel = self.vllm_config.parallel_config
+        rank = parallel.data_parallel_rank * parallel.world_size + self.rank
+        self._strop_receiver = channel.connect(first + rank, self.device)
 
     def strop_disconnect(self) -> None:
         if self._strop_receiver is not None:

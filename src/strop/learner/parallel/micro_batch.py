@@ -42,7 +42,10 @@ LocalOutputs = tuple[tuple[Tensor, OutputsT], ...]
 
 def make_dummy(batch: Batch, *, zero_gradient: bool) -> MicroBatch:
     """Return a dummy that reads ``batch``, one rollout. It has no recorded experts, which would be counted."""
-    return MicroBatch(SubBatch(replace(batch, routes=None), torch.arange(len(batch.target))), zero_gradient, dummy=True)
+    nothing = torch.zeros_like(batch.mask)
+    return MicroBatch(
+        SubBatch(replace(batch, routes=None, mask=nothing), torch.arange(len(batch.target))), zero_gradient, dummy=True
+    )
 
 
 def run_in_turn(

@@ -105,6 +105,10 @@ class Parallelism(Protocol):
         """Return the picklable ``value`` of each pipeline stage of this rank's copy, in order; of this device alone without stages."""
         ...
 
+    def add_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor of all ranks; on a single device the tensor."""
+        ...
+
     def save(self, folder: Path, state: TrainingState, *, optimizer: bool = True) -> None:
         """Write the weights and their average, and with ``optimizer`` what else is needed to resume, under ``folder``."""
         ...

@@ -384,6 +384,11 @@ class Sharded:
     def gather_stages(self, value: Any) -> Sequence[Any]:
         return [value]
 
+    def add_over_ranks(self, tensor: Tensor) -> Tensor:
+        total = tensor.to(self.network.device)
+        dist.all_reduce(total)
+        return total
+
     def save(self, folder: Path, state: TrainingState, *, optimizer: bool = True) -> None:
         sharded_checkpoint.take_snapshot(self, state, optimizer=optimizer, copies=False).save(folder, optimizer=optimizer)
 

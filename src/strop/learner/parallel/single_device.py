@@ -89,6 +89,9 @@ class SingleDevice:
     def gather_stages(self, value: Any) -> Sequence[Any]:
         return [value]
 
+    def add_over_ranks(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def save(self, folder: Path, state: TrainingState, *, optimizer: bool = True) -> None:
         model = self.network.model
         save_weights(model, folder / "weights")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
 from strop.learner.parallel.single_device import SingleDevice
 from strop.learner.torch.activation_memory import ActivationOffload, checkpoint_layers
-from strop.learner.torch.draft.draft_trainer import DraftTrainer, StagedWithDraft
+from strop.learner.torch.draft.draft_trainer import DraftOptions, DraftTrainer, StagedWithDraft, optimizer_of_draft
 from strop.learner.torch.hyperparameters import Hyperparameters
 from strop.learner.torch.layer_compilation import choose_layer_compilation
 from strop.learner.torch.master_weights import MasterWeights
@@ -49,11 +50,13 @@ from strop.learner.torch.tensor_offload import TensorOffload
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
+from strop.models.draft.draft_config import DraftConfig
 from strop.models.exact.exact_network import forget_exact_weights
 from strop.models.layers.decoder_layers import decoder_layers
 from strop.models.malloc import trim_freed_memory
 from strop.models.network import Network
 from strop.models.routing.router_metrics import measure_disagreement, measure_missing_routes, take_router_counts
+from strop.models.routing.router_observer import ObservedRouters
 from strop.sampling import Sampling
 from strop.types import Batch
 
@@ -109,6 +112,8 @@ class TorchLearner:
         if isinstance(network, Network):  # a value head runs the layers of its trunk
             sharded = not isinstance(self.parallelism, SingleDevice)
             choose_layer_compilation(network, config.compile, section, sharded=sharded)
+            if config.router_losses.observes:
+                network.observe_routers(config.router_losses, section)
         self.trainable_parameters = self.parallelism.trainable_parameters()
         self.masters = MasterWeights(self.trainable_parameters)
         self.parameters = self.masters.parameters
@@ -148,17 +153,27 @@ class TorchLearner:
                 f"{section}.draft.enabled: found true, but the learner is on several ranks, beside which no head is trained in this "
                 "version. Train on one device, or set it to false"
             )
-        return DraftTrainer(
-            network,
-            network.draft,
-            self.config,
-            self.sampling,
+        if not network.packed:
+            raise ValueError(
+                f"{section}.draft: the head reads the packed rows of the policy, and {type(network.model).__name__} reads padded ones "
+                f"({network.fallback or 'sequence packing is off'}); set {section}.draft.enabled=false"
+            )
+        if network.vision is not None:
+            raise ValueError(
+                f"{section}.draft.enabled: found true, but {type(network.model).__name__} reads images, whose embeddings a head does not "
+                "have; set it to false"
+            )
+        draft: DraftConfig | None = getattr(self.config, "draft", None)
+        options = DraftOptions(
+            optimizer=optimizer_of_draft(self.config.optimizer, draft),
+            max_grad_norm=self.config.max_grad_norm,
+            loss_weight=1.0 if draft is None else draft.loss_weight,
             scheduler=self.config.scheduler or CONSTANT,
             schedule_unit=schedule_unit,
             schedule_length=length,
             section=section,
-            options=getattr(self.config, "draft", None),
         )
+        return DraftTrainer(network, network.draft, options, self.sampling)
 
     def _limit_activations(self, section: str) -> ActivationOffload | None:
         """Set which layers recompute their activations; return what offloads the others, if it is asked for."""
@@ -271,6 +286,9 @@ class TorchLearner:
     ) -> MicroBatchOutputs:
         micro_batches, balance = self.parallelism.split_batch(batch, token_budget, whole_groups=self.whole_groups)
         logged: list[Metrics] = [balance] if backward else []
+        routers = self._observed_routers() if backward else None
+        if routers is not None and routers.config.has_loss:  # which a rollout has whatever its advantage
+            micro_batches = [replace(each, zero_gradient=False) for each in micro_batches]
 
         def compute_loss(micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
             if micro_batch.dummy:
@@ -282,12 +300,18 @@ class TorchLearner:
 
         take_router_counts(self.network)  # those of earlier scores
         key = f"{self._budget_key}.{'train' if backward else 'logprob'}_mb_tokens"
-        with explain_full_memory(key, token_budget, trains=backward):
+        observing = nullcontext() if routers is None else routers.observing()
+        with explain_full_memory(key, token_budget, trains=backward), observing:
             compute = partial(self._compute_trained, logged) if backward else self._compute_outputs
             results = self.parallelism.run_passes(micro_batches, compute, compute_loss, backward=backward)
         if (counts := take_router_counts(self.network)) is not None:
             logged.append(measure_disagreement(torch.stack(list(self.parallelism.gather_stages(counts))).sum(0)))
+        if routers is not None:
+            logged.append(routers.take(self.parallelism.add_over_ranks))
         return MicroBatchOutputs(results, metrics.merge(*logged)) if self.parallelism.is_leader else MicroBatchOutputs()
+
+    def _observed_routers(self) -> ObservedRouters | None:
+        return self.network.observed_routers if isinstance(self.network, Network) else None
 
     def _compute_outputs(self, batch: Batch) -> Outputs:
         with nullcontext() if self._activations is None else self._activations.in_forward():

@@ -29,7 +29,7 @@ def install_router_replay(model: Any) -> RoutedLayers:
     Raises ValueError for a model without routers, or with some that are not found.
     """
     layers: nn.ModuleList | None = getattr(model.get_decoder(), "layers", None)
-    routers = {} if layers is None else {index: list(_find_routers(layer)) for index, layer in enumerate(layers)}
+    routers = {} if layers is None else {index: list(find_routers(layer)) for index, layer in enumerate(layers)}
     found = {index: members for index, members in routers.items() if members}
     if layers is None or not found:
         raise ValueError(
@@ -57,7 +57,7 @@ def replayable_layers(decoder: Any) -> list[int]:
     return [index for index, layer in enumerate(decoder.layers) if "replayable" in vars(layer)]
 
 
-def _find_routers(layer: nn.Module) -> Iterator[Any]:
+def find_routers(layer: nn.Module) -> Iterator[Any]:
     """Yield the innermost modules of a layer that know how many of their experts to take."""
     for module in layer.modules():
         if _is_router(module) and not any(_is_router(child) for child in module.modules() if child is not module):

@@ -72,6 +72,8 @@ def translate_environments(recipe: Recipe) -> None:
             continue
         if translate := _translate_vlm if "reward_functions" in options else TRANSLATIONS.get(alias):
             translate(recipe, key, options)
+        elif set(options) == {"num_workers"} and alias not in _used_aliases(recipe):
+            recipe.unused(key, "no data names it, and NeMo-RL starts only environments that data name")
 
 
 def _used_aliases(recipe: Recipe) -> Iterator[str]:
