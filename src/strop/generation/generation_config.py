@@ -237,7 +237,13 @@ class GenerationConfig(BaseConfig):
             return
         name = f"{key}.quantization.format" if self.quantization.format else f"{key}.vllm_cfg.precision"
         found = f"found {self.quantization.format or options.precision}"
-        if not self.quantization.emulate and not self.uses_vllm:
+        if not self.quantization.emulate and self.uses_sglang:
+            yield Problem(
+                name,
+                f"{found}, which Strop does not publish to SGLang",
+                f"Set {key}.quantization.emulate=true to round the weights that are sent, or {key}.backend=vllm.",
+            )
+        elif not self.quantization.emulate and not self.uses_vllm:
             yield Problem(
                 name,
                 f"{found}, but the torch engine has no kernels for it",
@@ -255,7 +261,7 @@ class GenerationConfig(BaseConfig):
                     yield Problem(
                         f"{key}.vllm_cfg.{option}", "found false, but the scales of MXFP8 are powers of two", "Remove the key."
                     )
-        if not self.uses_vllm and options.fp8_cache and options.kv_cache_dtype not in ("fp8", "fp8_e4m3"):
+        if not self.uses_engines and options.fp8_cache and options.kv_cache_dtype not in ("fp8", "fp8_e4m3"):
             yield Problem(
                 f"{key}.vllm_cfg.kv_cache_dtype",
                 f"found {options.kv_cache_dtype}, but the torch engine rounds keys and values to E4M3",

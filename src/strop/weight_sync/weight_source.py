@@ -183,17 +183,19 @@ class OutgoingWeights:
         dtypes = {entry.name: entry.dtype for entry in self.manifest.entries}
         for weight, tensor in self.gathered:
             cast = weight.to_sent(tensor, dtypes[weight.name])
-            held = self._round(weight.name, cast)
+            held = self._round(weight, cast)
             sent = cast if self.rounded is not None and self.rounded.precision.by_engine else held
             self.sent_fingerprints[weight.name] = fingerprint(sent)
             if self.read_back:
                 self._fingerprint_for_read_back(weight.name, normalize_zeros(held))
             yield weight.name, sent
 
-    def _round(self, name: str, tensor: Tensor) -> Tensor:
+    def _round(self, weight: Weight, tensor: Tensor) -> Tensor:
         """Return what an engine computes with that is sent this tensor."""
-        if self.rounded is None or name not in self.rounded.names:
+        if self.rounded is None or weight.name not in self.rounded.names:
             return tensor
+        if weight.rounding is not None and not self.rounded.precision.by_engine:
+            return tensor  # the learner computes with rounded weights, which the engine then has
         return self.rounded.precision.round(tensor)
 
     def _fingerprint_for_read_back(self, name: str, tensor: Tensor) -> None:

@@ -193,3 +193,15 @@ def test_tokens_of_images_need_not_be_forbidden_and_other_words_cannot(tmp_path:
     assert difference.key == "policy.generation.bad_words" and "stands for no image" in difference.text
     (problem,) = refusals(tmp_path, "policy: {generation: {bad_words: ['<image>', 'no']}}")
     assert "words cannot be forbidden" in problem.message
+
+
+def test_an_environment_that_nothing_names_is_left_out(tmp_path: Path) -> None:
+    """NeMo-RL has no environment ``dapo`` either, and reads only those that its data name."""
+    loaded = load(tmp_path, "env: {dapo: {num_workers: 16}}")
+    assert "dapo" not in loaded.config.env  # type: ignore[union-attr]
+
+
+def test_a_cache_in_fp8_has_other_scales_than_in_nemo_rl_and_that_is_said(tmp_path: Path) -> None:
+    recipe = "policy: {generation: {backend: vllm, vllm_cfg: {precision: fp8, kv_cache_dtype: fp8}}}"
+    (said,) = [each for each in load(tmp_path, recipe).differences if each.key.endswith("kv_cache_dtype")]
+    assert "scale 1" in said.text

@@ -88,8 +88,11 @@ class FastLinears:
         self.rounded: frozenset[str] = frozenset()  # layers whose weights or inputs are rounded
         if quantization is not None:
             names = [layer.name for layer in self.layers]
+            own = {
+                layer.name for layer in self.layers if isinstance(layer.linear, FakeQuantLinear)
+            }  # rounded as the learner has them
             quantization.check_covers([name for name, _ in base_weights(model)], names)
-            self.rounded = quantization.select_layers(names)
+            self.rounded = quantization.select_layers(names) - own
 
     @property
     def uses_module_weights(self) -> bool:

@@ -62,6 +62,8 @@ def translate_environments(recipe: Recipe) -> None:
     written = get_at(recipe.source.values, ("env",))
     if not isinstance(written, Mapping):
         return
+    if isinstance(written.get("dapo"), Mapping) and "dapo" not in _used_aliases(recipe):
+        recipe.unused("env.dapo", "NeMo-RL has no environment of this name, and no data names it")
     if not any(written.get(alias) for alias in TRANSLATIONS) and not list(recipe.find("env.*.reward_functions")):
         return
     for alias, options in list((recipe.value("env") or {}).items()):

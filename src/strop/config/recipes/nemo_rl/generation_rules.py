@@ -160,7 +160,18 @@ def translate_speculation(recipe: Recipe) -> None:
         recipe.drop(key)
 
 
+def note_cache_scales(recipe: Recipe) -> None:
+    """NeMo-RL measures the scales of an FP8 cache on data after each refit of a Megatron learner."""
+    for key in list(recipe.find("*generation.vllm_cfg.kv_cache_dtype")):
+        quantised = recipe.value(key.replace("kv_cache_dtype", "precision")) == "fp8"
+        if quantised and str(recipe.value(key)).startswith("fp8"):
+            recipe.note(
+                key, Effect.CHANGED, "keys and values in FP8 have scale 1, where NeMo-RL measures scales after each publish"
+            )
+
+
 GENERATION_RULES: tuple[Rule, ...] = (
+    note_cache_scales,
     *SGLANG_RULES,
     translate_logprobs_mode,
     translate_env_vars,

@@ -225,7 +225,10 @@ VERL_PPO_KEYS: KeyTable = {
     **dict.fromkeys((f"{ROLLOUT}.multi_turn.*", f"{ROLLOUT}.agent.*"), Left("multi_turn.enable reads it")),
     f"{ROLLOUT}.ignore_eos": Lacking("a completion ends with its stop token"),
     f"{ROLLOUT}.over_sample_rate": Lacking("rollouts are not thrown away for speed", "Set 0; asynchronous training waits for none."),
-    **dict.fromkeys(_inside(ROLLOUT, "quantization", "quantization_config_file"), Lacking("rollouts use the trained weights, not FP8")),
+    **dict.fromkeys(
+        _inside(ROLLOUT, "quantization", "quantization_config_file"),
+        Lacking("rollouts in FP8 are said by other keys here", "Set policy.generation.vllm_cfg.precision=fp8. Remove the key."),
+    ),
     f"{ROLLOUT}.skip_rollout": Lacking("rollouts are sampled", "Set false."),
     f"{ROLLOUT}.logprobs_mode": Lacking("log-probabilities are those of the sampling distribution", "Set processed_logprobs."),
     f"{ROLLOUT}.mtp.*": Left("model.mtp says it"), f"{ROLLOUT}.mtp": Left("model.mtp says it"),
