@@ -179,9 +179,13 @@ def test_vllm_engines_of_the_same_sizes_stand_for_megatron_core_s(tmp_path: Path
     assert changed.key == "policy.generation.backend" and "sampled by vLLM" in changed.text
 
 
-def test_images_on_megatron_core_are_one_problem_that_names_the_learner_to_take(tmp_path: Path) -> None:
+def test_images_on_megatron_core_are_trained_by_the_torch_learner_unless_megatron_is_insisted_on(tmp_path: Path) -> None:
     recipe = IMAGES.replace("policy: {", "policy: {megatron_cfg: {enabled: true}, dtensor_cfg: {enabled: false}, ")
-    (problem,) = refusals(tmp_path, recipe)
+    loaded = load(tmp_path, recipe)
+    (changed,) = [each for each in loaded.differences if each.effect is Effect.CHANGED]
+    assert changed.key == "policy.megatron_cfg.enabled" and "reads images" in changed.text
+    assert loaded.config.policy.dtensor_cfg.enabled and not loaded.config.policy.megatron_cfg.enabled
+    (problem,) = refusals(tmp_path, recipe, "policy.backend=megatron")
     assert problem.key == "policy.is_vlm" and "Megatron Core trains models of text alone" in problem.message
     assert "Set policy.backend=torch" in problem.fix
     assert load(tmp_path, recipe, "policy.backend=torch").config.policy.dtensor_cfg.enabled

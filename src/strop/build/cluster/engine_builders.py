@@ -17,8 +17,8 @@ from strop.models.fake_quant.calibration import load_input_scales
 from strop.models.fake_quant.modelopt_config import read_quant_config
 from strop.models.loading import cast_weights, model_from_config
 from strop.models.network import Network, disable_dropout
-from strop.models.vision.vision_processor import VisionProcessor
 from strop.models.quantization.float8_training import convert_to_float8
+from strop.models.vision.vision_processor import VisionProcessor
 
 
 def build_torch_engine(

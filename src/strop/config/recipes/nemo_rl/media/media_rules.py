@@ -1,4 +1,5 @@
-"""Recipes of models that see and hear: images are trained on by the torch learner; sound, video and images on Megatron Core are refused."""
+"""Recipes of models that see and hear: the torch learner trains on images; sound and video are refused, and so are images where a recipe
+insists on Megatron Core."""
 
 from __future__ import annotations
 
@@ -39,10 +40,10 @@ SOUND_AND_VIDEO = Unsupported(
 
 
 def refuse_images_on_megatron(recipe: Recipe) -> None:
-    """Refuse a recipe of images that Megatron Core would train."""
-    if not recipe.value(MEGATRON) or recipe.value("policy.backend", "auto") == "torch":
+    """Refuse a recipe of images that says ``policy.backend=megatron``."""
+    key = find_images(recipe)
+    if not recipe.value(MEGATRON) or recipe.value("policy.backend") != "megatron":
         return
-    key = next(_find_images(recipe), None)
     if key is not None:
         recipe.refuse(
             key,
@@ -52,8 +53,12 @@ def refuse_images_on_megatron(recipe: Recipe) -> None:
         recipe.explained += [*ASKED_FOR, "policy.megatron_cfg"]
 
 
+def find_images(recipe: Recipe) -> str | None:
+    """Return the first key that asks for images; None if there is none."""
+    return next(_find_images(recipe), None)
+
+
 def _find_images(recipe: Recipe) -> Iterator[str]:
-    """Yield the keys that ask for images."""
     names = (key for key in recipe.find("data.*dataset_name") if recipe.value(key) in (*IMAGE_DATASETS, CONVERSATIONS_OF_FILES))
     limits = (key for limit in LIMITS for key in recipe.find(f"{limit}.image") if not is_switched_off(recipe.value(key)))
     asked = (key for key in recipe.find("policy.is_vlm") if recipe.value(key))
@@ -79,7 +84,7 @@ def use_processor_template(recipe: Recipe) -> None:
     """Render messages with the model's own template, as NeMo-RL does where there are images: a recipe's is the tokenizer's there."""
     key = "policy.tokenizer.chat_template"
     template = recipe.value(key)
-    if next(_find_images(recipe), None) is None or not isinstance(template, str) or template == "default" or "image" in template:
+    if find_images(recipe) is None or not isinstance(template, str) or template == "default" or "image" in template:
         return
     recipe.set(key, "default", because=key)
     recipe.note(key, Effect.RENAMED, "default here: with images, NeMo-RL renders with the template of the model's processor, too")

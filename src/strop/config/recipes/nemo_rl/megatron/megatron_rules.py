@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from strop.config.recipes.difference import Effect
+from strop.config.recipes.nemo_rl.media.media_rules import find_images
 from strop.config.recipes.nemo_rl.megatron.megatron_options import (
     SIZES,
     refuse_wrong_switch,
@@ -33,7 +34,7 @@ def choose_learner(recipe: Recipe) -> None:
     present = [model for model in MODELS if isinstance(recipe.value(f"{model}.megatron_cfg"), Mapping)]
     present = [model for model in present if recipe.is_set(f"{model}.megatron_cfg") and not refuse_wrong_switch(recipe, model)]
     asked = [model for model in present if recipe.value(f"{model}.megatron_cfg.enabled")]
-    if recipe.value("policy.backend") == "torch" or _quantizes_with_torch(recipe, asked):
+    if recipe.value("policy.backend") == "torch" or _needs_torch(recipe, asked):
         for model in asked:
             _translate_model(recipe, model)
             recipe.drop(f"{model}.megatron_cfg")
@@ -51,13 +52,18 @@ def choose_learner(recipe: Recipe) -> None:
             recipe.drop(f"{model}.megatron_cfg")
 
 
-def _quantizes_with_torch(recipe: Recipe, asked: list[str]) -> bool:
-    """Choose the torch learner for a policy that is fake-quantised, unless the recipe says who trains. Return whether it was chosen."""
-    if "policy" not in asked or not recipe.value("policy.quant_cfg") or recipe.value("policy.backend") != "auto":
+def _needs_torch(recipe: Recipe, asked: list[str]) -> bool:
+    """Choose the torch learner for what Megatron Core cannot train here, unless the recipe says who trains. Return whether it did."""
+    if "policy" not in asked or recipe.value("policy.backend") != "auto":
         return False
-    recipe.set("policy.backend", "torch", because="policy.quant_cfg")
-    text = "the torch learner trains (policy.backend=torch): Megatron Core's layers do not round as policy.quant_cfg says"
-    recipe.note("policy.megatron_cfg.enabled", Effect.CHANGED, text)
+    if recipe.value("policy.quant_cfg"):
+        because, why = "policy.quant_cfg", "Megatron Core's layers do not round as policy.quant_cfg says"
+    elif (images := find_images(recipe)) is not None:
+        because, why = images, "Megatron Core trains models of text alone in this version, and this one reads images"
+    else:
+        return False
+    recipe.set("policy.backend", "torch", because=because)
+    recipe.note("policy.megatron_cfg.enabled", Effect.CHANGED, f"the torch learner trains (policy.backend=torch): {why}")
     return True
 
 
