@@ -115,7 +115,11 @@ class RelayedWeights:
         folder = Path(tempfile.mkdtemp(prefix="strop-weights-"))
         try:
             await asyncio.to_thread(save_tensors, dict(tensors), folder / "model.safetensors")
-            _require_success(await self.post("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": False}))
+            _require_success(
+                await self.post(
+                    "/update_weights_from_disk", {"model_path": str(folder), "load_format": "auto", "flush_cache": False}
+                )
+            )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
