@@ -75,6 +75,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     def note(name: str, what: str, value: float) -> None:
         figures[name].setdefault(what, []).append(value)
+        if options.verbose:
+            print(f"{name:8}{what:20}{value:.3f}", flush=True)
 
     try:
         for name in engines:
@@ -113,6 +115,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--verbose", action="store_true", help="print each figure as it is measured")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     use_threads(options.threads)

@@ -60,6 +60,12 @@ VLLM = {
     "policy.generation.vllm_cfg.num_threads": 1,
     "policy.generation.torch_cfg.kv_cache_memory_gb": ...,
 }
+SGLANG = {
+    "policy.generation.backend": "sglang",
+    "policy.generation.sglang_cfg.max_total_tokens": 8192,
+    "policy.generation.sglang_cfg.num_threads": 1,
+    "policy.generation.torch_cfg.kv_cache_memory_gb": ...,
+}
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "asynchronous": AHEAD,
@@ -67,6 +73,8 @@ MODES: dict[str, dict[str, Any]] = {
     "asynchronous, LoRA": {**AHEAD, **LORA},
     "synchronous, vLLM": VLLM,
     "asynchronous, vLLM": {**AHEAD, **VLLM},
+    "synchronous, SGLang": SGLANG,
+    "asynchronous, SGLang": {**AHEAD, **SGLANG},
 }
 OFTEN = {
     "synchronous": 7,
@@ -75,8 +83,21 @@ OFTEN = {
     "asynchronous, LoRA": 2,
     "synchronous, vLLM": 1,
     "asynchronous, vLLM": 1,
+    "synchronous, SGLang": 1,
+    "asynchronous, SGLang": 1,
 }
-ROLES = ("driver", "learner rank 0", "learner rank 1", "engine", "environment host", "vLLM's engine process", "node")
+ROLES = (
+    "driver",
+    "learner rank 0",
+    "learner rank 1",
+    "engine",
+    "environment host",
+    "vLLM's engine process",
+    "node",
+    "SGLang's scheduler process",
+)
+OF_ONE_ENGINE = {"vLLM's engine process": "vLLM", "SGLang's scheduler process": "SGLang"}
+HAS_SGLANG = bool(os.environ.get("STROP_SGLANG_PYTHON"))  # otherwise no run of the campaign samples with it
 WORKERS = {
     "learner rank 0": "learner-0",
     "learner rank 1": "learner-1",
@@ -91,6 +112,7 @@ ACCOUNTS = {
     "learner rank 1": r"learner-1 \(process \d+.*restarts from",
     "engine": r"engine[- ]0.*(is restarted|is tried again|another process takes)",
     "vLLM's engine process": r"engine[- ]0.*(is restarted|is tried again|another process takes)",
+    "SGLang's scheduler process": r"engine[- ]0.*(is restarted|is tried again|another process takes)",
     "environment host": r"environment-arithmetic-0.*(another process takes its place|on its replacement)",
 }
 
@@ -136,9 +158,9 @@ def draw_cases(runs: int, seed: int, roles: Sequence[str], modes: Sequence[str])
     while len(cases) < runs:
         role = roles[turn % len(roles)]
         turn += 1
-        fitting = [mode for mode in modes if ("vLLM" in mode) or role != "vLLM's engine process"]
-        if role == "vLLM's engine process":
-            fitting = [mode for mode in fitting if "vLLM" in mode]
+        fitting = list(modes)
+        if role in OF_ONE_ENGINE:
+            fitting = [mode for mode in modes if OF_ONE_ENGINE[role] in mode]
             if turn > len(roles) and draw.random() < 0.6:  # these runs take twice as long
                 continue
         if not fitting:
@@ -170,6 +192,8 @@ def find_victim(case: Case, running: Running, mark: str) -> psutil.Process | Non
             return find_program(["raylet"] if case.number % 2 else ["gcs_server"], mark)
         case "vLLM's engine process":
             return find_program(["VLLM::EngineCore", "EngineCore"], mark)
+        case "SGLang's scheduler process":
+            return find_program(["sglang::schedul"], mark)
     return find_worker(WORKERS[case.role], mark)
 
 
@@ -538,8 +562,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Kill processes of short runs over Ray and check that the runs recover.")
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES))
-    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    parser.add_argument(
+        "--roles", nargs="+", choices=ROLES, default=[role for role in ROLES if HAS_SGLANG or "SGLang" not in role]
+    )
+    parser.add_argument(
+        "--modes", nargs="+", choices=list(MODES), default=[mode for mode in MODES if HAS_SGLANG or "SGLang" not in mode]
+    )
     parser.add_argument("--only", nargs="+", type=int, help="perform only the runs with these numbers")
     parser.add_argument("--output", type=Path, help="JSON file with all runs, rewritten after each run")
     parser.add_argument("--keep", action="store_true", help="keep the folders of successful runs too")

@@ -13,7 +13,6 @@ import io
 import itertools
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ from strop.weight_sync.transports.shared_folder import save_tensors
 dist: Any = torch.distributed  # the functions used here are untyped
 Post = Callable[[str, dict[str, Any]], Awaitable[Any]]
 NamedTensor = tuple[str, Tensor]
-JOIN_SECONDS = 60.0  # for the server's ranks to join the group
+JOIN_LIMIT = timedelta(seconds=60)  # for the server's ranks to join the group
 BUCKET_BYTES = 256 << 20  # of one request
 _groups = itertools.count()  # their names are unique in this process
 
@@ -89,18 +88,20 @@ class RelayedWeights:
 
     async def _join(self) -> None:
         """Form a group of this process and the server's ranks."""
-        port, size = _free_port(), self.config.engine_size + 1
+        size = self.config.engine_size + 1
+        # made before the server is asked, which would wait for it for half an hour and answer nothing else
+        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, timeout=JOIN_LIMIT, wait_for_workers=False)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         body = {
             "master_address": "127.0.0.1",
-            "master_port": port,
+            "master_port": store.port,
             "rank_offset": 1,
             "world_size": size,
             "group_name": self._name,
             "backend": backend,
         }
         asked = asyncio.ensure_future(self.post("/init_weights_update_group", body))
-        self._group = await asyncio.to_thread(_join_group, backend, port, size, self._name)
+        self._group = await asyncio.to_thread(_join_group, backend, store, size, self._name)
         _require_success(await asked)
 
     async def _send_tensors(self, tensors: Sequence[NamedTensor]) -> None:
@@ -115,7 +116,11 @@ class RelayedWeights:
         folder = Path(tempfile.mkdtemp(prefix="strop-weights-"))
         try:
             await asyncio.to_thread(save_tensors, dict(tensors), folder / "model.safetensors")
-            _require_success(await self.post("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": False}))
+            _require_success(
+                await self.post(
+                    "/update_weights_from_disk", {"model_path": str(folder), "load_format": "auto", "flush_cache": False}
+                )
+            )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -152,13 +157,11 @@ def _pickle_tensors(bucket: Sequence[NamedTensor]) -> bytes:
         torch.multiprocessing.set_sharing_strategy(strategy)
 
 
-def _join_group(backend: str, port: int, size: int, name: str) -> Any:
-    """Return a process group in which this process is the first of ``size``. SGLang's ranks join it by the same address and name."""
+def _join_group(backend: str, store: Any, size: int, name: str) -> Any:
+    """Return a process group in which this process is the first of ``size``. SGLang's ranks join it by the same store and name."""
     c10d: Any = dist.distributed_c10d
-    limit = timedelta(seconds=JOIN_SECONDS)
-    store = dist.TCPStore("127.0.0.1", port, size, is_master=True, timeout=limit, wait_for_workers=False)
     named = c10d.PrefixStore(name, store)
-    group, _ = c10d._new_process_group_helper(size, 0, [], c10d.Backend(backend), named, group_name=name, timeout=limit)
+    group, _ = c10d._new_process_group_helper(size, 0, [], c10d.Backend(backend), named, group_name=name, timeout=JOIN_LIMIT)
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     return group
 
@@ -166,9 +169,3 @@ def _join_group(backend: str, port: int, size: int, name: str) -> Any:
 def _require_success(answer: dict[str, Any]) -> None:
     if not answer.get("success", True):
         raise RuntimeError(f"SGLang did not take the weights: {answer.get('message')}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
