@@ -47,6 +47,7 @@ def test_a_run_in_emulated_fp8_measures_its_mismatch_and_keeps_it_over_publishes
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
 def test_rollouts_in_emulated_low_precision_train_to_the_same_reward(tiny: Path, tmp_path: Path) -> None:
     """The last quarter of 20 steps, three seeds each, against the spread of the seeds."""
     modes: dict[str, dict[str, Any]] = {
