@@ -226,6 +226,7 @@ def test_where_there_is_no_ray_the_log_says_so(job: Job) -> None:
     assert "there is no 'ray' on PATH" in job.log("ray-head.log")
 
 
+@pytest.mark.exhaustive
 def test_ray_itself_starts_on_two_nodes_runs_the_command_and_leaves_nothing(job: Job) -> None:
     pytest.importorskip("ray")
     (job.folder / "count.py").write_text(

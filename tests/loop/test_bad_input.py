@@ -287,7 +287,7 @@ def two_steps(tiny, tmp_path_factory):
     ("file", "damage"),
     [
         pytest.param("state.pt", "cut", marks=pytest.mark.exhaustive),
-        ("state.pt", "scrambled"),
+        pytest.param("state.pt", "scrambled", marks=pytest.mark.exhaustive),
         pytest.param("policy/optimizer.pt", "scrambled", marks=pytest.mark.exhaustive),
         pytest.param("policy/weights/model.safetensors", "scrambled", marks=pytest.mark.exhaustive),
         ("policy/weights/model.safetensors", "gone"),

@@ -90,6 +90,7 @@ def assert_nobody_left(folder: Path) -> None:
     assert not left, describe_processes(left)
 
 
+@pytest.mark.exhaustive
 def test_an_engine_a_host_and_a_learner_rank_that_are_killed_one_after_the_other_change_nothing(
     tiny: Path, alone: Path, tmp_path: Path
 ) -> None:

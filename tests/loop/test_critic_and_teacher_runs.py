@@ -96,6 +96,7 @@ def test_a_run_with_a_critic_leaves_the_metrics_and_weights_of_both(name: str, t
     assert all(math.isfinite(record.advantage) for record in RolloutStore(tmp_path / "logs").read_all())
 
 
+@pytest.mark.exhaustive
 def test_a_critic_of_its_own_is_saved_as_a_sequence_classifier_and_goes_on_from_there(tiny: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 

@@ -143,7 +143,7 @@ def mean(logged: Mapping[int, Mapping[str, float]], name: str, steps: Sequence[i
 
 @pytest.mark.parametrize(
     ("critic", "rate"),
-    [pytest.param(own_critic, 3e-3, marks=pytest.mark.exhaustive), (ValueHead, 3e-2)],
+    [pytest.param(own_critic, 3e-3, marks=pytest.mark.exhaustive), pytest.param(ValueHead, 3e-2, marks=pytest.mark.exhaustive)],
     ids=["a critic of its own", "a head on the policy"],
 )
 def test_ppo_learns_and_its_critic_explains_variance(

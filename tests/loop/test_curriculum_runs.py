@@ -58,6 +58,7 @@ def test_a_curriculum_by_success_raises_the_reward_faster(seed: int, tiny: Path,
     assert last["train/curriculum/impossible"] > 0.3 and last["train/curriculum/never_seen"] < 1  # logged, and known by then
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_goes_on_with_the_same_tasks(tiny: Path, tmp_path: Path, by_success: Path) -> None:
     assert play(tmp_path, tiny, 1, Kill("at the stored rollouts", 11), **BY_SUCCESS, **SAVED) == -9
     assert play(tmp_path, tiny, 1, **BY_SUCCESS, **SAVED) == 0

@@ -66,6 +66,7 @@ def test_an_evaluation_that_is_killed_continues_to_the_same_bytes(tiny: Path, tm
     assert files[0] == files[1]
 
 
+@pytest.mark.exhaustive
 def test_two_torch_engines_over_ray_say_what_one_in_this_process_says(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
     assert evaluate(tiny, tmp_path / "here").code == 0

@@ -114,7 +114,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("chain", sweep(CHAINS, "inside a save", "between save and log"))
+@pytest.mark.parametrize("chain", sweep(CHAINS, "inside a save"))
 def test_a_killed_run_ends_as_if_nothing_had_happened(chain, tiny, tmp_path, uninterrupted):
     for kill in CHAINS[chain]:
         outcome = grpo(tiny, tmp_path, before=kill, **CHANGES)
@@ -124,6 +124,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(chain, tiny, tmp_path, uni
     assert_same_run(tmp_path, uninterrupted)
 
 
+@pytest.mark.exhaustive
 def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tiny, tmp_path, uninterrupted):
     draw, killed = random.Random(11), 0
     arguments = ["grpo", *overrides(tiny_config(tiny, **CHANGES))]
@@ -139,6 +140,7 @@ def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tiny, tm
     assert_same_run(tmp_path, uninterrupted)
 
 
+@pytest.mark.exhaustive
 def test_the_strop_command_itself_resumes_after_a_kill(tiny, tmp_path, uninterrupted):
     """The same in fresh interpreters, as a user starts them."""
     command = [sys.executable, "-m", "strop", "grpo", *overrides(tiny_config(tiny, **CHANGES))]
@@ -172,6 +174,7 @@ def test_a_run_that_reached_its_metric_does_not_go_on_when_started_again(tiny, t
         assert list(metrics_of(tmp_path / "logs")) == [1]
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_tasks_are_used_up_goes_on_when_it_is_given_more_passes(tiny, tmp_path):
     changes = {"data.train.size": 10, "grpo.max_num_steps": 5, "grpo.max_num_epochs": 1}
     ended = "grpo.max_num_epochs ended the run after step 2 before grpo.max_num_steps=5: all tasks are used; the 2 left over"

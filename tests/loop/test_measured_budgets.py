@@ -84,6 +84,7 @@ def test_a_killed_run_continues_with_its_budget_although_more_memory_is_free(tin
     assert_same_training(automatic, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_changed_key_ends_what_was_found(tiny: Path, tmp_path: Path) -> None:
     two = {"grpo.max_num_steps": 2}
     assert train(tiny, tmp_path, "auto", FreeMemory(FREE), **two).code == 0

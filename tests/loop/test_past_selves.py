@@ -36,6 +36,7 @@ def names_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_a_run_against_earlier_selves_that_was_killed_ends_as_if_nothing_had_happened(tiny: Path, tmp_path: Path) -> None:
     folders = [tmp_path / "whole", tmp_path / "killed"]
     for folder in folders:

@@ -54,6 +54,7 @@ def test_the_ten_lines_train_in_a_script(home: Path) -> None:
     assert len(run.rollouts) == 512 and {"reward", "step"} <= set(run.rollouts.columns)
 
 
+@pytest.mark.exhaustive
 def test_the_ten_lines_train_in_a_notebook(home: Path) -> None:
     import nbformat
     from nbclient import NotebookClient

@@ -170,6 +170,7 @@ def test_a_reference_computed_once_gives_the_metrics_of_one_that_is_asked_at_eac
     assert each[0]["validation/loss"] == pytest.approx(math.log(2), abs=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_reference_computed_of_other_weights_is_refused(tiny: Path, tmp_path: Path, other: Path) -> None:
     changes = {"dpo.precompute_reference": True, "dpo.max_num_steps": 2}
     train_to_end("dpo", tiny, tmp_path, **changes)
@@ -178,6 +179,7 @@ def test_a_reference_computed_of_other_weights_is_refused(tiny: Path, tmp_path: 
     assert "were computed with other weights" in refusal_message(outcome, 1)
 
 
+@pytest.mark.exhaustive
 def test_a_computed_reference_that_lacks_an_example_says_what_to_remove(tiny: Path, tmp_path: Path) -> None:
     """What is measured was not when it was computed; or more of the data fits now."""
     changes = {"dpo.precompute_reference": True, "dpo.max_num_steps": 2}

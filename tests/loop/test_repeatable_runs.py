@@ -79,7 +79,7 @@ def test_an_asynchronous_run_repeats_bit_for_bit_though_environments_take_a_rand
     assert all(line["timing/generation/waited_for_answers"] >= 0 for line in steps.values())
 
 
-@pytest.mark.parametrize("mode", sweep(MODES, "in flight, k = 2, a delay"))
+@pytest.mark.parametrize("mode", sweep(MODES))
 def test_killed_and_resumed_a_run_goes_on_bit_for_bit(tiny, tmp_path, mode):
     section = {**ON_CLOCK, "record_events": True, **MODES[mode]}
     whole = run(tiny, tmp_path / "whole", section)

@@ -15,6 +15,7 @@ import pytest
 
 from loop.runs import grpo, metrics_of, overrides, repeatable, start, tiny_config
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,7 @@ def assert_same_records(folder: Path, wanted: Path) -> None:
     assert not [name for name in left if name.startswith((".tmp", ".strop", "previous_"))], left
 
 
-@pytest.mark.parametrize("moment", ["at once", "in the middle"])
+@pytest.mark.parametrize("moment", sweep(["at once", "in the middle"], "in the middle"))
 def test_of_two_runs_in_one_folder_one_goes_on_and_the_other_says_who_is_there(tiny, tmp_path, undisturbed, moment):
     first = start(["grpo", *overrides(tiny_config(tiny, **CHANGES))], tmp_path)
     while moment == "in the middle" and not (tmp_path / "results" / "step_2").exists():
@@ -109,7 +110,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tiny, tmp_path, undistur
     assert_same_records(tmp_path, undisturbed)
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("background", sweep([False, True], True), ids=["at once", "in the background"])
 def test_a_last_checkpoint_without_room_is_an_error_and_the_same_command_continues(tiny, tmp_path, undisturbed, background):
     changes = {**CHANGES, "checkpointing.async_save": background}
     files = len([path for path in (undisturbed / "results" / "step_6").rglob("*")]) + 2

@@ -77,7 +77,7 @@ KILLED: Mapping[str, tuple[str, Mapping[str, Any], list[Kill]]] = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(KILLED, "sft in workers", "grpo"))
+@pytest.mark.parametrize("name", sweep(KILLED, "sft in workers"))
 def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, tiny: Path, tmp_path: Path) -> None:
     section, changes, kills = KILLED[name]
     run = {"grpo": lambda folder, **more: grpo(tiny, folder, **more)}.get(

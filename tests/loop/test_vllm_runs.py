@@ -118,7 +118,7 @@ def test_an_asynchronous_run_goes_on_in_flight_and_holds_its_bound_on_age(served
     assert_each_rollout_once(tmp_path, 6)
 
 
-@pytest.mark.parametrize("mode", sweep(["synchronous", "asynchronous"], "synchronous"))
+@pytest.mark.parametrize("mode", sweep(["synchronous", "asynchronous"]))
 def test_an_engine_that_is_killed_half_way_is_started_anew_and_nothing_is_lost(served: Path, tmp_path: Path, mode: str) -> None:
     changes = {"grpo.async_grpo.in_flight_weight_updates": False} if mode == "asynchronous" else {}
     ahead = {**ASYNCHRONOUS, **changes} if mode == "asynchronous" else {}
@@ -160,6 +160,7 @@ def test_a_learner_that_is_killed_in_the_middle_of_a_publish_leaves_no_engine_an
     assert_each_rollout_once(tmp_path, 4)
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_with_vllm_says_what_one_with_the_embedded_engine_says(served: Path, tmp_path: Path) -> None:
     said = {}
     for backend in ("torch", "vllm"):

@@ -113,8 +113,8 @@ def case(**options: Any) -> Case:
     return Case(sizes=ParallelDims(), **options)
 
 
-def make_megatron_learner(made: MegatronCase, **options: Any) -> Any:
-    """Return a learner on this rank with the weights of the case's network. ``options`` are the learner's."""
+def make_megatron_learner(made: MegatronCase, *, draft: Any = None, **options: Any) -> Any:
+    """Return a learner on this rank with the weights of the case's network. ``options`` are the learner's; ``draft``: a head."""
     layout = MegatronLayout(MegatronDims.from_config(made.config(), made.world), made.device)
     from strop.learner.megatron.megatron_learner import MegatronLearner
 
@@ -122,6 +122,7 @@ def make_megatron_learner(made: MegatronCase, **options: Any) -> Any:
         make_model_config(train_tokens=made.case.train_tokens, score_tokens=50, max_grad_norm=0.3), megatron_cfg=made.config()
     )
     network = make_network(made, layout)
+    network.draft = draft
     whole_groups = ALGORITHMS[made.case.algorithm].whole_groups
     return MegatronLearner(network, config, made.case.sampling, whole_groups=whole_groups, **options)
 

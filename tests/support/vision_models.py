@@ -107,6 +107,21 @@ def _qwen3_vl(ids: Mapping[str, int], text: dict[str, Any]) -> Any:
     )
 
 
+def _qwen3_vl_moe(ids: Mapping[str, int], text: dict[str, Any]) -> Any:
+    from transformers import Qwen3VLMoeConfig
+
+    dense = _qwen3_vl(ids, text)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
+    vision = {key: value for key, value in dense.vision_config.to_dict().items() if key != "model_type"}
+    return Qwen3VLMoeConfig(
+        text_config={**text, **experts, "rope_parameters": rope},
+        vision_config=vision,
+        tie_word_embeddings=False,
+        **_qwen_tokens(ids),
+    )
+
+
 def _gemma3(ids: Mapping[str, int], text: dict[str, Any]) -> Any:
     from transformers import Gemma3Config
 
@@ -211,6 +226,7 @@ def _idefics_images(kind: str) -> Callable[[], Any]:
 FAMILIES: dict[str, TinyFamily] = {
     "qwen2_5_vl": TinyFamily(_QWEN, "<|vision_start|><|image_pad|><|vision_end|>", _qwen2_5_vl, _qwen_images(14)),
     "qwen3_vl": TinyFamily(_QWEN, "<|vision_start|><|image_pad|><|vision_end|>", _qwen3_vl, _qwen_images(16)),
+    "qwen3_vl_moe": TinyFamily(_QWEN, "<|vision_start|><|image_pad|><|vision_end|>", _qwen3_vl_moe, _qwen_images(16)),
     "gemma3": TinyFamily(
         ("<start_of_image>", "<end_of_image>", "<image_soft_token>"), "<start_of_image>", _gemma3, _gemma3_images
     ),
@@ -265,9 +281,11 @@ def build_vision_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch
 def vision_to_float64(model: Any) -> Any:
     """Convert a model entirely to float64, without the norms' casts to float32."""
     to_float64(model)
+    if hasattr(model.config.get_text_config(), "num_experts"):
+        model.set_experts_implementation("eager")  # grouped matrix products do not support float64
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child).__name__ in ("Qwen2_5_VLRMSNorm", "Qwen3VLTextRMSNorm"):
+            if type(child).__name__ in ("Qwen2_5_VLRMSNorm", "Qwen3VLTextRMSNorm", "Qwen3VLMoeTextRMSNorm"):
                 setattr(parent, name, ExactNorm(child.weight, child.variance_epsilon))
             elif type(child).__name__ == "Gemma3RMSNorm":
                 setattr(parent, name, ExactNorm(child.weight, child.eps, 1.0))

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.pool import EnginePool
+from strop.generation.quantization_config import RolloutQuantizationConfig
+from strop.generation.quantized_rollouts import make_weight_rounding
 from strop.generation.vllm.engine_args import VllmLaunch
 from strop.generation.vllm.vllm_config import VllmConfig
 from strop.generation.vllm.vllm_engine import VllmEngine
@@ -98,13 +100,16 @@ def make_launch(
     on_cpu: bool = True,
     max_lora_rank: int | None = None,
     worker_extension: str | None = None,
+    quantization: RolloutQuantizationConfig | None = None,
     draft: str = "",
     **keys: Any,
 ) -> VllmLaunch:
     """Return what an engine is launched with. ``keys``: of the configuration's section ``vllm_cfg``."""
     small: dict[str, Any] = {"precision": "float32", "max_model_len": 256, "kv_cache_memory_gb": 0.125, "startup_seconds": 200}
     launch = VllmLaunch(
-        config=GenerationConfig(vllm_cfg=VllmConfig(**{**small, **keys})),
+        config=GenerationConfig(
+            vllm_cfg=VllmConfig(**{**small, **keys}), quantization=quantization or RolloutQuantizationConfig()
+        ),
         model=str(folder),
         on_cpu=on_cpu,
         max_lora_rank=max_lora_rank,
@@ -182,9 +187,10 @@ def serve(
         make_local_exporter(
             lambda: (*model.state_dict().items(), *drafted()),
             make_sender,
-            dtype=getattr(torch, engines[0].config.precision),
+            dtype=getattr(torch, engines[0].config.dtype),
             keep_snapshot=options.async_training,
             adapters=adapters,
+            quantization=make_weight_rounding(engines[0].launch.config, "float32"),
         ),
         engines,
         config,

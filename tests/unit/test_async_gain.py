@@ -34,6 +34,7 @@ def test_one_step_ahead_takes_as_long_as_the_longer_of_generation_and_training(b
     assert apart.staleness == 1
 
 
+@pytest.mark.exhaustive
 def test_with_long_tails_running_further_ahead_waits_less(bench):
     settings = {setting.name: setting for setting in bench.SETTINGS}
     names = ("k=1 drained", "k=4 in flight")

@@ -49,6 +49,7 @@ class Plan:
     max_staleness: int = 0
     environment_rewards: tuple[str, ...] = ()  # names, if known
     step_rewards: bool = True  # whether an environment rewards steps of a rollout
+    quantized_rollouts: str = ""  # the number format of the weights that sample, if it is not the learner's
     turn_states: bool = True  # whether an environment says in which state a turn was taken
 
 
@@ -62,8 +63,7 @@ class Algorithm(ABC):
     # The kind of recorded data that it is trained on; empty if it is trained on sampled rollouts.
     recorded_data: ClassVar[Literal["", "conversations", "preferences", "judgements"]] = ""
     whole_groups: ClassVar[bool] = False  # its loss compares the rollouts of a group, so a micro-batch must not split one
-    # What a batch predicts: every sampled token, or one value at the last token of each rollout.
-    predict: ClassVar[Literal["tokens", "last_token"]] = "tokens"
+    predict: ClassVar[Literal["tokens", "last_token"]] = "tokens"  # every sampled token, or one value at the last of a rollout
 
     @property
     def requires(self) -> frozenset[str]:

@@ -104,7 +104,7 @@ class LocalBackend:
 
     async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
         assert isinstance(self.config, RolloutRunConfig)
-        on_cpu, shares_module = self.policy.network.device.type == "cpu", not self.config.policy.generation.uses_vllm
+        on_cpu, shares_module = self.policy.network.device.type == "cpu", not self.config.policy.generation.uses_engines
         memory: MemoryClient | None = None
         if offloads_learner(self.config, on_cpu=on_cpu, shares_module=shares_module):
             offload = make_offload(self.learners, self._scoring, keep_weights=("policy",) if shares_module else ())
@@ -115,7 +115,9 @@ class LocalBackend:
 def generates_meanwhile(config: TrainingRunConfig) -> bool:
     """Return whether engines in other processes generate while the learner trains. The torch engine takes turns with it instead."""
     return (
-        isinstance(config, RolloutRunConfig) and config.rollout_training.max_staleness > 0 and config.policy.generation.uses_vllm
+        isinstance(config, RolloutRunConfig)
+        and config.rollout_training.max_staleness > 0
+        and config.policy.generation.uses_engines
     )
 
 
@@ -129,10 +131,11 @@ async def make_backend(config: TrainingRunConfig, cluster: Cluster | None, track
     tracker.progress(f"loading the model: {config.policy.model_name} {describe_origin(config.policy.model_name)}")
     if cluster is None:
         return LocalBackend(config, load_training_policy(config))
-    if config.policy.draft.enabled:
+    if config.policy.draft.enabled and not config.policy.uses_megatron:
         raise ValueError(
-            "policy.draft.enabled is true, but the models of the run are in a cluster of processes (cluster), where no head is trained in "
-            "this version: leave one process with one device (cluster.num_nodes=1, cluster.gpus_per_node=1), or set it to false"
+            "policy.draft.enabled is true, but the models of the run are in a cluster of processes (cluster), where a head is trained "
+            "beside Megatron Core alone: leave one process with one device (cluster.num_nodes=1, cluster.gpus_per_node=1), set "
+            "policy.megatron_cfg.enabled=true, or this to false"
         )
     from strop.build.cluster.ray_backend import make_ray_backend
 

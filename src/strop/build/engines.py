@@ -1,4 +1,4 @@
-"""Build the generator of a run and its weight sync: the torch engine on the learner's module, or vLLM engines in their own processes."""
+"""Build the generator of a run and its weight sync: the torch engine on the learner's module, or engines in processes of their own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from strop.config import RolloutRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.environments.games.policy_client import PastSelvesRule
 from strop.generation.base import Engine
+from strop.generation.quantized_rollouts import make_emulation, make_weight_rounding
+from strop.generation.sglang.local_sglang_engines import make_local_sglang_engines
+from strop.generation.sglang.sglang_launch import SglangLaunch
 from strop.generation.synced_generator import SyncedGenerator, make_synced_pool
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
@@ -54,53 +57,79 @@ class GeneratorSpec:
 def make_generator(
     policy: LoadedPolicy, config: PolicyConfig, spec: GeneratorSpec, memory: LearnerMemory | None = None
 ) -> SyncedGenerator:
-    """Make the torch engine in this process, or vLLM engines in child processes. Raises ValueError for options that do not go together.
+    """Make the torch engine in this process, or engines in child processes. Raises ValueError for options that do not go together.
 
     ``memory``: of the learner, which leaves the device while an engine there samples."""
     generation, network = config.generation, policy.network
-    if not generation.uses_vllm:
+    if not generation.uses_engines:
         engine = make_torch_engine(
             network,
             policy.tokenizer,
             generation.torch_cfg,
             length=config.max_total_sequence_length,
             stop_ids=policy.stop_ids,
+            quantization=make_emulation(generation, rounds_weights=True),
         )
         return SyncedGenerator(
             generator=engine, weights=InProcessWeights([engine], None if memory is None else TimedMemory(memory), engine)
         )
     on_cpu = network.device.type == "cpu"
-    adapters = generation.weight_sync.adapters_alone and bool(lora_layers(network.model))
-    head = network.draft if generation.vllm_cfg.speculation.method == "eagle3" else None  # that an engine drafts with
-    launch = VllmLaunch(
-        config=generation,
-        model=str(write_model_folder(policy, spec.output_folder / "model")),
-        on_cpu=on_cpu,
-        max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
-        return_routes=config.router_replay.enabled,
-        batch_invariant=config.exact_on_policy,
-        draft="" if head is None else str(save_head(head, spec.output_folder / "draft")),
-    )
-    engines = make_local_engines(
-        launch,
-        policy.tokenizer,
-        learner=network.device,
-        stop_ids=policy.stop_ids,
-        threads=config.num_threads,
-        output_folder=spec.output_folder,
-    )
+    adapters = generation.uses_vllm and generation.weight_sync.adapters_alone and bool(lora_layers(network.model))
+    drafts = generation.uses_vllm and generation.vllm_cfg.speculation.method == "eagle3"
+    head = network.draft if drafts else None  # that an engine drafts with
+    engines = _make_engines(policy, config, spec, on_cpu=on_cpu, adapters=adapters, head=head)
     locations = EngineLocations(count=len(engines), colocated=generation.colocated.enabled)
     choose_senders(generation.weight_sync, network.device, locations, [locations.host])  # refuses several of one process
     exporter = make_local_exporter(
         spec.learner.weights if head is None else partial(_with_draft, spec.learner, head),
         make_sender_factory(generation.weight_sync, network.device, locations, spec.output_folder / "weights"),
-        dtype=PRECISIONS[generation.vllm_cfg.precision],
+        dtype=PRECISIONS[generation.engine_options.dtype],
+        quantization=make_weight_rounding(generation, config.precision),
         keep_snapshot=spec.max_staleness > 0,
         adapters=LocalAdapterSource(network.model) if adapters else None,
         device=network.device,
         roundings=merged_roundings(network.model),
     )
     return pool_engines(engines, exporter, policy, config, spec, adapters=adapters, memory=memory)
+
+
+def _make_engines(
+    policy: LoadedPolicy,
+    config: PolicyConfig,
+    spec: GeneratorSpec,
+    *,
+    on_cpu: bool,
+    adapters: bool,
+    head: EagleHead | None,
+) -> Sequence[Engine]:
+    """Make the engines in processes of their own, without starting them. ``head``: that they draft with."""
+    generation, model = config.generation, str(write_model_folder(policy, spec.output_folder / "model"))
+    if generation.uses_sglang:
+        return make_local_sglang_engines(
+            SglangLaunch(config=generation, model=model, on_cpu=on_cpu),
+            policy.tokenizer,
+            learner=policy.network.device,
+            stop_ids=policy.stop_ids,
+            threads=config.num_threads,
+            output_folder=spec.output_folder,
+        )
+    launch = VllmLaunch(
+        config=generation,
+        model=model,
+        on_cpu=on_cpu,
+        max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
+        return_routes=config.router_replay.enabled,
+        batch_invariant=config.exact_on_policy,
+        draft="" if head is None else str(save_head(head, spec.output_folder / "draft")),
+    )
+    return make_local_engines(
+        launch,
+        policy.tokenizer,
+        learner=policy.network.device,
+        stop_ids=policy.stop_ids,
+        threads=config.num_threads,
+        output_folder=spec.output_folder,
+    )
 
 
 def _with_draft(learner: LearnerClient, head: EagleHead) -> Iterator[tuple[str, Tensor]]:
@@ -114,7 +143,10 @@ def make_past_selves(policy: LoadedPolicy, config: PolicyConfig, rule: PastSelve
 
     def make_engine(network: Network) -> TorchEngine:
         length, options = config.max_total_sequence_length, config.generation.torch_cfg
-        return make_torch_engine(network, policy.tokenizer, options, length=length, stop_ids=policy.stop_ids)
+        emulated = make_emulation(config.generation, rounds_weights=True)
+        return make_torch_engine(
+            network, policy.tokenizer, options, length=length, stop_ids=policy.stop_ids, quantization=emulated
+        )
 
     return TorchPastSelves(policy.network, make_engine, every=rule.snapshot_every, size=rule.pool_size)
 
@@ -134,7 +166,7 @@ def pool_engines(
 
     ``adapters``: only adapters are published. ``allow_shrink``: continue without engines that cannot be restarted."""
     generation = config.generation
-    uses_vllm = generation.uses_vllm
+    uses_engines = generation.uses_engines
 
     async def compute_logprobs(batch: Batch) -> Tensor:
         return require_token_outputs(await spec.learner.score(batch)).logprobs
@@ -144,8 +176,9 @@ def pool_engines(
         generation.weight_sync,
         spec.sampling,
         compute_logprobs,
-        precision=generation.vllm_cfg.precision if uses_vllm else config.precision,
-        max_length=generation.vllm_cfg.max_model_len if uses_vllm else config.max_total_sequence_length,
+        precision=generation.engine_options.dtype if uses_engines else config.precision,
+        weight_format=generation.weight_format,
+        max_length=generation.engine_options.max_model_len if uses_engines else config.max_total_sequence_length,
         share_prefixes=spec.share_prefixes,
         seed=spec.seed,
     )

@@ -230,21 +230,31 @@ def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_
     if isinstance(config, RolloutRunConfig) and config.policy.exact_on_policy:
         policy.network.make_exact()
     if config.policy.draft.enabled and isinstance(policy.network, Network):
-        policy.network.draft = make_draft_head(policy.network, config.policy.draft, config.training.seed)
+        if policy.network.vision is not None:
+            raise ValueError(
+                f"policy.draft.enabled is true, and {type(policy.network.model).__name__} reads images, which a draft head would read as "
+                "the embedding of their tokens; set it to false"
+            )
+        policy.network.draft = make_draft_head(
+            policy.network.head.weight, policy.network.model.config, config.policy.draft, config.training.seed
+        )
     fake_quantize_policy(policy, config.policy, loader)
     return policy
 
 
-def make_draft_head(network: Network, config: DraftConfig, seed: int) -> EagleHead:
-    """Load the draft head of a policy, or make a new one; ``seed`` initializes it. Raises ModelNotFound, ValueError."""
-    text = network.model.config.get_text_config()
+def make_draft_head(policy_head: torch.Tensor, hf_config: Any, config: DraftConfig, seed: int) -> EagleHead:
+    """Load the draft head of a policy, or make a new one; ``seed`` initializes it. ``policy_head`` [V, H]: the policy's output layer.
+
+    Raises ModelNotFound, ValueError.
+    """
+    text = hf_config.get_text_config()
     if config.model_name is None:
         head = EagleHead(new_shape(text, layers=config.num_layers, aux_layers=config.aux_layer_indices))
-        head.initialize(network.head.weight, seed)
+        head.initialize(policy_head, seed)
     else:
-        head = load_head(find_head_folder(config.model_name), int(text.num_hidden_layers), network.head.weight)
+        head = load_head(find_head_folder(config.model_name), int(text.num_hidden_layers), policy_head)
     log.info("draft head: %s parameters, it reads layers %s of the policy", f"{count_weights(head):,}", head.shape.aux_layers)
-    return head.to(network.device)
+    return head.to(policy_head.device)
 
 
 def count_weights(module: torch.nn.Module) -> int:

@@ -171,7 +171,7 @@ async def build_rollout_run(
 
 def make_mismatch_guard(config: RolloutRunConfig) -> MismatchGuard:
     policy = config.policy
-    return MismatchGuard(policy.generation.mismatch, exact=policy.exact_on_policy and not policy.generation.uses_vllm)
+    return MismatchGuard(policy.generation.mismatch, exact=policy.exact_on_policy and not policy.generation.uses_engines)
 
 
 def describe_count(count: int | None, what: str) -> str:
@@ -197,7 +197,7 @@ def make_past_selves(backend: Backend, environments: Sequence[Environment[Any]])
         )
     if (rule := next(iter(rules), None)) is None:
         return None
-    if not isinstance(backend, LocalBackend) or backend.config.policy.generation.uses_vllm:
+    if not isinstance(backend, LocalBackend) or backend.config.policy.generation.uses_engines:
         raise ValueError(
             "an environment plays against earlier selves of the policy, which the torch engine samples in the process of the learner; set "
             "policy.generation.backend=torch and cluster.backend=local, or let it play against a served model"
@@ -206,8 +206,7 @@ def make_past_selves(backend: Backend, environments: Sequence[Environment[Any]])
 
 
 def describe_engine_start(config: RolloutRunConfig) -> str:
-    name = "vLLM" if config.policy.generation.uses_vllm else "torch"
-    return f"starting the {name} engine"
+    return f"starting the {config.policy.generation.engine_name} engine"
 
 
 def find_at_start(
@@ -342,7 +341,7 @@ def choose_forgetting(config: RolloutRunConfig, generator: Generator) -> Callabl
 
 def engine_shares_module(config: RolloutRunConfig) -> bool:
     """Return whether the generator runs the learner's module, so that the two take turns."""
-    return not config.policy.generation.uses_vllm and not count_devices(config).uses_ray
+    return not config.policy.generation.uses_engines and not count_devices(config).uses_ray
 
 
 def choose_drain(config: RolloutRunConfig) -> DrainBefore:

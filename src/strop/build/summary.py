@@ -109,7 +109,7 @@ def _summarize_rollouts(config: RolloutRunConfig, devices: RunDevices) -> Iterat
         name = "cuda" if devices.on_cpu is False else resolve_device_name(config.policy.device)
         on_gpu = name != "cpu"
         raise_problems(check_engine_device(config, name.partition(":")[0]))
-        if devices.on_cpu is None and on_gpu and generation.uses_vllm:
+        if devices.on_cpu is None and on_gpu and generation.uses_engines:
             choose_engine_gpus(generation, int(name.partition(":")[2] or 0))
     steps = count_steps_per_batch(config) * training.epochs_per_batch
     ahead = _format_staleness(training.async_config) if training.max_staleness else "synchronous"
@@ -188,18 +188,21 @@ def _format_engine(generation: GenerationConfig, devices: RunDevices, *, on_gpu:
 
 
 def _format_engines(generation: GenerationConfig, devices: RunDevices, *, on_gpu: bool) -> str:
-    if not generation.uses_vllm:
+    if not generation.uses_engines:
         size = generation.torch_cfg.kv_cache_memory_gb
         cache = "a tenth of the GPU's memory as cache" if size is None and on_gpu else f"{size or LEAST_CACHE_GB:g} GiB of cache"
         return f"torch engines, {cache} each" if devices.is_distributed else f"embedded torch engine in this process, {cache}"
-    options = generation.vllm_cfg
-    draft = f", drafts by {options.speculation.method}" if options.speculation.method else ""
+    options, name = generation.engine_options, generation.engine_name
+    method = generation.sglang_cfg.speculative_algorithm if generation.uses_sglang else generation.vllm_cfg.speculation.method
+    draft = f", drafts by {method}" if method else ""
+    precision = generation.weight_format or options.dtype
     if devices.is_distributed:
-        return f"vLLM engines, {options.precision}{draft}"
-    engines = f"{options.num_local_engines} vLLM engines" if options.num_local_engines > 1 else "a vLLM engine"
+        return f"{name} engines, {precision}{draft}"
+    one = f"an {name} engine" if generation.uses_sglang else f"a {name} engine"
+    engines = f"{options.num_local_engines} {name} engines" if options.num_local_engines > 1 else one
     where = "processes of their own" if options.num_local_engines > 1 else "a process of its own"
     ranks = f" of {options.engine_size} ranks" if options.engine_size > 1 else ""
-    return f"{engines}{ranks} in {where}, {options.precision}{draft}"
+    return f"{engines}{ranks} in {where}, {precision}{draft}"
 
 
 def _format_model(model: ModelConfig, devices: RunDevices) -> str:

@@ -163,11 +163,11 @@ def count_section_devices(
 
 
 def engine_size(generation: GenerationConfig) -> int:
-    return generation.vllm_cfg.engine_size if generation.uses_vllm else 1
+    return generation.engine_options.engine_size if generation.uses_engines else 1
 
 
 def count_engines(generation: GenerationConfig) -> int | None:
-    return generation.vllm_cfg.num_engines if generation.uses_vllm else generation.torch_cfg.num_engines
+    return generation.engine_options.num_engines if generation.uses_engines else generation.torch_cfg.num_engines
 
 
 def _generation_only_devices(generation: GenerationConfig, nodes: int, per_node: int) -> tuple[int | None, int | None]:

@@ -10,10 +10,14 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from strop import packages
 from strop.base_config import BaseConfig, changed_keys, follows, subsection
 from strop.generation.auto_engine import AutoEngine
+from strop.generation.quantization_config import KERNEL_FORMATS, RolloutFormat, RolloutQuantizationConfig
+from strop.generation.sglang.sglang_config import SglangConfig
+from strop.generation.sglang.sglang_versions import CHECKED_SGLANG, unchecked_sglang
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.vllm.versions import describe_checked, unchecked_version
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE, VllmConfig
 from strop.problems import Problem
+from strop.sampling import MAX_RECORDED_TOP_K
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
 
 
@@ -24,6 +28,20 @@ def _check_top_k(value: int | None) -> int | None:
 
 
 TopK = Annotated[int | None, AfterValidator(_check_top_k)]
+
+
+# Keys of vLLM's section that say how rollouts are quantised, whichever engine samples them.
+QUANTIZATION_KEYS = (
+    "precision",
+    "is_mx",
+    "use_deep_gemm",
+    "pow2_weight_scaling_factors",
+    "pow2_activation_scaling_factors",
+    "num_first_layers_in_bf16",
+    "num_last_layers_in_bf16",
+    "quantization_ignored_layer_kws",
+    "kv_cache_dtype",
+)
 
 
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -78,8 +96,8 @@ class GenerationConfig(BaseConfig):
 
     backend: Literal["auto", "torch", "vllm", "sglang", "megatron"] = Field(
         "auto",
-        description="Inference engine: vllm, in separate processes, or torch, built into Strop. auto is vllm where a GPU and vLLM are, "
-        "unless it cannot do what is configured, and torch elsewhere; what it is, is said at the start.",
+        description="Inference engine: vllm or sglang, in separate processes, or torch, built into Strop. auto is vllm where a GPU and "
+        "vLLM are, unless it cannot do what is configured, and torch elsewhere; what it is, is said at the start.",
     )
     max_new_tokens: int = follows(
         "..max_total_sequence_length", standalone=512, ge=1, description="Longest completion of one turn (tokens)."
@@ -106,9 +124,15 @@ class GenerationConfig(BaseConfig):
     mismatch: MismatchConfig = subsection(MismatchConfig)
     torch_cfg: TorchGenerationConfig = subsection(TorchGenerationConfig)
     vllm_cfg: VllmConfig = subsection(VllmConfig)
+    quantization: RolloutQuantizationConfig = subsection(RolloutQuantizationConfig)
     vllm_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="Further arguments of vLLM's engine, passed through; unknown ones are errors.",
+    )
+    sglang_cfg: SglangConfig = subsection(SglangConfig)
+    sglang_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further arguments of SGLang's server (ServerArgs), passed through; unknown ones are errors.",
     )
     weight_sync: WeightSyncConfig = subsection(WeightSyncConfig)
     colocated: ColocatedConfig = subsection(ColocatedConfig)
@@ -135,6 +159,40 @@ class GenerationConfig(BaseConfig):
             self.backend == "auto" and self.auto_engine is not None and self.auto_engine.name == "vllm"
         )
 
+    @property
+    def uses_sglang(self) -> bool:
+        """Whether SGLang samples."""
+        return self.backend == "sglang"
+
+    @property
+    def uses_engines(self) -> bool:
+        """Whether engines with their own copy of the weights sample, in processes of their own: vLLM's or SGLang's."""
+        return self.uses_vllm or self.uses_sglang
+
+    @property
+    def engine_options(self) -> VllmConfig | SglangConfig:
+        """The section of those engines."""
+        return self.sglang_cfg if self.uses_sglang else self.vllm_cfg
+
+    @property
+    def engine_key(self) -> str:
+        """The name of that section."""
+        return "sglang_cfg" if self.uses_sglang else "vllm_cfg"
+
+    @property
+    def engine_name(self) -> str:
+        """What messages call the engine."""
+        return "SGLang" if self.uses_sglang else "vLLM" if self.uses_vllm else "torch"
+
+    @property
+    def weight_format(self) -> RolloutFormat | None:
+        """The number format of the engine's weights; None: they are the learner's, in the engine's data type."""
+        if self.quantization.format is not None or self.vllm_cfg.precision != "fp8" or self.uses_sglang:
+            return self.quantization.format
+        if self.vllm_cfg.is_mx:
+            return "mxfp8"
+        return "fp8_block_pow2" if self.vllm_cfg.pow2_weight_scaling_factors else "fp8_block"
+
     def sampling_options(self, *, validation: bool = False) -> dict[str, Any]:
         """Return keyword arguments of ``strop.sampling.Sampling``."""
         top_k = self.val_top_k if validation else self.top_k
@@ -151,6 +209,11 @@ class GenerationConfig(BaseConfig):
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_supported(key)
+        yield from self._check_quantization(key)
+        if self.uses_sglang:
+            yield from self._check_http_client(key)
+            yield from self._check_sglang_sampling(key)
+            yield from self.sglang_cfg.sglang_errors(f"{key}.sglang_cfg")
         if self.uses_vllm:
             yield from self._check_vllm_installed(key)
             yield from self._check_min_temperature(key)
@@ -159,12 +222,58 @@ class GenerationConfig(BaseConfig):
 
     def _check_supported(self, key: str) -> Iterator[Problem]:
         """Yield what is not in this version."""
-        names = {"sglang": "SGLang", "megatron": "Megatron"}
+        names = {"megatron": "Megatron"}
         if self.backend in names:
             yield Problem(
                 f"{key}.backend",
                 f"found {self.backend}, but the {names[self.backend]} generation backend is not in this version",
                 f"Set {key}.backend to vllm, or to torch, the engine built into Strop.",
+            )
+
+    def _check_quantization(self, key: str) -> Iterator[Problem]:
+        chosen, options = self.weight_format, self.vllm_cfg
+        if chosen is None:
+            yield from self._check_unquantized(key)
+            return
+        name = f"{key}.quantization.format" if self.quantization.format else f"{key}.vllm_cfg.precision"
+        found = f"found {self.quantization.format or options.precision}"
+        if not self.quantization.emulate and not self.uses_vllm:
+            yield Problem(
+                name,
+                f"{found}, but the torch engine has no kernels for it",
+                f"Set {key}.quantization.emulate=true to round weights and inputs and compute as before, or {key}.backend=vllm.",
+            )
+        elif not self.quantization.emulate and chosen not in KERNEL_FORMATS:
+            yield Problem(
+                name,
+                f"{found}, which Strop does not publish to vLLM",
+                f"Set it to one of {', '.join(KERNEL_FORMATS)}, or {key}.quantization.emulate=true to round weights instead.",
+            )
+        if chosen == "mxfp8":
+            for option in ("pow2_weight_scaling_factors", "pow2_activation_scaling_factors"):
+                if getattr(options, option) is False:
+                    yield Problem(
+                        f"{key}.vllm_cfg.{option}", "found false, but the scales of MXFP8 are powers of two", "Remove the key."
+                    )
+        if not self.uses_vllm and options.fp8_cache and options.kv_cache_dtype not in ("fp8", "fp8_e4m3"):
+            yield Problem(
+                f"{key}.vllm_cfg.kv_cache_dtype",
+                f"found {options.kv_cache_dtype}, but the torch engine rounds keys and values to E4M3",
+                "Set it to fp8, or auto.",
+            )
+
+    def _check_unquantized(self, key: str) -> Iterator[Problem]:
+        if self.vllm_cfg.is_mx:
+            yield Problem(
+                f"{key}.vllm_cfg.is_mx",
+                f"found true, but {key}.vllm_cfg.precision is {self.vllm_cfg.precision}",
+                f"Set {key}.vllm_cfg.precision=fp8 too.",
+            )
+        if self.quantization.emulate:
+            yield Problem(
+                f"{key}.quantization.emulate",
+                "found true, but no format is set",
+                f"Set {key}.quantization.format, for instance to fp8_block, or {key}.vllm_cfg.precision=fp8.",
             )
 
     def _check_vllm_installed(self, key: str) -> Iterator[Problem]:
@@ -173,6 +282,46 @@ class GenerationConfig(BaseConfig):
                 f"{key}.backend",
                 "found vllm, but vLLM is not installed",
                 f"`make setup-vllm` installs it, `pip install vllm` on a machine with a GPU; or set {key}.backend=torch.",
+            )
+
+    def _check_http_client(self, key: str) -> Iterator[Problem]:
+        if not packages.is_installed("aiohttp"):
+            yield Problem(
+                f"{key}.backend",
+                "found sglang, whose server is asked over HTTP with aiohttp, which is not installed",
+                "pip install 'strop[serve]'.",
+            )
+
+    def _check_sglang_sampling(self, key: str) -> Iterator[Problem]:
+        """Yield what SGLang would sample from another distribution than the learner computes."""
+        options = self.sglang_cfg
+        for prefix in ("", "val_"):
+            top_k, top_p = getattr(self, f"{prefix}top_k"), getattr(self, f"{prefix}top_p")
+            filtered = top_p < 1 or self.min_p > 0
+            if top_k == 1 and getattr(self, f"{prefix}temperature") > 0:
+                yield Problem(
+                    f"{key}.{prefix}top_k",
+                    "found 1, which SGLang takes for greedy sampling, and reports the log-probabilities of that",
+                    f"Set {key}.{prefix}temperature=0 for greedy sampling, or it to 2 or more.",
+                )
+            if options.sampler == "sglang" and filtered and (top_k in (None, -1) or top_k > MAX_RECORDED_TOP_K):
+                yield Problem(
+                    f"{key}.sglang_cfg.sampler",
+                    f"found sglang, which says what {prefix}top_p and min_p kept only with a {prefix}top_k of at most "
+                    f"{MAX_RECORDED_TOP_K}, and its log-probabilities are those before them",
+                    f"Set {key}.sglang_cfg.sampler=strop, or {key}.{prefix}top_k.",
+                )
+        if options.sampler == "sglang" and self.top_p < 1 and not self.keep_sampling_mask:
+            yield Problem(
+                f"{key}.sglang_cfg.sampler",
+                "found sglang, which takes top_p of the whole distribution, and the learner of what top_k and min_p kept",
+                f"Set {key}.sglang_cfg.sampler=strop, or {key}.keep_sampling_mask=true.",
+            )
+        if options.speculative_algorithm is not None and (self.top_p < 1 or self.min_p > 0 or self.top_k not in (None, -1)):
+            yield Problem(
+                f"{key}.sglang_cfg.speculative_algorithm",
+                f"found {options.speculative_algorithm}, whose accepted tokens have log-probabilities from before top_k, top_p and min_p",
+                f"Set it to null, or these three of {key} off.",
             )
 
     def _check_min_temperature(self, key: str) -> Iterator[Problem]:
@@ -194,6 +343,16 @@ class GenerationConfig(BaseConfig):
                 f"Set it to 0, or {key}.vllm_cfg.speculation.method=null.",
             )
 
+    def quantization_errors(self, key: str, device: str) -> Iterator[Problem]:
+        """Yield what vLLM engines cannot quantise with the learner on ``device`` (``auto``: not known yet)."""
+        if self.weight_format is not None and not self.quantization.emulate and device == "cpu":
+            yield Problem(
+                f"{key}.quantization.format" if self.quantization.format else f"{key}.vllm_cfg.precision",
+                f"found {self.quantization.format or self.vllm_cfg.precision} on a CPU, for which vLLM has no kernels of FP8",
+                f"Set {key}.quantization.emulate=true to round the weights that are sent and compute in {self.vllm_cfg.dtype}, or take "
+                "a GPU.",
+            )
+
     def async_errors(self, key: str, device: str) -> Iterator[Problem]:
         """Yield what cannot work in asynchronous training with vLLM engines and the learner on ``device`` (``auto``: not known yet)."""
         if self.colocated.enabled and device.startswith("cuda"):
@@ -213,6 +372,8 @@ class GenerationConfig(BaseConfig):
             )
         yield from self._warn_unused_engine_options(key)
         yield from self._warn_unused_resources(key)
+        if self.uses_sglang:
+            yield from self._warn_sglang(key)
         if self.uses_vllm:
             yield from self._warn_unchecked_version(key)
             yield from self.vllm_cfg.vllm_warnings(f"{key}.vllm_cfg")
@@ -227,11 +388,35 @@ class GenerationConfig(BaseConfig):
                 "pip install -c constraints/gpu.txt vllm installs that one; what does not fit ends the engine when it starts.",
             )
 
+    def _warn_sglang(self, key: str) -> Iterator[Problem]:
+        if (version := unchecked_sglang()) and self.sglang_cfg.python is None:
+            yield Problem(
+                f"{key}.backend",
+                f"SGLang {version} is installed, and Strop, which changes and reads parts of it, was checked with {CHECKED_SGLANG}",
+                "What does not fit ends the engine when it starts.",
+            )
+        if self.sglang_cfg.speculative_algorithm is not None:
+            yield Problem(
+                f"{key}.sglang_cfg.speculative_algorithm",
+                f"found {self.sglang_cfg.speculative_algorithm}: drafts are accepted with random numbers that follow no seed, so equal "
+                "requests give other tokens every time",
+            )
+        yield from self.sglang_cfg.sglang_warnings(f"{key}.sglang_cfg")
+        yield from self.weight_sync.vllm_warnings(f"{key}.weight_sync")
+
     def _warn_unused_engine_options(self, key: str) -> Iterator[Problem]:
-        if self.uses_vllm:
-            unused, engine, other = changed_keys(f"{key}.torch_cfg", self.torch_cfg), "vLLM", "torch"
+        if not self.uses_sglang:
+            others = changed_keys(f"{key}.sglang_cfg", self.sglang_cfg)
+            if others := [*others, *([f"{key}.sglang_kwargs"] if self.sglang_kwargs else [])]:
+                yield Problem(
+                    others[0], f"{self.engine_name} does not read {', '.join(others)}", f"Set {key}.backend=sglang to use them."
+                )
+        if self.uses_engines:
+            unused, engine, other = changed_keys(f"{key}.torch_cfg", self.torch_cfg), self.engine_name, "torch"
         else:
-            ignore = ("gpu_memory_utilization", "enforce_eager", "async_engine")
+            ignore: tuple[str, ...] = ("gpu_memory_utilization", "enforce_eager", "async_engine")
+            if self.weight_format is not None:
+                ignore += QUANTIZATION_KEYS
             unused = changed_keys(f"{key}.vllm_cfg", self.vllm_cfg, ignore=ignore)
             unused += [f"{key}.vllm_kwargs"] if self.vllm_kwargs else []
             unused += changed_keys(f"{key}.weight_sync", self.weight_sync)

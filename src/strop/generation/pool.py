@@ -71,6 +71,7 @@ class EnginePool:
         *,
         max_restarts: int = 3,
         allow_shrink: bool = False,
+        engine_key: str = "vllm_cfg",
         on_close: Sequence[Callable[[], object]] = (),
     ) -> None:
         """Create a pool.
@@ -79,6 +80,7 @@ class EnginePool:
             engines: The engines, in the order of their indices.
             max_restarts: Restarts of one engine without a completed request in between, after which the run ends.
             allow_shrink: Drop an engine whose node is lost, as long as another one is left.
+            engine_key: Section of the engines in ``policy.generation``, for messages.
             on_close: Callbacks that run after all engines are closed.
         """
         self.engines = tuple(engines)
@@ -86,6 +88,7 @@ class EnginePool:
         self.restart_engine: RestartEngine | None = None  # set by the weight publisher
         self.max_restarts = max_restarts
         self.allow_shrink = allow_shrink
+        self.engine_key = engine_key
         self.restarts = 0  # in total, over all engines
         self.on_close = list(on_close)
         self._failures = [0] * len(self.engines)  # restarts in a row, for each engine
@@ -136,7 +139,8 @@ class EnginePool:
             if self.restart_engine is None or self._failures[index] >= self.max_restarts:
                 raise EngineDied(
                     f"{error}; it was restarted {self._failures[index]} times without completing a request "
-                    "(policy.generation.vllm_cfg.max_restarts), so another restart will not help: see the engine's own output for the cause"
+                    f"(policy.generation.{self.engine_key}.max_restarts), so another restart will not help: see the engine's own output "
+                    "for the cause"
                 ) from error
             self._failures[index] += 1
             self.restarts += 1

@@ -53,7 +53,9 @@ def make_synced_pool(
 
     ``allow_shrink``: continue without engines that cannot be restarted. ``learner_memory``: of a learner that leaves the engines' devices
     while they sample."""
-    pool = EnginePool(engines, max_restarts=config.vllm_cfg.max_restarts, allow_shrink=allow_shrink)
+    pool = EnginePool(
+        engines, max_restarts=config.engine_options.max_restarts, allow_shrink=allow_shrink, engine_key=config.engine_key
+    )
     weights = WeightPublisher(
         exporter,
         engines,

@@ -19,6 +19,7 @@ from torch import nn
 
 from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
 from strop.models.tokenizer_config import read_chat_template
+from strop.models.vision.vision_families import FAMILIES
 from strop.safety.remote_code import TRUST_VARIABLE, trusts_remote_code
 
 log = logging.getLogger(__name__)
@@ -88,16 +89,31 @@ def model_from_config(folder: Path) -> Any:
 
 
 def find_auto_class(config: Any) -> Any:
-    """Return Transformers' class that loads a model which writes text: of a vision-language model with its tower, where it has one."""
+    """Return Transformers' class that loads a model which writes text.
+
+    A vision-language model of a known family is loaded with its tower, and another one where Transformers has no class of its text alone.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    vision: Any = AutoModelForImageTextToText
-    return vision if is_vision_config(config) and type(config) in vision._model_mapping else AutoModelForCausalLM
+    vision, text = (kind._model_mapping for kind in (AutoModelForImageTextToText, AutoModelForCausalLM))  # type: ignore[attr-defined]
+    sees = is_vision_config(config) and type(config) in vision
+    return (
+        AutoModelForImageTextToText
+        if sees and (config.model_type in FAMILIES or type(config) not in text)
+        else AutoModelForCausalLM
+    )
 
 
 def is_vision_config(config: Any) -> bool:
     """Return whether a configuration is of a vision-language model."""
     return getattr(config, "vision_config", None) is not None
+
+
+def list_weight_names(folder: Path) -> tuple[str, ...]:
+    """Return the canonical names of the weights of the model in a folder, from its configuration alone."""
+    with torch.device("meta"):
+        model = model_from_config(folder)
+    return tuple(name for name, _ in model.named_parameters())
 
 
 def load_base_config(adapters: Path) -> Any | None:

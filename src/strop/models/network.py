@@ -7,7 +7,7 @@ A model that follows Transformers' attention interface reads packed rows with sh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -35,7 +35,7 @@ from strop.models.routing.router_loss_config import RouterLossConfig
 from strop.models.routing.router_observer import ObservedRouters, RouterObserver
 from strop.models.routing.router_replay import install_router_replay, replayable_layers
 from strop.models.routing.routes import RecordedRoutes, ReplayedRoutes, RoutedLayers
-from strop.models.vision.batch_inputs import packed_inputs, read_padded
+from strop.models.vision.batch_inputs import packed_inputs, padded_inputs
 from strop.models.vision.vision_processor import VisionProcessor
 from strop.models.vision.vision_tower import VisionTower
 from strop.sampling import KEPT_TOKENS, Sampling, at_least_float32
@@ -152,6 +152,11 @@ class Network:
         decoder: nn.Module = self.model.get_decoder()
         return decoder
 
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """[R] int64 -> embeddings [R, H]."""
+        embedded: Tensor = self.model.get_input_embeddings()(tokens)
+        return embedded
+
     def enable_router_replay(self) -> None:
         """Record the experts that an engine chooses, and train with recorded ones. Raises ValueError for a model without experts."""
         self.routed = install_router_replay(self.model)
@@ -164,9 +169,10 @@ class Network:
         """Return the keyword argument of the decoder that watches the routers of a pass. ``source``: as for replay."""
         if self.observed_routers is None:
             return {}
-        columns = (batch.source if source is None else source, batch.sequence, batch.mask)
-        places, sequence, mask = (column.to(self.device) for column in columns)
-        return self.observed_routers.observe(places, sequence, mask, batch.totals.tokens)
+        places = batch.source if source is None else source
+        return self.observed_routers.observe(
+            places.to(self.device), batch.sequence.to(self.device), batch.mask.to(self.device), batch.totals.tokens
+        )
 
     def enable_vision(self, processor: VisionProcessor) -> None:
         """Read images, with the vision tower of the model."""
@@ -297,22 +303,27 @@ class Network:
         rows = _read_rows(batch, batch.tokens)
         longest = max(len(row) for row in rows)
         row, column = _source_rows(batch), batch.positions[batch.source]
-        if self.vision is not None:
-            read = read_padded(self.vision, batch, rows, self.device)
-            return read[row.to(self.device), column.to(self.device)]
-        self._check_no_images(batch)
-        tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
-        mask = torch.zeros(len(rows), longest, dtype=torch.int64)
-        for index, each in enumerate(rows):
-            tokens[index, : len(each)] = each
-            mask[index, : len(each)] = 1
         replayed = self._replay_routes(batch, row * longest + column)
         observed = self._observe(batch, row * longest + column)
-        attended = mask.to(self.device)
-        output = self.decoder(input_ids=tokens.to(self.device), attention_mask=attended, use_cache=False, **replayed, **observed)
+        reader: Callable[..., Any]
+        if self.vision is None:
+            reader, arguments = self.decoder, self._padded_text(batch, rows)
+        else:
+            reader, arguments = padded_inputs(self.vision, batch, rows, self.device)
+        output = reader(**arguments, use_cache=False, **replayed, **observed)
         self._count_differences(replayed)
         hidden: Tensor = output.last_hidden_state
         return hidden[row.to(self.device), column.to(self.device)]
+
+    def _padded_text(self, batch: Batch, rows: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the keyword arguments of the decoder for padded rows without images."""
+        self._check_no_images(batch)
+        longest = max(len(row) for row in rows)
+        tokens, mask = torch.zeros(2, len(rows), longest, dtype=torch.int64)
+        for index, row in enumerate(rows):
+            tokens[index, : len(row)] = row
+            mask[index, : len(row)] = 1
+        return {"input_ids": tokens.to(self.device), "attention_mask": mask.to(self.device)}
 
     @torch.no_grad()
     def _probe(self) -> bool:

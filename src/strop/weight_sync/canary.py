@@ -25,6 +25,8 @@ ScoreSamples = Callable[[Sequence[Sequence[int]], Sequence[CanarySample]], Await
 CANARY_TOKENS = 16  # sampled for each prompt of the canary
 # Mean difference in nats, by precision; a tied head that was not updated differs by 0.1 to 10.
 CANARY_TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
+# The same for engines with weights of low precision, by the bits of a number's fraction: FP8 (E4M3) and FP4 (docs/fp8.md).
+ROUNDED_TOLERANCE = {"fp8": 0.3, "mxfp8": 0.3, "nvfp4": 0.8}
 CANARY_TEXTS = (
     "A farmer has 17 sheep, 23 goats and 4 dogs. On Monday she sells 5 of the sheep and buys 9 goats. On Tuesday two of the dogs run away, "
     "and one comes back on Wednesday with a kitten. How many animals are on the farm then? Explain every step, then answer.",
@@ -90,6 +92,7 @@ def make_canary(
     max_length: int,
     share_prefixes: bool,
     seed: int,
+    weight_format: str | None = None,
 ) -> Canary:
     """Make the canary of a run.
 
@@ -102,12 +105,16 @@ def make_canary(
         max_length: The longest sequence of the engines, in tokens.
         share_prefixes: Whether prompts are shared in training batches.
         seed: Of the samples.
+        weight_format: Number format of the engines' weights; None: they are the learner's.
     """
+    tolerance = CANARY_TOLERANCE[precision]
+    if weight_format is not None:  # the canary compares with the learner, whose weights are not rounded
+        tolerance = ROUNDED_TOLERANCE[weight_format.partition("_")[0]]
     return Canary(
         prompts=make_canary_prompts(template, max(1, max_length - CANARY_TOKENS)),
         sampling=replace(sampling, max_new_tokens=CANARY_TOKENS, stop_token_ids=(), stop_strings=(), entropy=False),
         score=make_canary_scorer(compute_logprobs, share_prefixes=share_prefixes),
-        tolerance=config.canary_tolerance or CANARY_TOLERANCE[precision],
+        tolerance=config.canary_tolerance or tolerance,
         seed=seed,
     )
 

@@ -17,11 +17,13 @@ from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, lora_
 from strop.models.fake_quant.apply_fake_quant import weight_roundings
 from strop.weight_sync.base import AdapterFiles, ChannelAddress, Manifest, NamedTensors, Sender, TransportError
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
+from strop.weight_sync.sent_precision import SentPrecision
 from strop.weight_sync.transports.dealing import deal_entries, split_manifest
 from strop.weight_sync.transports.manifest import build_manifest, move_large_to_middle
 from strop.weight_sync.weight_source import (
     DealtWeight,
     OutgoingWeights,
+    RoundedWeights,
     UntiedWeights,
     Weight,
     WeightSnapshot,
@@ -147,6 +149,7 @@ class BlockingExporter:
         keep_snapshot: bool = False,
         adapters: AdapterSource | None = None,
         role: SenderRole = SenderRole(),
+        quantization: SentPrecision | None = None,
     ) -> None:
         """Create an exporter.
 
@@ -157,6 +160,7 @@ class BlockingExporter:
             keep_snapshot: Keep a copy of the last publish, for engines that restart after the learner has moved on.
             adapters: The LoRA adapters of a learner that trains only adapters.
             role: Which ranks send. By default this process is the only one.
+            quantization: How the engines' weights are quantised; None: they are not.
         """
         self.make_sender = make_sender
         self.role = role
@@ -164,6 +168,7 @@ class BlockingExporter:
         self._weights = weights
         self._dtype = dtype
         self._adapters = adapters
+        self._quantization = quantization
         self._snapshot = WeightSnapshot() if keep_snapshot and adapters is None else None
         self._prepared = PreparedWeights((), Manifest(()), {})
         self._last_adapters: SentAdapters | None = None
@@ -191,6 +196,12 @@ class BlockingExporter:
         dealt = (DealtWeight(weight, self.role.senders[owner]) for weight, owner in zip(untied.weights, owners, strict=True))
         return PreparedWeights(tuple(dealt), manifest, untied.aliases)
 
+    def _select_rounded(self) -> RoundedWeights | None:
+        if self._quantization is None:
+            return None
+        prepared = self._prepared
+        return RoundedWeights(self._quantization, self._quantization.select((*prepared.manifest.names, *prepared.aliases)))
+
     def _own_manifest(self) -> Manifest:
         """Return the tensors that this rank sends."""
         if not self.role.sends:
@@ -204,7 +215,7 @@ class BlockingExporter:
 
     def send(self, *, read_back: bool) -> Fingerprints:
         gathered = gather_dealt(self._prepared.weights, self.role.rank)
-        outgoing = OutgoingWeights(gathered, self._own_manifest(), read_back=read_back)
+        outgoing = OutgoingWeights(gathered, self._own_manifest(), read_back=read_back, rounded=self._select_rounded())
         sender = self._sender
         try:
             if sender is None and self.role.sends:  # closed by another thread, since an engine failed before the transfer
@@ -258,9 +269,13 @@ def make_local_exporter(
     adapters: AdapterSource | None = None,
     device: torch.device | None = None,
     roundings: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
+    quantization: SentPrecision | None = None,
 ) -> LocalExporter:
-    """Create an exporter for an unsharded model in this process. ``tensors`` returns its weights under canonical names; ``device``: where
-    they are sent from, if they may be offloaded; ``roundings``: what rounds those that are fake-quantised, by name."""
+    """Create an exporter for an unsharded model in this process. ``tensors`` returns its weights under canonical names.
+
+    ``device``: where they are sent from, if they may be offloaded; ``roundings``: what rounds those that are fake-quantised, by name;
+    ``quantization``: of the engines' weights.
+    """
     return LocalExporter(
         BlockingExporter(
             lambda: local_weights(tensors(), device, roundings),
@@ -268,6 +283,7 @@ def make_local_exporter(
             dtype=dtype,
             keep_snapshot=keep_snapshot,
             adapters=adapters,
+            quantization=quantization,
         )
     )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from strop.weight_sync.base import Manifest, NamedTensors
 from strop.weight_sync.fingerprints import combine_fingerprints, fingerprint, normalize_zeros
+from strop.weight_sync.sent_precision import SentPrecision
 
 GATHERED_AHEAD = 256 << 20  # bytes of full tensors that are gathered at the same time
 
@@ -158,13 +159,22 @@ def remove_tied(weights: Iterable[Weight]) -> UntiedWeights:
     return UntiedWeights(tuple(untied), aliases)
 
 
+@dataclass(frozen=True)
+class RoundedWeights:
+    """The weights of a publish that the engines have in low precision."""
+
+    precision: SentPrecision
+    names: frozenset[str]
+
+
 @dataclass
 class OutgoingWeights:
-    """The tensors that one rank sends: an iterable that gathers and casts them and records their fingerprints."""
+    """The tensors that one rank sends: an iterable that gathers, casts and rounds them and records their fingerprints."""
 
     gathered: Iterator[tuple[Weight, Tensor]]  # of ``gather_dealt``
     manifest: Manifest
     read_back: bool  # also fingerprint the tensors with -0.0 replaced by 0.0, for comparison with what is read back
+    rounded: RoundedWeights | None = None
     sent_fingerprints: dict[str, int] = field(default_factory=dict)
     read_back_fingerprints: dict[str, int] = field(default_factory=dict)
     expert_fingerprints: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the experts of a tensor that has several
@@ -173,10 +183,18 @@ class OutgoingWeights:
         dtypes = {entry.name: entry.dtype for entry in self.manifest.entries}
         for weight, tensor in self.gathered:
             cast = weight.to_sent(tensor, dtypes[weight.name])
-            self.sent_fingerprints[weight.name] = fingerprint(cast)
+            held = self._round(weight.name, cast)
+            sent = cast if self.rounded is not None and self.rounded.precision.by_engine else held
+            self.sent_fingerprints[weight.name] = fingerprint(sent)
             if self.read_back:
-                self._fingerprint_for_read_back(weight.name, normalize_zeros(cast))
-            yield weight.name, cast
+                self._fingerprint_for_read_back(weight.name, normalize_zeros(held))
+            yield weight.name, sent
+
+    def _round(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what an engine computes with that is sent this tensor."""
+        if self.rounded is None or name not in self.rounded.names:
+            return tensor
+        return self.rounded.precision.round(tensor)
 
     def _fingerprint_for_read_back(self, name: str, tensor: Tensor) -> None:
         if not is_tensor_of_experts(name, tensor):

@@ -67,7 +67,7 @@ def test_without_a_gpu_or_without_vllm_auto_is_the_torch_engine(monkeypatch: pyt
     [
         ([f"{G}temperature=0.001"], "vLLM raises temperatures between 0 and 0.01"),
         (["grpo.async_grpo.enabled=true"], "an engine on the learner's GPU sleeps meanwhile"),
-        ([f"{G}vllm_cfg.expert_parallel_size=2"], "an engine shards its experts over its tensor-parallel ranks"),
+        ([f"{G}vllm_cfg.expert_parallel_size=3", f"{G}vllm_cfg.tensor_parallel_size=2"], "divides its experts over all ranks"),
     ],
 )
 def test_where_vllm_cannot_do_what_is_asked_auto_is_torch_and_says_why(overrides: list[str], reason: str) -> None:

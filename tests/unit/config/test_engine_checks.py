@@ -89,7 +89,7 @@ def test_what_vllm_can_do_is_accepted_without_a_word(overrides: list[str]) -> No
         ([f"{C}speculation.method=mtp"], "whose layers the learner does not have"),
         ([HEAD, f"{C}speculation.method=eagle3", "policy.sequence_packing.enabled=false"], "the head reads packed rows"),
         ([HEAD, f"{C}speculation.method=eagle3", "policy.compile=true"], "which compiled ones may not show"),
-        ([HEAD, f"{C}speculation.method=eagle3", "policy.dtensor_cfg.tensor_parallel_size=2", *GPUS], "cut over several devices"),
+        ([HEAD, f"{C}speculation.method=eagle3", "policy.dtensor_cfg.tensor_parallel_size=2", *GPUS], "beside a whole policy"),
         (
             [HEAD, f"{C}speculation.method=eagle3", "policy.draft.aux_layer_indices=[3,1]"],
             "in the order of the model and each once",

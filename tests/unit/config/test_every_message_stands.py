@@ -57,7 +57,11 @@ EXPERTS = "experts are read back"
 
 # The old message -> what says it now.
 REWORDED: dict[str, str] = {
-    "Set it to 1, or both to {}.": "Set it to 1, or to a multiple of {}.",
+    "{}; it was restarted {} times without completing a request (policy.generation.vllm_cfg.max_restarts), so another restart will not "
+    "help: see the engine's own output for the cause": (
+        "{}; it was restarted {} times without completing a request (policy.generation.{}.max_restarts), so another restart will not "
+        "help: see the engine's own output for the cause"
+    ),
     "{} holds {}, which is not text; only text conversations can be trained on": (
         "{} holds {}, which is not text; only text and images can be trained on"
     ),

@@ -197,8 +197,6 @@ def test_what_is_saved_with_a_run_of_any_kind_loads_back_equal(section: str, tmp
         ("ppo", "value.megatron_cfg.enabled=true", "Set policy.backend=torch"),
         ("ppo", "value.train_global_batch_size=8", "the critic takes its optimizer steps with the policy"),
         ("ppo", "policy.generation.backend=megatron", "Set policy.generation.backend to vllm, or to torch"),
-        ("ppo", "policy.generation.vllm_cfg.use_deep_gemm=true", "not FP8"),
-        ("ppo", "policy.generation.vllm_cfg.num_last_layers_in_bf16=2", "not FP8"),
         ("ppo", "policy.generation.vllm_cfg.distributed_executor_backend=ray", "Use policy.generation.vllm_kwargs"),
         ("distillation", "on_policy_distillation.enabled=true", "Use strop distillation"),
         ("dpo", "sft.max_num_steps=3", "Use strop sft for a run with this section"),

@@ -54,9 +54,6 @@ data:
 grpo: {deduplicate_multimodal_data: true, val_period: 5}
 env: {clevr-cogent: {num_workers: 8, reward_functions: [{name: format, weight: 0.2}, {name: exact_alnum, weight: 0.8}]}}
 """
-FP8 = """
-policy: {generation: {vllm_cfg: {precision: fp8, use_deep_gemm: true, is_mx: true, quantization_ignored_layer_kws: [q_proj]}}}
-"""
 TEACHERS = """
 on_policy_distillation: {enabled: true, teacher_model_by_agent_name: {math: "${_teachers.general}"}}
 _teachers: {general: /teacher}
@@ -86,11 +83,9 @@ def engine(name: str, options: str) -> str:
         (GYM, "env.should_use_nemo_gym", "NeMo-Gym's servers run apart from the run"),
         (VIDEO, "policy.tokenizer.video", "no audio and no video"),
         (SOUND, "data.train.dataset_name", "no audio and no video"),
-        (FP8, "policy.generation.vllm_cfg.precision", "rollouts use the trained weights, not FP8"),
         (TEACHERS, "on_policy_distillation", "a teacher for each agent"),
         (engine("trtllm", "trtllm_cfg: {precision: x}, trtllm_kwargs: {a: 1}"), "policy.generation.backend", "TensorRT-LLM"),
         (engine("dynamo", "dynamo_cfg: {engine: vllm}"), "policy.generation.backend", "the Dynamo generation backend"),
-        (engine("sglang", "sglang_cfg: {tp_size: 1}"), "policy.generation.backend", "the SGLang generation backend"),
         (engine("megatron", "mcore_generation_config: {max_tokens: 9}"), "policy.generation.backend", "the Megatron generation"),
         ("async_rl: {sampler: {name: custom}, max_buffered_rollouts: 64}", "async_rl.sampler.name", "no counterpart"),
         ("grpo: {use_best_at_k: true, best_at_k_k: 8, best_at_k_m: 1000}", "grpo.use_best_at_k", "best@k"),

@@ -32,6 +32,7 @@ def two_gpus() -> Iterator[str]:
     cluster.shutdown()
 
 
+@pytest.mark.exhaustive
 def test_ray_finds_gpus_outside_of_the_run_and_it_is_said_when_there_are_none(two_gpus: str) -> None:
     async def run() -> list[str]:
         config = ClusterConfig(address=two_gpus, wait_seconds=20)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strop.generation.torch.drafting.draft_rejection import keep_or_redraw
 from strop.generation.torch.drafting.eagle_drafter import EagleDrafter
 from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
@@ -29,14 +30,20 @@ def network() -> Network:
 
 
 def make_drafting(
-    network: Network, *, count: int = 3, slots: int = 4, prepack: bool | None = False, pages: int = 12
+    network: Network,
+    *,
+    count: int = 3,
+    slots: int = 4,
+    prepack: bool | None = False,
+    pages: int = 12,
+    rejection: bool = False,
 ) -> TorchEngine:
     from strop.generation.torch.model_runner import infer_cache_shape
 
     memory = pages * 16 * (infer_cache_shape(network).bytes_per_token + 4 * 32)
     config = replace(cache_config(memory, slots=slots, prepack_weights=prepack), speculative_draft=count, paged_cache=True)
     runner = PagedRunner(network, config, length=48, page=16)
-    return make_engine(runner, drafter=EagleDrafter(network, runner, count))
+    return make_engine(runner, drafter=EagleDrafter(network, runner, count, rejection=rejection))
 
 
 def requests(options: Sampling, count: int = 6) -> list[Request]:
@@ -124,7 +131,8 @@ def test_drafts_are_those_of_a_head_that_reads_everything_again(network: Network
             assert draft == draft_slowly(network, sequence, len(draft))
 
 
-def test_sampling_with_a_head_follows_the_models_distribution(network: Network) -> None:
+@pytest.mark.parametrize("rejection", [False, True], ids=["coupled", "rejection"])
+def test_sampling_with_a_head_follows_the_models_distribution(network: Network, rejection: bool) -> None:
     """Chi-square of the second token of 1,500 requests, drafted each time."""
     prompt = [7, 8, 9]
     network.use_native_attention()
@@ -134,7 +142,7 @@ def test_sampling_with_a_head_follows_the_models_distribution(network: Network) 
     network.use_learner_attention()
     kept = logits.topk(6).indices
     asked = [Request(prompt, Sampling(max_new_tokens=3, top_k=6), seed=mix_seed(4, place)) for place in range(1500)]
-    engine = make_drafting(network, slots=64, pages=200)
+    engine = make_drafting(network, slots=64, pages=200, rejection=rejection)
     found = run_requests(engine, asked)
     assert engine.counters.drafts == 1500 and engine.counters.accepted_tokens > 20
     second = torch.tensor([int(each.tokens[1]) for each in found if int(each.tokens[0]) == first])
@@ -142,6 +150,41 @@ def test_sampling_with_a_head_follows_the_models_distribution(network: Network) 
     counts = torch.tensor([float((second == token).sum()) for token in kept])
     assert float(counts.sum()) == len(second) > 200
     assert float(((counts - expected) ** 2 / expected).sum()) < 20.5, "chi-square with 5 degrees of freedom, p = 0.001"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_draft_is_kept_as_often_as_the_distributions_overlap(seed: int) -> None:
+    """Chi-square of 20,000 verified drafts, and of how many are kept."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, other = torch.randn(2, 6, generator=generator) * 1.5
+    sampling, draws = Sampling(temperature=0.8), 20_000
+    p, q = (logits / 0.8).softmax(-1), other.softmax(-1)
+    drafts = torch.multinomial(q, draws, replacement=True, generator=generator)
+    numbers = torch.rand(2, draws, generator=generator)
+    rows = (logits.expand(draws, -1), q.expand(draws, -1), drafts, [sampling] * draws)
+    tokens, logprobs = keep_or_redraw(*rows, numbers[0], numbers[1])
+    assert torch.allclose(logprobs, p.log()[tokens], atol=1e-5)
+    counts = torch.bincount(tokens, minlength=6)
+    assert float(((counts - draws * p) ** 2 / (draws * p)).sum()) < 20.5, "chi-square with 5 degrees of freedom, p = 0.001"
+    overlap = float(torch.minimum(p, q).sum())
+    kept = float((tokens == drafts).float().mean())
+    assert abs(kept - overlap) < 3.3 * (overlap * (1 - overlap) / draws) ** 0.5
+
+
+def test_rejection_keeps_more_drafts_and_gives_the_log_probabilities_of_the_policy(network: Network) -> None:
+    coupled, rejecting = make_drafting(network), make_drafting(network, rejection=True)
+    sampling = Sampling(temperature=0.7)
+    run_requests(coupled, requests(sampling, 12))
+    found = run_requests(rejecting, requests(sampling, 12))
+    rates = [each.counters.accepted_tokens / each.counters.drafted_tokens for each in (coupled, rejecting)]
+    assert rates[1] > rates[0]
+    network.use_native_attention()
+    for request, each in zip(requests(sampling, 12), found, strict=True):
+        row = torch.cat([torch.tensor(list(request.prompt)), each.tokens])
+        with torch.no_grad():
+            logs = (network.model(row[None]).logits[0, len(request.prompt) - 1 : -1] / 0.7).log_softmax(-1)
+        assert torch.allclose(each.logprobs, logs.gather(1, each.tokens[:, None])[:, 0], atol=1e-4)
+    network.use_learner_attention()
 
 
 def test_a_head_with_the_policys_distribution_is_always_right(network: Network, monkeypatch: Any) -> None:

@@ -201,7 +201,7 @@ def test_a_layer_whose_copy_is_not_refreshed_is_found_by_name(layer: str, precis
         def forgetful() -> None:
             refresh()
             linears.copies[place] = before
-            linears.layers[place].module.forward = linears._make_forward(before, linears.layers[place].linear)
+            linears.layers[place].module.forward = linears._make_forward(before, linears.layers[place])
 
         linears.enable = forgetful
         moved(found.learner, 1)

@@ -22,6 +22,7 @@ def check_composition(algorithm: Composition, plan: Plan) -> Iterator[str]:
     yield from _check_rewards(algorithm)
     yield from _check_aggregation(algorithm)
     yield from _check_ratio(algorithm, plan)
+    yield from _check_sampler(algorithm, plan)
     if algorithm.drop_constant_groups and plan.group_size < 2 and not algorithm.advantage.greedy_baseline:
         yield (
             "dynamic sampling drops groups with equal rewards, and a group of one always has equal rewards; raise "
@@ -69,6 +70,17 @@ def _check_aggregation(algorithm: Composition) -> Iterator[str]:
         yield (
             f"{type(algorithm.objective).__name__} has one ratio per rollout, so a mean over tokens gives long rollouts more weight; "
             "set aggregation sequence_mean (loss_fn.token_level_loss=false, as GSPO does)"
+        )
+
+
+def _check_sampler(algorithm: Composition, plan: Plan) -> Iterator[str]:
+    """Rollouts of rounded weights are off-policy by more than rounding errors, so the loss must say by how much."""
+    corrects = algorithm.ratio_to != "learner" or algorithm.objective.corrects_for_sampler or bool(algorithm.corrections)
+    if plan.quantized_rollouts and not corrects:
+        yield (
+            f"rollouts are sampled with weights in {plan.quantized_rollouts}, which are not those that are trained, and nothing in the "
+            "loss corrects for that; set loss_fn.use_importance_sampling_correction=true, best with "
+            "loss_fn.truncated_importance_sampling_type=tis and loss_fn.truncated_importance_sampling_ratio=2"
         )
 
 

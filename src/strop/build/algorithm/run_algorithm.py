@@ -30,6 +30,7 @@ def make_rollout_algorithm(config: RolloutRunConfig) -> Algorithm:
         max_staleness=training.max_staleness,
         environment_rewards=list_reward_names(config),
         step_rewards=bool(list_reward_names(config, of_steps=True)),
+        quantized_rollouts=config.policy.generation.weight_format or "",
         turn_states=have_turn_states(config),
     )
     check_algorithm(algorithm, plan)

@@ -56,10 +56,17 @@ def _list_needs(config: TrainingRunConfig) -> RunNeeds:
 
 
 def _required_packages(config: TrainingRunConfig) -> tuple[str, ...]:
-    """Return the packages to compare; vLLM is among them if engines use the packages of the node."""
+    """Return the packages to compare; vLLM or SGLang is among them if engines use the packages of the node."""
     role = config.cluster.roles.generator
-    needs_vllm = config.policy.generation.uses_vllm and role.python is None and not role.pip
-    return (*PACKAGES, "vllm") if needs_vllm else PACKAGES
+    generation = config.policy.generation
+    if (
+        role.python is not None
+        or role.pip
+        or not generation.uses_engines
+        or (generation.uses_sglang and generation.sglang_cfg.python)
+    ):
+        return PACKAGES
+    return (*PACKAGES, generation.engine_name.lower())
 
 
 def _model_names(config: TrainingRunConfig) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from strop.build.models import PRECISIONS, load_policy, prepare_device
 from strop.config.schema.policy_config import PolicyConfig
+from strop.generation.quantized_rollouts import make_emulation
 from strop.generation.torch.standalone import StandaloneTorchEngine
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
@@ -29,7 +30,14 @@ def build_torch_engine(
         if config.router_replay.enabled:
             network.enable_router_replay()
         length = config.max_total_sequence_length
-        return make_torch_engine(network, tokenizer, config.generation.torch_cfg, length=length, stop_ids=stop_ids)
+        return make_torch_engine(
+            network,
+            tokenizer,
+            config.generation.torch_cfg,
+            length=length,
+            stop_ids=stop_ids,
+            quantization=make_emulation(config.generation, rounds_weights=False),
+        )
 
     return StandaloneTorchEngine(name, make, PRECISIONS[config.weights_dtype])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from strop.build.lifecycle import seed_everything
@@ -13,7 +13,16 @@ from strop.learner.megatron.cpu_shim import prepare_megatron
 from strop.learner.megatron.model_files import ModelFiles, find_model_files
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import choose_pad_token
+from strop.models.draft.eagle_files import save_head
+from strop.models.draft.eagle_head import EagleHead
 from strop.models.loading import load_tokenizer
+
+
+@dataclass(eq=False)
+class DraftSlot:
+    """The draft head of a policy, once its stages are built."""
+
+    head: EagleHead | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +31,8 @@ class MegatronPolicy(TokenizerBundle):
 
     files: ModelFiles
     vocab_size: int  # of the output layer; 0 for a reward model
+
+    draft: DraftSlot = field(default_factory=lambda: DraftSlot())
 
     packed = True  # core attention follows the tree of any row
     fallback = None
@@ -54,3 +65,15 @@ def write_megatron_model_folder(policy: MegatronPolicy, folder: Path) -> Path:
     policy.files.config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
     return folder
+
+
+def write_draft_folder(policy: MegatronPolicy, folder: Path) -> Path:
+    """Write the draft head as it is now, for engines that draft with it."""
+    assert policy.draft.head is not None
+    return save_head(policy.draft.head, folder)
+
+
+def sends_draft(config: TrainingRunConfig) -> bool:
+    """Return whether engines are sent the draft head that is trained, and draft with it."""
+    generation = config.policy.generation
+    return config.policy.draft.enabled and generation.uses_vllm and generation.vllm_cfg.speculation.method == "eagle3"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.algorithms.base import Algorithm
-from strop.build.cluster.megatron_policy import MegatronPolicy
+from strop.build.cluster.megatron_policy import MegatronPolicy, sends_draft
 from strop.build.cluster.torch_rank_builders import keeps_reference, load_rank_teachers
-from strop.build.models import PRECISIONS, check_same_vocabulary, make_each_learner
+from strop.build.models import PRECISIONS, check_same_vocabulary, make_draft_head, make_each_learner
 from strop.build.teachers import StudentInfo, find_scorer, find_teacher_columns, make_source, unfiltered_sampling
 from strop.config import TrainingRunConfig
 from strop.config.schema.run_config import (
@@ -19,6 +19,7 @@ from strop.config.schema.run_config import (
 )
 from strop.distributed.workers.learner_worker import RankColumns, RankModels, RankScorer
 from strop.learner.megatron.layout import MegatronLayout
+from strop.learner.megatron.megatron_draft import MegatronDraftedPolicy
 from strop.learner.megatron.megatron_learner import MegatronLearner
 from strop.learner.megatron.megatron_network import MegatronNetwork
 from strop.learner.megatron.megatron_scorer import MegatronScorer
@@ -57,6 +58,11 @@ def build_megatron_rank_models(
     network = _load(loader, policy.files, config.policy, layout, score, adapter_seed=config.training.seed)
     if isinstance(config, RolloutRunConfig) and config.policy.router_replay.enabled:
         network.enable_router_replay()
+    if config.policy.draft.enabled:
+        head = MegatronDraftedPolicy(network).head.weight
+        network.draft = make_draft_head(head, network.hf_config, config.policy.draft, config.training.seed)
+        network.publishes_draft = sends_draft(config)
+        policy.draft.head = network.draft
     networks = {"policy": network}
     tokens = config.policy.batching.logprob_mb_tokens
     scorers: dict[str, RankScorer] = {"untrained": MegatronScorer(network, sampling, tokens)}

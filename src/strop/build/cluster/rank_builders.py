@@ -15,6 +15,7 @@ from strop.build.models import PRECISIONS, write_model_folder
 from strop.config import TrainingRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.distributed.workers.learner_worker import RankModels, RankPolicy, RankWeights
+from strop.generation.quantized_rollouts import make_weight_rounding
 from strop.sampling import Sampling
 from strop.weight_sync.exporter import BlockingExporter, SenderRole
 from strop.weight_sync.transports.choose import EngineLocations, make_sender_factory
@@ -62,11 +63,12 @@ def make_rank_exporter(
     """
     engines = replace(engines, host=senders.get(rank, engines.host))
     generation = config.generation
-    precision = generation.vllm_cfg.precision if generation.uses_vllm else config.weights_dtype
+    precision = generation.engine_options.dtype if generation.uses_engines else config.weights_dtype
     return BlockingExporter(
         weights.iter_weights,
         make_sender_factory(generation.weight_sync, weights.device, engines, folder),
         dtype=PRECISIONS[precision],
+        quantization=make_weight_rounding(generation, config.precision),
         keep_snapshot=keep_snapshot,
         adapters=weights.adapter_source() if adapters else None,
         role=SenderRole(rank, tuple(senders)),

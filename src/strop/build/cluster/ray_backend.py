@@ -12,6 +12,7 @@ import torch
 
 from strop.algorithms.base import Algorithm
 from strop.build.cluster.engine_builders import build_torch_engine
+from strop.build.cluster.megatron_policy import sends_draft, write_draft_folder
 from strop.build.cluster.rank_builders import choose_rank_builders, make_rank_exporter
 from strop.build.engines import GeneratorSpec, offloads_learner, pool_engines
 from strop.build.models import TokenizerBundle, make_template
@@ -30,6 +31,8 @@ from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter, RemoteLearner, RemoteMemory
 from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.environments.remote import RemoteEnvironment
+from strop.generation.sglang.sglang_engine import SglangEngine
+from strop.generation.sglang.sglang_launch import SglangLaunch
 from strop.generation.synced_generator import SyncedGenerator
 from strop.generation.vllm.engine_args import NodeRanks, VllmLaunch
 from strop.generation.vllm.vllm_engine import VllmEngine
@@ -119,6 +122,8 @@ class RayBackend:
         await self.group.call_one(
             0, "call_with_policy", partial(choose_rank_builders(self.config).write_model_folder, folder=folder)
         )
+        if sends_draft(self.config):
+            await self.group.call_one(0, "call_with_policy", partial(write_draft_folder, folder=folder.parent / "draft"))
         locations = EngineLocations(
             count=len(slots),
             colocated=options.colocated.enabled,
@@ -140,7 +145,9 @@ class RayBackend:
             senders={rank: hosts[rank] for rank in senders},
         )
         await self.group.call_all("open_export", make_exporter)
-        make = self._make_vllm_engine if uses_vllm else self._make_torch_engine
+        make = (
+            self._make_sglang_engine if options.uses_sglang else self._make_vllm_engine if uses_vllm else self._make_torch_engine
+        )
         engines = [make(number, slot, folder, spec.output_folder.resolve(), adapters) for number, slot in enumerate(slots)]
         offloads = offloads_learner(self.config, on_cpu=self.policy_info.on_cpu, shares_module=False)
         return pool_engines(
@@ -162,12 +169,25 @@ class RayBackend:
             on_cpu=self.policy_info.on_cpu,
             max_lora_rank=config.adapter_rank if adapters else None,
             return_routes=config.router_replay.enabled,
+            draft=str(folder.parent / "draft") if sends_draft(self.config) else "",
             environment=self._thread_env(config.generation.vllm_cfg.num_threads, generates=True),
             output_file=outputs / f"engine_{number}.log",
             nodes=tuple(self._locate_ranks(part) for part in slot.parts) if slot.further else (),
             ray_address=self.cluster.address if slot.further else "",
         )
         make = partial(VllmEngine, f"engine {number}", launch, self.bundle.tokenizer, stop_ids=self.bundle.stop_ids)
+        return self._make_engine(number, slot, launch.receivers, make)
+
+    def _make_sglang_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
+        generation = self.config.policy.generation
+        launch = SglangLaunch(
+            config=generation,
+            model=str(folder),
+            on_cpu=self.policy_info.on_cpu,
+            environment=self._thread_env(generation.sglang_cfg.num_threads, generates=True),
+            output_file=outputs / f"engine_{number}.log",
+        )
+        make = partial(SglangEngine, f"engine {number}", launch, self.bundle.tokenizer, stop_ids=self.bundle.stop_ids)
         return self._make_engine(number, slot, launch.receivers, make)
 
     def _locate_ranks(self, part: DeviceSlot) -> NodeRanks:

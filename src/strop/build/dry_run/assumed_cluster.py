@@ -24,7 +24,9 @@ def describe_assumed(config: TrainingRunConfig) -> Iterator[str]:
     yield f"batch       {_format_shares(config, plan)}"
     if isinstance(config, RolloutRunConfig):
         yield f"weights     {_format_transport(config, plan)}"
-        if config.policy.generation.uses_vllm:
+        if config.policy.generation.uses_sglang:
+            yield f"sglang      {_format_sglang(config)}"
+        elif config.policy.generation.uses_vllm:
             yield f"vllm        {_format_vllm(config)}"
 
 
@@ -47,11 +49,11 @@ def _format_shares(config: TrainingRunConfig, plan: DevicePlan) -> str:
 
 def _format_transport(config: RolloutRunConfig, plan: DevicePlan) -> str:
     sync, uses_ray = config.policy.generation.weight_sync, count_devices(config).uses_ray
-    if not config.policy.generation.uses_vllm and not uses_ray:
+    if not config.policy.generation.uses_engines and not uses_ray:
         return "none: the engine runs the learner's own module"
     if sync.transport != "auto":
         return f"{sync.transport}, as configured (policy.generation.weight_sync.transport)"
-    engines = len(plan.generation) if uses_ray else config.policy.generation.vllm_cfg.num_local_engines
+    engines = len(plan.generation) if uses_ray else config.policy.generation.engine_options.num_local_engines
     chosen = choose_auto_transport(
         "cuda",
         engines=engines,
@@ -70,6 +72,13 @@ def _format_vllm(config: RolloutRunConfig) -> str:
         f"{options.precision}, {memory}, conversations of at most {options.max_model_len} tokens, "
         f"tensor_parallel_size {options.tensor_parallel_size}{stages}, {graphs}"
     )
+
+
+def _format_sglang(config: RolloutRunConfig) -> str:
+    options = config.policy.generation.sglang_cfg
+    share = options.mem_fraction_static
+    memory = "SGLang's choice of each GPU's memory" if share is None else f"{share:.0%} of each GPU's memory"
+    return f"{options.dtype}, {memory}, conversations of at most {options.context_length} tokens, tp_size {options.tp_size}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -34,6 +34,9 @@ from strop.distributed.restartable_actor import RestartableActor
 from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.generation.base import Generator
 from strop.generation.serving import ServingEngine, start_serving_pool
+from strop.generation.sglang.local_sglang_engines import make_local_sglang_engines
+from strop.generation.sglang.sglang_engine import SglangEngine
+from strop.generation.sglang.sglang_launch import SglangLaunch
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.generation.vllm.engine_args import NodeRanks, VllmLaunch
 from strop.generation.vllm.local_engines import make_local_engines
@@ -61,7 +64,7 @@ def uses_ray(job: EvaluationJob) -> bool:
     cluster, generation = job.cluster, job.generation
     if cluster.backend != "auto" or cluster.num_nodes > 1:
         return cluster.backend == "ray" or cluster.num_nodes > 1
-    if generation.uses_vllm:
+    if generation.uses_engines:
         return False
     on_gpu = job.policy.device == "auto" and has_gpu()
     return (count_engines(generation) or (min(cluster.gpus_per_node, len(visible_gpus())) if on_gpu else 1)) > 1
@@ -76,6 +79,8 @@ async def open_engines(job: EvaluationJob, note: Note, *, output_folder: Path | 
     async with AsyncExitStack() as stack:
         if uses_ray(job):
             yield await _open_on_cluster(job, stack, note, output_folder)
+        elif job.generation.uses_sglang:
+            yield await _open_sglang(job, stack, note)
         elif job.generation.uses_vllm:
             yield await _open_vllm(job, stack, note)
         else:
@@ -108,17 +113,33 @@ async def _open_vllm(job: EvaluationJob, stack: AsyncExitStack, note: Note) -> O
     return await _start(job, stack, engines, bundle)
 
 
+async def _open_sglang(job: EvaluationJob, stack: AsyncExitStack, note: Note) -> OpenEngines:
+    device, bundle = resolve_device(job.policy.device), load_bundle(job.policy)
+    launch = SglangLaunch(
+        config=_share_devices(job, on_cpu=device.type == "cpu"),
+        model=_find_weights(job, stack, note, parent=None),
+        tokenizer=_find_tokenizer(job, bundle, stack),
+        on_cpu=device.type == "cpu",
+        load_weights=True,
+    )
+    engines = make_local_sglang_engines(
+        launch, bundle.tokenizer, learner=device, stop_ids=bundle.stop_ids, threads=job.policy.num_threads
+    )
+    return await _start(job, stack, engines, bundle)
+
+
 def _share_devices(job: EvaluationJob, *, on_cpu: bool) -> Any:
     """Return the section of the engines, with as many of them as the GPUs of this machine that may be used have room for."""
     generation = job.generation
-    if on_cpu or generation.vllm_cfg.num_engines is not None:
+    if on_cpu or generation.engine_options.num_engines is not None:
         return generation
     fitting = min(job.cluster.gpus_per_node, len(visible_gpus())) // engine_size(generation)
-    return replace(generation, vllm_cfg=replace(generation.vllm_cfg, num_engines=max(1, fitting)))
+    options: Any = replace(generation.engine_options, num_engines=max(1, fitting))
+    return replace(generation, **{generation.engine_key: options})
 
 
 async def _start(job: EvaluationJob, stack: AsyncExitStack, engines: Any, bundle: TokenizerBundle) -> OpenEngines:
-    pool = await start_serving_pool(engines, max_restarts=job.generation.vllm_cfg.max_restarts)
+    pool = await start_serving_pool(engines, max_restarts=job.generation.engine_options.max_restarts)
     stack.push_async_callback(pool.close)
     return OpenEngines(pool, bundle.template)
 
@@ -156,8 +177,9 @@ async def _open_on_cluster(job: EvaluationJob, stack: AsyncExitStack, note: Note
     plan = plan_devices(counts, on_cpu=cluster.on_cpu)
     of_engines = DevicePlan((), plan.generation)
     threads = make_thread_env(job.policy.num_threads, of_engines, on_cpu=cluster.on_cpu, generates=True)
-    weights = _find_weights(job, stack, note, parent=output_folder) if generation.uses_vllm else job.policy.model_name
-    make = partial(_make_vllm_engine if generation.uses_vllm else _make_torch_engine, job, cluster, bundle, weights, threads)
+    weights = _find_weights(job, stack, note, parent=output_folder) if generation.uses_engines else job.policy.model_name
+    choose = _make_sglang_engine if generation.uses_sglang else _make_vllm_engine if generation.uses_vllm else _make_torch_engine
+    make = partial(choose, job, cluster, bundle, weights, threads)
     engines = [make(number, slot) for number, slot in enumerate(plan.generation)]
     count = f"{len(engines)} {'engine' if len(engines) == 1 else 'engines'}"
     note(f"cluster: {cluster.num_nodes} {'node' if cluster.num_nodes == 1 else 'nodes'}, {count} share the tasks")
@@ -190,6 +212,29 @@ def _make_vllm_engine(
         ray_address=cluster.address if slot.further else "",
     )
     make = partial(VllmEngine, f"engine {number}", launch, bundle.tokenizer, stop_ids=bundle.stop_ids)
+    return _make_actor(job, cluster, number, slot, own, launch.receivers, make)
+
+
+def _make_sglang_engine(
+    job: EvaluationJob,
+    cluster: Cluster,
+    bundle: TokenizerBundle,
+    weights: str,
+    threads: Mapping[str, str],
+    number: int,
+    slot: DeviceSlot,
+) -> ServingEngine:
+    options = job.generation.sglang_cfg
+    own = {"OMP_NUM_THREADS": str(options.num_threads)} if options.num_threads and cluster.on_cpu else threads
+    launch = SglangLaunch(
+        config=job.generation,
+        model=weights,
+        tokenizer=locate_model(job.policy.tokenizer.name)[0],
+        on_cpu=cluster.on_cpu,
+        load_weights=True,
+        environment=own,
+    )
+    make = partial(SglangEngine, f"engine {number}", launch, bundle.tokenizer, stop_ids=bundle.stop_ids)
     return _make_actor(job, cluster, number, slot, own, launch.receivers, make)
 
 

@@ -105,7 +105,7 @@ def reserve_engine_memory(config: TrainingRunConfig) -> int:
     """Return the bytes that the embedded engine's cache will take on the learner's device."""
     if (
         not isinstance(config, RolloutRunConfig)
-        or config.policy.generation.uses_vllm
+        or config.policy.generation.uses_engines
         or not config.policy.generation.colocated.enabled
     ):
         return 0

@@ -51,7 +51,7 @@ def check_parallel_sizes(config: TrainingRunConfig) -> Problems:
 def check_torch_engine_devices(config: TrainingRunConfig) -> Problems:
     generation = config.policy.generation
     separate = isinstance(config, RolloutRunConfig) and not generation.colocated.enabled
-    if separate and not generation.uses_vllm and not count_devices(config).uses_ray:
+    if separate and not generation.uses_engines and not count_devices(config).uses_ray:
         yield Problem(
             "policy.generation.colocated.enabled",
             f"found false, but in one process policy.generation.backend {generation.backend} runs on the learner's module",
@@ -64,6 +64,9 @@ def check_engine_size(config: TrainingRunConfig) -> Problems:
     if not isinstance(config, RolloutRunConfig) or not (counts := count_devices(config)).uses_ray:
         return
     size, room, total = counts.engine_size, counts.generating_per_node, counts.generating_per_node * counts.generating_nodes
+    if config.policy.generation.uses_sglang:
+        yield from _check_sglang_size(config, size, room)
+        return
     options = config.policy.generation.vllm_cfg
     stages = f" x pipeline_parallel_size = {options.pipeline_parallel_size}" if options.pipeline_parallel_size > 1 else ""
     key, found = "policy.generation.vllm_cfg.tensor_parallel_size", f"found {options.tensor_parallel_size}{stages}"
@@ -79,6 +82,15 @@ def check_engine_size(config: TrainingRunConfig) -> Problems:
             key,
             f"{found}, but an engine that is larger than a node has as many ranks on each of its nodes, and {room} GPUs of a node generate",
             f"Set it to a size with which an engine has {room} GPUs or fewer, or a multiple of {room}.",
+        )
+
+
+def _check_sglang_size(config: RolloutRunConfig, size: int, room: int) -> Problems:
+    if size > room:
+        yield Problem(
+            "policy.generation.sglang_cfg.tp_size",
+            f"found {size}, but {room} GPU{'s' if room > 1 else ''} of a node generate, and an SGLang engine is on one node",
+            f"Set it to {room} or less, raise cluster.gpus_per_node, or set policy.generation.backend=vllm, whose engines span nodes.",
         )
 
 
@@ -132,15 +144,16 @@ def check_teacher_processes(config: DistillationRunConfig) -> Problems:
 def check_resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     """Check the GPUs of generation, which follow from the number of engines and their size."""
     key, generation = generation_section(config)
-    resources, options = generation.colocated.resources, generation.vllm_cfg
-    if generation.colocated.enabled or not generation.uses_vllm:
+    resources, options = generation.colocated.resources, generation.engine_options
+    if generation.colocated.enabled or not generation.uses_engines:
         return
     if isinstance(config, RolloutRunConfig) and count_devices(config).uses_ray:
         return  # devices are planned once the cluster is known (strop.distributed.placement)
     size = options.engine_size
     needed = options.num_local_engines * size
     if resources.gpus_per_node not in (None, needed):
-        fitting = [f"{key}.vllm_cfg.num_engines={resources.gpus_per_node // size}"] if resources.gpus_per_node % size == 0 else []
+        fewer = f"{key}.{generation.engine_key}.num_engines={resources.gpus_per_node // size}"
+        fitting = [fewer] if resources.gpus_per_node % size == 0 else []
         yield Problem(
             f"{key}.colocated.resources.gpus_per_node",
             f"found {resources.gpus_per_node}, but {options.num_local_engines} engines of {size} ranks use {needed} GPUs",
@@ -168,7 +181,7 @@ def warn_unused_roles(config: TrainingRunConfig) -> Problems:
 def warn_idle_devices(config: EvalRunConfig) -> Problems:
     cluster, generation = config.cluster, config.generation
     configured, engines = cluster.num_nodes * cluster.gpus_per_node, count_engines(generation)
-    if engines is None and cluster.backend == "local" and not generation.uses_vllm:
+    if engines is None and cluster.backend == "local" and not generation.uses_engines:
         engines = 1  # in this process
     if engines is not None and configured > max(1, engines * engine_size(generation)):
         used = f"{engines} {'engine uses' if engines == 1 else 'engines use'} {engines * engine_size(generation)}"

@@ -29,7 +29,7 @@ def _find_obstacle(config: TrainingRunConfig, model: ModelConfig) -> str | None:
         return "with pipeline stages several micro-batches are in memory at once, how many depends on the batch"
     if not isinstance(config, RolloutRunConfig) or not config.policy.generation.colocated.enabled:
         return None
-    if config.policy.generation.uses_vllm or count_devices(config).uses_ray:
+    if config.policy.generation.uses_engines or count_devices(config).uses_ray:
         return (
             "an engine in another process shares the learner's device (policy.generation.colocated.enabled), and starts after the memory "
             "is measured"

@@ -53,11 +53,13 @@ def check_engine_device(config: RolloutRunConfig, device: str | None = None) -> 
     """Check vLLM engines beside the learner's ``device``: by default the configured one, which may be ``auto``."""
     generation, key, device = config.policy.generation, "policy.generation", device or config.policy.device
     if generation.uses_vllm:
+        yield from generation.quantization_errors(key, device)
+    if generation.uses_engines:
         plan = plan_gpus(config)
         yield from generation.weight_sync.transport_errors(
             key,
             device,
-            engines=generation.vllm_cfg.num_local_engines if plan is None else len(plan.generation),
+            engines=generation.engine_options.num_local_engines if plan is None else len(plan.generation),
             colocated=generation.colocated.enabled,
             same_machine=plan is None or plan.on_one_machine,
         )
@@ -73,11 +75,12 @@ def check_clock(config: RolloutRunConfig) -> Problems:
     section = training.async_config
     name = "repeatable" if section.repeatable else "record_events" if section.record_events else "replay_events"
     found = f"found {getattr(section, name)}, which orders events by the steps of the torch engine in the process of the run"
-    if config.policy.generation.uses_vllm:
+    if config.policy.generation.uses_engines:
+        engine = config.policy.generation.engine_name
         yield Problem(
             f"{key}.{name}",
-            f"{found}, and vLLM samples this run",
-            f"Set policy.generation.backend=torch, or turn {key}.{name} off: vLLM repeats a run up to rounding only.",
+            f"{found}, and {engine} samples this run",
+            f"Set policy.generation.backend=torch, or turn {key}.{name} off: {engine} repeats a run up to rounding only.",
         )
     elif count_devices(config).uses_ray:
         yield Problem(
@@ -245,13 +248,17 @@ def check_past_opponents(config: RolloutRunConfig | EvalRunConfig) -> Problems:
                 "found past, but a model that is evaluated has no earlier selves",
                 "Set it to self, or to endpoint with an earlier checkpoint that strop serve serves.",
             )
-        elif config.policy.generation.uses_vllm or count_devices(config).uses_ray:
+        elif config.policy.generation.uses_engines or count_devices(config).uses_ray:
             yield Problem(
                 f"env.{alias}.opponent",
                 "found past, but earlier selves are sampled by the torch engine in the learner's process, and this run has "
-                f"{'vLLM engines' if config.policy.generation.uses_vllm else 'learners in other processes'}",
+                f"{_name_engines(config) if config.policy.generation.uses_engines else 'learners in other processes'}",
                 "Set it to self or endpoint, or set policy.generation.backend=torch and cluster.backend=local.",
             )
+
+
+def _name_engines(config: RolloutRunConfig) -> str:
+    return f"{config.policy.generation.engine_name} engines"
 
 
 def check_eval_sampling(config: EvalRunConfig) -> Problems:
@@ -315,7 +322,7 @@ def warn_unranked_checkpoints(config: TrainingRunConfig) -> Problems:
 def warn_unused_recomputation(config: RolloutRunConfig) -> Problems:
     section = config.rollout_training.async_config
     recomputes = config.rollout_training.max_staleness > 0 and section.recompute_kv_cache_after_weight_updates
-    if recomputes and not config.policy.generation.uses_vllm:
+    if recomputes and not config.policy.generation.uses_engines:
         yield Problem(
             f"{config.section}.async_{config.section}.recompute_kv_cache_after_weight_updates",
             "it has no effect: the torch engine finishes running requests before weights change",
@@ -323,7 +330,7 @@ def warn_unused_recomputation(config: RolloutRunConfig) -> Problems:
 
 
 def warn_unused_offload(config: RolloutRunConfig) -> Problems:
-    alternates = config.rollout_training.max_staleness == 0 or not config.policy.generation.uses_vllm
+    alternates = config.rollout_training.max_staleness == 0 or not config.policy.generation.uses_engines
     if config.policy.offload is True and config.policy.generation.colocated.enabled and not alternates:
         yield Problem("policy.offload", "it has no effect: asynchronous training samples while the learner trains")
 

@@ -66,14 +66,26 @@ class EvalGenerationConfig(GenerationConfig):
     temperature: Temperature = Field(0.0, description="Sampling temperature; 0 is greedy.")
     top_k: TopK = Field(-1, description="Sample from this many most likely tokens; null or -1 turns it off (tokens).")
     num_prompts_per_step: int = Field(-1, ge=-1, description="Tasks sampled at a time; -1 is all (tasks).")
-    precision: Precision = follows(".vllm_cfg.precision", standalone="bfloat16", description="Data type of the weights.")
+    precision: Precision | Literal["fp8"] = follows(
+        ".vllm_cfg.precision", standalone="bfloat16", description="Data type of the weights."
+    )
     device: Device = Field("auto", description="cpu, cuda or cuda:N; auto is the first GPU if there is one.")
     num_threads: int | None = Field(None, ge=1, description="CPU threads; null is torch's own choice (threads).")
 
     @property
     def max_total_sequence_length(self) -> int:
         """Longest prompt and completion together, whatever the backend (tokens)."""
-        return self.vllm_cfg.max_model_len
+        return self.engine_options.max_model_len
+
+    def _check_quantization(self, key: str) -> Iterator[Problem]:
+        if self.weight_format is not None:
+            yield Problem(
+                f"{key}.quantization.format" if self.quantization.format else f"{key}.vllm_cfg.precision",
+                f"found {self.quantization.format or self.vllm_cfg.precision}, but an evaluation measures the weights as they are trained",
+                f"Set {key}.vllm_cfg.precision to bfloat16 or float32, and remove {key}.quantization.",
+            )
+        else:
+            yield from self._check_unquantized(key)
 
     def _warn_weight_sync(self, key: str) -> Iterator[Problem]:
         if unused := changed_keys(f"{key}.weight_sync", self.weight_sync):

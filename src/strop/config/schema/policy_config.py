@@ -74,8 +74,9 @@ class PolicyConfig(QuantConfig, ModelConfig):
         yield from self._check_adapter_dropout(f"{key}.dtensor_cfg.lora_cfg.dropout", self.dtensor_cfg.lora_cfg)
         if self.megatron_cfg.enabled:
             yield from self._check_adapter_dropout(f"{key}.megatron_cfg.peft.dropout", self.megatron_cfg.peft)
-        yield from self._check_engine_length(f"{key}.generation.vllm_cfg.max_model_len")
+        yield from self._check_engine_length(f"{key}.generation")
         yield from self._check_router_replay(key)
+        yield from self._check_sglang_draft(key)
         yield from self._check_compile(key)
         yield from self._check_draft(key)
         if self.exact_on_policy:
@@ -102,17 +103,24 @@ class PolicyConfig(QuantConfig, ModelConfig):
             )
 
     def _check_engine_length(self, key: str) -> Iterator[Problem]:
-        length, total = self.generation.vllm_cfg.max_model_len, self.max_total_sequence_length
-        if self.generation.uses_vllm and length < total:
+        length, total = self.generation.engine_options.max_model_len, self.max_total_sequence_length
+        if self.generation.uses_engines and length < total:
             yield Problem(
-                key,
+                f"{key}.sglang_cfg.context_length" if self.generation.uses_sglang else f"{key}.vllm_cfg.max_model_len",
                 f"found {length}, but a rollout may have policy.max_total_sequence_length = {total} tokens, and the engine would truncate "
                 "it earlier",
                 f"Leave it unset, set it to {total} or more, or lower policy.max_total_sequence_length.",
             )
 
     def _check_router_replay(self, key: str) -> Iterator[Problem]:
-        if not self.router_replay.enabled or not self.generation.uses_vllm:
+        if not self.router_replay.enabled or not self.generation.uses_engines:
+            return
+        if self.generation.uses_sglang:
+            yield Problem(
+                f"{key}.router_replay.enabled",
+                "found true, but the experts of tokens are not read from SGLang",
+                f"Set {key}.generation.backend to torch or vllm, or {key}.router_replay.enabled=false.",
+            )
             return
         if self.device == "cpu":
             yield Problem(
@@ -168,7 +176,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
         yield from self._check_speculation(f"{key}.generation.vllm_cfg.speculation")
         if not self.draft.enabled:
             return
-        if not self.sequence_packing.enabled:
+        if not self.sequence_packing.enabled and not self.megatron_cfg.enabled:
             yield Problem(
                 f"{key}.sequence_packing.enabled",
                 f"found false, but {key}.draft.enabled is true: the head reads packed rows of hidden states",
@@ -180,16 +188,34 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 f"found true, but {key}.draft.enabled is true: the head reads the states between layers, which compiled ones may not show",
                 f"Set it to auto, or {key}.draft.enabled=false.",
             )
-        sizes = self.dtensor_cfg
-        shards = max(
-            sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.pipeline_parallel_size, sizes.expert_parallel_size
+        megatron, sizes = self.megatron_cfg, self.dtensor_cfg
+        shards = (
+            max(sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.pipeline_parallel_size, sizes.expert_parallel_size)
+            if not megatron.enabled
+            else max(megatron.tensor_model_parallel_size, megatron.context_parallel_size, megatron.pipeline_model_parallel_size)
         )
-        if self.megatron_cfg.enabled or shards > 1:
-            learner = "Megatron Core trains the policy" if self.megatron_cfg.enabled else "the policy is cut over several devices"
+        if shards > 1:
+            section = "megatron_cfg" if megatron.enabled else "dtensor_cfg"
             yield Problem(
                 f"{key}.draft.enabled",
-                f"found true, but {learner}, and a head is trained beside a policy on one device in this version",
-                f"Set it to false, or {key}.backend=torch with sizes of 1 in {key}.dtensor_cfg.",
+                f"found true, but {key}.{section} cuts the policy over {shards} devices, and a head is trained beside a whole policy in "
+                "this version",
+                f"Set it to false, or the tensor, context and pipeline sizes of {key}.{section} to 1.",
+            )
+        if megatron.enabled and not self.generation.uses_vllm and self.generation.torch_cfg.speculative_draft:
+            yield Problem(
+                f"{key}.generation.torch_cfg.speculative_draft",
+                f"found {self.generation.torch_cfg.speculative_draft}, but beside Megatron Core the torch engine is in a process of its "
+                "own, which is not sent the head",
+                f"Set it to 0, or {key}.generation.backend=vllm with vllm_cfg.speculation.method=eagle3.",
+            )
+
+    def _check_sglang_draft(self, key: str) -> Iterator[Problem]:
+        if self.draft.enabled and self.generation.uses_sglang:
+            yield Problem(
+                f"{key}.draft.enabled",
+                "found true, but a head that is trained is not sent to SGLang's engines",
+                f"Set {key}.generation.backend to vllm or torch, or {key}.draft.enabled=false.",
             )
 
     def _check_speculation(self, key: str) -> Iterator[Problem]:
@@ -229,6 +255,12 @@ class PolicyConfig(QuantConfig, ModelConfig):
             yield Problem(
                 f"{key}.exact_on_policy",
                 "found true, but vLLM has a batch-invariant mode on GPUs alone",
+                f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
+            )
+        if self.generation.uses_sglang:
+            yield Problem(
+                f"{key}.exact_on_policy",
+                "found true, but SGLang's agreement with the learner to the last bit has not been tried",
                 f"Set {key}.generation.backend=torch, or {key}.exact_on_policy=false.",
             )
         if not self.sequence_packing.enabled:
@@ -302,7 +334,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
     def _warn_unused_draft(self, key: str) -> Iterator[Problem]:
         engine = self.generation
         used = engine.vllm_cfg.speculation.method == "eagle3" if engine.uses_vllm else engine.torch_cfg.speculative_draft > 0
-        if self.draft.enabled and not used:
+        if self.draft.enabled and not used and not engine.uses_sglang:
             option = "vllm_cfg.speculation.method=eagle3" if engine.uses_vllm else "torch_cfg.speculative_draft=3"
             yield Problem(
                 f"{key}.draft.enabled",

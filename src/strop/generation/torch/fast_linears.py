@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from strop.generation.torch.decode_kernels import DecodeKernels, PackedMatrix
-from strop.models.adapters import LoraLayer, lora_layers
+from strop.generation.torch.emulated_quantization import EmulatedQuantization
+from strop.models.adapters import LoraLayer, base_weights, identity, lora_layers
 from strop.models.fake_quant.fake_quant_linear import FakeQuantLinear, round_layer_inputs, rounds_layer_inputs
 
 LinearFunction = Callable[[Tensor, Any, Tensor | None], Tensor]
@@ -66,10 +67,12 @@ class FastLinears:
         prepack: bool | None = None,
         kernels: DecodeKernels | None = None,
         decoder: nn.Module | None = None,
+        quantization: EmulatedQuantization | None = None,
     ) -> None:
         """``prepack`` None: pack weights on a CPU, for the compiled kernels if they are given, else for oneDNN.
 
         ``decoder``: of a model that reads images: only its layers and the output layer decode, and its vision tower is left as it is.
+        ``quantization``: round weights and inputs. Raises ValueError if it is for weights that are not those of linear layers.
         """
         parameter = next(model.parameters())
         self.layers = [layer for layer in _find_layers(model) if decoder is None or _decodes(layer.module, model, decoder)]
@@ -80,11 +83,17 @@ class FastLinears:
         self.cast = precision != parameter.dtype
         self.merge = precision.itemsize >= 4
         self.copies: list[_LinearWeights] = []
+        self.quantization = quantization
+        self.rounded: frozenset[str] = frozenset()  # layers whose weights or inputs are rounded
+        if quantization is not None:
+            names = [layer.name for layer in self.layers]
+            quantization.check_covers([name for name, _ in base_weights(model)], names)
+            self.rounded = quantization.select_layers(names)
 
     @property
     def uses_module_weights(self) -> bool:
         """Whether generation reads the module's own weights."""
-        return not (self.prepack or self.cast)
+        return not (self.prepack or self.cast or self.rounded)
 
     @torch.no_grad()
     def enable(self) -> None:
@@ -95,7 +104,7 @@ class FastLinears:
             old = self.copies[index] if len(self.copies) > index else None
             copy = self._copy_weights(self._effective_weights(layer), old)
             self.copies[index : index + 1] = [copy]
-            layer.module.forward = self._make_forward(copy, layer.linear)  # type: ignore[method-assign, assignment]
+            layer.module.forward = self._make_forward(copy, layer)  # type: ignore[method-assign, assignment]
 
     def disable(self) -> None:
         """Restore the modules for the learner."""
@@ -135,10 +144,16 @@ class FastLinears:
         """Return the weights that the layer computes with, before the cast to the generation precision."""
         adapter, weight, bias = layer.adapter, layer.weight(self.precision), layer.linear.bias
         if adapter is None:
-            return _LinearWeights(weight, bias)
+            return _LinearWeights(self._round(layer.name, weight), bias)
         if self.merge and not rounds_layer_inputs(layer.linear):  # the adapter's inputs are not rounded
-            return _LinearWeights(adapter.merged_weight(), bias)
-        return _LinearWeights(weight, bias, adapter.down, adapter.up, adapter.scale)
+            return _LinearWeights(self._round(layer.name, adapter.merged_weight()), bias)
+        return _LinearWeights(self._round(layer.name, weight), bias, adapter.down, adapter.up, adapter.scale)
+
+    def _round(self, name: str, weight: Tensor) -> Tensor:
+        """Return a layer's weight as the emulated engine has it: in the generation precision, then rounded to its format."""
+        if self.quantization is None or not self.quantization.rounds_weights or name not in self.rounded:
+            return weight
+        return self.quantization.plan.round_weight(weight.detach().to(self.precision))
 
     def _copy_weights(self, weights: _LinearWeights, old: _LinearWeights | None) -> _LinearWeights:
         copies: dict[str, Any] = {}
@@ -158,18 +173,20 @@ class FastLinears:
         copy: Tensor = tensor.clone() if old is None else old.copy_(tensor)  # in place: captured CUDA graphs read this memory
         return copy
 
-    def _make_forward(self, copy: _LinearWeights, layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    def _make_forward(self, copy: _LinearWeights, layer: _RoutedLayer) -> Callable[[Tensor], Tensor]:
         linear: LinearFunction = _packed_linear if self.prepack else nn.functional.linear
         if self.kernels is not None and self.prepack:
             linear = self.kernels.linear
         precision = self.precision
         down, up = copy.down, copy.up
+        rounded = self.quantization if layer.name in self.rounded else None
+        round_input = identity if rounded is None else rounded.plan.round_input
         if down is None or up is None:
-            return lambda x: linear(round_layer_inputs(layer, x.to(precision)), copy.weight, copy.bias)
+            return lambda x: linear(round_input(round_layer_inputs(layer.linear, x.to(precision))), copy.weight, copy.bias)
 
         def forward_with_adapter(x: Tensor) -> Tensor:
             x = x.to(precision)
-            output = linear(round_layer_inputs(layer, x), copy.weight, copy.bias)
+            output = linear(round_input(round_layer_inputs(layer.linear, x)), copy.weight, copy.bias)
             return output + linear(linear(x, down, None), up, None) * copy.scale
 
         return forward_with_adapter

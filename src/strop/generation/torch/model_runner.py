@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from strop.generation.torch.cuda_graphs import DecodeGraphs
+from strop.generation.torch.decode_kernels import DecodeKernels
+from strop.generation.torch.emulated_quantization import EmulatedQuantization, RoundedCache
 from strop.generation.torch.fast_layers import FastLayers, choose_kernels
 from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.image_reader import ImageReader
@@ -191,13 +193,21 @@ class FixedSlots:
 class PlanRunner:
     """What the runners with a key-value cache have in common: weights, and the pass of a model that follows an attention plan."""
 
-    def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int) -> None:
+    def __init__(
+        self,
+        network: Network,
+        config: TorchGenerationConfig,
+        *,
+        length: int,
+        quantization: EmulatedQuantization | None = None,
+    ) -> None:
         self.network = network
         self.length = length
+        self.quantization = quantization
         self.shape, self.specs = infer_cache_layout(network)
         self.images = None if network.vision is None else ImageReader(network.vision)
         self.offsets: Tensor | None = None  # [slots], of the rotary positions of each slot's new tokens
-        self.kernels = choose_kernels(network, config.compiled_kernels, prepack=config.prepack_weights)
+        self.kernels = _choose_kernels(network, config, quantization)
         self.prepack = config.prepack_weights
         self.linears = self._make_linears()
         self.layers: FastLayers | None = None
@@ -208,7 +218,14 @@ class PlanRunner:
     def _make_linears(self) -> FastLinears:
         network = self.network
         decoder = None if self.images is None else network.decoder
-        return FastLinears(network.model, network.precision, prepack=self.prepack, kernels=self.kernels, decoder=decoder)
+        return FastLinears(
+            network.model,
+            network.precision,
+            prepack=self.prepack,
+            kernels=self.kernels,
+            decoder=decoder,
+            quantization=self.quantization,
+        )
 
     def _make_offsets(self, slots: int) -> None:
         """Keep how far rotary positions are from places, for a model in which images change that."""
@@ -231,11 +248,13 @@ class PlanRunner:
     def _forward(self, tokens: Tensor, positions: Tensor, plan: EnginePlan, rows: Tensor | None) -> Tensor:
         """Return the logits [B, V] at ``rows`` of the tokens [T]; None: at all. ``positions``: rotary, [T] or [3, T]."""
         device = self.network.device
-        options = {} if plan.routes is None else {"routes": plan.routes}
+        options: dict[str, Any] = {} if plan.routes is None else {"routes": plan.routes}
+        rounds = self.quantization is not None and self.quantization.plan.fp8_cache
+        options["plan"] = RoundedCache(plan) if rounds else plan
         places = positions[None] if positions.dim() == 1 else positions[:, None]
         with self.network.autocast():
             inputs = self.read_images(tokens, plan.images) if plan.images else {"input_ids": tokens[None].to(device)}
-            output = self.network.decoder(**inputs, position_ids=places.to(device), plan=plan, use_cache=False, **options)
+            output = self.network.decoder(**inputs, position_ids=places.to(device), use_cache=False, **options)
             hidden = output.last_hidden_state[0]
             hidden = hidden if rows is None else hidden.index_select(0, rows.to(device))
             if self.network.exact is not None:
@@ -254,9 +273,12 @@ class PlanRunner:
         if self.images is not None:
             self.images.forget()
         self.network.use_plan_attention()
-        expected = None if self.layers is None or self._checked else self._probe_decoding(None)
+        probes = self.layers is not None and not self._checked
+        expected = self._probe_decoding(None) if probes and self.quantization is None else None
         if self.network.exact is None:
             self.linears.enable()
+            if probes and self.quantization is not None:  # the modules compare with the kernels once they have the same weights
+                expected = self._probe_decoding(None)
         else:
             self.network.exact.forget_weights()
         if self.layers is not None:
@@ -310,12 +332,35 @@ class PlanRunner:
         raise NotImplementedError
 
 
+def _choose_kernels(
+    network: Network, config: TorchGenerationConfig, quantization: EmulatedQuantization | None
+) -> DecodeKernels | None:
+    wanted = config.compiled_kernels
+    if quantization is not None and quantization.needs_modules:
+        if wanted:
+            raise ValueError(
+                "policy.generation.torch_cfg.compiled_kernels is true, but the kernels do not round the inputs of layers, as "
+                f"{quantization.plan.weights.name} asks for; set it to null"
+            )
+        if wanted is None and network.device.type == "cpu":
+            log.info("decoding with the model's own modules: they round their inputs to %s", quantization.plan.weights.name)
+        return None
+    return choose_kernels(network, wanted, prepack=config.prepack_weights)
+
+
 class CachedRunner(FixedSlots, PlanRunner):
     """Runs a network with a key-value cache of fixed slots, each as long as the longest sequence."""
 
-    def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int) -> None:
+    def __init__(
+        self,
+        network: Network,
+        config: TorchGenerationConfig,
+        *,
+        length: int,
+        quantization: EmulatedQuantization | None = None,
+    ) -> None:
         """Raises ValueError if the configured memory cannot hold one sequence of ``length`` tokens."""
-        super().__init__(network, config, length=length)
+        super().__init__(network, config, length=length, quantization=quantization)
         stored = self.shape.round_span(length) if self.shape.exact else length
         capacity = cache_capacity(network, self.shape, config, length, stored)
         self.slots = min(config.max_num_seqs, capacity // stored)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from strop.base_config import BaseConfig
@@ -30,6 +32,11 @@ class TorchGenerationConfig(BaseConfig):
     )
     speculative_draft: int = Field(
         0, ge=0, le=32, description="Tokens that the policy's draft head (policy.draft) proposes; 0 is none (tokens a step)."
+    )
+    speculative_sampling: Literal["coupled", "rejection"] = Field(
+        "coupled",
+        description="How drafts of speculative_draft are verified. coupled: draft and token are drawn with one number, so a run has the "
+        "same rollouts with any head; rejection keeps more drafts, and which tokens are drawn depends on the head. Both are exact.",
     )
     prepack_weights: bool | None = Field(
         None,

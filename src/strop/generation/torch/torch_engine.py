@@ -20,6 +20,7 @@ import torch
 
 from strop.generation.base import Completion, Pacer, RequestTooLong
 from strop.generation.torch.drafting.eagle_drafter import EagleDrafter
+from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.generation.torch.image_tokens import PromptImages
 from strop.generation.torch.model_runner import (
     CachedRunner,
@@ -438,6 +439,9 @@ class TorchEngine:
         samplings = [request.sampling for request, _ in rows]
         sampled = sample_tokens(logits, samplings, uniforms, kernels=self.kernels, exact=self.exact)
         columns = list(zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.entropies.tolist(), strict=True))
+        if self.drafter is not None and self.drafter.rejection and any(drafts):
+            for row, (token, logprob) in self.drafter.verify(requests, drafts, logits).items():
+                columns[row] = (token, logprob, columns[row][2])
         first = 0
         for request, draft in zip(requests, drafts, strict=True):
             self._take_tokens(request, draft, columns[first : first + len(draft) + 1], sampled, first)
@@ -518,14 +522,22 @@ class TorchEngine:
 
 
 def make_torch_engine(
-    network: Network, tokenizer: Any, config: TorchGenerationConfig, *, length: int, stop_ids: Sequence[int]
+    network: Network,
+    tokenizer: Any,
+    config: TorchGenerationConfig,
+    *,
+    length: int,
+    stop_ids: Sequence[int],
+    quantization: EmulatedQuantization | None = None,
 ) -> TorchEngine:
-    """Make an engine on a network, for sequences of up to ``length`` tokens. Raises ValueError if its KV cache is too small for one."""
-    runner = make_runner(network, config, length=length)
+    """Make an engine on a network, for sequences of up to ``length`` tokens. Raises ValueError if its KV cache is too small for one.
+
+    ``quantization``: round what an engine with weights of low precision has rounded."""
+    runner = make_runner(network, config, length=length, quantization=quantization)
     drafts = config.speculative_lookup if runner.verifies_drafts else 0
     if drafts < config.speculative_lookup:
         log.warning("torch_cfg.speculative_lookup needs a paged cache, which this engine has not: it decodes one token at a time")
-    drafter = _make_drafter(network, runner, config.speculative_draft) if network.draft is not None else None
+    drafter = _make_drafter(network, runner, config) if network.draft is not None else None
     return TorchEngine(
         runner,
         tokenizer,
@@ -537,12 +549,13 @@ def make_torch_engine(
     )
 
 
-def _make_drafter(network: Network, runner: ModelRunner, count: int) -> EagleDrafter | None:
-    """Make what drafts ``count`` tokens with the policy's head; None, with a warning, where it cannot."""
-    if not count:
+def _make_drafter(network: Network, runner: ModelRunner, config: TorchGenerationConfig) -> EagleDrafter | None:
+    """Make what drafts tokens with the policy's head; None if nothing does, with a warning where it was asked for."""
+    if not config.speculative_draft:
         return None
     if isinstance(runner, PagedRunner) and runner.images is None:
-        return EagleDrafter(network, runner, count)
+        rejection = config.speculative_sampling == "rejection"
+        return EagleDrafter(network, runner, config.speculative_draft, rejection=rejection)
     reason = (
         "needs a paged cache, which this engine has not" if runner.images is None else "reads text, and this model images too"
     )
@@ -550,20 +563,27 @@ def _make_drafter(network: Network, runner: ModelRunner, count: int) -> EagleDra
     return None
 
 
-def make_runner(network: Network, config: TorchGenerationConfig, *, length: int) -> ModelRunner:
+def make_runner(
+    network: Network, config: TorchGenerationConfig, *, length: int, quantization: EmulatedQuantization | None = None
+) -> ModelRunner:
     """Make the runner that a network and the configuration allow, and say which it is."""
     if not network.supports_attention_plans():
+        if quantization is not None:
+            raise ValueError(
+                f"policy.generation: found {quantization.plan.weights.name}, but this model is sampled without a KV cache, by its own "
+                f"modules, which round nothing ({network.fallback}); set policy.generation.backend=vllm"
+            )
         log.warning(
             "the torch engine cannot use a KV cache and recomputes the whole sequence for every token: %s", network.fallback
         )
         return RecomputeRunner(network, max_slots=config.max_num_seqs, length=length)
     if _may_use_pages(network, config, length):
-        paged = PagedRunner(network, config, length=length)
+        paged = PagedRunner(network, config, length=length, quantization=quantization)
         if config.paged_cache or paged.rounds_as_learner:
             log.info("the torch engine's KV cache has %d pages of %d tokens", paged.cache.pool.size, paged.cache.page)
             return paged
         config = replace(config, compiled_kernels=False)  # it was found, and said, that they cannot be used
-    slots = CachedRunner(network, config, length=length)
+    slots = CachedRunner(network, config, length=length, quantization=quantization)
     log.info("the torch engine's KV cache has %d slots of %d tokens", slots.slots, length)
     return slots
 

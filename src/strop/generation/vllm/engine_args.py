@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.generation.generation_config import GenerationConfig
+from strop.generation.vllm.quantized.fp8_launch import fp8_environment, make_fp8_args, merge_overrides
 from strop.generation.vllm.vllm_config import VllmConfig
 from strop.safety.remote_code import trusts_remote_code
 
@@ -28,7 +29,7 @@ RESERVED_ARGS = {  # vLLM arguments that Strop sets itself -> what to set instea
     "enable_prefix_caching": "policy.generation.vllm_cfg.enable_prefix_caching",
     "speculative_config": "policy.generation.vllm_cfg.speculation",
     "enable_lora": "policy.dtensor_cfg.lora_cfg.enabled",
-    "quantization": "nothing: rollouts use the trained weights unquantized",
+    "quantization": "policy.generation.vllm_cfg.precision=fp8, or policy.generation.quantization.format",
     "data_parallel_size": "policy.generation.vllm_cfg.num_engines, or expert_parallel_size for a mixture of experts",
     "enable_expert_parallel": "policy.generation.vllm_cfg.expert_parallel_size",
     "enable_return_routed_experts": "policy.router_replay.enabled",
@@ -100,7 +101,8 @@ class VllmLaunch:
             {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.return_routes else {}
         )  # the other one does not say the experts of tokens
         invariant = {"VLLM_BATCH_INVARIANT": "1"} if self.batch_invariant else {}
-        own = {**start, **routes, **invariant, **self.environment, **self.config.vllm_cfg.env_vars}
+        fp8 = fp8_environment(self.config)
+        own = {**start, **routes, **invariant, **fp8, **self.environment, **self.config.vllm_cfg.env_vars}
         if not self.nodes:
             return own
         spanned = {
@@ -140,7 +142,7 @@ def make_engine_args(launch: VllmLaunch) -> Any:
         "model": launch.model,
         "trust_remote_code": trusts_remote_code(),
         "tokenizer": launch.tokenizer or launch.model,
-        "dtype": config.precision,
+        "dtype": config.dtype,
         "load_format": "auto" if launch.load_weights else "dummy",
         "max_model_len": config.max_model_len,
         "tensor_parallel_size": config.tensor_parallel_size,
@@ -182,7 +184,8 @@ def make_engine_args(launch: VllmLaunch) -> Any:
                 "Triton and a GPU; set policy.generation.backend=torch, or policy.router_replay.enabled=false"
             )
         args |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}  # they are kept beside the prefix cache
-    return AsyncEngineArgs(**{**args, **generation.vllm_kwargs})
+    args |= make_fp8_args(generation, launch.model)
+    return AsyncEngineArgs(**merge_overrides(args, generation.vllm_kwargs))
 
 
 def make_image_args(*, on_cpu: bool) -> dict[str, Any]:

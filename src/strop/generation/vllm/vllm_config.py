@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -92,7 +92,26 @@ class VllmConfig(BaseConfig):
         ge=1,
         description="Engines, each with all weights; null is as many as fit the GPUs of a Ray cluster, else 1 (engines).",
     )
-    precision: Precision = follows("...precision", standalone="bfloat16", description="Data type of the engine's weights.")
+    precision: Precision | Literal["fp8"] = follows(
+        "...precision",
+        standalone="bfloat16",
+        description="Data type of the engine's weights; fp8 is FP8 in blocks (generation.quantization) and bfloat16 elsewhere.",
+    )
+    is_mx: bool = Field(False, description="With precision fp8: MXFP8, 32 values to a scale, which needs a Blackwell GPU.")
+    use_deep_gemm: bool = Field(
+        False, description="With precision fp8: compute with DeepGEMM (VLLM_USE_DEEP_GEMM); false is vLLM's choice."
+    )
+    pow2_weight_scaling_factors: bool | None = Field(
+        None, description="With precision fp8: scales of weights are powers of two; null is false, and true with is_mx."
+    )
+    pow2_activation_scaling_factors: bool | None = Field(
+        None, description="With precision fp8: scales of inputs are powers of two; null is false, and true with is_mx."
+    )
+    num_first_layers_in_bf16: int = Field(0, ge=0, description="First layers that are not quantised (layers).")
+    num_last_layers_in_bf16: int = Field(0, ge=0, description="Last layers that are not quantised (layers).")
+    quantization_ignored_layer_kws: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="Layers with one of these texts in their name are not quantised."
+    )
     kv_cache_dtype: str = Field("auto", description="Data type of the KV cache.")
     logprobs_mode: Literal["processed_logprobs"] = Field(
         "processed_logprobs",
@@ -144,6 +163,16 @@ class VllmConfig(BaseConfig):
     env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the engine processes only.")
 
     @property
+    def dtype(self) -> Precision:
+        """The data type that the engine computes in, and of weights that are not quantised."""
+        return "bfloat16" if self.precision == "fp8" else self.precision
+
+    @property
+    def fp8_cache(self) -> bool:
+        """Whether keys and values are stored in FP8."""
+        return self.kv_cache_dtype.startswith("fp8")
+
+    @property
     def engine_size(self) -> int:
         """The number of ranks of one engine, each on a device of its own."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
@@ -185,7 +214,7 @@ class VllmConfig(BaseConfig):
 
     def vllm_warnings(self, key: str) -> Iterator[Problem]:
         """Yield what works where vLLM is the engine, but perhaps not as intended."""
-        if self.kv_cache_dtype not in ("auto", self.precision):
+        if self.kv_cache_dtype not in ("auto", self.dtype):
             yield Problem(
                 f"{key}.kv_cache_dtype",
                 f"found {self.kv_cache_dtype}: rounded keys and values change the sampling distribution, and the learner computes another "

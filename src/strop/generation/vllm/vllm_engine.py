@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from strop.generation.base import Completion, RequestTooLong
 from strop.generation.vllm.engine_args import ENGINE_ENVIRONMENT, VllmLaunch, make_engine_args
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, fork_engine_cores, start_fork_server
+from strop.generation.vllm.quantized.fp8_launch import kernel_plan
 from strop.models.vision.vision_processor import VisionProcessor
 from strop.sampling import Sampling
 from strop.types import PromptImage
@@ -231,7 +232,10 @@ class VllmEngine:
 
     async def load(self, manifest: Manifest, version: int) -> LoadReceipt:
         self.version = self._loaded_version = NO_VERSION
-        results = [pickle.loads(result) for result in await self._call_workers("strop_load_weights", pickle.dumps(manifest))]
+        plan = pickle.dumps(kernel_plan(self.launch.config))
+        results = [
+            pickle.loads(result) for result in await self._call_workers("strop_load_weights", pickle.dumps(manifest), plan)
+        ]
         received = {name: tuple(fingerprints[name] for fingerprints, _ in results) for name in manifest.names}
         return LoadReceipt(
             version=await self._set_version(version), fingerprints=received, seconds=max(seconds for _, seconds in results)

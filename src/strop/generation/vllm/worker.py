@@ -17,6 +17,7 @@ import torch
 
 from strop.generation.vllm.draft_weights import PREFIX, load_draft, read_draft_shards
 from strop.generation.vllm.launch import exit_with_driver
+from strop.generation.vllm.quantized.quantized_load import quantize_arriving
 from strop.generation.vllm.vllm_patches import apply_patches
 from strop.generation.vllm.weights.engine_names import KeptSinks, rename_for_engine
 from strop.generation.vllm.weights.weight_readback import (
@@ -26,6 +27,7 @@ from strop.generation.vllm.weights.weight_readback import (
     read_weight_shards,
     refresh_packed_copies,
 )
+from strop.models.quantization.quantization_plan import QuantizationPlan
 from strop.weight_sync.base import ChannelAddress, Manifest, Receiver, TensorFingerprint
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 
@@ -59,8 +61,10 @@ class StropWorker:
             self._strop_receiver.close()
             self._strop_receiver = None
 
-    def strop_load_weights(self, manifest: bytes) -> bytes:
+    def strop_load_weights(self, manifest: bytes, plan: bytes) -> bytes:
         """Receive one publish and load it into the model. Return the pickled (fingerprints, seconds).
+
+        ``plan``: the pickled ``QuantizationPlan`` of a model whose kernels have weights of low precision, or None.
 
         On a CPU the model is unchanged until all tensors have arrived. On a GPU there is no memory for a second copy: an aborted publish
         leaves the model unusable until the next one, and the caller must not resume before.
@@ -75,7 +79,11 @@ class StropWorker:
         incoming = self._strop_receiver.receive(expected)
         on_cpu = self.device.type == "cpu"
         tensors = _copy_and_fingerprint(incoming, fingerprints)
-        self._strop_apply_weights(list(tensors) if on_cpu else tensors)
+        tensors = list(tensors) if on_cpu else tensors
+        quantization: QuantizationPlan | None = pickle.loads(plan)
+        if quantization is not None:
+            tensors = quantize_arriving(tensors, quantization, expected.names)
+        self._strop_apply_weights(tensors)
         missing = set(expected.names) - fingerprints.keys()
         if missing:
             raise RuntimeError(f"the publish ended without {', '.join(sorted(missing)[:3])}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from strop import metrics
@@ -16,6 +18,7 @@ from strop.data.shares.batch_share import BatchShare, count_tokens
 from strop.data.shares.split_rule import ShareRequest
 from strop.learner.megatron.checkpoint.learner_checkpoint import load_learner, snapshot_learner
 from strop.learner.megatron.checkpoint.megatron_snapshot import MegatronSnapshot
+from strop.learner.megatron.megatron_draft import MegatronDraftedPolicy, add_over_ranks, make_megatron_draft_options
 from strop.learner.megatron.megatron_network import MegatronNetwork
 from strop.learner.megatron.megatron_scorer import MegatronScorer
 from strop.learner.megatron.memory import find_tensors, memory_of
@@ -29,6 +32,7 @@ from strop.learner.megatron.passes.router_losses import RouterLosses
 from strop.learner.megatron.passes.schedule import prepare_schedule
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.micro_batch import MicroBatch, MicroBatchOutputs, detach_to_cpu, dummy_loss, to_device
+from strop.learner.torch.draft.draft_trainer import DraftTrainer, StagedWithDraft
 from strop.learner.torch.schedule_unit import ScheduleUnit
 from strop.learner.torch.tensor_offload import TensorOffload
 from strop.metrics import Metrics
@@ -99,9 +103,19 @@ class MegatronLearner:
         self.router_losses = RouterLosses(self.transformer, self.layout, per_layer=megatron.moe_per_layer_logging)
         biased = self.transformer.moe_router_enable_expert_bias and self.transformer.moe_router_bias_update_rate > 0
         self.routers_learn = biased or bool(self.router_losses.names)  # also of tokens for which the loss has no gradient
+        self.draft = self._make_draft()
         self._steps = 0
         self.weight_offload = TensorOffload(self._weight_tensors, network.device)
         self.state_offload = TensorOffload(self._state_tensors, network.device)
+
+    def _make_draft(self) -> DraftTrainer | None:
+        """Return what trains the network's draft head, if it has one."""
+        network = self.network
+        if network.draft is None:
+            return None
+        options = make_megatron_draft_options(self.config.megatron_cfg, getattr(self.config, "draft", None))
+        add = partial(add_over_ranks, group=self.layout.data)
+        return DraftTrainer(MegatronDraftedPolicy(network), network.draft, options, self.sampling, add)
 
     # --- passes -----------------------------------------------------------------------------------------------------------
 
@@ -135,22 +149,26 @@ class MegatronLearner:
         trained = [each for each in micro_batches if backward and (self.routers_learn or not each.zero_gradient)]
         scale = self._scale_loss(batch) if trained else 1.0
 
+        draft = self.draft if backward else None
+
         def finish(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, tuple[MicroBatch, Outputs, Metrics]]:
             part = micro_batch.sub_batch.batch
+            drafted = {} if draft is None or micro_batch.dummy else draft.accumulate(part)
             outputs = self.network.outputs(hidden, part, self.sampling)
             value, logged = (
                 (dummy_loss(outputs), {}) if micro_batch.dummy else loss(outputs, to_device(part, self.network.device))
             )
-            logged = {**logged, **measure_missing_routes(self.network.routed, part)}
+            logged = {**logged, **drafted, **measure_missing_routes(self.network.routed, part)}
             return value * scale if scale != 1.0 else value, (micro_batch, detach_to_cpu(outputs), logged)
 
-        results = self.network.run([each for each in micro_batches if each not in trained], finish)
         router_losses: Metrics = {}
-        if trained:
-            self.gradients.overlap_with_next_pass(self.transformer)
-            self.router_losses.start()
-            results += self.network.run(trained, finish, backward=True)
-            router_losses = self.router_losses.take(len(trained))
+        with nullcontext() if draft is None else draft.capturing():
+            results = self.network.run([each for each in micro_batches if each not in trained], finish)
+            if trained:
+                self.gradients.overlap_with_next_pass(self.transformer)
+                self.router_losses.start()
+                results += self.network.run(trained, finish, backward=True)
+                router_losses = self.router_losses.take(len(trained))
         disagreement = measure_disagreement(self.network.take_router_counts())
         if not self.layout.is_leader:
             return MicroBatchOutputs()
@@ -186,10 +204,12 @@ class MegatronLearner:
                 self.scheduler.step(1)
             self.gradients.zero()
             self.optimizer.zero_grad()
+        drafted = {} if self.draft is None else self.draft.step()
         return {
             "grad_norm": metrics.mean(norm, 1),
             "lr": metrics.mean(rate, 1),
             "steps_skipped_for_nonfinite_gradient": metrics.total(float(not finite)),
+            **drafted,
         }
 
     # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -197,14 +217,21 @@ class MegatronLearner:
     def save(self, folder: Path, optimizer: bool = True) -> None:
         """Write the weights, and with ``optimizer`` the state of training. All ranks must call it."""
         snapshot_learner(self, optimizer=optimizer, copies=False).save(folder, optimizer=optimizer)
+        if self.draft is not None and dist.get_rank() == 0:
+            self.draft.save(folder, optimizer=optimizer)
 
-    def stage(self, *, optimizer: bool = True) -> MegatronSnapshot:
+    def stage(self, *, optimizer: bool = True) -> MegatronSnapshot | StagedWithDraft:
         """Return a copy of the state in CPU memory, which may be written while training continues."""
-        return snapshot_learner(self, optimizer=optimizer)
+        snapshot = snapshot_learner(self, optimizer=optimizer)
+        if self.draft is None or dist.get_rank() != 0:
+            return snapshot
+        return StagedWithDraft(snapshot, self.draft.stage(optimizer=optimizer))
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote in any layout, in place."""
         load_learner(self, folder)
+        if self.draft is not None:
+            self.draft.load(folder)
         self._steps = 0
 
     # --- memory -----------------------------------------------------------------------------------------------------------
@@ -220,6 +247,8 @@ class MegatronLearner:
         """Yield the tensors of training besides the weights: gradients, masters, the optimizer's state."""
         weights = memory_of(self._parameters())
         yield from (tensor for tensor in find_tensors((self.network.chunks, self.optimizer)) if not memory_of([tensor]) & weights)
+        if self.draft is not None:
+            yield from self.draft.tensors()
 
     def _parameters(self) -> Sequence[Tensor]:
         return [

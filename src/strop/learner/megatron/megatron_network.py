@@ -23,6 +23,7 @@ from strop.learner.megatron.passes.row_sharding import RowSharding
 from strop.learner.megatron.passes.schedule import Finish, run_schedule
 from strop.learner.megatron.passes.vocab_parallel import VocabParallelHead, vocab_parallel_logprobs
 from strop.learner.parallel.micro_batch import MicroBatch
+from strop.models.draft.eagle_head import EagleHead
 from strop.models.logprobs.lm_head import make_lm_head
 from strop.models.routing.routes import ReplayedRoutes, RoutedLayers
 from strop.models.value_network import apply_score_layer
@@ -59,6 +60,8 @@ class MegatronNetwork:
         self.routed: RoutedLayers | None = None  # with router replay: those of this rank
         self._replays: list[LayerReplay] = []
         self._replayed: list[ReplayedRoutes] = []  # of the passes whose counts were not taken
+        self.draft: EagleHead | None = None  # with policy.draft
+        self.publishes_draft = False  # whether engines draft with it
         self.vocab_size = int(hf_config.get_text_config().vocab_size)
 
     @property
@@ -162,11 +165,11 @@ class MegatronNetwork:
 
     def head(self) -> VocabParallelHead:
         """Return the output layer, on a rank of the last stage."""
-        self._wait_for_output_weights()
+        self.wait_for_output_weights()
         shard = make_lm_head(self.hf_config, self.last_stage.output_weight)
         return VocabParallelHead(shard, self.vocab_size, self.layout.tensor)
 
-    def _wait_for_output_weights(self) -> None:
+    def wait_for_output_weights(self) -> None:
         """Finish gathering the output layer's weights: with overlap_param_gather a module's are when it is called, and this is not."""
         chunk = self.chunks[-1]
         group = getattr(chunk, "param_to_bucket_group", {}).get(self.last_stage.output_weight)

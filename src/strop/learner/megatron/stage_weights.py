@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,9 +14,10 @@ from strop.learner.megatron.adapters.adapter_checkpoint import gather_adapters
 from strop.learner.megatron.adapters.adapter_folder import AdapterFolder
 from strop.learner.megatron.megatron_network import MegatronNetwork
 from strop.learner.megatron.weights.stage_export import iter_weights
+from strop.models.draft.eagle_files import published_weights
 from strop.weight_sync.base import AdapterFiles
 from strop.weight_sync.exporter import fingerprint_adapters
-from strop.weight_sync.weight_source import Weight
+from strop.weight_sync.weight_source import Weight, local_weights
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class StageWeights:
             weights = list(
                 iter_weights(self.network.stages, self.network.hf_config) if adapters is None else adapters.iter_merged()
             )
-        return self.in_layout(weights)
+        drafted = self.network.draft if self.network.publishes_draft else None  # every rank has all of it
+        return chain(self.in_layout(weights), () if drafted is None else local_weights(published_weights(drafted)))
 
     def in_layout(self, weights: Iterable[Weight]) -> Iterator[Weight]:
         """Return weights that are gathered in the network's layout, whichever is active."""

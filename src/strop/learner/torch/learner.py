@@ -38,7 +38,7 @@ from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
 from strop.learner.parallel.single_device import SingleDevice
 from strop.learner.torch.activation_memory import ActivationOffload, checkpoint_layers
-from strop.learner.torch.draft.draft_trainer import DraftTrainer, StagedWithDraft
+from strop.learner.torch.draft.draft_trainer import DraftOptions, DraftTrainer, StagedWithDraft, optimizer_of_draft
 from strop.learner.torch.hyperparameters import Hyperparameters
 from strop.learner.torch.layer_compilation import choose_layer_compilation
 from strop.learner.torch.master_weights import MasterWeights
@@ -50,6 +50,7 @@ from strop.learner.torch.tensor_offload import TensorOffload
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
+from strop.models.draft.draft_config import DraftConfig
 from strop.models.exact.exact_network import forget_exact_weights
 from strop.models.layers.decoder_layers import decoder_layers
 from strop.models.malloc import trim_freed_memory
@@ -152,17 +153,27 @@ class TorchLearner:
                 f"{section}.draft.enabled: found true, but the learner is on several ranks, beside which no head is trained in this "
                 "version. Train on one device, or set it to false"
             )
-        return DraftTrainer(
-            network,
-            network.draft,
-            self.config,
-            self.sampling,
+        if not network.packed:
+            raise ValueError(
+                f"{section}.draft: the head reads the packed rows of the policy, and {type(network.model).__name__} reads padded ones "
+                f"({network.fallback or 'sequence packing is off'}); set {section}.draft.enabled=false"
+            )
+        if network.vision is not None:
+            raise ValueError(
+                f"{section}.draft.enabled: found true, but {type(network.model).__name__} reads images, whose embeddings a head does not "
+                "have; set it to false"
+            )
+        draft: DraftConfig | None = getattr(self.config, "draft", None)
+        options = DraftOptions(
+            optimizer=optimizer_of_draft(self.config.optimizer, draft),
+            max_grad_norm=self.config.max_grad_norm,
+            loss_weight=1.0 if draft is None else draft.loss_weight,
             scheduler=self.config.scheduler or CONSTANT,
             schedule_unit=schedule_unit,
             schedule_length=length,
             section=section,
-            options=getattr(self.config, "draft", None),
         )
+        return DraftTrainer(network, network.draft, options, self.sampling)
 
     def _limit_activations(self, section: str) -> ActivationOffload | None:
         """Set which layers recompute their activations; return what offloads the others, if it is asked for."""

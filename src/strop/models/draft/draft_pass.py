@@ -11,9 +11,9 @@ from strop import metrics
 from strop.metrics import Metrics
 from strop.models.attention.tree_plan import TreePlan
 from strop.models.draft.draft_rows import DraftRows, make_draft_rows
+from strop.models.draft.drafted_policy import DraftedPolicy
 from strop.models.draft.eagle_head import EagleHead
 from strop.models.draft.soft_cross_entropy import fit_draft
-from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
 
@@ -24,7 +24,7 @@ METRICS = ("draft_loss", "draft_acceptance", "draft_same_top")
 class DraftPass:
     """What trains a head beside a policy: the gradient of the head alone. Nothing of it reaches the policy."""
 
-    network: Network  # the policy
+    policy: DraftedPolicy
     head: EagleHead
     sampling: Sampling
     loss_weight: float = 1.0
@@ -40,17 +40,17 @@ class DraftPass:
             return {name: metrics.mean(0.0, 0.0) for name in METRICS}
         device = states.device
         weight = batch.mask[rows.predicted].to(device)
-        with torch.enable_grad(), self.network.autocast():
+        with torch.enable_grad(), self.policy.autocast():
             normed = self._read(batch, rows, states)
             fit = fit_draft(
                 normed,
                 self.head.lm_head.weight,
                 last.index_select(0, batch.source[rows.predicted].to(device)),
-                self.network.head,
+                self.policy.head,
                 weight * (self.loss_weight / max(batch.totals.tokens, 1)),
                 self.sampling.temperature or 1.0,
                 self.head.token_ids if self.head.reduced else None,
-                max(16, min(self.network.chunk, 1 << 20) // 4),
+                max(16, min(self.policy.chunk, 1 << 20) // 4),
             )
             torch.autograd.backward([normed, self.head.lm_head.weight], [fit.grad_hidden, fit.grad_weight])
         count = float(weight.sum())
@@ -60,11 +60,10 @@ class DraftPass:
     def _read(self, batch: Batch, rows: DraftRows, states: Tensor) -> Tensor:
         """Return the head's normed states at the rows that are trained on, [M, H]."""
         device = states.device
-        embed = self.network.model.get_input_embeddings()
         with torch.no_grad():
-            embedded = embed(batch.tokens[rows.token].to(device)).detach()
+            embedded = self.policy.embed_tokens(batch.tokens[rows.token].to(device)).detach()
         segments = (rows.segment_start, rows.segment_length, rows.segment_parent)
-        plan = TreePlan(*segments, device, self.network.attention_kernel)
+        plan = TreePlan(*segments, device, self.policy.attention_kernel)
         fused = self.head.fuse(states.index_select(0, rows.predecessor.to(device)))
         hidden = self.head(embedded, fused, rows.positions.to(device), plan)
         normed: Tensor = self.head.norm(hidden.index_select(0, rows.trained.to(device)))

@@ -43,12 +43,12 @@ class StateCapture:
     def _keep(self, index: int) -> Any:
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            self._states[index] = hidden.detach().squeeze(0)
+            self._states[index] = hidden.detach().flatten(0, 1)  # [1, T, H], or Megatron Core's [T, 1, H]
 
         return keep
 
     def _keep_last(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        self.last = output.last_hidden_state.detach().squeeze(0)
+        self.last = getattr(output, "last_hidden_state", output).detach().flatten(0, 1)
 
     def take(self) -> Tensor:
         """Return the layers' outputs side by side, [T, layers * H], and forget them."""

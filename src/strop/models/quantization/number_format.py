@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -138,7 +139,7 @@ def _power_of_two_scales(found: Tensor, number_format: NumberFormat) -> Tensor:
     if number_format.scale == "power_of_two_floor":
         exponent = exponent - 1 - number_format.element.largest_exponent
     else:
-        limit, power = torch.frexp(torch.tensor(number_format.element.largest, device=found.device))
+        limit, power = math.frexp(number_format.element.largest)
         exponent = exponent - power + (mantissa > limit).int()
     # Zeros: 2^-126, and not the least scale 2^-127 (byte 0), which some kernels do not take.
     scales = power_of_two(torch.where(found == 0, -126, exponent))

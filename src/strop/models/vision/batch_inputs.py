@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -30,8 +30,10 @@ def packed_inputs(tower: VisionTower, batch: Batch, plan: AttentionPlan, device:
     return {**inputs.arguments(1, len(batch.tokens)), "position_ids": positions.to(device), "plan": plan}
 
 
-def read_padded(tower: VisionTower, batch: Batch, rows: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the hidden states [rows, longest, H] of padded rows, one for each path of the batch, by the model's own attention."""
+def padded_inputs(
+    tower: VisionTower, batch: Batch, rows: Sequence[Tensor], device: torch.device
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return what reads padded rows, one for each path of the batch, by the model's own attention, and its keyword arguments."""
     count, longest = len(rows), max(len(row) for row in rows)
     tokens, mask = torch.zeros(2, count, longest, dtype=torch.int64)
     for index, row in enumerate(rows):
@@ -39,16 +41,14 @@ def read_padded(tower: VisionTower, batch: Batch, rows: Sequence[Tensor], device
     images = [image.moved(index * longest) for index, own in enumerate(_images_of_paths(batch)) for image in own]
     inputs = tower.embed(tokens.flatten(), images)
     inputs = replace(inputs, embeddings=tower.touch(inputs.embeddings))
-    arguments = {**inputs.arguments(count, longest), "attention_mask": mask.to(device), "use_cache": False}
+    arguments = {**inputs.arguments(count, longest), "attention_mask": mask.to(device)}
     if images and tower.family.grid_key is not None:
         starts = range(0, count * longest, longest)
         found = tree_positions(starts, [longest] * count, [-1] * count, images, tower.grids(images))
         arguments["position_ids"] = found.positions.view(3, count, longest).to(device)
     if tower.family.bidirectional:  # the masks of images are made one level above the decoder
         arguments["token_type_ids"] = inputs.is_image.view(count, longest).to(torch.int64)
-    reader = tower.model.model if tower.family.bidirectional else tower.model.get_decoder()
-    hidden: Tensor = reader(**arguments).last_hidden_state
-    return hidden
+    return tower.model.model if tower.family.bidirectional else tower.model.get_decoder(), arguments
 
 
 def _images_of_paths(batch: Batch) -> list[list[PromptImage]]:

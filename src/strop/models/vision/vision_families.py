@@ -65,7 +65,7 @@ class VisionFamily(ABC):
 
 
 class QwenVL(VisionFamily):
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: patches of any number, merged in squares, with rotary positions in three dimensions."""
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE: patches of any number, merged in squares, with rotary positions in three dimensions."""
 
     def placeholder(self, tokenizer: Any) -> str:
         return self.image_token(tokenizer)
@@ -165,6 +165,7 @@ FAMILIES: Mapping[str, tuple[type[VisionFamily], Mapping[str, Any]]] = {
     "qwen2_vl": (QwenVL, _QWEN),
     "qwen2_5_vl": (QwenVL, _QWEN),
     "qwen3_vl": (QwenVL, _QWEN),
+    "qwen3_vl_moe": (QwenVL, _QWEN),
     "gemma3": (Gemma3, {"bidirectional": True}),
     "llava": (Llava, {}),
     "idefics3": (Idefics3, _TILES),

@@ -20,7 +20,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,14 +205,19 @@ class FolderReceiver:
         return
 
 
-def _write_file(path: Path, bucket: Bucket, matched: Iterator[tuple[object, Tensor]]) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors by name as a safetensors file."""
     from safetensors.torch import save_file
 
+    save_file(dict(tensors), path)
+
+
+def _write_file(path: Path, bucket: Bucket, matched: Iterator[tuple[object, Tensor]]) -> None:
     tensors: dict[str, Tensor] = {}
     for item in bucket.tensors:
         entry = item.entry
         tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype).copy_(next(matched)[1].detach())
-    save_file(tensors, path)
+    save_tensors(tensors, path)
 
 
 def _file_name(number: int) -> str:

@@ -19,7 +19,7 @@ from strop.gpus import VISIBLE
 def environments(
     threads: int | None = None, *, apart: bool = False, on_cpu: bool = False, learner: int = 0, **keys: Any
 ) -> list[dict[str, str]]:
-    config = GenerationConfig(vllm_cfg=VllmConfig(**keys), colocated=ColocatedConfig(enabled=not apart))
+    config = GenerationConfig(backend="vllm", vllm_cfg=VllmConfig(**keys), colocated=ColocatedConfig(enabled=not apart))
     launch = VllmLaunch(config=config, model="folder", on_cpu=on_cpu)
     engines = make_local_engines(launch, None, learner=torch.device("cuda", learner), stop_ids=(), threads=threads)
     return [engine.launch.env_vars for engine in engines]

@@ -203,6 +203,7 @@ def results() -> list[dict[str, dict[str, Any]]]:
     return run_on_ranks(2, work_on_rank, make_batch(POLICY.case))
 
 
+@pytest.mark.exhaustive
 def test_layouts_of_different_sizes_stand_side_by_side() -> None:
     ranks = [each["score_in_other_layout"] for each in results()]
     assert [each["leads"] for each in ranks] == [(True, False), (False, True)]

@@ -12,6 +12,7 @@ from tests.unit.learner.parallel.test_tensor_parallel import BOUND, compared
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from support import models
 from support.models import CONFIGS, WINDOW
+from support.sweep import sweep
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
@@ -65,7 +66,7 @@ def every_family(rank: int, sequence: bool) -> dict[str, tuple[float, float, str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", sweep([False, True], True))
 def test_every_familys_plan_gives_the_hidden_states_and_gradients_of_one_process(sequence: bool) -> None:
     for found in run_on_ranks(2, every_family, sequence):
         assert {name: worst for name, worst in found.items() if max(worst[:2]) > BOUND} == {}

@@ -86,7 +86,7 @@ def differences(world: int) -> dict[str, Any]:
     return {name: compare([rank[name][0] for rank in ranks], ranks[0][name][1], ranks[0][name][2]) for name in CASES[world]}
 
 
-@pytest.mark.parametrize("world", sweep([2, 4], 2))
+@pytest.mark.parametrize("world", sweep([2, 4]))
 def test_three_steps_of_a_divided_learner_are_those_of_one_process(world: int) -> None:
     found = differences(world)
     worst = {name: max(getattr(one, field.name) for field in fields(one)) for name, one in found.items()}

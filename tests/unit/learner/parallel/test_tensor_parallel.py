@@ -22,6 +22,7 @@ from strop.learner.parallel.expert_parallel import apply_expert_parallel
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.tensor_parallel import apply_tensor_parallel
 from strop.models.adapters import disable_adapters
+from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +117,7 @@ def every_case(rank: int, sequence: bool) -> dict[str, tuple[float, float, str]]
     return {name: compared(case, meshes) for name, case in CASES.items() if case.get("only", sequence) == sequence}
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", sweep([False, True], True))
 def test_a_model_divided_among_two_ranks_has_the_hidden_states_and_gradients_of_one_process(sequence: bool) -> None:
     for found in run_on_ranks(2, every_case, sequence):
         assert {name: worst for name, worst in found.items() if max(worst[:2]) > BOUND} == {}

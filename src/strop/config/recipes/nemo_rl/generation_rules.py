@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.recipe import Recipe
-from strop.config.recipes.rules import Refused, Rule, Unused
+from strop.config.recipes.rules import Refused, Rule, Unused, foreign_keys
 
 SPECULATION_KEYS = {"model": "model_name"}  # vLLM's names of options, and Strop's
 SPECULATION_READ = frozenset(
@@ -50,6 +50,91 @@ def translate_env_vars(recipe: Recipe) -> None:
             recipe.drop(key)
 
 
+def translate_sglang_model(recipe: Recipe) -> None:
+    """Accept a path of the model that says again which policy is trained."""
+    for key in list(recipe.find("*generation.sglang_cfg.model_path")):
+        policy = key.replace("generation.sglang_cfg.model_path", "model_name")
+        if recipe.value(key) in (None, recipe.value(policy)):
+            recipe.unused(key, f"engines serve {policy}")
+        else:
+            recipe.refuse(
+                key,
+                f"found {recipe.value(key)!r}, but engines serve the policy, {recipe.value(policy)!r}, whose weights are sent to them",
+                f"Remove it, or set {policy} to it.",
+            )
+
+
+def translate_sglang_engines(recipe: Recipe) -> None:
+    """Write the number of engines for NeMo-RL's numbers of GPUs of all engines and of each."""
+    for key in list(recipe.find("*generation.sglang_cfg.sglang_server_config.num_gpus*")):
+        section = key.partition(".sglang_server_config.")[0]
+        size = recipe.value(f"{section}.tp_size", 1)
+        each = recipe.value(f"{section}.sglang_server_config.num_gpus_per_engine", size)
+        if each != size:
+            recipe.refuse(
+                key,
+                f"found {each} GPUs of an engine, but tp_size is {size}, and an engine has a GPU for each rank",
+                "Set both alike.",
+            )
+        elif key.endswith("per_engine"):
+            recipe.unused(key, "tp_size says it")
+        elif recipe.value(key, 0) % size:
+            recipe.refuse(
+                key, f"found {recipe.value(key)}, which is not a multiple of tp_size = {size}", f"Set it to a multiple of {size}."
+            )
+        else:
+            recipe.rename(key, f"{section}.num_engines", recipe.value(key) // size)
+
+
+def pass_on_sglang_arguments(recipe: Recipe) -> None:
+    """Pass on what is an argument of SGLang's server and no key of Strop."""
+    for key in foreign_keys(recipe, "*generation.sglang_cfg.*"):
+        section, _, name = key.rpartition(".")
+        if not section.endswith(".sglang_cfg"):
+            continue
+        if recipe.value(key) is None:
+            recipe.unused(key, "null is SGLang's choice")
+        else:
+            recipe.rename(key, f"{section.removesuffix('sglang_cfg')}sglang_kwargs.{name}")
+
+
+SGLANG_RULES: tuple[Rule, ...] = (
+    translate_sglang_model,
+    translate_sglang_engines,
+    Unused("*generation.use_async_rollouts", "requests always reach the engine one by one"),
+    Unused("*generation.sglang_cfg.random_seed", "every request has a seed of its own"),
+    Unused("*generation.sglang_cfg.skip_tokenizer_init", "stop strings need the tokenizer"),
+    Unused("*generation.sglang_cfg.allow_auto_truncate", "prompts that are too long are dropped and counted, none is cut"),
+    Unused("*generation.sglang_cfg.skip_server_warmup", "nothing is warmed up before the weights arrive"),
+    Unused("*generation.sglang_cfg.disable_piecewise_cuda_graph", "the SGLang that Strop was checked with has no such argument"),
+    Unused("*generation.sglang_cfg.disable_cuda_graph_padding", "the SGLang that Strop was checked with has no such argument"),
+    Unused("*generation.sglang_cfg.enable_lora", "adapters are merged into the weights that are sent"),
+    Unused("*generation.sglang_cfg.max_lora*", "adapters are merged into the weights that are sent"),
+    Unused("*generation.sglang_cfg.max_loaded_loras", "adapters are merged into the weights that are sent"),
+    Unused("*generation.sglang_cfg.lora_target_modules", "adapters are merged into the weights that are sent"),
+    Unused("*generation.sglang_cfg.lora_backend", "adapters are merged into the weights that are sent"),
+    Refused(
+        ("*generation.sglang_cfg.lora_paths",),
+        "the adapters that are trained are the only ones",
+        "Merge them into policy.model_name first (strop export --merge). Remove the key.",
+    ),
+    Refused(
+        ("*generation.sglang_cfg.torchao_config",),
+        "rollouts use the trained weights, not quantised ones",
+        "Remove the key.",
+    ),
+    Refused(
+        ("*generation.sglang_cfg.sglang_router_config.use_external_router",),
+        "Strop's own pool routes requests to the engines that it starts",
+        "Set it to false, or remove it.",
+    ),
+    Unused("*generation.sglang_cfg.sglang_router_config.*", "Strop's own pool routes requests, to the engine with their prefix"),
+    Unused("*generation.sglang_cfg.sglang_router_config", "Strop's own pool routes requests, to the engine with their prefix"),
+    Unused("*generation.sglang_cfg.sglang_server_config.sglang_server_concurrency", "requests wait in the engine"),
+    pass_on_sglang_arguments,
+)
+
+
 def translate_speculation(recipe: Recipe) -> None:
     """Write vLLM's speculative_config as Strop's section ``speculation``."""
     for key in list(recipe.find("*generation.vllm_kwargs.speculative_config")):
@@ -74,6 +159,7 @@ def translate_speculation(recipe: Recipe) -> None:
 
 
 GENERATION_RULES: tuple[Rule, ...] = (
+    *SGLANG_RULES,
     translate_logprobs_mode,
     translate_env_vars,
     translate_speculation,

@@ -32,18 +32,6 @@ NEMO_GYM = Unsupported(
     ),
     hides=("env.*", "data.*", "grpo.*invalid_tool_call*", "grpo.*malformed_thinking*", "reward_penalties"),
 )
-FP8 = Unsupported(
-    (
-        "*generation.vllm_cfg.precision=fp8",
-        "*generation.vllm_cfg.is_mx",
-        "*generation.vllm_cfg.use_deep_gemm",
-        "*generation.vllm_cfg.num_first_layers_in_bf16",
-        "*generation.vllm_cfg.num_last_layers_in_bf16",
-    ),
-    "rollouts use the trained weights, not FP8",
-    "Set policy.generation.vllm_cfg.precision=bfloat16, and remove the other keys of FP8.",
-    details=("*generation.vllm_cfg.quantization_ignored_layer_kws",),
-)
 
 
 def engine(backend: str, name: str, *options: str) -> Unsupported:
@@ -60,7 +48,6 @@ def engine(backend: str, name: str, *options: str) -> Unsupported:
 ENGINES = (
     engine("trtllm", "TensorRT-LLM", "trtllm_cfg", "trtllm_kwargs"),
     engine("dynamo", "Dynamo", "dynamo_cfg"),
-    engine("sglang", "SGLang", "sglang_cfg", "use_async_rollouts"),
     engine("megatron", "Megatron", "mcore_generation_config"),
 )
 CROSS_TOKENIZER = Unsupported(
@@ -125,7 +112,6 @@ UNSUPPORTED_RULES: tuple[Rule, ...] = (
     refuse_template,
     translate_or_refuse_nemo_gym,
     *UNSUPPORTED_MEDIA,
-    FP8,
     *ENGINES,
     CROSS_TOKENIZER,
     ON_POLICY_DISTILLATION,

@@ -3,8 +3,8 @@
 A draft is sampled as the policy will be: with the request's own sampling options, and with the uniform number that the policy inverts its
 distribution with at the same token. The policy's token is then what it would be without a draft, whoever drafts and however well, and a
 draft is right where both distributions put the number on the same token: exact sampling by a coupling of the two (as in drafter-invariant
-speculative decoding, Daliri et al. 2024, arXiv 2408.07978), where rejection sampling (Leviathan et al. 2023, arXiv 2211.17192) would let
-tokens depend on the head.
+speculative decoding, Daliri et al. 2024, arXiv 2408.07978). With rejection sampling (``rejection``) more drafts are kept, and tokens depend
+on the head.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 
 from strop.generation.torch.drafting.draft_cache import DraftCache, DraftCachePlan
+from strop.generation.torch.drafting.draft_rejection import keep_or_redraw
 from strop.generation.torch.paged.paged_runner import PagedRunner
 from strop.generation.torch.sampler import sample_tokens
 from strop.models.network import Network
-from strop.sampling import Sampling, uniform
+from strop.sampling import Sampling, filtered_logits, mix_seed, uniform
+
+DRAFTS, KEEPS = 1, 2  # uses of random numbers besides the policy's own
 
 
 class DraftedRequest(Protocol):
@@ -45,14 +48,28 @@ class _Progress:
         return range(min(self.read, end - 1), end)
 
 
+@dataclass(frozen=True, eq=False)
+class _Proposal:
+    """A drafted token, to be kept or redrawn."""
+
+    row: int  # of the policy's logits
+    request: DraftedRequest
+    index: int  # among the tokens that were proposed together
+    token: int
+    probs: Tensor  # [V], what it was drawn from
+
+
 class EagleDrafter:
     """Proposes tokens for the running requests, all together."""
 
-    def __init__(self, network: Network, runner: PagedRunner, count: int) -> None:
-        """``count``: tokens that are proposed at most."""
+    def __init__(self, network: Network, runner: PagedRunner, count: int, *, rejection: bool = False) -> None:
+        """``count``: tokens that are proposed at most. ``rejection``: drafts are drawn with numbers of their own, and kept or redrawn."""
         assert network.draft is not None
         self.network, self.runner, self.head, self.count = network, runner, network.draft, count
         self.cache = DraftCache(self.head.shape, network.precision, network.device)
+        self.rejection = rejection
+        self._probs: list[Tensor] = []  # [B, V] of each step of the last proposals
+        self._asked: list[int] = []  # slots of their rows
         self._progress: dict[DraftedRequest, _Progress] = {}
 
     def forget(self, request: DraftedRequest) -> None:
@@ -67,7 +84,8 @@ class EagleDrafter:
     @torch.no_grad()
     def propose(self, running: Sequence[DraftedRequest], limits: Sequence[int]) -> list[list[int]]:
         """Return up to ``limits`` tokens for each request, in the order of the slots."""
-        asking = [slot for slot, limit in enumerate(limits) if limit > 0]
+        self._probs.clear()
+        asking = self._asked = [slot for slot, limit in enumerate(limits) if limit > 0]
         drafts: list[list[int]] = [[] for _ in running]
         if not asking:
             return drafts
@@ -138,7 +156,7 @@ class EagleDrafter:
         """Run the head: rows [B], places and tokens [B, w], states [B, w, H] -> its own states [B, w, H]."""
         plan = DraftCachePlan(self.cache, rows, places)
         with self.network.autocast():
-            embedded = self.network.model.get_input_embeddings()(tokens.flatten())
+            embedded = self.network.embed_tokens(tokens.flatten())
             hidden = self.head(embedded, states.flatten(0, 1), places.flatten(), plan)
         output: Tensor = hidden.unflatten(0, places.shape)
         return output
@@ -151,8 +169,48 @@ class EagleDrafter:
             full = logits.new_full((len(logits), self.head.shape.vocabulary), float("-inf"))
             full[:, self.head.token_ids] = logits
             logits = full
-        uniforms = [uniform(request.seed, len(request.tokens) + step) for request in requests]
-        return sample_tokens(logits, [request.sampling for request in requests], uniforms).tokens
+        samplings = [request.sampling for request in requests]
+        if self.rejection:
+            rows = [filtered_logits(row[None], sampling)[0] for row, sampling in zip(logits, samplings, strict=True)]
+            self._probs.append(torch.stack(rows).float().softmax(-1))
+        uniforms = [uniform(self._seed(request, DRAFTS), len(request.tokens) + step) for request in requests]
+        return sample_tokens(logits, samplings, uniforms).tokens
+
+    def _seed(self, request: DraftedRequest, use: int) -> int:
+        """Return the seed of a request's numbers: the policy's own, or with rejection others, as the same would not be independent."""
+        return mix_seed(request.seed, use) if self.rejection else request.seed
+
+    def verify(
+        self, running: Sequence[DraftedRequest], drafts: Sequence[list[int]], logits: Tensor
+    ) -> dict[int, tuple[int, float]]:
+        """Keep or redraw the last proposals, with the policy's ``logits`` [T, V]: return the token and its log-probability by row.
+
+        Those of greedy requests are left out: there a draft is right or wrong.
+        """
+        asked = []
+        first = 0
+        for slot, (request, draft) in enumerate(zip(running, drafts, strict=True)):
+            if draft and not request.sampling.greedy:
+                place = self._asked.index(slot)
+                asked += [
+                    _Proposal(first + index, request, index, token, self._probs[index][place])
+                    for index, token in enumerate(draft)
+                ]
+            first += len(draft) + 1
+        if not asked:
+            return {}
+        device = logits.device
+        kept = [uniform(self._seed(each.request, KEEPS), len(each.request.tokens) + each.index) for each in asked]
+        drawn = [uniform(each.request.seed, len(each.request.tokens) + each.index) for each in asked]
+        tokens, logprobs = keep_or_redraw(
+            logits[[each.row for each in asked]],
+            torch.stack([each.probs for each in asked]),
+            torch.tensor([each.token for each in asked], device=device),
+            [each.request.sampling for each in asked],
+            torch.tensor(kept, device=device),
+            torch.tensor(drawn, device=device),
+        )
+        return {each.row: found for each, found in zip(asked, zip(tokens.tolist(), logprobs.tolist(), strict=True), strict=True)}
 
 
 def _token_at(request: DraftedRequest, position: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.generation.torch.fast_layers import FastLayers
 from strop.generation.torch.model_runner import PlanRunner, SlotPrompt, cache_capacity, collect_images, join_positions
 from strop.generation.torch.paged.page_attention import PagedDecodePlan, PagedPrefillPlan, PageLayout, PromptRead, make_layout
@@ -23,9 +24,17 @@ class PagedRunner(PlanRunner):
 
     verifies_drafts = True
 
-    def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int, page: int | None = None) -> None:
+    def __init__(
+        self,
+        network: Network,
+        config: TorchGenerationConfig,
+        *,
+        length: int,
+        page: int | None = None,
+        quantization: EmulatedQuantization | None = None,
+    ) -> None:
         """``page``: tokens of a page; None chooses. Raises ValueError if the memory holds no sequence of ``length`` tokens."""
-        super().__init__(network, config, length=length)
+        super().__init__(network, config, length=length, quantization=quantization)
         self.fuser = StateFuser(network) if config.speculative_draft and network.draft is not None else None
         if self.fuser is not None:
             self.shape = replace(self.shape, state_size=self.fuser.size)

@@ -27,6 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from strop.generation.vllm.weights.engine_names import canonical_name
 from strop.generation.vllm.weights.expert_readback import read_experts
+from strop.models.quantization.number_format import FP8_BLOCK, QuantizedTensor
 
 _IDENTITY_ROWS = 1024  # rows of the identity per product, to limit memory
 _BASE_LAYER_SUFFIX = ".base_layer"  # name of the original layer inside vLLM's LoRA layers
@@ -97,10 +98,10 @@ def _read_plain(path: str, module: nn.Module, done: set[int]) -> Iterator[Weight
 
 
 def _read_linear(path: str, module: Any, packed: dict[str, list[str]], rank: int, done: set[int]) -> Iterator[WeightShard]:
-    if not isinstance(module.quant_method, UnquantizedLinearMethod):
+    matrix = _read_matrix(module)
+    if matrix is None:
         return
     parent, _, leaf = path.rpartition(".")
-    matrix = _dense_weight(module)
     bias = getattr(module, "bias", None)
     if isinstance(module, QKVParallelLinear) and packed.get(leaf) == [leaf]:  # a tower's, which has them in one matrix
         if module.tp_size > 1:  # the rows of a rank are not consecutive
@@ -127,6 +128,20 @@ def _read_linear(path: str, module: Any, packed: dict[str, list[str]], rank: int
         first += size
     done.update(id(parameter) for parameter in (module.weight, bias) if isinstance(parameter, nn.Parameter))
     yield from _read_plain(path, module, done)
+
+
+def _read_matrix(module: Any) -> Tensor | None:
+    """Return the weight that a linear layer computes with, [out, in]; None if it is stored in a way that is not known."""
+    if isinstance(module.quant_method, UnquantizedLinearMethod):
+        return _dense_weight(module)
+    weight, scales = module.weight.detach(), getattr(module, "weight_scale_inv", None)
+    blocks = [-(-size // 128) for size in weight.shape]
+    if weight.dtype != torch.float8_e4m3fn or scales is None or scales.dtype != torch.float32 or list(scales.shape) != blocks:
+        return None
+    if list(weight.shape) != [module.output_size_per_partition, module.input_size_per_partition]:
+        return None
+    stored = QuantizedTensor(FP8_BLOCK, weight, scales.detach(), torch.ones((), device=weight.device))
+    return stored.dequantize(module.orig_dtype)
 
 
 def _qkv_rows(module: Any, rank: int) -> tuple[list[int], list[int]]:

@@ -10,19 +10,17 @@ optimizer and schedule, and is clipped by itself, so that its gradient takes not
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from strop import metrics
-from strop.learner.model_config import ModelConfig
-from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot
 from strop.learner.torch.hyperparameters import Hyperparameters
 from strop.learner.torch.master_weights import MasterWeights
 from strop.learner.torch.optimizer import make_optimizer, make_scheduler
@@ -32,10 +30,10 @@ from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.draft.draft_config import DraftConfig
 from strop.models.draft.draft_pass import DraftPass
+from strop.models.draft.drafted_policy import DraftedPolicy
 from strop.models.draft.eagle_files import WEIGHTS, load_head_weights, save_head
 from strop.models.draft.eagle_head import EagleHead
 from strop.models.draft.state_capture import StateCapture
-from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
 
@@ -56,11 +54,17 @@ class DraftSnapshot:
             torch.save(dict(self.state), folder / FOLDER / STATE_FILE)
 
 
+class SavedSnapshot(Protocol):
+    """A learner at one moment."""
+
+    def save(self, folder: Path, *, optimizer: bool = True) -> None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class StagedWithDraft:
     """A learner's snapshot, and that of its draft head."""
 
-    learner: LearnerSnapshot
+    learner: SavedSnapshot
     draft: DraftSnapshot
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
@@ -68,45 +72,49 @@ class StagedWithDraft:
         self.draft.save(folder)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """How a head is trained."""
+
+    optimizer: OptimizerConfig
+    max_grad_norm: float | None
+    loss_weight: float = 1.0
+    scheduler: SchedulerConfig | None = None
+    schedule_unit: ScheduleUnit = field(default_factory=ScheduleUnit)
+    schedule_length: int | None = None  # steps of the schedule in the run; None: no limit
+    section: str = "policy"  # for messages
+
+
 class DraftTrainer:
-    """The head of a network, its optimizer and its schedule. Gradients accumulate until ``step``."""
+    """The head of a policy, its optimizer and its schedule. Gradients accumulate until ``step``."""
 
     def __init__(
         self,
-        network: Network,
+        policy: DraftedPolicy,
         head: EagleHead,
-        config: ModelConfig,
+        options: DraftOptions,
         sampling: Sampling,
-        *,
-        scheduler: SchedulerConfig,
-        schedule_unit: ScheduleUnit,
-        schedule_length: int | None,
-        section: str,
-        options: DraftConfig | None = None,
+        add_gradients: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
-        """``schedule_length``: steps of the schedule in the run; None: no limit. ``options``: None is a loss of weight 1, at the policy's
-        rate. Raises ValueError for a policy that a head cannot read."""
-        if not network.packed:
-            raise ValueError(
-                f"{section}.draft: the head reads the packed rows of the policy, and {type(network.model).__name__} reads padded ones "
-                f"({network.fallback or 'sequence packing is off'}); set {section}.draft.enabled=false"
-            )
+        """``add_gradients``: adds them over the ranks that read other rollouts, in place; None: there are none. Raises ValueError for a
+        policy without the layers that the head reads."""
         self.head = head
-        self.config = config
-        self.capture = StateCapture(network.decoder, head.shape.aux_layers)
-        self.read = DraftPass(network, head, sampling, options.loss_weight if options else 1.0)
+        self.options = options
+        self.capture = StateCapture(policy.decoder, head.shape.aux_layers)
+        self.read = DraftPass(policy, head, sampling, options.loss_weight)
+        self._add_gradients = add_gradients
         parameters = [(name, parameter) for name, parameter in head.named_parameters()]
         self.masters = MasterWeights(parameters)
-        self.optimizer = make_optimizer(
-            optimizer_of_draft(config.optimizer, options.head_lr if options else None), parameters, section=section
+        self.optimizer = make_optimizer(options.optimizer, parameters, section=options.section)
+        self.scheduler = make_scheduler(
+            options.scheduler, self.optimizer, total_steps=options.schedule_length, section=options.section
         )
-        self.scheduler = make_scheduler(scheduler, self.optimizer, total_steps=schedule_length, section=section)
         self.state = TrainingState(
             trainable_parameters=parameters,
             masters=self.masters,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            schedule_unit=schedule_unit,
+            schedule_unit=options.schedule_unit,
             average=None,
             configured=Hyperparameters.of(self.optimizer, self.scheduler),
         )
@@ -130,11 +138,13 @@ class DraftTrainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self) -> Metrics:
-        """Clip the gradients, take a step, advance the schedule and drop the gradients."""
+        """Add the gradients over the ranks, clip them, take a step, advance the schedule and drop the gradients."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        limit = self.config.max_grad_norm
+        if self._add_gradients is not None:
+            self._add_gradients([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+        limit = self.options.max_grad_norm
         norm = nn.utils.clip_grad_norm_(self.parameters, limit if limit is not None else float("inf"))
         if torch.isfinite(norm):
             self.optimizer.step()
@@ -171,7 +181,8 @@ class DraftTrainer:
         self._steps = 0
 
 
-def optimizer_of_draft(config: OptimizerConfig, lr: float | None) -> OptimizerConfig:
+def optimizer_of_draft(config: OptimizerConfig, draft: DraftConfig | None) -> OptimizerConfig:
     """Return the policy's optimizer for the head: without its patterns of names, and with a learning rate of its own if there is one."""
-    kwargs = dict(config.kwargs) if lr is None else {**config.kwargs, "lr": lr}
+    rate = None if draft is None else draft.head_lr
+    kwargs = dict(config.kwargs) if rate is None else {**config.kwargs, "lr": rate}
     return replace(config, kwargs=kwargs, groups=(), no_decay=())

@@ -1,0 +1,65 @@
+"""The quantisation that a configuration asks for in rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from strop.generation.generation_config import GenerationConfig
+from strop.generation.torch.emulated_quantization import EmulatedQuantization
+from strop.models.quantization.number_format import NUMBER_FORMATS
+from strop.models.quantization.quantization_plan import QuantizationPlan, make_plan
+from strop.weight_sync.sent_precision import SentPrecision
+
+
+@dataclass(frozen=True)
+class PlannedPrecision:
+    """The precision of published weights by a plan."""
+
+    plan: QuantizationPlan
+    dtype: torch.dtype  # that the engine computes in: weights are cast to it and then rounded
+    by_engine: bool
+
+    def select(self, names: Iterable[str]) -> frozenset[str]:
+        return self.plan.select(names)
+
+    def round(self, tensor: Tensor) -> Tensor:
+        return self.plan.round_weight(tensor.to(self.dtype)).to(tensor.dtype)
+
+
+def make_rollout_plan(generation: GenerationConfig) -> QuantizationPlan | None:
+    """Return how the engine's weights are quantised; None: they are not."""
+    name, options = generation.weight_format, generation.vllm_cfg
+    if name is None:
+        return None
+    return make_plan(
+        NUMBER_FORMATS[name],
+        pow2_inputs=bool(options.pow2_activation_scaling_factors),
+        ignored=options.quantization_ignored_layer_kws,
+        first_layers=options.num_first_layers_in_bf16,
+        last_layers=options.num_last_layers_in_bf16,
+        fp8_cache=options.fp8_cache,
+    )
+
+
+def make_emulation(generation: GenerationConfig, *, rounds_weights: bool) -> EmulatedQuantization | None:
+    """Return what the torch engine rounds; None: nothing.
+
+    ``rounds_weights``: its weights are the learner's own, and not rounded before they are sent."""
+    plan = make_rollout_plan(generation)
+    return None if plan is None else EmulatedQuantization(plan, rounds_weights)
+
+
+def make_weight_rounding(generation: GenerationConfig, precision: str) -> SentPrecision | None:
+    """Return how published weights are rounded; None: they are not.
+
+    ``precision``: that the torch engine computes in."""
+    plan = make_rollout_plan(generation)
+    if plan is None:
+        return None
+    name = generation.engine_options.dtype if generation.uses_engines else precision
+    by_engine = generation.uses_vllm and not generation.quantization.emulate
+    return PlannedPrecision(plan, getattr(torch, name), by_engine)

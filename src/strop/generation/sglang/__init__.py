@@ -1,0 +1,1 @@
+"""SGLang: its server in processes of its own, with requests over HTTP."""

@@ -1,0 +1,1 @@
+"""What runs in the processes of an SGLang server, under the interpreter that has SGLang."""

@@ -1,0 +1,96 @@
+"""The part of weight sync that runs in the processes that hold an engine's model: loading weights and fingerprinting them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from sglang.srt.runtime_context import get_serving
+from torch import Tensor
+
+from strop.generation.sglang.server.sglang_readback import ModelShard, read_model_shards
+from strop.weight_sync.base import ChannelAddress, Manifest, Receiver, TensorFingerprint
+from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
+
+
+class ModelWeights:
+    """The weights of one tensor-parallel rank. Its methods are called by name, between two steps of the scheduler."""
+
+    fault = ""  # planted by tests
+
+    def __init__(self, manager: Any) -> None:
+        """``manager``: SGLang's updater of weights, of this process."""
+        self.manager = manager
+        self.runner: Any = manager.tp_worker.model_runner
+        self.rank: int = torch.distributed.get_rank(group=manager.tp_cpu_group)
+        self.device = torch.device(self.runner.device)
+        self._receiver: Receiver | None = None
+
+    def connect(self, address: ChannelAddress, first: int) -> None:
+        """Connect to the sender at ``address`` as its receiver number ``first`` + rank."""
+        self.disconnect()
+        device = torch.device("cuda", torch.cuda.current_device()) if self.device.type == "cuda" else self.device
+        self._receiver = address.connect(first + self.rank, device)
+
+    def disconnect(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    @torch.no_grad()
+    def load(self, manifest: Manifest) -> tuple[dict[str, int], float]:
+        """Receive one publish and load it. Return the fingerprint of each tensor as it arrived, and seconds.
+
+        On a CPU the model is unchanged until all tensors have arrived. On a GPU an aborted publish leaves it unusable until the next one.
+        """
+        if self._receiver is None:
+            raise RuntimeError("no channel is connected")
+        started = time.perf_counter()
+        fingerprints: dict[str, int] = {}
+        tensors = self._alter(_fingerprint_each(self._receiver.receive(manifest), fingerprints))
+        self._apply(list(tensors) if self.device.type == "cpu" else tensors)
+        missing = set(manifest.names) - fingerprints.keys()
+        if missing:
+            raise RuntimeError(f"the publish ended without {', '.join(sorted(missing)[:3])}")
+        return fingerprints, time.perf_counter() - started
+
+    def _apply(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load tensors into the model, and into a draft that shares its weights."""
+        runners = [runner for _, runner in self.manager._select_runners("all")]
+        loaded = list(tensors) if len(runners) > 1 else tensors
+        for runner in runners:
+            runner.weight_updater.begin_weight_update()
+            runner.model.load_weights(iter(loaded))
+            runner.weight_updater.end_weight_update(run_post_load=False)
+
+    def _alter(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """What tests of the proof change on the way to the model."""
+        return tensors
+
+    def version(self) -> str:
+        """Return the version that the scheduler gives to tokens it samples now."""
+        return str(get_serving().weight_version)
+
+    @torch.no_grad()
+    def fingerprints(self) -> dict[str, TensorFingerprint]:
+        """Return the fingerprint of this rank's shard of each tensor that it computes with, by canonical name."""
+        return fingerprint_shards(read_model_shards(self.runner.model, self.rank))
+
+
+def fingerprint_shards(shards: Iterable[ModelShard]) -> dict[str, TensorFingerprint]:
+    found: dict[str, TensorFingerprint] = {}
+    for shard in shards:
+        row, _, column, _ = shard.region
+        value = fingerprint(normalize_zeros(shard.tensor), rows=row, columns=column)
+        found[shard.name] = TensorFingerprint(value, shard.region)
+    return found
+
+
+def _fingerprint_each(incoming: Iterable[tuple[str, Tensor]], fingerprints: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """Copy each tensor, which is valid only until the next one, and record its fingerprint."""
+    for name, tensor in incoming:
+        copy = tensor.clone()
+        fingerprints[name] = fingerprint(copy)
+        yield name, copy

@@ -1,0 +1,325 @@
+"""One SGLang engine as a generator with weight updates.
+
+SGLang's server runs in processes of its own and is asked over HTTP. Every prompt carries a salt that changes with each load of weights, so
+a prefix computed with other weights is never reused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from strop.generation.base import Completion, RequestTooLong
+from strop.generation.sglang.relayed_weights import RelayedWeights
+from strop.generation.sglang.server.engine_calls import decode_answers, encode_call
+from strop.generation.sglang.server_client import ServerClient, ServerError
+from strop.generation.sglang.server_process import ServerProcess
+from strop.generation.sglang.sglang_counters import SglangCounters
+from strop.generation.sglang.sglang_launch import SglangLaunch
+from strop.generation.sglang.sglang_requests import to_completion, to_request
+from strop.sampling import Sampling
+from strop.types import PromptImage
+from strop.weight_sync.base import (
+    AdapterFiles,
+    CanarySample,
+    ChannelAddress,
+    EngineDied,
+    LoadReceipt,
+    Manifest,
+    TensorFingerprint,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NO_VERSION = -1
+POLL_SECONDS = 0.5  # between two looks at whether the server lives, during a call
+READY_SECONDS = 0.25  # between two questions whether it is ready
+SHUTDOWN_SECONDS = 8.0  # for which a failed call waits to learn that the server is ending
+MEMORY_TAGS = ["kv_cache", "weights"]  # what a sleeping engine gives up
+
+
+class SglangEngine:
+    """An ``Engine`` on SGLang. It starts without weights, so requests wait until the first ``resume``."""
+
+    def __init__(self, name: str, launch: SglangLaunch, tokenizer: Any, *, stop_ids: Sequence[int]) -> None:
+        self.name = name
+        self.launch = launch
+        self.config = launch.config.sglang_cfg
+        self.tokenizer = tokenizer
+        self.stop_ids = tuple(stop_ids)
+        self.receivers = launch.receivers
+        self.version = NO_VERSION
+        self._loaded_version = NO_VERSION  # version of the weights in the engine's memory
+        self._loads = 0  # of weights, successful or not
+        self._resumed = asyncio.Event()
+        self._idle = asyncio.Event()  # no request runs
+        self._idle.set()
+        self._server: ServerProcess | None = None
+        self._client: ServerClient | None = None
+        self._relay: RelayedWeights | None = None
+        self._request_ids = itertools.count()
+        self._counters = SglangCounters()
+        self._aborts: set[asyncio.Task[Any]] = set()
+
+    # --- start and close --------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        await self.close()
+        self._server = await asyncio.to_thread(ServerProcess, self.launch)
+        self._client = ServerClient(self._server.port, self._server.key)
+        try:
+            async with asyncio.timeout(self.config.startup_seconds):
+                await self._await_ready(self._server, self._client)
+        except TimeoutError:
+            tail = self._server.describe_end()
+            await self.close()
+            raise EngineDied(
+                f"{self.name} was not ready after {self.config.startup_seconds:g} s "
+                f"(policy.generation.sglang_cfg.startup_seconds){tail}"
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _await_ready(self, server: ServerProcess, client: ServerClient) -> None:
+        while not await client.is_ready():
+            if not server.alive:
+                if refusal := server.refusal:
+                    raise ValueError(refusal)
+                raise EngineDied(f"{self.name} did not start{server.describe_end()}")
+            await asyncio.sleep(READY_SECONDS)
+
+    async def close(self) -> None:
+        self._resumed.clear()
+        self.version = self._loaded_version = NO_VERSION
+        server, self._server = self._server, None
+        client, self._client = self._client, None
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            relay.close()
+        if client is not None:
+            await client.close()
+        if server is not None:
+            await asyncio.to_thread(server.end)
+
+    # --- sampling ---------------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "", images: Sequence[PromptImage] = ()
+    ) -> Completion:
+        if images:
+            raise ValueError(
+                f"{self.name}: SGLang engines take no images; set policy.generation.backend to vllm or torch for prompts with some"
+            )
+        self._check_length(prompt)
+        await self._resumed.wait()
+        completion, _ = await self._complete(prompt, sampling, seed)
+        return completion
+
+    async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:
+        self._check_length(prompt)
+        await self._post("/continue_generation")
+        completion, cached = await self._complete(prompt, sampling, seed)
+        return CanarySample(tokens=completion.tokens, logprobs=completion.logprobs, cached=cached, kept=completion.kept)
+
+    def _check_length(self, prompt: Sequence[int]) -> None:
+        if len(prompt) >= self.config.context_length:
+            raise RequestTooLong(
+                f"a prompt of {len(prompt)} tokens leaves no room in a sequence of {self.config.context_length}; raise "
+                "policy.max_total_sequence_length, or lower data.max_input_seq_length to drop such prompts"
+            )
+
+    async def _complete(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> tuple[Completion, int]:
+        body = to_request(
+            prompt,
+            sampling,
+            seed=seed,
+            max_tokens=self.config.context_length - len(prompt),
+            stop_ids=self.stop_ids,
+            salt=self._salt(),
+            sampler=self.config.sampler,
+        )
+        body["rid"] = f"strop-{next(self._request_ids)}"
+        self._counters.begin()
+        self._idle.clear()
+        try:
+            answer = await self._post("/generate", body)
+        except asyncio.CancelledError:
+            self._abort(body["rid"])
+            raise
+        finally:
+            self._counters.end()
+            if not self._counters.running:
+                self._idle.set()
+        self._counters.add(answer["meta_info"])
+        completion = to_completion(answer, sampling, self.tokenizer, sampler=self.config.sampler)
+        return completion, int(answer["meta_info"].get("cached_tokens") or 0)
+
+    def _abort(self, request: str) -> None:
+        """Have the server end a request that nobody waits for any more."""
+        if self._server is not None and self._server.alive:
+            task = asyncio.ensure_future(self._post("/abort_request", {"rid": request}))
+            self._aborts.add(task)
+            task.add_done_callback(self._forget_abort)
+
+    def _forget_abort(self, task: asyncio.Task[Any]) -> None:
+        self._aborts.discard(task)
+        if not task.cancelled():
+            task.exception()  # the server may be gone by now
+
+    def _salt(self) -> str:
+        """Return what keeps prefixes of other weights apart: it changes with each load."""
+        return f"load {self._loads}"
+
+    # --- weights ----------------------------------------------------------------------------------------------------------
+
+    async def connect(self, address: ChannelAddress, first: int) -> None:
+        if self.config.weight_loading == "direct":
+            await self._call("connect", address, first)
+            return
+        if self._relay is None:
+            self._relay = RelayedWeights(self.config, self._post)
+        await asyncio.to_thread(self._relay.connect, address, first)
+
+    async def pause(self, *, keep_running: bool) -> None:
+        self._resumed.clear()
+        self._require_alive()
+        if keep_running:
+            await self._post("/pause_generation", {"mode": self.config.sglang_server_config.pause_generation_mode})
+            return
+        await self._await_alive(self._idle.wait(), "while its requests finish")
+        await self._post("/pause_generation", {"mode": "in_place"})
+        await self.reset_prefix_cache(running=False)
+
+    async def load(self, manifest: Manifest, version: int) -> LoadReceipt:
+        self.version = self._loaded_version = NO_VERSION
+        self._loads += 1
+        if self._relay is None:
+            answers = await self._call("load", manifest)
+            fingerprints = {name: tuple(arrived[name] for arrived, _ in answers) for name in manifest.names}
+            seconds = max(seconds for _, seconds in answers)
+        else:
+            arrived, seconds = await self._relay.load(manifest)
+            fingerprints = {name: (arrived[name],) for name in manifest.names}
+        return LoadReceipt(version=await self._set_version(version), fingerprints=fingerprints, seconds=seconds)
+
+    async def load_adapter(self, adapter: AdapterFiles, version: int) -> LoadReceipt:
+        raise NotImplementedError(
+            f"{self.name}: SGLang's adapters are not proven to arrive, so a run with LoRA sends merged weights; set "
+            "policy.generation.weight_sync.adapters_alone=false"
+        )
+
+    async def _set_version(self, version: int) -> int:
+        """Set the version that SGLang records with every sampled token. Return the one that its ranks report afterwards."""
+        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        held = {int(each) for each in await self._call("version")}
+        self._loaded_version = held.pop() if len(held) == 1 else NO_VERSION
+        return self._loaded_version
+
+    async def use_own_weights(self, version: int) -> None:
+        """Start serving with the weights read from ``launch.model``, as ``version``, without a publish.
+
+        Raises RuntimeError unless ``launch.load_weights`` is set.
+        """
+        if not self.launch.load_weights:
+            raise RuntimeError(f"{self.name} was started with load_weights=False, so it has no weights of its own to use")
+        await self._set_version(version)
+        await self.resume(version)
+
+    async def read_back_fingerprints(self) -> Mapping[str, tuple[TensorFingerprint, ...]]:
+        found: dict[str, list[TensorFingerprint]] = {}
+        for rank in await self._call("fingerprints"):
+            for name, shard in rank.items():
+                found.setdefault(name, []).append(shard)
+        return {name: tuple(shards) for name, shards in found.items()}
+
+    async def resume(self, version: int) -> None:
+        if self._loaded_version != version:
+            raise RuntimeError(
+                f"{self.name} cannot resume with weights of version {version}: it holds those of version {self._loaded_version}"
+            )
+        await self._post("/continue_generation")
+        self.version = version
+        self._resumed.set()
+
+    async def reset_prefix_cache(self, *, running: bool) -> None:
+        """Drop cached keys and values. With ``running`` also those of suspended requests, which are then recomputed.
+
+        Requests that are suspended in place keep theirs, and SGLang then drops nothing: the salt alone keeps prefixes of other weights
+        apart.
+        """
+        in_place = self.config.sglang_server_config.pause_generation_mode == "in_place"
+        if self._counters.running and in_place:
+            if not running:
+                return
+            await self._post("/pause_generation", {"mode": "retract"})
+        await self._post("/flush_cache?timeout=30")
+
+    async def sleep(self) -> None:
+        if self.launch.sleeps:
+            await self._post("/release_memory_occupation", {"tags": MEMORY_TAGS})
+
+    async def wake(self) -> None:
+        if self.launch.sleeps:
+            await self._post("/resume_memory_occupation", {"tags": MEMORY_TAGS})
+
+    # --- calls ------------------------------------------------------------------------------------------------------------
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of ``ModelWeights`` on every rank and return the results. Raises RuntimeError with a rank's own error."""
+        return decode_answers(await self._post("/weights_checker", encode_call(method, *arguments)))
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        client = self._require_alive()
+        return await self._await_alive(client.post(path, body), f"in {path.partition('?')[0]}")
+
+    async def _await_alive(self, call: Coroutine[Any, Any, T], when: str) -> T:
+        """Await a call. Raises EngineDied if the server's process ends meanwhile."""
+        server, task = self._server, asyncio.ensure_future(call)
+        assert server is not None
+        try:
+            while not (await asyncio.wait([task], timeout=POLL_SECONDS))[0]:
+                if not server.alive:
+                    raise self._make_death_error(server, when)
+            return task.result()
+        except (EngineDied, ServerError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # of the connection
+            if await _is_ending(server):
+                raise self._make_death_error(server, when) from error
+            raise
+        finally:
+            task.cancel()
+
+    def _require_alive(self) -> ServerClient:
+        if self._client is None or not self.alive:
+            raise EngineDied(f"{self.name}: its process is gone")
+        return self._client
+
+    def _make_death_error(self, server: ServerProcess, when: str) -> EngineDied:
+        return EngineDied(f"{self.name}: its process died {when}{server.describe_end()}")
+
+    @property
+    def alive(self) -> bool:
+        return self._server is not None and self._server.alive
+
+    @property
+    def process(self) -> int | None:
+        """The id of the server's process, and of its group."""
+        return None if self._server is None else self._server.pid
+
+    def counters(self) -> Mapping[str, float]:
+        return self._counters.read()
+
+
+async def _is_ending(server: ServerProcess) -> bool:
+    for _ in range(round(SHUTDOWN_SECONDS / POLL_SECONDS)):
+        if not server.alive:
+            return True
+        await asyncio.sleep(POLL_SECONDS)
+    return False

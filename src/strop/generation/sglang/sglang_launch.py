@@ -1,0 +1,129 @@
+"""What one SGLang engine is launched with, and the arguments of its server."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from strop.generation.generation_config import GenerationConfig
+from strop.generation.sglang.server.cpu_stub import CPU_ENVIRONMENT
+from strop.generation.sglang.server.seeded_sampler import SAMPLER_VARIABLE
+from strop.generation.vllm.launch import DRIVER_PID_VARIABLE
+from strop.safety.remote_code import trusts_remote_code
+
+PYTHON_VARIABLE = "STROP_SGLANG_PYTHON"  # the interpreter with SGLang, where sglang_cfg.python does not say it
+CPU_TOTAL_TOKENS = 32_768  # of the KV cache on a CPU, where SGLang would take a share of the machine's memory
+RESERVED_ARGUMENTS = {  # SGLang's arguments that Strop sets itself -> what to set instead
+    "model_path": "policy.model_name",
+    "tokenizer_path": "policy.tokenizer.name",
+    "skip_tokenizer_init": "nothing: stop strings need the tokenizer",
+    "dtype": "policy.generation.sglang_cfg.dtype",
+    "random_seed": "grpo.seed: every request has its own seed",
+    "context_length": "policy.generation.sglang_cfg.context_length",
+    "tp_size": "policy.generation.sglang_cfg.tp_size",
+    "pp_size": "policy.generation.sglang_cfg.tp_size: weights reach one pipeline stage",
+    "dp_size": "policy.generation.sglang_cfg.num_engines",
+    "ep_size": "policy.generation.sglang_cfg.ep_size",
+    "enable_lora": "nothing: merged weights are sent",
+    "host": "nothing: the server is asked from this machine only",
+    "port": "nothing: a free one is taken",
+    "api_key": "nothing: every engine has a key of its own",
+    "load_format": "nothing: the learner sends the weights",
+    "weight_version": "nothing: the run counts them",
+    "quantization": "nothing: rollouts use the trained weights unquantized",
+    "device": "policy.device",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SglangLaunch:
+    """What one SGLang engine is launched with: its configuration, and what is not a key of it."""
+
+    config: GenerationConfig
+    model: str  # a folder with config.json and tokenizer files; weights are read from it only with ``load_weights``
+    on_cpu: bool
+    load_weights: bool = False
+    tokenizer: str = ""  # a folder or a name; empty: that of the model
+    environment: Mapping[str, str] = field(default_factory=dict)  # where the engine runs: its CPU threads or its GPUs
+    output_file: Path | None = None  # file for the output of the engine's processes; None: that of this process
+
+    @property
+    def python(self) -> str:
+        """The interpreter of the engine's processes."""
+        return self.config.sglang_cfg.python or os.environ.get(PYTHON_VARIABLE) or sys.executable
+
+    @property
+    def env_vars(self) -> dict[str, str]:
+        """Environment variables of the engine's processes, beside this process's."""
+        options = self.config.sglang_cfg
+        source = Path(__file__).parents[3]
+        found = [] if source.name == "site-packages" else [str(source)]  # where Strop is, unless that environment has it
+        inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+        own = {
+            "PYTHONPATH": os.pathsep.join([*found, *inherited]),
+            SAMPLER_VARIABLE: options.sampler,
+            DRIVER_PID_VARIABLE: str(os.getpid()),
+            "PYTHONWARNINGS": "ignore",
+            **(CPU_ENVIRONMENT if self.on_cpu else {}),
+        }
+        given = {**self.environment, **options.env_vars}
+        if "PYTHONPATH" in given:
+            own["PYTHONPATH"] = os.pathsep.join([own["PYTHONPATH"], given["PYTHONPATH"]])
+        return {**given, **own}
+
+    @property
+    def receivers(self) -> int:
+        """The number of processes that receive weights from the learner: the ranks, or this one for SGLang's own ways."""
+        options = self.config.sglang_cfg
+        return options.engine_size if options.weight_loading == "direct" else 1
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine gives its GPU memory up while the learner works."""
+        return not self.on_cpu and self.config.colocated.enabled and self.config.sglang_cfg.sglang_server_config.needs_offload
+
+
+def make_server_arguments(launch: SglangLaunch, *, port: int, key: str) -> dict[str, Any]:
+    """Return the arguments of SGLang's server by name. Raises ValueError for those that Strop sets itself."""
+    generation, options = launch.config, launch.config.sglang_cfg
+    for name in generation.sglang_kwargs:
+        if name in RESERVED_ARGUMENTS:
+            raise ValueError(
+                f"policy.generation.sglang_kwargs.{name}: Strop sets this argument of SGLang itself; set {RESERVED_ARGUMENTS[name]}"
+            )
+    arguments: dict[str, Any] = {
+        "model_path": launch.model,
+        "tokenizer_path": launch.tokenizer or launch.model,
+        "host": "127.0.0.1",
+        "port": port,
+        "api_key": key,
+        "load_format": "auto" if launch.load_weights else "dummy",
+        "dtype": options.dtype,
+        "context_length": options.context_length,
+        "tp_size": options.tp_size,
+        "pp_size": options.pp_size,
+        "dp_size": options.dp_size,
+        "ep_size": options.ep_size,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "disable_radix_cache": options.disable_radix_cache,
+        "disable_cuda_graph": options.disable_cuda_graph or launch.on_cpu,
+        "trust_remote_code": trusts_remote_code(),
+        "random_seed": 0,
+        "skip_server_warmup": True,
+        "log_level": "warning",
+        "weight_version": "-1",
+        "allow_auto_truncate": False,
+    }
+    if launch.on_cpu:
+        arguments |= {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
+        arguments |= {"disable_overlap_schedule": True, "max_total_tokens": CPU_TOTAL_TOKENS}
+    elif options.sampler == "strop":
+        arguments["sampling_backend"] = "pytorch"
+    if launch.sleeps:
+        backup = options.sglang_server_config.cpu_weight_backup
+        arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": backup}
+    return {**arguments, **options.server_arguments, **generation.sglang_kwargs}

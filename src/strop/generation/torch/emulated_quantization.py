@@ -1,0 +1,59 @@
+"""What the embedded engine rounds, to sample as an engine with weights, inputs and a cache of low precision does.
+
+Products stay in the engine's data type: every value that an engine with such kernels would multiply is rounded to its format and back, and
+sums are as before. So a model's own kernels on a GPU round as this does, up to the order of their sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
+from strop.models.quantization.elements import E4M3
+from strop.models.quantization.quantization_plan import QuantizationPlan
+
+
+@dataclass(frozen=True)
+class EmulatedQuantization:
+    """The plan of an engine, and whether its weights are rounded in the engine or before they were sent to it."""
+
+    plan: QuantizationPlan
+    rounds_weights: bool
+
+    @property
+    def needs_modules(self) -> bool:
+        """Whether values are rounded between layers, which the compiled kernels do not do."""
+        return self.plan.inputs is not None or self.plan.fp8_cache
+
+    def select_layers(self, names: Sequence[str]) -> frozenset[str]:
+        """Return the names of quantised layers, of those of all linear layers."""
+        selected = self.plan.select(f"{name}.weight" for name in names)
+        return frozenset(name for name in names if f"{name}.weight" in selected)
+
+    def check_covers(self, weights: Sequence[str], linears: Sequence[str]) -> None:
+        """Raises ValueError if weights are selected that are not those of ``linears``, the layers that the engine can round."""
+        beyond = sorted(self.plan.select(weights) - {f"{name}.weight" for name in linears})
+        if beyond:
+            raise ValueError(
+                f"policy.generation: found {self.plan.weights.name} with the torch engine, which rounds linear layers alone, and "
+                f"{beyond[0]} is not one; set policy.generation.backend=vllm, or leave such layers out by "
+                "policy.generation.vllm_cfg.quantization_ignored_layer_kws"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedCache:
+    """An attention plan whose keys and values are rounded to E4M3 as they are written, with scale 1 as vLLM has it by default."""
+
+    plan: AttentionPlan
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        return self.plan.attend(query, _round_e4m3(key), _round_e4m3(value), spec)
+
+
+def _round_e4m3(tensor: Tensor) -> Tensor:
+    return E4M3.round(tensor.to(torch.float32)).to(tensor.dtype)

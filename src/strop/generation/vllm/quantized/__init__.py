@@ -1,0 +1,1 @@
+"""Engines whose kernels have weights of low precision."""

@@ -1,0 +1,109 @@
+"""Which weights of a model are quantised, and in which format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from strop.models.quantization.number_format import (
+    FP8_BLOCK,
+    FP8_BLOCK_POW2,
+    FP8_GROUP,
+    FP8_GROUP_POW2,
+    FP8_ROW,
+    FP8_TENSOR,
+    MXFP8,
+    NVFP4,
+    NumberFormat,
+    round_trip,
+)
+
+# Weights inside decoder layers that stay as they are, as in vLLM: routers, whose product decides, and convolutions.
+NEVER = (".gate.weight", "router", "shared_expert_gate", "conv1d", "norm", "embed")
+DRAFT = "draft."  # of a draft head that is published beside the policy
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # of all experts in one tensor [E, rows, columns]
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_VISION = ("visual.", "vision")
+
+# What the inputs of layers are quantised to beside weights of a format. Each token has its own scales, so that nothing depends on the
+# tokens beside it in a batch. NVFP4 is for weights alone.
+INPUT_FORMATS = {
+    FP8_TENSOR.name: FP8_ROW,
+    FP8_ROW.name: FP8_ROW,
+    FP8_BLOCK.name: FP8_GROUP,
+    FP8_BLOCK_POW2.name: FP8_GROUP,
+    MXFP8.name: MXFP8,
+    NVFP4.name: None,
+}
+
+
+@dataclass(frozen=True)
+class QuantizationPlan:
+    """How the linear layers of a decoder are quantised. Embeddings, norms, routers and the output layer never are."""
+
+    weights: NumberFormat
+    inputs: NumberFormat | None = None  # of the quantised layers; None: they are not
+    ignored: tuple[str, ...] = ()  # layers with one of these texts in their name stay as they are
+    first_layers: int = 0  # this many first layers of the decoder stay as they are
+    last_layers: int = 0
+    fp8_cache: bool = False  # keys and values too
+
+    def select(self, names: Iterable[str]) -> frozenset[str]:
+        """Return the names of weights that are quantised, of ``names``: all of a model's, canonical, with ``.weight``."""
+        names = list(names)
+        numbers = {name: _layer_number(name) for name in names}
+        count = 1 + max((number for name, number in numbers.items() if number is not None and not _is_vision(name)), default=-1)
+        return frozenset(name for name in names if self._covers(name, numbers[name], count))
+
+    def _covers(self, name: str, number: int | None, count: int) -> bool:
+        if number is None or name.startswith(DRAFT) or not (name.endswith(".weight") or name.endswith(EXPERTS)):
+            return False
+        if any(text in name for text in (*NEVER, *self.ignored)):
+            return False
+        return _is_vision(name) or self.first_layers <= number < count - self.last_layers
+
+    def round_weight(self, weight: Tensor) -> Tensor:
+        """Return a selected weight [..., R, C] rounded to the format and back, in its own data type; a vector stays as it is."""
+        return round_trip(weight, self.weights) if weight.dim() >= 2 else weight
+
+    def round_input(self, x: Tensor) -> Tensor:
+        """Return the input [..., K] of a selected layer, rounded to the format and back, in its own data type."""
+        return x if self.inputs is None else round_trip(x, self.inputs)
+
+
+def make_plan(
+    weight_format: NumberFormat,
+    *,
+    pow2_inputs: bool = False,
+    ignored: tuple[str, ...] = (),
+    first_layers: int = 0,
+    last_layers: int = 0,
+    fp8_cache: bool = False,
+) -> QuantizationPlan:
+    """Make the plan of weights in a format, with the inputs that go with it."""
+    inputs = INPUT_FORMATS[weight_format.name]
+    if pow2_inputs and inputs is FP8_GROUP:
+        inputs = FP8_GROUP_POW2
+    return QuantizationPlan(weight_format, inputs, ignored, first_layers, last_layers, fp8_cache)
+
+
+@torch.no_grad()
+def round_weights(plan: QuantizationPlan, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    """Yield a model's weights, the selected ones rounded to the format and back."""
+    weights = list(weights)
+    selected = plan.select(name for name, _ in weights)
+    for name, tensor in weights:
+        yield name, plan.round_weight(tensor) if name in selected else tensor
+
+
+def _layer_number(name: str) -> int | None:
+    found = _LAYER.search(name)
+    return None if found is None else int(found.group(1))
+
+
+def _is_vision(name: str) -> bool:
+    return any(text in name for text in _VISION)
