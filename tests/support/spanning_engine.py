@@ -38,7 +38,7 @@ async def serve_on(
     make = partial(VllmEngine, "engine 0", launch, tokenizer, stop_ids=(tokenizer.eos_token_id,))
     options = ActorOptions(name="engine-0", node=0, further_nodes=(1,), devices=(0,), kind="async", environment=environment)
     engine: Any = RemoteEngine("engine 0", launch.receivers, RestartableActor(cluster, options, make))
-    engine.config = launch.config.vllm_cfg
+    engine.config, engine.launch = launch.config.vllm_cfg, launch
     return serve(model, tokenizer, [engine], make_sender=partial(BroadcastSender, backend="gloo")), cluster
 
 
