@@ -22,13 +22,15 @@ from support.vllm_engines import TESTS, ServedModel, compute_logprobs, make_laun
 SAMPLING = Sampling(temperature=0.8, max_new_tokens=8)
 
 
-async def serve_on(address: str, folder: Path, tokenizer: Any, *, gpus: Sequence[str] = ()) -> tuple[ServedModel, Any]:
-    """Serve a model with one engine of two pipeline stages, each on a node."""
+async def serve_on(
+    address: str, folder: Path, tokenizer: Any, *, gpus: Sequence[str] = (), model: Any = None, **keys: Any
+) -> tuple[ServedModel, Any]:
+    """Serve a model with one engine of two ranks, each on a node: two pipeline stages, or what ``keys`` of ``vllm_cfg`` say."""
     cluster = await connect(ClusterConfig(num_nodes=2, address=address), on_cpu=True)
-    model = served_model(layers=3, tied=False).to("cuda" if gpus else "cpu")
+    model = (served_model(layers=3, tied=False) if model is None else model).to("cuda" if gpus else "cpu")
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}:{TESTS.parent / 'src'}"}
     launch = replace(
-        make_launch(save_model_folder(model, tokenizer, folder), on_cpu=not gpus, pipeline_parallel_size=2),
+        make_launch(save_model_folder(model, tokenizer, folder), on_cpu=not gpus, **(keys or {"pipeline_parallel_size": 2})),
         environment=environment,
         nodes=tuple(NodeRanks(cluster.locate(node, (0,))[0], 1, tuple(gpus[node : node + 1])) for node in range(2)),
         ray_address=cluster.address,
@@ -36,7 +38,7 @@ async def serve_on(address: str, folder: Path, tokenizer: Any, *, gpus: Sequence
     make = partial(VllmEngine, "engine 0", launch, tokenizer, stop_ids=(tokenizer.eos_token_id,))
     options = ActorOptions(name="engine-0", node=0, further_nodes=(1,), devices=(0,), kind="async", environment=environment)
     engine: Any = RemoteEngine("engine 0", launch.receivers, RestartableActor(cluster, options, make))
-    engine.config = launch.config.vllm_cfg
+    engine.config, engine.launch = launch.config.vllm_cfg, launch
     return serve(model, tokenizer, [engine], make_sender=partial(BroadcastSender, backend="gloo")), cluster
 
 

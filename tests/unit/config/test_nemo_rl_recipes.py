@@ -241,6 +241,20 @@ def test_an_unknown_key_of_any_kind_of_run_is_refused_with_the_nearest(section: 
         assert f"Did you mean {meant}" in str(caught.value)
 
 
+def test_an_environment_that_no_data_names_is_left_out_as_nemo_rl_leaves_it() -> None:
+    loaded = load("ppo", "env.math.num_workers=8", "env.dapo.num_workers=8")
+    assert any(each.key == "env.dapo" and each.effect is Effect.UNUSED for each in loaded.differences)
+    named = load("ppo", "env.math.num_workers=8", "env.dapo.num_workers=8", "data.train.env_name=dapo")
+    assert not any(each.key == "env.dapo" for each in named.differences)
+
+
+def test_the_names_of_families_of_multi_token_prediction_are_mtp() -> None:
+    key = "policy.generation.vllm_kwargs.speculative_config"
+    loaded = load("ppo", "policy.generation.backend=vllm", f"{key}.method=deepseek_mtp", f"{key}.num_speculative_tokens=1")
+    speculation = loaded.config.policy.generation.vllm_cfg.speculation
+    assert (speculation.method, speculation.model_name) == ("mtp", loaded.config.policy.model_name)
+
+
 def test_vllms_speculative_config_is_the_section_of_speculation(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,18 @@ class NodeRanks:
     node: str  # Ray's id of the node
     count: int
     gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them there; empty on a CPU
+
+
+def select_ranks(nodes: Sequence[NodeRanks], first: int, count: int) -> list[NodeRanks]:
+    """Return where ``count`` ranks of an engine are, from number ``first`` on."""
+    selected: list[NodeRanks] = []
+    start = 0
+    for node in nodes:
+        begin, end = max(first, start), min(first + count, start + node.count)
+        if begin < end:
+            selected.append(NodeRanks(node.node, end - begin, node.gpus[begin - start : end - start]))
+        start += node.count
+    return selected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +173,8 @@ def make_engine_args(launch: VllmLaunch) -> Any:
         args["speculative_config"] = make_speculative_config(config, launch.draft)
     if launch.sleep_level:
         args["enable_sleep_mode"] = True
+    if launch.nodes and config.data_parallel_size > 1:
+        args["data_parallel_address"] = _own_address()  # where ranks on other nodes find each other
     if launch.reads_images:
         args |= make_image_args(on_cpu=launch.on_cpu)
     if launch.return_routes:
@@ -181,6 +195,12 @@ def make_image_args(*, on_cpu: bool) -> dict[str, Any]:
     """
     args: dict[str, Any] = {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0}
     return {**args, "skip_mm_profiling": True} if on_cpu else args
+
+
+def _own_address() -> str:
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())
 
 
 def make_speculative_config(config: VllmConfig, draft: str = "") -> dict[str, Any]:

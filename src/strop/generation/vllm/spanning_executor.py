@@ -15,6 +15,8 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_env_utils import get_driver_env_vars
 from vllm.v1.executor.ray_utils import WORKER_SPECIFIC_ENV_VARS
 
-from strop.generation.vllm.engine_args import SPANNED_VARIABLE, NodeRanks
+from strop.generation.vllm.engine_args import SPANNED_VARIABLE, NodeRanks, select_ranks
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, exit_with_driver, redirect_standard_output
 from strop.gpus import VISIBLE
 
@@ -34,6 +36,20 @@ log = logging.getLogger(__name__)
 ray: Any = ray_executor_v2.ray
 WATCH_SECONDS = 1.0  # a thread inside of Ray when it is shut down would crash, so it looks up again and again
 OWN_VARIABLES = {*WORKER_SPECIFIC_ENV_VARS, DRIVER_PID_VARIABLE, SPANNED_VARIABLE}  # of the core's process
+
+
+@contextmanager
+def leave_gpus_to_workers() -> Iterator[None]:
+    """Start engine cores without GPUs of their own. vLLM gives each copy of a model some of this process's, which has one node's alone;
+    here every worker is started with its GPUs."""
+    from vllm.v1.engine import utils
+
+    assign = utils.set_assigned_physical_gpu_ids_for_dp_rank
+    utils.set_assigned_physical_gpu_ids_for_dp_rank = lambda *arguments, **options: None
+    try:
+        yield
+    finally:
+        utils.set_assigned_physical_gpu_ids_for_dp_rank = assign
 
 
 class SpanningWorker(ray_executor_v2.RayWorkerProc):  # type: ignore[misc]
@@ -63,18 +79,21 @@ class SpanningExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc]
         # The name of vLLM's own executor: with another one a worker expects the GPUs of all ranks on its node.
         self.parallel_config.distributed_executor_backend = "ray"
         nodes = [NodeRanks(each["node"], each["count"], tuple(each["gpus"])) for each in spanned["nodes"]]
-        self._start_workers(nodes, spanned["variables"], spanned["output"])
+        own = nodes[0].node  # the cores of all copies of an engine are on its first node
+        copy = self.parallel_config.data_parallel_rank
+        nodes = select_ranks(nodes, copy * self.world_size, self.world_size)
+        self._start_workers(nodes, own, spanned["variables"], spanned["output"])
         self._connect_workers()
         self.futures_queue = deque[Any]()
         self._post_init_executor()
         self.start_worker_monitor()
         self.output_rank = self._get_output_rank()
 
-    def _start_workers(self, nodes: list[NodeRanks], variables: list[str], output: str | None) -> None:
-        """Start the actors in the order of ranks: those of the first node, which is this one, read queues in shared memory."""
+    def _start_workers(self, nodes: list[NodeRanks], own: str, variables: list[str], output: str | None) -> None:
+        """Start the actors in the order of ranks: those of this process's node, ``own``, read queues in shared memory."""
         self.rpc_broadcast_mq = MessageQueue(
             self.world_size,
-            nodes[0].count,
+            nodes[0].count if nodes[0].node == own else 0,
             max_chunk_bytes=envs.VLLM_MQ_MAX_CHUNK_BYTES_MB * 2**20,
             connect_ip=ray.util.get_node_ip_address(),
         )
@@ -91,7 +110,7 @@ class SpanningExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc]
                     rank=rank,
                     input_shm_handle=queue,
                     is_driver_worker=self._is_driver_worker(rank),
-                    is_driver_node=node is nodes[0],
+                    is_driver_node=node.node == own,
                 )
                 self.ray_worker_handles.append(ray_executor_v2.RayWorkerHandle(actor, rank, local_rank, node.node))
 

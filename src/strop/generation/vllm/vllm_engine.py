@@ -113,9 +113,11 @@ class VllmEngine:
         self._counters = EngineStats()
         args = make_engine_args(self.launch)
         if self.launch.nodes:
-            from strop.generation.vllm.spanning_executor import SpanningExecutor
+            from strop.generation.vllm.spanning_executor import SpanningExecutor, leave_gpus_to_workers
 
             args.distributed_executor_backend = SpanningExecutor
+            with leave_gpus_to_workers():
+                return AsyncLLM.from_engine_args(args, stat_loggers=[self._counters.make_logger])
         return AsyncLLM.from_engine_args(args, stat_loggers=[self._counters.make_logger])
 
     async def close(self) -> None:

@@ -53,7 +53,7 @@ class StropWorker:
         self.strop_disconnect()
         channel: ChannelAddress = pickle.loads(address)
         parallel = self.vllm_config.parallel_config
-        rank = parallel.data_parallel_rank * parallel.world_size + self.rank
+        rank = parallel.data_parallel_index * parallel.world_size + self.rank
         self._strop_receiver = channel.connect(first + rank, self.device)
 
     def strop_disconnect(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from strop.generation.generation_config import GenerationConfig
+from strop.generation.vllm.engine_args import NodeRanks, select_ranks
 from strop.generation.vllm.vllm_config import SpeculationConfig, VllmConfig
 
 
@@ -119,3 +120,19 @@ def test_experts_that_vllm_says_are_those_of_the_tokens_it_read() -> None:
         "the rest is not known"
     )
     assert _routes(None, 6) is None and _routes(said + 200, 6).max() == 223  # type: ignore[union-attr]
+
+
+def test_copies_of_a_model_are_vllms_data_parallel_ranks() -> None:
+    given = arguments(tensor_parallel_size=2, expert_parallel_size=8)
+    assert (given.data_parallel_size, given.enable_expert_parallel) == (4, True)
+    config = VllmConfig(tensor_parallel_size=2, expert_parallel_size=8, pipeline_parallel_size=3)
+    assert config.engine_size == 24
+    assert VllmConfig(tensor_parallel_size=4).data_parallel_size == 1
+    assert arguments(tensor_parallel_size=2, expert_parallel_size=2).data_parallel_size == 1
+
+
+def test_the_ranks_of_a_copy_are_found_on_the_nodes_of_an_engine() -> None:
+    nodes = [NodeRanks("a", 4, ("0", "1", "2", "3")), NodeRanks("b", 4, ("0", "1", "2", "3"))]
+    assert select_ranks(nodes, 4, 4) == [nodes[1]]
+    assert select_ranks(nodes, 2, 4) == [NodeRanks("a", 2, ("2", "3")), NodeRanks("b", 2, ("0", "1"))]
+    assert select_ranks(nodes, 0, 8) == nodes

@@ -41,6 +41,30 @@ def find_workers() -> list[psutil.Process]:
     return found
 
 
+def test_copies_on_two_nodes_share_their_experts(room: BackgroundLoop, two_nodes: Any, tmp_path: Path, tokenizer: Any) -> None:
+    import transformers
+
+    from support.expert_models import experts_family
+    from support.spanning_engine import check, serve_on
+
+    async def live() -> None:
+        served, cluster = await serve_on(
+            two_nodes.address, tmp_path, tokenizer, model=experts_family("qwen3_moe", transformers).eval(), expert_parallel_size=2
+        )
+        try:
+            await check(served, 0)
+            workers = find_workers()
+            assert len(workers) == 2 and workers[0].parent() != workers[1].parent(), "one on each node"
+            perturb(served.model, 2)
+            await check(served, 1)
+        finally:
+            await served.close()
+            await cluster.close()
+
+    room.run(live(), seconds=450)
+    assert find_workers() == [], "no worker outlives its engine"
+
+
 def test_it_takes_weights_on_both_nodes_is_started_again_after_a_worker_died_and_lost_with_a_node(
     room: BackgroundLoop, two_nodes: Any, tmp_path: Path, tokenizer: Any
 ) -> None:

@@ -72,7 +72,7 @@ def translate_environments(recipe: Recipe) -> None:
             continue
         if translate := _translate_vlm if "reward_functions" in options else TRANSLATIONS.get(alias):
             translate(recipe, key, options)
-        elif set(options) == {"num_workers"} and alias not in _used_aliases(recipe):
+        elif set(options) <= {"type", "num_workers"} and alias not in _used_aliases(recipe):
             recipe.unused(key, "no data names it, and NeMo-RL starts only environments that data name")
 
 
