@@ -189,6 +189,39 @@ def test_new_weights_look_at_images_anew() -> None:
     assert disagreement(network, pack_grpo([make_group(rollout_of(prompt, after))])) < FLOAT32
 
 
+@pytest.mark.parametrize("make", RUNNERS.values(), ids=RUNNERS)
+def test_a_request_that_new_weights_interrupt_sees_its_image_with_them(make: Any) -> None:
+    """Spans of versions are as for text, and a request that was cancelled beside it leaves the engine in order."""
+    network = make_vision_network("qwen3_vl")
+    request = ImageRequest(show("qwen3_vl", draw_image(1)), Sampling(max_new_tokens=20))
+
+    async def run() -> Any:
+        engine = make_engine(make(network, **ROOM))
+        gone = asyncio.ensure_future(generate_with_images(engine, [ImageRequest(show("qwen3_vl", draw_image(2)))]))
+        asked = asyncio.ensure_future(generate_with_images(engine, [request]))
+        while engine.counters.decode_steps < 6:
+            await asyncio.sleep(0)
+        gone.cancel()
+        engine.freeze()
+        with torch.no_grad():
+            for parameter in network.model.parameters():
+                parameter.mul_(1.05)
+        engine.activate_version(1)
+        engine.recompute_running()
+        engine.resume_requests()
+        (found,) = await asked
+        await engine.close()
+        return found
+
+    found = asyncio.run(run())
+    assert found.versions.tolist() == sorted(found.versions.tolist()) and set(found.versions.tolist()) == {0, 1}
+    batch = pack_grpo([make_group(rollout_of(request.prompt, found))])
+    scores = NetworkScorer(network, Sampling(), score_tokens=400).score(batch)
+    later = batch.versions == 1
+    assert float((scores.logprobs - batch.rollout_logprobs)[later].abs().max()) < FLOAT32
+    assert float((scores.logprobs - batch.rollout_logprobs)[~later].abs().max()) > FLOAT32
+
+
 def test_images_for_a_model_that_reads_text_are_refused() -> None:
     network = make_vision_network("llava")
     network.disable_vision("its processor is missing")
