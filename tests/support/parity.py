@@ -32,6 +32,7 @@ from strop.models.fake_quant.calibration import set_input_scales
 from strop.models.fake_quant.modelopt_config import read_quant_config
 from strop.models.loading import cast_weights
 from strop.models.network import Network, freeze_routers
+from strop.models.routing.router_loss_config import RouterLossConfig
 from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
@@ -78,6 +79,7 @@ class Case:
     lora: bool = False
     fused: bool = False  # adapters share A where Megatron Core has one layer: of queries, keys and values, and of gate and up
     frozen_routers: bool = False
+    router_losses: bool = False  # of load balancing and of large logits
     quant_cfg: str | None = None  # fake-quantised; static scales of inputs are 4
     replayed: bool = False  # with recorded experts for most tokens
     value: bool = False  # train a separate critic
@@ -228,6 +230,7 @@ def train(
         network,
         case.sampling,
         placement,
+        router_losses=RouterLossConfig(aux_loss_coeff=0.3, z_loss_coeff=0.1) if case.router_losses else None,
         optimizer_kwargs={"lr": case.rate, "weight_decay": 0.1, "eps": 1e-3},
         no_decay=() if case.lora or case.head else case.no_decay,
         max_grad_norm=0.3,

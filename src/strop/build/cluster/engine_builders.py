@@ -18,12 +18,19 @@ from strop.models.fake_quant.modelopt_config import read_quant_config
 from strop.models.loading import cast_weights, model_from_config
 from strop.models.network import Network, disable_dropout
 from strop.models.quantization.float8_training import convert_to_float8
+from strop.models.vision.vision_processor import VisionProcessor
 
 
 def build_torch_engine(
-    name: str, config: PolicyConfig, folder: Path, tokenizer: Any, stop_ids: tuple[int, ...], packed: bool
+    name: str,
+    config: PolicyConfig,
+    folder: Path,
+    tokenizer: Any,
+    stop_ids: tuple[int, ...],
+    packed: bool,
+    vision: VisionProcessor | None = None,
 ) -> StandaloneTorchEngine:
-    """Build a torch engine on an empty model, whose weights the learner will send."""
+    """Build a torch engine on an empty model, whose weights the learner will send. ``vision``: of a model that reads images."""
 
     def make() -> TorchEngine:
         device = prepare_device(config.device, None)
@@ -37,6 +44,8 @@ def build_torch_engine(
         convert_to_float8(model, config.fp8, device, "policy.fp8")
         if config.router_replay.enabled:
             network.enable_router_replay()
+        if vision is not None:
+            network.enable_vision(vision)
         length = config.max_total_sequence_length
         return make_torch_engine(
             network,
