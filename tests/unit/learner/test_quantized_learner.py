@@ -80,8 +80,10 @@ def test_gradients_reach_the_adapters_through_a_rounded_base() -> None:
 
 
 @pytest.mark.parametrize("source", CONFIGS)
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("prepack", [False, None])
+@pytest.mark.parametrize(
+    ("lora", "prepack"),
+    [(False, None), (True, None), *(pytest.param(lora, False, marks=pytest.mark.exhaustive) for lora in (False, True))],
+)
 def test_the_engine_reports_the_log_probabilities_that_the_learner_computes(
     source: str, lora: bool, prepack: bool | None
 ) -> None:

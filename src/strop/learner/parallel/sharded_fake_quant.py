@@ -100,5 +100,5 @@ def _round_gathered(tensor: Tensor, quantizer: TensorQuantizer, shard: RoundedSh
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(shard.group))]
     dist.all_gather(parts, tensor.contiguous(), group=shard.group)
     whole = quantizer.round_detached(torch.cat(parts, shard.dimension))
-    own: Tensor = whole.chunk(len(parts), shard.dimension)[dist.get_rank(shard.group)]
-    return own.contiguous()
+    own: Tensor = whole.chunk(len(parts), shard.dimension)[dist.get_rank(shard.group)].contiguous()
+    return own
