@@ -86,6 +86,7 @@ def test_what_vllm_can_do_is_accepted_without_a_word(overrides: list[str]) -> No
         ([f"{C}speculation.method=ngram", f"{C}pipeline_parallel_size=2"], "vLLM has the draft on the last stage alone"),
         ([f"{C}speculation.method=eagle3"], "no head is trained"),
         ([f"{C}speculation.method=eagle3", HEAD, f"{C}speculation.model_name=other"], "drafts with the head that is trained"),
+        ([f"{C}speculation.method=eagle3", HEAD, f"{C}precision=fp8"], "its own are not rounded"),
         ([f"{C}speculation.method=mtp"], "whose layers the learner does not have"),
         ([HEAD, f"{C}speculation.method=eagle3", "policy.sequence_packing.enabled=false"], "the head reads packed rows"),
         ([HEAD, f"{C}speculation.method=eagle3", "policy.compile=true"], "which compiled ones may not show"),

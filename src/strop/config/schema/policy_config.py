@@ -238,6 +238,12 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 f"{self.draft.model_name}",
                 "Remove it.",
             )
+        if self.draft.enabled and (precision := self.generation.vllm_cfg.precision) not in ("bfloat16", "float32"):
+            yield Problem(
+                "policy.generation.vllm_cfg.precision",
+                f"found {precision}, but the draft head is sent with the policy's weights, and its own are not rounded in this version",
+                "Set it to bfloat16, or policy.draft.enabled=false.",
+            )
         if self.draft.enabled and self.adapter_rank is not None and self.generation.weight_sync.adapters_alone:
             yield Problem(
                 "policy.generation.weight_sync.adapters_alone",
