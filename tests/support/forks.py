@@ -18,6 +18,7 @@ from typing import Any, Literal
 import pytest
 
 PRELOAD = [
+    "strop.models",
     "strop.cli",
     "strop.build",
     "strop.monitoring.plot",

@@ -119,6 +119,7 @@ def _make_engines(
         on_cpu=on_cpu,
         max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
         return_routes=config.router_replay.enabled,
+        reads_images=policy.template.vision is not None,
         batch_invariant=config.exact_on_policy,
         draft="" if head is None else str(save_head(head, spec.output_folder / "draft")),
     )
@@ -129,6 +130,7 @@ def _make_engines(
         stop_ids=policy.stop_ids,
         threads=config.num_threads,
         output_folder=spec.output_folder,
+        vision=policy.template.vision,
     )
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import base64
 import io
-from functools import cache
+import pickle
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from strop.models.chat_template import ChatTemplate
 from strop.models.vision.image_files import ImageError, as_data_url, decode_image, encode_image, read_image
+from strop.models.vision.pixel_cache import PixelCache
 from strop.models.vision.vision_families import find_family
-from strop.models.vision.vision_processor import VisionProcessor, load_vision_processor
+from strop.models.vision.vision_processor import VisionProcessor, find_vision_processor, load_vision_processor
 from strop.types import Image, Message
 from support.vision_models import FAMILIES, build_vision_tokenizer, draw_image, make_vision_config, save_vision_model
 
@@ -177,3 +180,50 @@ def test_a_processor_is_loaded_from_a_folder_with_other_settings(tmp_path: Path)
     file = draw_image(1, 200, 200)
     counts = [each.family.count_rows(each.pixels(file)) for each in (plain, smaller)]
     assert counts == [16, 1]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        (
+            "llava",
+            {"max_pixels": 10_000},
+            r"policy\.image_processor\.max_pixels: models of type llava read images of fixed sizes",
+        ),
+        ("qwen3_vl", {"do_resiz": False}, r"policy\.image_processor\.options\.do_resiz: .* has no such setting"),
+        ("gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan, which cuts an image into several"),
+    ],
+    ids=["fixed size", "unknown setting", "pan and scan"],
+)
+def test_a_setting_that_cannot_work_is_refused(family: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    FAMILIES[family].image_processor().save_pretrained(tmp_path)
+    make_vision_config(family).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        find_vision_processor(str(tmp_path), make_vision_config(family), build_vision_tokenizer(family), options=options)
+
+
+def test_a_model_without_an_image_processor_or_of_another_family_reads_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, tokenizer = make_vision_config("llava"), build_vision_tokenizer("llava")
+    config.save_pretrained(tmp_path)
+    assert find_vision_processor(str(tmp_path), config, tokenizer) is None
+    assert "has no image processor" in caplog.text
+    config.model_type = "unheard_of"
+    assert find_vision_processor(str(tmp_path), config, tokenizer) is None
+    assert "models of type 'unheard_of' read images in a way that Strop does not know" in caplog.text
+    assert find_vision_processor(str(tmp_path), config.text_config, tokenizer) is None
+
+
+def test_the_pixels_of_an_image_are_made_once_and_old_ones_make_room() -> None:
+    made: list[str] = []
+
+    def make(name: str, size: int = 100) -> dict[str, Any]:
+        made.append(name)
+        return {"pixel_values": torch.zeros(size, dtype=torch.uint8)}
+
+    cache = PixelCache(limit=250)
+    for name in ("a", "b", "a", "c", "a", "b"):
+        cache.get(name, partial(make, name))
+    assert made == ["a", "b", "c", "b"], "b had to make room for c"
+    assert pickle.loads(pickle.dumps(cache)).limit == 250

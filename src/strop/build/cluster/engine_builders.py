@@ -14,12 +14,19 @@ from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.learner.model_config import ModelConfig
 from strop.models.loading import cast_weights, model_from_config
 from strop.models.network import Network, disable_dropout
+from strop.models.vision.vision_processor import VisionProcessor
 
 
 def build_torch_engine(
-    name: str, config: PolicyConfig, folder: Path, tokenizer: Any, stop_ids: tuple[int, ...], packed: bool
+    name: str,
+    config: PolicyConfig,
+    folder: Path,
+    tokenizer: Any,
+    stop_ids: tuple[int, ...],
+    packed: bool,
+    vision: VisionProcessor | None = None,
 ) -> StandaloneTorchEngine:
-    """Build a torch engine on an empty model, whose weights the learner will send."""
+    """Build a torch engine on an empty model, whose weights the learner will send. ``vision``: of a model that reads images."""
 
     def make() -> TorchEngine:
         device = prepare_device(config.device, None)
@@ -29,6 +36,8 @@ def build_torch_engine(
         cast_weights(model, PRECISIONS[config.weights_dtype])
         if config.router_replay.enabled:
             network.enable_router_replay()
+        if vision is not None:
+            network.enable_vision(vision)
         length = config.max_total_sequence_length
         return make_torch_engine(
             network,

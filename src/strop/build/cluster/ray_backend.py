@@ -169,13 +169,17 @@ class RayBackend:
             on_cpu=self.policy_info.on_cpu,
             max_lora_rank=config.adapter_rank if adapters else None,
             return_routes=config.router_replay.enabled,
+            reads_images=self.bundle.template.vision is not None,
             draft=str(folder.parent / "draft") if sends_draft(self.config) else "",
             environment=self._thread_env(config.generation.vllm_cfg.num_threads, generates=True),
             output_file=outputs / f"engine_{number}.log",
             nodes=tuple(self._locate_ranks(part) for part in slot.parts) if slot.further else (),
             ray_address=self.cluster.address if slot.further else "",
         )
-        make = partial(VllmEngine, f"engine {number}", launch, self.bundle.tokenizer, stop_ids=self.bundle.stop_ids)
+        bundle = self.bundle
+        make = partial(
+            VllmEngine, f"engine {number}", launch, bundle.tokenizer, stop_ids=bundle.stop_ids, vision=bundle.template.vision
+        )
         return self._make_engine(number, slot, launch.receivers, make)
 
     def _make_sglang_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
@@ -197,7 +201,14 @@ class RayBackend:
     def _make_torch_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
         bundle = self.bundle
         make = partial(
-            build_torch_engine, f"engine {number}", self.config.policy, folder, bundle.tokenizer, bundle.stop_ids, self.packed
+            build_torch_engine,
+            f"engine {number}",
+            self.config.policy,
+            folder,
+            bundle.tokenizer,
+            bundle.stop_ids,
+            self.packed,
+            bundle.template.vision,
         )
         return self._make_engine(number, slot, 1, make)
 

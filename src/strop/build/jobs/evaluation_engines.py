@@ -106,9 +106,15 @@ async def _open_vllm(job: EvaluationJob, stack: AsyncExitStack, note: Note) -> O
         tokenizer=_find_tokenizer(job, bundle, stack),
         on_cpu=device.type == "cpu",
         load_weights=True,
+        reads_images=bundle.template.vision is not None,
     )
     engines = make_local_engines(
-        launch, bundle.tokenizer, learner=device, stop_ids=bundle.stop_ids, threads=job.policy.num_threads
+        launch,
+        bundle.tokenizer,
+        learner=device,
+        stop_ids=bundle.stop_ids,
+        threads=job.policy.num_threads,
+        vision=bundle.template.vision,
     )
     return await _start(job, stack, engines, bundle)
 
@@ -123,7 +129,11 @@ async def _open_sglang(job: EvaluationJob, stack: AsyncExitStack, note: Note) ->
         load_weights=True,
     )
     engines = make_local_sglang_engines(
-        launch, bundle.tokenizer, learner=device, stop_ids=bundle.stop_ids, threads=job.policy.num_threads
+        launch,
+        bundle.tokenizer,
+        learner=device,
+        stop_ids=bundle.stop_ids,
+        threads=job.policy.num_threads,
     )
     return await _start(job, stack, engines, bundle)
 
@@ -207,11 +217,14 @@ def _make_vllm_engine(
         tokenizer=locate_model(job.policy.tokenizer.name)[0],
         on_cpu=cluster.on_cpu,
         load_weights=True,
+        reads_images=bundle.template.vision is not None,
         environment=own,
         nodes=tuple(locate(part) for part in slot.parts) if slot.further else (),
         ray_address=cluster.address if slot.further else "",
     )
-    make = partial(VllmEngine, f"engine {number}", launch, bundle.tokenizer, stop_ids=bundle.stop_ids)
+    make = partial(
+        VllmEngine, f"engine {number}", launch, bundle.tokenizer, stop_ids=bundle.stop_ids, vision=bundle.template.vision
+    )
     return _make_actor(job, cluster, number, slot, own, launch.receivers, make)
 
 

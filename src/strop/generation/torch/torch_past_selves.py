@@ -131,4 +131,6 @@ def _copy_network(network: Network) -> Network:
     shared = {id(parameter): parameter for parameter in network.model.parameters() if not parameter.requires_grad}
     copied = copy(network)
     copied.model = deepcopy(network.model, shared)
+    if network.vision is not None:
+        copied.enable_vision(network.vision.processor)
     return copied

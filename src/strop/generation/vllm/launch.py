@@ -24,7 +24,7 @@ from typing import Any
 from strop.weight_sync.transports.connection import is_process_alive
 
 PRELOAD = [
-    "strop.generation.vllm.images.torchvision_names",
+    "strop.models.vision.torchvision_hook",
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",

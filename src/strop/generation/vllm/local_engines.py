@@ -15,6 +15,7 @@ from strop.generation.vllm.engine_gpus import choose_engine_gpus
 from strop.generation.vllm.vllm_config import VllmConfig
 from strop.generation.vllm.vllm_engine import VllmEngine
 from strop.gpus import VISIBLE
+from strop.models.vision.vision_processor import VisionProcessor
 
 
 def make_local_engines(
@@ -25,6 +26,7 @@ def make_local_engines(
     stop_ids: Sequence[int],
     threads: int | None,
     output_folder: Path | None = None,
+    vision: VisionProcessor | None = None,
 ) -> list[VllmEngine]:
     """Make the configured number of engines, without starting them. Raises ValueError if vLLM is not installed, or GPUs are missing.
 
@@ -35,6 +37,7 @@ def make_local_engines(
         stop_ids: Token ids that end every request.
         threads: CPU threads of the learner.
         output_folder: For a file of output of each engine; None: they write to that of this process.
+        vision: Of a model that reads images.
     """
     if find_spec("vllm") is None:
         raise ValueError(
@@ -54,7 +57,9 @@ def make_local_engines(
         )
         for number, environment in enumerate(environments)
     ]
-    return [VllmEngine(f"engine {number}", each, tokenizer, stop_ids=stop_ids) for number, each in enumerate(launches)]
+    return [
+        VllmEngine(f"engine {number}", each, tokenizer, stop_ids=stop_ids, vision=vision) for number, each in enumerate(launches)
+    ]
 
 
 def make_thread_env(config: VllmConfig, threads: int | None) -> dict[str, str]:

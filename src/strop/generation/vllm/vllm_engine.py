@@ -103,9 +103,9 @@ class VllmEngine:
                 return self._create_engine()
 
     def _create_engine(self) -> Any:
-        from strop.generation.vllm.images.torchvision_names import import_models_here  # before vLLM imports torchvision
+        from strop.generation.vllm.images.model_inspection import inspect_models_here
 
-        import_models_here()
+        inspect_models_here()
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from strop.generation.vllm.engine_stats import EngineStats

@@ -121,7 +121,14 @@ class StropWorker:
         manager = getattr(runner, "lora_manager", None)
         if manager is None:
             return pickle.dumps({})
-        return pickle.dumps(_fingerprint_shards(read_adapter_shards(runner.get_model(), manager._adapter_manager, adapter)))
+        shards = read_adapter_shards(runner.get_model(), manager._adapter_manager, adapter)
+        return pickle.dumps(_fingerprint_shards(replace(shard, name=self._name_adapter(shard.name)) for shard in shards))
+
+    def _name_adapter(self, name: str) -> str:
+        """Return the name of a matrix of an adapter as that of the layer was published."""
+        layer, _, matrix = name.rpartition(".")
+        published = self._strop_names.get(f"{layer}.weight")
+        return name if published is None else f"{published.removesuffix('.weight')}.{matrix}"
 
 
 def _fingerprint_shards(
