@@ -18,7 +18,7 @@ from typing import Any
 
 from strop.data.builtin.builtin_dataset import BuiltinDataset
 from strop.data.sources.files import is_url, parse_object
-from strop.data.sources.in_memory import DatasetRecords, ListRecords
+from strop.data.sources.in_memory import DatasetRecords, ListRecords, holds_media
 from strop.data.sources.local_copies import COPIES_VARIABLE, HUB_ADDRESS, find_copy
 from strop.data.sources.records import DataError, Records
 from strop.data.sources.streaming.iterable_shards import list_shards
@@ -125,6 +125,8 @@ def _open_split(
         if files:
             raise DataError(f"{name!r} is read from some of its files, which cannot be streamed; set streaming=false")
         stream = _load_split(name, subset, split, revision, streaming=True)
+        if holds_media(getattr(stream, "features", None)):
+            stream = stream.decode(False)  # images as they are stored
         return StreamedRecords(RecordStream(name, list_shards(name, stream)))
     dataset = _load_files(name, files, split, revision) if files else _load_split(name, subset, split, revision)
     if len(dataset) == 0:

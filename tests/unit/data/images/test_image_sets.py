@@ -66,3 +66,10 @@ def test_every_set_of_images_is_graded_by_an_environment_that_can_be_built() -> 
         assert grader is not None
         functions = make_environment(grader.environment, grader.options).reward_functions
         assert sum(each.mark.weight for each in functions.values()) == pytest.approx(1)
+
+
+def test_images_of_a_set_of_the_hub_that_is_streamed_keep_their_bytes() -> None:
+    whole, streamed = (
+        DataSource(dataset_name="hiyouga/geometry3k", streaming=streaming).load_rows() for streaming in (False, True)
+    )
+    assert streamed[0].images == whole[0].images and whole[0].images[0].startswith("data:image/png;base64,")
