@@ -28,7 +28,7 @@ SANDBOX := $(shell for pair in bwrap:bubblewrap gcc:gcc g++:g++ node:nodejs; do 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-fast test-all test-adapters test-gpu lint format docs site docs-check bench clean distclean setup-quickstart setup-dev setup-bench setup-vllm setup-sandbox
+.PHONY: help quickstart test test-fast test-all test-adapters test-sglang test-gpu lint format docs site docs-check bench clean distclean setup-quickstart setup-dev setup-bench setup-vllm setup-sglang setup-sandbox
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
@@ -59,6 +59,23 @@ PACKAGES_nemo-gym := --ignore-requires-python --no-deps nemo-gym==0.7.0 openai==
 
 test-adapters: setup-dev $(foreach name,verifiers openenv lm-eval nemo-gym,$(ADAPTERS)/$(name)/.done) ## adapters with packages that want an environment of their own
 	STROP_ADAPTERS=$(abspath $(ADAPTERS)) $(PYTEST) tests/unit/environments/adapters $(ARGS)
+
+# SGLang asks for another torch than Strop's, and for kernels of CUDA: on a CPU it lies over this environment, and Strop stands in for them.
+SGLANG := $(VENV)/sglang
+SGLANG_PACKAGES := sglang==0.5.23 torchvision==0.28.0 orjson ipython traitlets soundfile
+
+test-sglang: setup-sglang ## generation by real SGLang servers, on a CPU: minutes
+	STROP_SGLANG_PYTHON=$(abspath $(SGLANG))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/unit/generation/sglang \
+	    tests/loop/test_sglang_runs.py $(ARGS)
+
+setup-sglang: $(SGLANG)/.done ## install SGLang for a CPU into an environment over that of the tests
+
+$(SGLANG)/.done: | setup-dev
+	$(BIN)/python -m venv --without-pip $(SGLANG)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib')); print('$(CURDIR)/src')" > \
+	    $$(echo $(SGLANG)/lib/python*/site-packages)/base.pth
+	$(PIP) --python $(SGLANG)/bin/python install -q --no-deps $(SGLANG_PACKAGES)
+	@touch $@
 
 $(ADAPTERS)/%/.done: | setup-dev
 	$(BIN)/python -m venv --without-pip $(ADAPTERS)/$*

@@ -62,7 +62,11 @@ def make_model(tokenizer: Any, width: int, seed: int) -> Any:
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForImageTextToText.from_config(config)
+        model = AutoModelForImageTextToText.from_config(config)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:  # so narrow a model learns nothing from Transformers' 0.02
+                torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+        return model
 
 
 def save(folder: Path, *, width: int = 64, seed: int = 0) -> Path:

@@ -29,6 +29,7 @@ from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer
 from strop.models.loading import cast_weights
 from strop.models.network import Network, freeze_routers
+from strop.models.routing.router_loss_config import RouterLossConfig
 from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
@@ -75,6 +76,7 @@ class Case:
     lora: bool = False
     fused: bool = False  # adapters share A where Megatron Core has one layer: of queries, keys and values, and of gate and up
     frozen_routers: bool = False
+    router_losses: bool = False  # of load balancing and of large logits
     replayed: bool = False  # with recorded experts for most tokens
     value: bool = False  # train a separate critic
     head: bool = False  # train a critic that is a head on the policy
@@ -221,6 +223,7 @@ def train(
         network,
         case.sampling,
         placement,
+        router_losses=RouterLossConfig(aux_loss_coeff=0.3, z_loss_coeff=0.1) if case.router_losses else None,
         optimizer_kwargs={"lr": case.rate, "weight_decay": 0.1, "eps": 1e-3},
         no_decay=() if case.lora or case.head else case.no_decay,
         max_grad_norm=0.3,

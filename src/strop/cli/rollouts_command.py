@@ -135,12 +135,13 @@ def _describe_rest(selected: SelectedRollouts, others: str) -> str:
 def _write_page(selected: SelectedRollouts, folder: Path, options: argparse.Namespace) -> int:
     from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER
     from strop.monitoring.rollout_store.stored_images import StoredImages
+    from strop.monitoring.rollout_store.validation_samples import ValidationSamples
     from strop.monitoring.rollout_view.rollout_page import make_page
 
     limit = None if options.full else PAGE_TEXT_LIMIT
     decode = _load_decoder(folder) if any(record.tokens for record in selected.records) else None
     note = _describe_rest(selected, "--step, --best or --worst")
-    images = StoredImages(folder / ROLLOUTS_FOLDER)
+    images = StoredImages(ValidationSamples(folder).folder if options.validation else folder / ROLLOUTS_FOLDER)
     page = make_page(selected, title=str(folder), limit=limit, decode=decode, note=note, find_image=images.find)
     try:
         options.html.parent.mkdir(parents=True, exist_ok=True)

@@ -169,10 +169,9 @@ class Network:
         """Return the keyword argument of the decoder that watches the routers of a pass. ``source``: as for replay."""
         if self.observed_routers is None:
             return {}
-        places = batch.source if source is None else source
-        return self.observed_routers.observe(
-            places.to(self.device), batch.sequence.to(self.device), batch.mask.to(self.device), batch.totals.tokens
-        )
+        columns = (batch.source if source is None else source, batch.sequence, batch.mask)
+        places, sequence, mask = (column.to(self.device) for column in columns)
+        return self.observed_routers.observe(places, sequence, mask, batch.totals.tokens)
 
     def enable_vision(self, processor: VisionProcessor) -> None:
         """Read images, with the vision tower of the model."""

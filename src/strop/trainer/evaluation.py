@@ -14,7 +14,8 @@ from strop.environments.base import Environment, EnvironmentConfigError, Grade
 from strop.environments.mixture import TaskSource
 from strop.generation.base import Generator, PastSelves
 from strop.models.chat_template import ChatTemplate
-from strop.monitoring.rollout_store.rollout_record import encodable
+from strop.monitoring.rollout_store.rollout_record import encodable, list_images
+from strop.monitoring.rollout_store.stored_images import StoredImages
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.repeat.engine_clock import EngineClock
@@ -115,6 +116,8 @@ class Evaluator:
         async def evaluate_task(index: int) -> None:
             async with slots:
                 group, environment = await self._sample_group(index, clock)
+                if self.folder is not None:
+                    StoredImages(self.folder).write(list_images([group]), self.files)
                 task = make_task_record(group, await _grade_group(group, environment), keep_logprobs=self.keep_logprobs)
                 if self.name_set is not None:
                     task = {"task": task.pop("task"), "set": self.name_set(index), **task}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from strop.monitoring.rollout_store.rollout_record import storable_metrics
+from strop.monitoring.rollout_store.rollout_record import list_prompt_images, storable_metrics
 from strop.monitoring.rollout_store.turn_record import make_turn_records
 from strop.statistics.task_results import TaskResult
-from strop.types import Group, Rollout
+from strop.types import Group, Message, Rollout
 
 CATEGORY_KEYS = ("category", "subject", "Subject")  # columns that say what a question is about
 TRUNCATED = ("length", "context")
@@ -28,7 +28,8 @@ def make_task_record(group: Group, result: TaskResult, *, keep_logprobs: bool = 
     samples = [
         {
             "sample": rollout.sample,
-            "messages": [message.as_dict() for message in rollout.messages],
+            "messages": [_write_message(message) for message in rollout.messages],
+            **({"prompt_images": images} if (images := list_prompt_images(rollout)) else {}),
             "turns": [vars(turn) for turn in make_turn_records(rollout)],
             "completion": rollout.text,
             "accuracy": accuracy,
@@ -47,6 +48,11 @@ def make_task_record(group: Group, result: TaskResult, *, keep_logprobs: bool = 
     category = next((task.metadata[key] for key in CATEGORY_KEYS if isinstance(task.metadata.get(key), str)), None)
     about = {} if category is None else {"category": category}
     return {"task": task.id, "environment": group.environment, **about, "answer": task.answer, "samples": samples}
+
+
+def _write_message(message: Message) -> dict[str, Any]:
+    """Return a message as JSON holds it: with its images by name, not as they are."""
+    return {**message.as_dict(), "content": message.shown_content} if message.images else message.as_dict()
 
 
 def _list_tokens(rollout: Rollout) -> dict[str, list[Any]]:

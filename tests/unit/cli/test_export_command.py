@@ -73,6 +73,17 @@ def test_the_header_names_a_base_of_the_hub(tmp_path: Path, tiny_model_folder: P
     assert "base_model: Qwen/Qwen3-0.6B\n" in format_model_card(find_saved_model(logs), merged=False)
 
 
+def test_the_draft_head_goes_along_without_the_state_of_its_training(tmp_path: Path, tiny_model_folder: Path) -> None:
+    logs = save_run(tmp_path, tiny_model_folder, "whole", steps=(4,))
+    head = tmp_path / "results/mine/step_4/policy/draft"
+    head.mkdir()
+    for name in ("config.json", "model.safetensors", "training.pt"):
+        (head / name).write_text(name)
+    assert cli.main(["export", str(logs), str(tmp_path / "exported")]) == 0
+    found = {path.name: path.read_text() for path in (tmp_path / "exported" / "draft").iterdir()}
+    assert found == {name: name for name in ("config.json", "model.safetensors")}
+
+
 def test_adapters_stay_adapters_unless_they_are_merged(tmp_path: Path, tiny_model_folder: Path) -> None:
     from peft import PeftModel
 

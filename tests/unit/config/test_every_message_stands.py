@@ -53,6 +53,8 @@ EXPERT_RANKS = (
     "found {}, but an engine divides its experts over all ranks of its copies, of {}.tensor_parallel_size = {} ranks each"
 )
 
+EXPERTS = "experts are read back"
+
 # The old message -> what says it now.
 REWORDED: dict[str, str] = {
     "{}; it was restarted {} times without completing a request (policy.generation.vllm_cfg.max_restarts), so another restart will not "
@@ -169,13 +171,12 @@ REWORDED: dict[str, str] = {
         EXPERT_RANKS
     ),
     "it has no effect: {}.vllm_cfg.speculation.method is {}": "it has no effect: {}.method is {}",
-    "policy.generation.weight_sync.proof=always samples the canary after every publish.": (
-        "{}.weight_sync.proof=always samples the canary after every publish."
-    ),
 }
 
 # The old message -> why nothing says it any more.
 DROPPED: dict[str, str] = {
+    "the weights of experts are not read back from the engine: only what the engine received and the canary verify them": EXPERTS,
+    "policy.generation.weight_sync.proof=always samples the canary after every publish.": EXPERTS,
     "each layer has {} attention heads on a rank, which cannot be split evenly among {} context ranks; set context_parallel_size to a "
     "divisor of {}": "keys and values go around a ring",
     "attention sinks are not supported by packed attention": "they are",

@@ -239,3 +239,39 @@ def test_an_unknown_key_of_any_kind_of_run_is_refused_with_the_nearest(section: 
     assert key.partition("=")[0] in str(caught.value)
     if meant is not None:
         assert f"Did you mean {meant}" in str(caught.value)
+
+
+def test_vllms_speculative_config_is_the_section_of_speculation(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        """
+policy:
+  model_name: m
+  draft: {enabled: true, model_name: head, loss_weight: 0.5, num_layers: null, aux_layer_indices: null}
+  generation:
+    backend: vllm
+    vllm_kwargs:
+      speculative_config:
+        {method: eagle3, model: "${policy.draft.model_name}", num_speculative_tokens: 3, draft_tensor_parallel_size: 1}
+grpo: {val_period: 0}
+checkpointing: {metric_name: null}
+data: {train: {dataset_name: gsm8k, env_name: math}}
+env: {math: {num_workers: 8}}
+"""
+    )
+    loaded = load_config(path, [], root=TRAINING_RUNS["grpo"])
+    policy = loaded.config.policy
+    speculation = policy.generation.vllm_cfg.speculation
+    assert (speculation.method, speculation.num_speculative_tokens, speculation.model_name) == ("eagle3", 3, None)
+    assert policy.draft.enabled and policy.draft.model_name == "head" and policy.draft.loss_weight == 0.5
+    assert not policy.generation.vllm_kwargs
+    changed = {difference.key for difference in loaded.differences if difference.effect is not Effect.UNUSED}
+    assert "policy.generation.vllm_kwargs.speculative_config" in changed
+    with pytest.raises(ConfigError, match=r"which policy\.generation\.vllm_cfg\.speculation does not have"):
+        load_config(path, ["policy.generation.vllm_kwargs.speculative_config.tree=1"], root=TRAINING_RUNS["grpo"])
+    mtp = [
+        "policy.draft.enabled=false",
+        "policy.generation.vllm_kwargs.speculative_config={method: mtp, model: null}",
+    ]
+    found = load_config(path, mtp, root=TRAINING_RUNS["grpo"]).config.policy.generation.vllm_cfg.speculation
+    assert (found.method, found.model_name) == ("mtp", "m")

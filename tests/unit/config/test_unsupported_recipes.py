@@ -86,7 +86,6 @@ def engine(name: str, options: str) -> str:
         (TEACHERS, "on_policy_distillation", "a teacher for each agent"),
         (engine("trtllm", "trtllm_cfg: {precision: x}, trtllm_kwargs: {a: 1}"), "policy.generation.backend", "TensorRT-LLM"),
         (engine("dynamo", "dynamo_cfg: {engine: vllm}"), "policy.generation.backend", "the Dynamo generation backend"),
-        (engine("megatron", "mcore_generation_config: {max_tokens: 9}"), "policy.generation.backend", "the Megatron generation"),
         ("async_rl: {sampler: {name: custom}, max_buffered_rollouts: 64}", "async_rl.sampler.name", "no counterpart"),
         ("grpo: {use_best_at_k: true, best_at_k_k: 8, best_at_k_m: 1000}", "grpo.use_best_at_k", "best@k"),
         ("policy: {generation: {bad_words: [no]}}", "policy.generation.bad_words", "words cannot be forbidden"),
@@ -170,8 +169,19 @@ def test_a_recipe_of_images_is_trained_with_the_same_rewards_and_the_models_own_
     assert not [difference for difference in loaded.differences if difference.effect is Effect.CHANGED]
 
 
+def test_vllm_engines_of_the_same_sizes_stand_for_megatron_core_s(tmp_path: Path) -> None:
+    options = "mcore_generation_config: {tensor_model_parallel_size: 2, expert_model_parallel_size: 4, max_tokens: 9}"
+    loaded = load(tmp_path, engine("megatron", options))
+    generation = loaded.config.policy.generation
+    assert generation.backend == "vllm"
+    assert (generation.vllm_cfg.tensor_parallel_size, generation.vllm_cfg.expert_parallel_size) == (2, 4)
+    (changed,) = [difference for difference in loaded.differences if difference.effect is Effect.CHANGED]
+    assert changed.key == "policy.generation.backend" and "sampled by vLLM" in changed.text
+
+
 def test_images_on_megatron_core_are_one_problem_that_names_the_learner_to_take(tmp_path: Path) -> None:
     recipe = IMAGES.replace("policy: {", "policy: {megatron_cfg: {enabled: true}, dtensor_cfg: {enabled: false}, ")
     (problem,) = refusals(tmp_path, recipe)
     assert problem.key == "policy.is_vlm" and "Megatron Core trains models of text alone" in problem.message
-    assert "policy.dtensor_cfg.enabled=true" in problem.fix
+    assert "Set policy.backend=torch" in problem.fix
+    assert load(tmp_path, recipe, "policy.backend=torch").config.policy.dtensor_cfg.enabled

@@ -131,7 +131,7 @@ def open_leniently(source: DataSource, most: int) -> tuple[DataSource, Records |
     name = str(source.dataset_name)
     is_lines = name not in BUILTIN_DATASETS and name.endswith(".jsonl") and is_local(name) and Path(name).is_file()
     if is_lines and not source.streaming:
-        builtin, records = BuiltinDataset(""), _open_lines(Path(name), malformed)
+        builtin, records = BuiltinDataset(""), source.read_images(_open_lines(Path(name), malformed))
     else:
         builtin, records = source.open_records()
     if isinstance(records, StreamedRecords):

@@ -61,6 +61,7 @@ FIXES = {
     "unreadable": "Mend the rows or leave them out: a run refuses files with such rows when it starts, or drops the rows.",
     "too_long": "Raise the limit, or leave the rows out: the run drops them.",
     "template": "Set policy.tokenizer.chat_template or its chat_template_kwargs, or mend the rows: the run drops them.",
+    "image": "Mend the images or leave their rows out: the run drops them. Relative paths start from media_data_dir.",
     "empty": "Leave the rows out, or name the right columns (input_key, output_key, messages_key).",
     "answer": "Mend the reference answers, name their column (output_key), or choose another verifier of the environment.",
     "rewritten": "Set policy.tokenizer.chat_template to one that writes what the data has, or take it out of the data.",

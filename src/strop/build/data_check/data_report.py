@@ -14,6 +14,7 @@ ROW_CHECKS: dict[str, Severity] = {  # what rows are looked at for, and how bad 
     "unreadable": "error",
     "too_long": "error",
     "template": "error",
+    "image": "error",
     "empty": "error",
     "answer": "error",
     "overlap": "error",

@@ -18,7 +18,8 @@ from strop.data.folded_text import fold_text
 from strop.data.messages import first_reply_index
 from strop.data.overlap import Overlap, QuestionIndex
 from strop.data.recorded.examples import Conversation, Preference, UnpairedPreference
-from strop.models.chat_template import ChatTemplate
+from strop.models.chat_template import ChatTemplate, images_of
+from strop.models.vision.image_files import ImageError
 from strop.rollouts.recorded_tokens import RecordedRules
 from strop.types import Message, Messages, Task
 from strop.user_code import describe_error
@@ -135,7 +136,7 @@ class RowChecker:
         assert counted is not None
         if isinstance(counted, Exception):
             said = describe_error(counted) if row.example is None else str(counted)
-            faults.add("template", said, row.location, row.question)
+            faults.add("image" if isinstance(counted, ImageError) else "template", said, row.location, row.question)
             return False, (-1, -1)
         if not counted.ends:
             faults.add("no_stop", "the last reply does not end with a stop token", row.location, row.question)
@@ -159,7 +160,7 @@ class RowChecker:
         usable = True
         contents = [message.content for messages in conversations for message in messages]
         prompts = contents if row.example is None or _is_raw_text(row) else _list_prompt_texts(row.example)
-        if not any(content.strip() for content in prompts):
+        if not any(content.strip() for content in prompts) and not any(map(images_of, conversations)):
             faults.add("empty", "the prompt is empty", row.location, row.answer)
             usable = False
         if row.example is None and self.needs_answer and not row.answer.strip():
@@ -243,8 +244,10 @@ def _find_odd_roles(messages: Messages) -> Iterator[str]:
 def _add_digests(row: CheckedRow, found: RowsChecked) -> None:
     if row.example is None:
         asked, parts = [row.question], [row.answer]
+        shown = _name_images(row.prompt)
     else:
         asked = _list_prompt_texts(row.example)
+        shown = _name_images(_list_conversations(row)[0])
         match row.example:
             case Preference() as pair:
                 parts = [_join(pair.chosen), _join(pair.rejected)]
@@ -252,8 +255,8 @@ def _add_digests(row: CheckedRow, found: RowsChecked) -> None:
                 parts = [_join(judged.completion), str(judged.desirable)]
             case _:
                 parts = _list_texts(row)[len(asked) :]
-    found.exact.append(digest("\0".join([*asked, *parts])))
-    asked, parts = [*map(fold_text, asked)], [*map(fold_text, parts)]
+    found.exact.append(digest("\0".join([*asked, *shown, *parts])))
+    asked, parts = [*map(fold_text, asked), *shown], [*map(fold_text, parts)]
     question = digest("\0".join(asked))
     found.question.append(question)
     found.whole.append(digest("\0".join(asked) + "\1" + "\0".join(parts)))
@@ -270,6 +273,11 @@ def _add_digests(row: CheckedRow, found: RowsChecked) -> None:
             subject, target = digest("\0".join([*asked, parts[0]])), parts[1]
     found.subject.append(subject)
     found.target.append(digest(target))
+
+
+def _name_images(messages: Messages) -> list[str]:
+    """Return a digest of each image, by which questions about other images are other questions."""
+    return [str(digest(image.source)) for image in images_of(messages)]
 
 
 def _join(messages: Messages) -> str:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.build.data_check.checked_entries import CheckableConfig
-from strop.build.models import TokenizerBundle
+from strop.build.models import TokenizerBundle, make_template
 from strop.build.recorded_run import make_recorded_rules
 from strop.config import EvalRunConfig, RecordedRunConfig
 from strop.models.chat_template import ChatTemplate
-from strop.models.loading import ModelNotFound, load_tokenizer, read_stop_token_ids
+from strop.models.loading import ModelNotFound, load_tokenizer, read_model_config, read_stop_token_ids
+from strop.models.vision.vision_processor import find_vision_processor
 from strop.rollouts.recorded_tokens import RecordedRules
 
 
@@ -21,6 +22,19 @@ class RowTokens:
     rules: RecordedRules | None  # of recorded data
     limit: int  # tokens of a prompt, or of a whole recorded example
     limit_keys: str  # that set it
+
+
+def make_check_template(config: CheckableConfig, name: str, tokenizer: Any) -> ChatTemplate:
+    """Return the chat template of a model that is not loaded, with the images of one that reads them."""
+    section: Any = config.tokenizer if isinstance(config, EvalRunConfig) else config.policy.tokenizer
+    try:
+        model_config = read_model_config(name)
+    except (ModelNotFound, OSError, ValueError):  # of a tokenizer alone
+        return ChatTemplate(tokenizer, options=section.chat_template_kwargs)
+    if not isinstance(config, EvalRunConfig):
+        return make_template(config.policy, tokenizer, model_config)
+    vision = find_vision_processor(name, model_config, tokenizer)
+    return ChatTemplate(tokenizer, options=section.chat_template_kwargs, vision=vision)
 
 
 def load_row_tokens(config: CheckableConfig) -> tuple[RowTokens | None, list[str]]:
@@ -38,7 +52,7 @@ def load_row_tokens(config: CheckableConfig) -> tuple[RowTokens | None, list[str
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             tokenizer = load_tokenizer(section.name or name, chat_template=section.chat_template)
-            template = ChatTemplate(tokenizer, options=section.chat_template_kwargs)
+            template = make_check_template(config, name, tokenizer)
             stops = read_stop_token_ids(name, tokenizer) if isinstance(config, RecordedRunConfig) else ()
     except (ModelNotFound, OSError, ValueError) as error:
         return None, [f"tokens and the chat template were not looked at: {error}"]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from strop.build.data_check.checked_row import CheckedRow
 from strop.data.recorded.examples import Conversation, Preference, UnpairedPreference
-from strop.models.chat_template import ChatTemplate, TokenSpan
+from strop.models.chat_template import ChatTemplate, TokenSpan, images_of
 from strop.rollouts.recorded import plan_demonstration, plan_preference, plan_unpaired_preference
 from strop.rollouts.recorded_tokens import RecordedConversation, RecordedRules, encode_spans, finish_spans
 from strop.types import Messages, Task
@@ -49,8 +49,8 @@ def count_tokens(
 
 
 def _count_prompts(prompts: Sequence[Messages], template: ChatTemplate) -> list[TokenCounts | Exception]:
-    if not _encodes_together(template):
-        lengths = [_attempt(lambda prompt: len(template.encode_prompt(prompt)), prompt) for prompt in prompts]
+    if not _encodes_together(template) or any(map(images_of, prompts)):
+        lengths = [_attempt(lambda prompt: len(template.encode_with_images(prompt).tokens), prompt) for prompt in prompts]
     else:
         texts = [_attempt(template.render_prompt, prompt) for prompt in prompts]
         encoded = iter(_encode_together([text for text in texts if isinstance(text, str)], template))
@@ -71,7 +71,7 @@ def _plan(example: Task | None, rules: RecordedRules) -> tuple[RecordedConversat
 
 def _cut_text(conversation: RecordedConversation, template: ChatTemplate, rules: RecordedRules) -> list[str] | None:
     """Return the texts of the spans of a conversation; None if it cannot be encoded in one piece."""
-    if conversation.raw_text is not None or not _encodes_together(template):
+    if conversation.raw_text is not None or not _encodes_together(template) or images_of(conversation.messages):
         return None
     return template.split_text(
         conversation.messages, loss_from=conversation.loss_from, opened=rules.add_generation_prompt, tools=conversation.tools

@@ -21,6 +21,8 @@ from strop.data.sources.streaming.file_shards import is_pattern, list_files
 from strop.environments.base import DatasetEnvironment, Environment, EnvironmentConfigError
 from strop.environments.registry import make_environment
 from strop.environments.verifiers.held_out_grader import make_grader
+from strop.models.chat_template import images_of
+from strop.models.vision.image_files import ImageError, read_image
 from strop.problems import Problem
 from strop.sandbox.launcher import find_missing
 
@@ -54,11 +56,13 @@ def examine_data(
             continue
         source = _only_first_rows(entry, peek)
         try:
+            rows: Sequence[Any] = ()
             if isinstance(config, RecordedRunConfig):
-                _read_examples(config, source)
+                rows = _read_examples(config, source)
             elif isinstance(config, RolloutRunConfig | EvalRunConfig):
                 environment = environments.get(str(environment_alias(config, entry)))
-                _read_tasks(environment, source)
+                rows = _read_tasks(environment, source)
+            _look_at_images(key, rows, _may_download(config), found)
         except (DataError, EnvironmentConfigError) as error:
             found.problems.append(Problem(key, str(error)))
     return found
@@ -144,18 +148,35 @@ def _make_graders(config: RolloutRunConfig, found: DataExamination) -> None:
             found.problems.append(Problem(f"monitor.{key}", str(error).removeprefix(f"monitor.{key}: ")))
 
 
-def _read_tasks(environment: Environment[Any] | None, source: DataSource) -> None:
-    """Raise DataError if the first rows are not tasks of an environment that reads rows."""
-    if isinstance(environment, DatasetEnvironment):
-        tasks: Sequence[Any] = DatasetEnvironment.tasks(environment, source)  # what a subclass adds may load models
-        for index in range(len(tasks)):
-            tasks[index]
+def _read_tasks(environment: Environment[Any] | None, source: DataSource) -> list[Any]:
+    """Return the first tasks of an environment that reads rows. Raises DataError for rows that are none."""
+    if not isinstance(environment, DatasetEnvironment):
+        return []
+    tasks: Sequence[Any] = DatasetEnvironment.tasks(environment, source)  # what a subclass adds may load models
+    return [tasks[index] for index in range(len(tasks))]
 
 
-def _read_examples(config: RecordedRunConfig, source: DataSource) -> None:
-    """Raise DataError if the first rows are not examples that the algorithm learns from."""
+def _read_examples(config: RecordedRunConfig, source: DataSource) -> list[Any]:
+    """Return the first examples. Raises DataError for rows that the algorithm cannot learn from."""
     kind = find_algorithm(config.algorithm.name).recorded_data
-    if kind in EXAMPLE_READERS:
-        examples = EXAMPLE_READERS[kind](source)
-        for index in range(len(examples)):
-            examples[index]
+    examples: Sequence[Any] = EXAMPLE_READERS[kind](source) if kind in EXAMPLE_READERS else ()
+    return [examples[index] for index in range(len(examples))]
+
+
+def _may_download(config: TrainingRunConfig | EvalRunConfig) -> bool:
+    return not isinstance(config, EvalRunConfig) and config.policy.image_processor.allow_addresses
+
+
+def _look_at_images(key: str, rows: Sequence[Any], may_download: bool, found: DataExamination) -> None:
+    """Read the images of the first rows; those at addresses are left alone where they may be downloaded."""
+    shown = [images_of((*getattr(row, "messages", ()), *getattr(row, "prompt", ()))) for row in rows]
+    images = [image for listed in shown for image in listed]
+    try:
+        for image in images:
+            if not (may_download and image.source.startswith(("http://", "https://"))):
+                read_image(image)
+    except ImageError as error:
+        found.problems.append(Problem(key, str(error)))
+        return
+    if images:
+        found.notes.append(f"{key}: {sum(map(bool, shown))} of the first {len(rows)} rows have images, which can be read")

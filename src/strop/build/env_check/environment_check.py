@@ -163,12 +163,12 @@ def _read_limits(
         slow_seconds=options.slow_seconds,
     )
     fits = [limit for limit in (most, None if longest is None else longest - 1) if limit is not None]
-    return limits, _make_counter(each, name, section), min(fits, default=1_000_000)
+    return limits, _make_counter(config, each, name, section), min(fits, default=1_000_000)
 
 
-def _make_counter(each: CheckedEnvironment, model: str, section: Any) -> CountTokens | None:
+def _make_counter(config: CheckedConfig, each: CheckedEnvironment, model: str, section: Any) -> CountTokens | None:
     """Return what counts the tokens of a prompt, or None if the tokenizer is not on this machine."""
-    from strop.models.chat_template import ChatTemplate
+    from strop.build.data_check.row_tokens import make_check_template
     from strop.models.loading import ModelNotFound, load_tokenizer
 
     try:
@@ -177,7 +177,7 @@ def _make_counter(each: CheckedEnvironment, model: str, section: Any) -> CountTo
             tokenizer = load_tokenizer(
                 getattr(section, "name", None) or model, chat_template=getattr(section, "chat_template", None)
             )
-            template = ChatTemplate(tokenizer, options=getattr(section, "chat_template_kwargs", None))
+            template = make_check_template(config, model, tokenizer)
     except (ModelNotFound, OSError, ValueError):
         return None
-    return lambda task: len(template.encode_prompt(read_prompt(each.environment, task)))
+    return lambda task: len(template.encode_with_images(read_prompt(each.environment, task)).tokens)

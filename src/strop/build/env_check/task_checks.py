@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import random
 import re
@@ -33,6 +34,12 @@ class CheckedTask:
     index: int
     task: Task
     prompt: str  # its messages as text
+    images: str = ""  # a digest of those that its messages show
+
+    @property
+    def asked(self) -> tuple[str, str]:
+        """The prompt without case, marks and white space, and its images: equal for equal questions."""
+        return fold_text(self.prompt), self.images
 
     @property
     def has_answer(self) -> bool:
@@ -53,17 +60,23 @@ def read_tasks(
         except (Exception, NeverReturned) as error:
             report.fault("tasks_valid", f"task {index} cannot be made: {describe_error(error)}")
             continue
-        if not text.strip():
+        if not text.strip() and not digest_images(environment, task):
             report.fault("tasks_valid", f"task {index} ({task.id!r}) has an empty prompt")
         elif not isinstance(task, Task):
             report.fault("tasks_valid", f"task {index} is of type {type(task).__name__}, which is no strop.types.Task")
         else:
-            read.append(CheckedTask(index, task, text))
+            read.append(CheckedTask(index, task, text, digest_images(environment, task)))
     return read
 
 
 def format_prompt(environment: Environment[Any], task: Task) -> str:
     return "\n".join(message.content for message in read_prompt(environment, task))
+
+
+def digest_images(environment: Environment[Any], task: Task) -> str:
+    """Return a digest of the images of a prompt; empty without any."""
+    sources = [image.source for message in read_prompt(environment, task) for image in message.images]
+    return hashlib.sha256("\0".join(sources).encode()).hexdigest() if sources else ""
 
 
 def read_prompt(environment: Environment[Any], task: Task) -> Messages:
@@ -117,7 +130,7 @@ def read_prompts(environment: Environment[Any], tasks: Sequence[Task], report: E
         try:
             with limit_time():
                 task = tasks[index]
-                read.append(CheckedTask(index, task, format_prompt(environment, task)))
+                read.append(CheckedTask(index, task, format_prompt(environment, task), digest_images(environment, task)))
         except (Exception, NeverReturned) as error:
             report.fault("tasks_valid", f"task {index} cannot be made: {describe_error(error)}")
             break
@@ -127,14 +140,14 @@ def read_prompts(environment: Environment[Any], tasks: Sequence[Task], report: E
 def check_distinct(environment: Environment[Any], read: Sequence[CheckedTask], report: EnvironmentReport) -> None:
     """Check ids, duplicates and contradictions."""
     by_id: dict[str, set[str]] = {}
-    answers: dict[str, set[str]] = {}
+    answers: dict[tuple[str, str], set[str]] = {}
     for each in read:
         by_id.setdefault(each.task.id, set()).add(each.prompt)
-        answers.setdefault(fold_text(each.prompt), set()).add(each.task.answer)
+        answers.setdefault(each.asked, set()).add(each.task.answer)
     if shared := [name for name, prompts in by_id.items() if len(prompts) > 1 or not name]:
         report.fault("task_ids", f"different tasks have the id {shared[0]!r}, so stored rollouts cannot be told apart")
     if torn := [prompt for prompt, known in answers.items() if len(known) > 1]:
-        example = f"{torn[0][:80]!r}: {sorted(answers[torn[0]])[:3]}"
+        example = f"{torn[0][0][:80]!r}: {sorted(answers[torn[0]])[:3]}"
         secret = environment.responds  # as in a game: what the prompt does not say, later turns do
         (report.note if secret else report.fault)(
             "duplicates", f"{len(torn)} prompts occur with different answers, such as {example}"
@@ -147,17 +160,16 @@ def check_distinct(environment: Environment[Any], read: Sequence[CheckedTask], r
 
 def check_splits(train: Sequence[CheckedTask], validation: Sequence[CheckedTask], report: EnvironmentReport) -> None:
     """Check that the tasks of validation are not those of training."""
-    known, asked = ([each.prompt for each in part] for part in (train, validation))
-    exact, near = set(known), {fold_text(prompt) for prompt in known}
-    same = [prompt for prompt in asked if prompt in exact]
-    alike = [prompt for prompt in asked if prompt not in exact and fold_text(prompt) in near]
+    exact, near = {(each.prompt, each.images) for each in train}, {each.asked for each in train}
+    same = [each.prompt for each in validation if (each.prompt, each.images) in exact]
+    alike = [each.prompt for each in validation if (each.prompt, each.images) not in exact and each.asked in near]
     for found, what in (
         (same, "are training tasks, too"),
         (alike, "differ from training tasks in case, white space or marks only"),
     ):
         if found:
-            message = f"{len(found)} of {len(asked)} validation tasks {what}, such as {found[0][-80:]!r}"
-            (report.fault if len(found) > OVERLAP * len(asked) else report.note)("splits", message)
+            message = f"{len(found)} of {len(validation)} validation tasks {what}, such as {found[0][-80:]!r}"
+            (report.fault if len(found) > OVERLAP * len(validation) else report.note)("splits", message)
 
 
 def check_leaks(read: Sequence[CheckedTask], report: EnvironmentReport) -> None:

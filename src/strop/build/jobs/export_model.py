@@ -11,9 +11,11 @@ from strop.build.jobs.model_card import format_model_card
 from strop.checkpointing.convert import convert_model
 from strop.checkpointing.saved_model import ATTACHED_CONFIG, SavedModel
 from strop.data.sources.hub_upload import require_token, upload_folder
+from strop.models.draft.eagle_config import WEIGHTS
 from strop.models.export import AS_THEY_ARE, ConversionError, ExportFormat
 
 CARD_FILE = "README.md"
+HEAD_FOLDER = "draft"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +55,18 @@ def export_model(job: ExportJob) -> None:
         (draft / CARD_FILE).write_text(format_model_card(job.source, merged=job.merge), encoding="utf-8")
         if job.source.config_file is not None:
             shutil.copyfile(job.source.config_file, draft / ATTACHED_CONFIG)
+        copy_head(Path(job.source.weights).parent / HEAD_FOLDER, draft / HEAD_FOLDER)
 
     base = (job.source.run_values.get("policy") or {}).get("model_name")
     convert_model(job.source, job.target, job.form, merge=job.merge, model_name=base, finish=finish)
+
+
+def copy_head(source: Path, target: Path) -> None:
+    """Copy the draft head that was trained beside the model, without the state of its training, if there is one."""
+    if (source / WEIGHTS).is_file() and (source / "config.json").is_file():
+        target.mkdir()
+        for name in ("config.json", WEIGHTS):
+            shutil.copyfile(source / name, target / name)
 
 
 def _name_content(job: ExportJob) -> str:

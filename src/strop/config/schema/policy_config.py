@@ -321,6 +321,12 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 "vLLM samples in its batch-invariant mode (VLLM_BATCH_INVARIANT=1), whose agreement with the learner to the last bit is "
                 "unchecked: train/token_mult_prob_error says what is left of the difference",
             )
+        if self.generation.uses_sglang and self.adapter_rank is not None and self.generation.weight_sync.adapters_alone:
+            yield Problem(
+                f"{key}.generation.weight_sync.adapters_alone",
+                "it has no effect: SGLang's engines get merged weights, as large as the model, at every publish",
+                "Set it to false.",
+            )
         if self.offload is True and not self.generation.colocated.enabled:
             yield Problem(f"{key}.offload", "it has no effect: the engine has devices of its own")
         if self.router_replay.enabled and self.generation.uses_vllm and not self.generation.vllm_cfg.enable_prefix_caching:

@@ -84,3 +84,7 @@ class BuiltinDataset:
     media_files: str | None = None  # what the folder media_data_dir must have, of a set whose images are files of their own
     grader: Grader | None = None  # None: the environment of the run
     prompt: str | None = None  # how a question is usually worded, with {question} where it goes; None: the question alone
+
+    def find_split(self, split: str) -> tuple[str, str]:
+        """Return the set of the hub that has a split, and the name of the split there."""
+        return (self.split_hubs[split], "train") if split in self.split_hubs else (self.hub, split)

@@ -13,7 +13,7 @@ from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import BuiltinDataset, Condition, Purpose
 from strop.data.sources.files import check_file, iter_csv, open_file, parse_object, refuse_utf16, shorten_path
 from strop.data.sources.hub import choose_files
-from strop.data.sources.in_memory import ListRecords
+from strop.data.sources.in_memory import ListRecords, holds_media
 from strop.data.sources.local_copies import find_copy
 from strop.data.sources.records import DataError, Record, Records
 from strop.data.sources.row_readers import keeps_row
@@ -58,11 +58,12 @@ def peek_dataset(
         check_hub_name(name)
     builtin = BUILTIN_DATASETS.get(name) or BuiltinDataset(name)
     subset, split = subset or builtin.subset, split or builtin.splits.choose(purpose)
-    copy = find_copy(builtin.hub, revision or builtin.revision)
+    hub, split = builtin.find_split(split)
+    copy = find_copy(hub, revision or builtin.revision)
     if copy is not None and (files := choose_files(builtin, subset)):
         copy = copy / files[0]
     if copy is None:
-        file = _find_cached(builtin.hub, subset, split)
+        file = _find_cached(hub, subset, split)
         peek = None if file is None else _peek_arrow_files(name, [file])
     elif copy.suffix == ".gz" or "*" in copy.name:
         peek = Peek(ListRecords(name, []), None)
@@ -172,7 +173,8 @@ def _peek_copy(name: str, copy: Path, subset: str | None, split: str) -> Peek:
     wanted = split.partition("+")[0].partition("[")[0]  # train[:10%]+test
     try:
         rows = datasets.load_dataset(str(copy), one, split=wanted, streaming=True)
-        first = list(rows.take(FIRST_ROWS))
+        stored = rows.decode(False) if holds_media(rows.features) else rows
+        first = list(stored.take(FIRST_ROWS))
     except Exception as error:  # datasets raises many classes; their messages list the splits or subsets
         raise DataError(
             f"the dataset {name!r} (subset {subset!r}, split {split!r}) cannot be read from its local copy {copy}: {error}"

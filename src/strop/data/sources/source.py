@@ -295,9 +295,13 @@ class DataSource:
         if self.opened is not None:
             return self.opened
         builtin, records = self._open_records()
+        return builtin, self.read_images(records)
+
+    def read_images(self, records: Records) -> Records:
+        """Return the records of this source with their images read."""
         name = self.dataset_name or ""
         beside = str(Path(name).parent) if self.rows is None and is_local(name) else None
-        return builtin, read_images(records, ImageColumns(self.image_key, self.media_data_dir, beside))
+        return read_images(records, ImageColumns(self.image_key, self.media_data_dir, beside))
 
     def _open_records(self) -> tuple[BuiltinDataset, Records]:
         if self.rows is not None:
@@ -319,8 +323,7 @@ class DataSource:
 
         split = self.split or builtin.splits.choose(self.purpose)
         subset, revision = self.subset or builtin.subset, self.revision or builtin.revision
-        files, hub = choose_files(builtin, subset), builtin.split_hubs.get(split, builtin.hub)
-        split = "train" if split in builtin.split_hubs else split
+        files, (hub, split) = choose_files(builtin, subset), builtin.find_split(split)
         records = open_hub(hub, subset, split, revision, files, streaming=self.streaming)
         return builtin, read_rows(builtin, records, self.media_data_dir)
 

@@ -156,7 +156,7 @@ def _join_group(backend: str, port: int, size: int, name: str) -> Any:
     """Return a process group in which this process is the first of ``size``. SGLang's ranks join it by the same address and name."""
     c10d: Any = dist.distributed_c10d
     limit = timedelta(seconds=JOIN_SECONDS)
-    store = c10d.TCPStore("127.0.0.1", port, size, is_master=True, timeout=limit, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=True, timeout=limit, wait_for_workers=False)
     named = c10d.PrefixStore(name, store)
     group, _ = c10d._new_process_group_helper(size, 0, [], c10d.Backend(backend), named, group_name=name, timeout=limit)
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}

@@ -40,6 +40,7 @@ NO_VERSION = -1
 POLL_SECONDS = 0.5  # between two looks at whether the server lives, during a call
 READY_SECONDS = 0.25  # between two questions whether it is ready
 SHUTDOWN_SECONDS = 8.0  # for which a failed call waits to learn that the server is ending
+FLUSH_SECONDS = 60.0  # that a scheduler without requests has to become idle
 MEMORY_TAGS = ["kv_cache", "weights"]  # what a sleeping engine gives up
 
 
@@ -193,8 +194,8 @@ class SglangEngine:
             await self._post("/pause_generation", {"mode": self.config.sglang_server_config.pause_generation_mode})
             return
         await self._await_alive(self._idle.wait(), "while its requests finish")
+        await self._flush()
         await self._post("/pause_generation", {"mode": "in_place"})
-        await self.reset_prefix_cache(running=False)
 
     async def load(self, manifest: Manifest, version: int) -> LoadReceipt:
         self.version = self._loaded_version = NO_VERSION
@@ -258,7 +259,13 @@ class SglangEngine:
             if not running:
                 return
             await self._post("/pause_generation", {"mode": "retract"})
-        await self._post("/flush_cache?timeout=30")
+        await self._flush()
+
+    async def _flush(self) -> None:
+        """Drop cached keys and values. The scheduler counts as busy until the step after the last request."""
+        async with asyncio.timeout(FLUSH_SECONDS):
+            while not all(await self._call("flush")):
+                await asyncio.sleep(READY_SECONDS / 10)
 
     async def sleep(self) -> None:
         if self.launch.sleeps:

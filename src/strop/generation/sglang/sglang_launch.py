@@ -11,6 +11,7 @@ from typing import Any
 
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.sglang.server.cpu_stub import CPU_ENVIRONMENT
+from strop.generation.sglang.server.engine_calls import WEIGHTS_VARIABLE
 from strop.generation.sglang.server.seeded_sampler import SAMPLER_VARIABLE
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE
 from strop.safety.remote_code import trusts_remote_code
@@ -49,6 +50,7 @@ class SglangLaunch:
     load_weights: bool = False
     tokenizer: str = ""  # a folder or a name; empty: that of the model
     environment: Mapping[str, str] = field(default_factory=dict)  # where the engine runs: its CPU threads or its GPUs
+    model_weights: str = ""  # module:Class that takes the place of ``ModelWeights`` in the engine's processes
     output_file: Path | None = None  # file for the output of the engine's processes; None: that of this process
 
     @property
@@ -66,6 +68,7 @@ class SglangLaunch:
         own = {
             "PYTHONPATH": os.pathsep.join([*found, *inherited]),
             SAMPLER_VARIABLE: options.sampler,
+            WEIGHTS_VARIABLE: self.model_weights,
             DRIVER_PID_VARIABLE: str(os.getpid()),
             "PYTHONWARNINGS": "ignore",
             **(CPU_ENVIRONMENT if self.on_cpu else {}),

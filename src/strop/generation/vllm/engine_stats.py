@@ -24,6 +24,7 @@ class EngineStats:
             ),
             0.0,
         )
+        self.copies: dict[int, tuple[int, int, float]] = {}  # of an engine with several copies: each one's gauges
         self.gauges: dict[str, float] = {"running": 0.0, "waiting": 0.0, "cache_usage": 0.0}
 
     def make_logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
@@ -46,9 +47,15 @@ class _StatLogger(StatLoggerBase):  # type: ignore[misc]
         if scheduler_stats is not None:
             sums["prefix_queries"] += scheduler_stats.prefix_cache_stats.queries
             sums["prefix_hits"] += scheduler_stats.prefix_cache_stats.hits
-            gauges["running"] = float(scheduler_stats.num_running_reqs)
-            gauges["waiting"] = float(scheduler_stats.num_waiting_reqs)
-            gauges["cache_usage"] = float(scheduler_stats.kv_cache_usage)
+            copies = self.stats.copies
+            copies[engine_idx] = (
+                scheduler_stats.num_running_reqs,
+                scheduler_stats.num_waiting_reqs,
+                scheduler_stats.kv_cache_usage,
+            )
+            gauges["running"] = float(sum(running for running, _, _ in copies.values()))
+            gauges["waiting"] = float(sum(waiting for _, waiting, _ in copies.values()))
+            gauges["cache_usage"] = float(max(usage for _, _, usage in copies.values()))
             if (drafts := scheduler_stats.spec_decoding_stats) is not None:
                 sums["drafted_tokens"] += drafts.num_draft_tokens
                 sums["accepted_tokens"] += drafts.num_accepted_tokens

@@ -192,8 +192,8 @@ def reduce_scatter_unequal(self: Any, input_: Tensor, dim: int = -1, sizes: list
     counts = sizes or [len(input_) // self.world_size] * self.world_size
     total = input_.contiguous().clone()
     torch.distributed.all_reduce(total, group=self.device_group)
-    own: Tensor = total.split(counts)[self.rank_in_group]
-    return own.contiguous()
+    rows: Tensor = total.split(counts)[self.rank_in_group]
+    return rows.contiguous()
 
 
 def _patch_stage_buffers() -> None:

@@ -158,11 +158,6 @@ class TorchLearner:
                 f"{section}.draft: the head reads the packed rows of the policy, and {type(network.model).__name__} reads padded ones "
                 f"({network.fallback or 'sequence packing is off'}); set {section}.draft.enabled=false"
             )
-        if network.vision is not None:
-            raise ValueError(
-                f"{section}.draft.enabled: found true, but {type(network.model).__name__} reads images, whose embeddings a head does not "
-                "have; set it to false"
-            )
         draft: DraftConfig | None = getattr(self.config, "draft", None)
         options = DraftOptions(
             optimizer=optimizer_of_draft(self.config.optimizer, draft),

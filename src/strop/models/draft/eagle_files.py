@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from strop.models.draft.eagle_config import read_shape
+from strop.models.draft.eagle_config import WEIGHTS, read_shape
 from strop.models.draft.eagle_head import EagleHead
 from strop.models.loading import ModelNotFound, locate_model
 
-WEIGHTS = "model.safetensors"
 MAPS = ("d2t", "t2d")
 
 

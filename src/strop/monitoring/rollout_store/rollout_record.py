@@ -139,11 +139,11 @@ def _make_record(
         branches=tuple((branch.parent, branch.start) for branch in rollout.branches),
         metrics=storable_metrics(rollout),
         output=rollout.output,
-        prompt_images=_list_prompt_images(rollout),
+        prompt_images=list_prompt_images(rollout),
     )
 
 
-def _list_prompt_images(rollout: Rollout) -> tuple[tuple[int, str], ...]:
+def list_prompt_images(rollout: Rollout) -> tuple[tuple[int, str], ...]:
     """Return (message, name) of each image of the prompt. They are in the order of the messages that show them."""
     places = [number for number, message in enumerate(_prompt_messages(rollout)) for _ in message.images]
     return tuple((place, image_name(image.digest)) for place, image in zip(places, rollout.images, strict=False))

@@ -67,6 +67,7 @@ def _read_tasks(step: int, tasks: Sequence[Mapping[str, Any]]) -> Iterator[Rollo
                 answer=task["answer"],
                 prompt_messages=tuple(sample["messages"][: len(sample["messages"]) - len(turns)]),
                 turns=turns,
+                prompt_images=tuple((message, image) for message, image in sample.get("prompt_images", ())),
                 metrics={"accuracy": float(sample["accuracy"]), **sample.get("metrics", {})},
             )
 
@@ -74,7 +75,8 @@ def _read_tasks(step: int, tasks: Sequence[Mapping[str, Any]]) -> Iterator[Rollo
 def _read_turns(sample: Mapping[str, Any]) -> tuple[TurnRecord, ...]:
     """Return the turns of a sample; in files of earlier versions, which have none, its last completion."""
     if "turns" in sample:
-        return tuple(TurnRecord(**{**turn, "versions": tuple(turn["versions"])}) for turn in sample["turns"])
+        lists = ("versions", "images")
+        return tuple(TurnRecord(**{**turn, **{name: tuple(turn.get(name, ())) for name in lists}}) for turn in sample["turns"])
     if not sample["messages"] or sample["messages"][-1]["role"] != "assistant":
         return ()
     return (TurnRecord(role="assistant", text=sample["completion"], start=0, end=sample["tokens"], sampled=True, versions=()),)

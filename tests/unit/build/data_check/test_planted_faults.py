@@ -15,6 +15,7 @@ from strop.build.data_check.evaluation_questions import _join_names
 from strop.build.data_check.report_text import format_report
 from strop.config import EvalRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
+from support.vision_models import draw_image, save_vision_model
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "data_check.txt"
 FRUIT = ("apples", "pears", "plums", "figs", "limes", "dates", "kiwis")
@@ -342,8 +343,20 @@ def test_all_faults_at_once_have_the_report_that_is_kept(check: Check) -> None:
     assert all(character.isprintable() for character in text.replace("\n", "")) and report.status == "error"
 
 
+def test_images_are_read_and_tell_equal_questions_apart(check: Check, tmp_path: Path) -> None:
+    """Of a model that reads images; for one of text each row is an error of the template."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.png").write_bytes(draw_image(ord(name)))
+    rows = [{"problem": "How many?", "answer": str(n), "image": f"{name}.png"} for n, name in enumerate(("a", "b", "gone"))]
+    model = save_vision_model("qwen2_5_vl", tmp_path / "vlm")
+    report = check("grpo", [*rows, {**rows[0], "answer": "5"}], f"policy.model_name={model}")
+    assert found(report) == {"image": 1, "conflict": 1}
+    assert "gone.png cannot be read" in next(each.message for each in report.findings if each.check == "image")
+    assert found(check("grpo", rows))["template"] == 3
+
+
 def test_every_check_is_planted_somewhere() -> None:
-    planted = {name for _, _, _, expected, _ in FAULTS.values() for name in expected} | {"overlap", "contamination"}
+    planted = {name for _, _, _, expected, _ in FAULTS.values() for name in expected} | {"overlap", "contamination", "image"}
     assert planted == set(ROW_CHECKS)
 
 

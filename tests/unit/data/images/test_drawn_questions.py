@@ -42,11 +42,11 @@ def test_the_same_seed_and_index_give_the_same_file_and_others_give_others() -> 
 
 
 def test_there_are_as_many_shapes_as_the_answer_says() -> None:
-    drawing = Drawing(kinds=("count",), image_size=64, max_count=5)
-    for index in range(30):
+    drawing = Drawing(kinds=("count",), image_size=48, max_count=5)
+    for index in range(12):
         drawn = drawing.draw(3, index, held_out=False)
         assert count_regions(drawn.content) == int(drawn.answer), drawn.id
-    several = Drawing(kinds=("count",), image_size=64, max_count=3, max_others=3).draw(0, 1, held_out=False)
+    several = Drawing(kinds=("count",), image_size=48, max_count=3, max_others=3).draw(0, 1, held_out=False)
     asked = several.question.split()[2].removesuffix("s")
     assert several.id.count(f"{asked}@") == int(several.answer) and count_regions(several.content) == several.id.count("@")
 

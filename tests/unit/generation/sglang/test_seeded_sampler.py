@@ -34,6 +34,12 @@ def test_filters_keep_what_the_learner_keeps(sampling: Sampling) -> None:
     assert torch.allclose(probabilities, filtered_logits(logits, sampling).softmax(-1), atol=1e-6)
 
 
+def test_a_greedy_row_keeps_its_whole_distribution() -> None:
+    probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
+    filter_probabilities(probabilities, torch.tensor([1, 2]), torch.ones(2), torch.zeros(2), top_p=False)
+    assert torch.allclose(probabilities, torch.tensor([[0.5, 0.3, 0.2], [0.625, 0.375, 0.0]]))
+
+
 def test_each_row_of_a_batch_has_filters_of_its_own() -> None:
     probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
     filter_probabilities(probabilities, torch.tensor([2, 1 << 30]), torch.tensor([1.0, 0.5]), torch.zeros(2), top_p=True)

@@ -157,6 +157,28 @@ def test_other_families_are_read_back_too(room: BackgroundLoop, name: str, tmp_p
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_experts_divided_over_ranks_and_copies_are_read_back(
+    room: BackgroundLoop, tensor: int, tmp_path: Path, tokenizer: Any
+) -> None:
+    """With tensor = 1 the two expert-parallel ranks are copies of the rest of the model, which share out the requests."""
+    served = serve_family(room, "qwen3_moe", tmp_path, tokenizer, tensor_parallel_size=tensor, expert_parallel_size=2)
+    try:
+        assert served.engine.receivers == 2
+        for seed in range(2):
+            perturb(served.model, seed)
+            assert publish(room, served)["weights/tensors_not_read_back"] == 0
+            assert max(disagreement(room, served) for _ in range(4)) < 2e-4
+        held = room.run(served.engine.read_back_fingerprints())["model.layers.1.mlp.experts.down_proj"]
+        assert sorted(part.region[0] for part in held) == [0, 1, 2, 3], "each expert is on one of the two"
+        room.run(served.engine._call_workers("plant", "expert keeps a weight 1"))
+        with pytest.raises(VerificationFailed, match=r"expert [13] of model\.layers\.1\.mlp\.experts\.down_proj"):
+            publish(room, served)
+    finally:
+        room.run(served.close())
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_one_wrong_weight_of_one_expert_is_caught_and_the_expert_named(

@@ -144,6 +144,8 @@ def translate_speculation(recipe: Recipe) -> None:
             continue
         section = key.replace("vllm_kwargs.speculative_config", "vllm_cfg.speculation")
         options = {SPECULATION_KEYS.get(str(name), str(name)): value for name, value in found.items() if value is not None}
+        if str(options.get("method")).endswith("_mtp"):  # vLLM's older names: deepseek_mtp
+            options["method"] = "mtp"
         if options.get("method") == "mtp" and "model_name" not in options:
             options["model_name"] = recipe.value("policy.model_name")
         for name in sorted(set(options) - SPECULATION_READ):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.nemo_rl.environment_rules import has_nemo_gym_servers, translate_nemo_gym
 from strop.config.recipes.nemo_rl.media.media_rules import UNSUPPORTED_MEDIA
+from strop.config.recipes.nemo_rl.megatron.megatron_generation import sample_with_vllm
 from strop.config.recipes.recipe import Recipe
 from strop.config.recipes.rules import Rule
 from strop.config.recipes.unsupported import Unsupported
@@ -48,7 +49,6 @@ def engine(backend: str, name: str, *options: str) -> Unsupported:
 ENGINES = (
     engine("trtllm", "TensorRT-LLM", "trtllm_cfg", "trtllm_kwargs"),
     engine("dynamo", "Dynamo", "dynamo_cfg"),
-    engine("megatron", "Megatron", "mcore_generation_config"),
 )
 CROSS_TOKENIZER = Unsupported(
     ("teachers=[[]*", "loss_fn.xtoken_loss", "loss_fn.gold_loss"),
@@ -113,6 +113,7 @@ UNSUPPORTED_RULES: tuple[Rule, ...] = (
     translate_or_refuse_nemo_gym,
     *UNSUPPORTED_MEDIA,
     *ENGINES,
+    sample_with_vllm,
     CROSS_TOKENIZER,
     ON_POLICY_DISTILLATION,
     BEST_AT_K,

@@ -50,9 +50,12 @@ def translate_data(recipe: LibraryRecipe) -> None:
     recipe.carry("data.shuffle", "data.shuffle", recipe.value("data.shuffle"))
     if recipe.value("data.seed") is not None:
         recipe.carry("data.seed", "{section}.seed", recipe.value("data.seed"))
-    for key in ("data.image_key", "data.video_key"):
-        if recipe.is_written(key) and recipe.value(key) and not _is_dump(recipe):
-            recipe.refuse(key, "models read only text in this version, no images, sound or video", "Train on data of text.")
+    if recipe.is_written("data.image_key") and recipe.value("data.image_key") and not _is_dump(recipe):
+        recipe.carry("data.image_key", "data.default.image_key", recipe.value("data.image_key"))
+    if recipe.is_written("data.video_key") and recipe.value("data.video_key") and not _is_dump(recipe):
+        recipe.refuse(
+            "data.video_key", "models read text and images in this version, no video", "Train on data of text and images."
+        )
 
 
 def _is_dump(recipe: LibraryRecipe) -> bool:

@@ -66,16 +66,28 @@ class ImageColumns:
         beside = None if self.beside is None else Path(self.beside, reference)
         return str(beside) if beside is not None and not os.path.exists(reference) and beside.exists() else reference
 
-    def _place_parts(self, value: Any) -> Any:
-        """Place the paths in the parts of messages, wherever they are in a record."""
-        if isinstance(value, list | tuple):
-            return [self._place_parts(each) for each in value]
-        if not isinstance(value, Mapping):
-            return value
-        if value.get("type") in IMAGE_PARTS:
-            placed = {key: self._place(value[key]) for key in REFERENCE_KEYS if isinstance(value.get(key), str)}
-            return {**value, **placed}
-        return {key: each if key == IMAGES else self._place_parts(each) for key, each in value.items()}
+    def _place_parts(self, record: Record) -> Record:
+        """Place the paths in the parts of messages."""
+        columns = [name for name, value in record.items() if _has_parts(value)]
+        return (
+            {**record, **{name: [self._place_message(each) for each in record[name]] for name in columns}} if columns else record
+        )
+
+    def _place_message(self, message: Any) -> Any:
+        if not _has_parts([message]):
+            return message
+        return {**message, "content": [self._place_part(part) for part in message["content"]]}
+
+    def _place_part(self, part: Any) -> Any:
+        if not isinstance(part, Mapping) or part.get("type") not in IMAGE_PARTS:
+            return part
+        return {**part, **{key: self._place(part[key]) for key in REFERENCE_KEYS if isinstance(part.get(key), str)}}
+
+
+def _has_parts(value: Any) -> bool:
+    """Whether the value of a column is a list of messages, some of which have a list of parts."""
+    listed = value if isinstance(value, list | tuple) else ()
+    return any(isinstance(each, Mapping) and isinstance(each.get("content"), list | tuple) for each in listed)
 
 
 def holds_images(value: Any) -> bool:

@@ -6,6 +6,7 @@ import base64
 import pickle
 from typing import Any
 
+WEIGHTS_VARIABLE = "STROP_SGLANG_WEIGHTS"  # module:Class that takes the calls
 CALL_PREFIX = "strop:"  # of the action of a request to the weights checker
 RESULT = "result"  # where the answer is, among the checksums of a rank
 

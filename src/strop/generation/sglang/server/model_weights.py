@@ -18,8 +18,6 @@ from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 class ModelWeights:
     """The weights of one tensor-parallel rank. Its methods are called by name, between two steps of the scheduler."""
 
-    fault = ""  # planted by tests
-
     def __init__(self, manager: Any) -> None:
         """``manager``: SGLang's updater of weights, of this process."""
         self.manager = manager
@@ -49,7 +47,7 @@ class ModelWeights:
             raise RuntimeError("no channel is connected")
         started = time.perf_counter()
         fingerprints: dict[str, int] = {}
-        tensors = self._alter(_fingerprint_each(self._receiver.receive(manifest), fingerprints))
+        tensors = _fingerprint_each(self._receiver.receive(manifest), fingerprints)
         self._apply(list(tensors) if self.device.type == "cpu" else tensors)
         missing = set(manifest.names) - fingerprints.keys()
         if missing:
@@ -65,9 +63,9 @@ class ModelWeights:
             runner.model.load_weights(iter(loaded))
             runner.weight_updater.end_weight_update(run_post_load=False)
 
-    def _alter(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """What tests of the proof change on the way to the model."""
-        return tensors
+    def flush(self) -> bool:
+        """Drop cached keys and values, and return whether that was possible: not while requests run."""
+        return bool(self.manager.flush_cache(empty_cache=False))  # which on a CPU would only collect garbage, for half a second
 
     def version(self) -> str:
         """Return the version that the scheduler gives to tokens it samples now."""

@@ -10,6 +10,8 @@ SGLang starts ``run_scheduler`` once for each tensor-parallel rank. It changes t
 from __future__ import annotations
 
 import base64
+import importlib
+import os
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +21,7 @@ from sglang.srt.managers import io_struct, scheduler
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-from strop.generation.sglang.server.engine_calls import CALL_PREFIX, RESULT
+from strop.generation.sglang.server.engine_calls import CALL_PREFIX, RESULT, WEIGHTS_VARIABLE
 from strop.generation.sglang.server.model_weights import ModelWeights
 from strop.generation.sglang.server.seeded_sampler import use_seeded_sampling
 from strop.generation.vllm.launch import exit_with_driver
@@ -50,12 +52,18 @@ def stop_at_request_tokens(request: Any, accepted: Sequence[int]) -> bool:
     return False
 
 
+def _weights_class() -> type[ModelWeights]:
+    """Return what holds the weights: ``ModelWeights``, or the class that ``SglangLaunch.model_weights`` names."""
+    module, _, name = os.environ.get(WEIGHTS_VARIABLE, "").partition(":")
+    return getattr(importlib.import_module(module), name) if module else ModelWeights
+
+
 def take_call(manager: Any, request: Any) -> Any:
     """Answer a request to the weights checker: SGLang's own, or a call of Strop's."""
     if not request.action.startswith(CALL_PREFIX):
         return _check_weights(manager, request)
     method, _, arguments = request.action.removeprefix(CALL_PREFIX).partition(" ")
-    weights = _weights.setdefault(id(manager), ModelWeights(manager))
+    weights = _weights.get(id(manager)) or _weights.setdefault(id(manager), _weights_class()(manager))
     try:
         answer: tuple[bool, Any] = (True, getattr(weights, method)(*pickle.loads(base64.b64decode(arguments))))
     except Exception as error:

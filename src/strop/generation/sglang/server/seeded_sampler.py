@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 SAMPLER_VARIABLE = "STROP_SGLANG_SAMPLER"
+GREEDY = 1  # the top_k that SGLang gives a greedy request; no other has it (``sglang_requests.to_request``)
 GOLDEN = -7046029254386353131  # 2^64 divided by the golden ratio, odd, as int64
 
 
@@ -49,6 +50,7 @@ def sample_from_probabilities(sampler: Any, probabilities: Tensor, info: Any, po
     if not unfiltered:
         filter_probabilities(probabilities, info.top_ks, info.top_ps, info.min_ps, top_p=info.need_top_p_sampling)
     tokens = draw(probabilities, uniforms(info.sampling_seed, positions))
+    tokens = torch.where(info.top_ks == GREEDY, probabilities.argmax(-1), tokens)
     rows = info.sampling_mask_batch_indices
     if rows is None:
         return tokens.int(), None
@@ -62,12 +64,14 @@ def sample_from_probabilities(sampler: Any, probabilities: Tensor, info: Any, po
 def filter_probabilities(probabilities: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, *, top_p: bool) -> None:
     """Set what top-k and min-p, then top-p remove to 0 and let the rest add up to 1, in place. [B, V]; options [B].
 
-    The same sets as ``strop.sampling.keep_mask`` keeps: ties of the k-th are kept, and top_p is relative to what the other two left.
+    The same sets as ``strop.sampling.keep_mask`` keeps: ties of the k-th are kept, and top_p is relative to what the other two left. Rows
+    of greedy requests stay as they are: their log-probabilities are those of the whole distribution.
     """
     likeliest = probabilities.amax(-1, keepdim=True)
     ordered = probabilities.sort(dim=-1, descending=True).values
     kth = ordered.gather(-1, (top_ks.long().clamp(1, probabilities.shape[-1]) - 1)[:, None])
-    probabilities.masked_fill_((probabilities < kth) | (probabilities < likeliest * min_ps[:, None]), 0.0)
+    removed = (probabilities < kth) | (probabilities < likeliest * min_ps[:, None])
+    probabilities.masked_fill_(removed & (top_ks != GREEDY)[:, None], 0.0)
     probabilities.div_(probabilities.sum(-1, keepdim=True))
     if top_p:
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)

@@ -31,7 +31,8 @@ from strop.metrics import Metrics
 from strop.models.draft.draft_config import DraftConfig
 from strop.models.draft.draft_pass import DraftPass
 from strop.models.draft.drafted_policy import DraftedPolicy
-from strop.models.draft.eagle_files import WEIGHTS, load_head_weights, save_head
+from strop.models.draft.eagle_config import WEIGHTS
+from strop.models.draft.eagle_files import load_head_weights, save_head
 from strop.models.draft.eagle_head import EagleHead
 from strop.models.draft.state_capture import StateCapture
 from strop.sampling import Sampling

@@ -219,7 +219,7 @@ def test_rewards_for_length_and_functions_are_environments(translate: Translate)
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("data.image_key=images", "data.image_key"),
+        ("data.video_key=videos", "data.video_key"),
         (
             "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml",
             "actor_rollout_ref.rollout.multi_turn.tool_config_path",
@@ -244,6 +244,11 @@ def test_experts_of_the_rollout_are_replayed_as_the_recipe_says(translate: Trans
     assert translate(f"{mode}=R3", f"{asked}=True").loaded.config.policy.router_replay.enabled
     assert translate(f"{mode}=R3").loaded.config.policy.router_replay.enabled
     assert not translate(f"{mode}=disabled", f"{asked}=True").loaded.config.policy.router_replay.enabled
+
+
+def test_images_are_read_from_their_column(translate: Translate) -> None:
+    found = translate("data.image_key=pictures")
+    assert found.loaded.config.data.train[0].image_key == "pictures"
 
 
 def test_sft_trains_on_two_columns_or_on_messages(translate: Translate) -> None:
@@ -323,9 +328,9 @@ def test_a_script_that_trains_nothing_says_so(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_folder_of_scripts_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str], translate: Translate) -> None:
     translate()
-    (tmp_path / "images.sh").write_text(
-        (tmp_path / "run.sh").read_text().replace("trainer.n_gpus", "data.image_key=images trainer.n_gpus")
+    (tmp_path / "videos.sh").write_text(
+        (tmp_path / "run.sh").read_text().replace("trainer.n_gpus", "data.video_key=videos trainer.n_gpus")
     )
     assert cli.main(["translate", "--all", str(tmp_path), "--from", "verl"]) == 0
     printed: Any = capsys.readouterr().out
-    assert "2 run configurations" in printed and "1 are refused" in printed and "models read only text" in printed
+    assert "2 run configurations" in printed and "1 are refused" in printed and "models read text and images" in printed

@@ -38,14 +38,14 @@ SOUND_AND_VIDEO = Unsupported(
 
 def refuse_images_on_megatron(recipe: Recipe) -> None:
     """Refuse a recipe of images that Megatron Core would train."""
-    if not recipe.value(MEGATRON):
+    if not recipe.value(MEGATRON) or recipe.value("policy.backend", "auto") == "torch":
         return
     key = next(_find_images(recipe), None)
     if key is not None:
         recipe.refuse(
             key,
             f"found {describe(recipe.value(key))}, but Megatron Core trains models of text alone in this version",
-            "Set policy.megatron_cfg.enabled=false and policy.dtensor_cfg.enabled=true: the torch learner trains models that read images.",
+            "Set policy.backend=torch: the torch learner trains models that read images, and takes over what policy.megatron_cfg says.",
         )
         recipe.explained += [*ASKED_FOR, "policy.megatron_cfg"]
 

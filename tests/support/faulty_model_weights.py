@@ -1,0 +1,33 @@
+"""The weights of an SGLang engine with injectable faults, modelled on real failures of engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from strop.generation.sglang.server.model_weights import ModelWeights
+
+
+class FaultyModelWeights(ModelWeights):
+    fault = ""
+
+    def plant(self, fault: str) -> None:
+        self.fault = fault
+
+    def _apply(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        kept = list(tensors)
+        if self.fault == "dropped tensor":
+            kept = [pair for pair in kept if not pair[0].endswith("layers.1.mlp.down_proj.weight")]
+        if self.fault == "swapped pair":
+            names = {"model.layers.0.self_attn.o_proj.weight": "model.layers.1.self_attn.o_proj.weight"}
+            names |= {other: name for name, other in names.items()}
+            kept = [(names.get(name, name), tensor) for name, tensor in kept]
+        if self.fault == "stale part of a fused matrix":
+            kept = [pair for pair in kept if not pair[0].endswith("layers.0.self_attn.k_proj.weight")]
+        if self.fault == "one changed number":
+            changed = next(tensor for name, tensor in kept if name.endswith("layers.1.mlp.up_proj.weight"))
+            changed.view(-1)[5] += 1e-6
+        if self.fault == "killed half way":
+            raise RuntimeError("injected fault: this rank fails in the middle of a publish")
+        super()._apply(kept)
