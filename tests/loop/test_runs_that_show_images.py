@@ -69,7 +69,8 @@ def test_a_run_samples_and_trains_with_images(name: str, models: Path, tmp_path:
     reason="vLLM's processors need torchvision: pip install torchvision",
 )
 def test_a_run_samples_about_images_with_vllm(models: Path, tmp_path: Path) -> None:
-    from transformers import Qwen3VLVideoProcessor
+    import strop.models  # noqa: F401  before Transformers imports torchvision
+    from transformers import Qwen3VLVideoProcessor  # isort: skip
 
     if not (models / "qwen3_vl").exists():
         save_vision_model("qwen3_vl", models / "qwen3_vl")
