@@ -241,7 +241,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
         if self.draft.enabled and (precision := self.generation.vllm_cfg.precision) not in ("bfloat16", "float32"):
             yield Problem(
                 "policy.generation.vllm_cfg.precision",
-                f"found {precision}, but the draft head is sent with the policy's weights, and its own are not rounded in this version",
+                f"found {precision}, but the draft head is sent with the policy's weights, and its own are not rounded",
                 "Set it to bfloat16, or policy.draft.enabled=false.",
             )
         if self.draft.enabled and self.adapter_rank is not None and self.generation.weight_sync.adapters_alone:
