@@ -28,7 +28,7 @@ SANDBOX := $(shell for pair in bwrap:bubblewrap gcc:gcc g++:g++ node:nodejs; do 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-fast test-all test-adapters test-sglang test-gpu lint format docs site docs-check bench clean distclean setup-quickstart setup-dev setup-bench setup-vllm setup-sglang setup-sandbox
+.PHONY: help quickstart test test-fast test-all test-adapters test-sglang test-images test-gpu lint format docs site docs-check bench clean distclean setup-quickstart setup-dev setup-bench setup-vllm setup-sglang setup-sandbox
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
@@ -59,6 +59,13 @@ PACKAGES_nemo-gym := --ignore-requires-python --no-deps nemo-gym==0.7.0 openai==
 
 test-adapters: setup-dev $(foreach name,verifiers openenv lm-eval nemo-gym,$(ADAPTERS)/$(name)/.done) ## adapters with packages that want an environment of their own
 	STROP_ADAPTERS=$(abspath $(ADAPTERS)) $(PYTEST) tests/unit/environments/adapters $(ARGS)
+
+# vLLM needs torchvision for models that read images. PyPI's is built for CUDA; the tests without it prove that Strop does not need it.
+PACKAGES_torchvision := --no-deps torchvision==0.28.0
+
+test-images: setup-dev $(ADAPTERS)/torchvision/.done ## images through a real vLLM engine, on a CPU: minutes
+	OMP_NUM_THREADS=1 $(ADAPTERS)/torchvision/bin/python -m pytest -q tests/unit/generation/vllm/test_images_in_vllm.py \
+	    tests/loop/test_runs_that_show_images.py $(ARGS)
 
 # SGLang asks for another torch than Strop's, and for kernels of CUDA: on a CPU it lies over this environment, and Strop stands in for them.
 SGLANG := $(VENV)/sglang
