@@ -30,6 +30,8 @@ ALLOWED: dict[str, dict[str, str]] = {
     "pickle.loads": {
         "generation/vllm/worker.py": "from the engine's own process, over vLLM's channel",
         "generation/vllm/vllm_engine.py": "from the engine's workers, over vLLM's channel",
+        "generation/sglang/server/scheduler_process.py": "from the run that started the server, which alone has its key",
+        "generation/sglang/server/engine_calls.py": "from the server that this process started, on loopback",
         "environments/scoring/scoring_worker.py": "from the process that started it, over a pipe",
         "rollouts/tokenizing_worker.py": "between the run and the process that it started, over its pipes",
         "build/data_check/check_workers.py": "what this process, or the one that started it, has pickled itself",
@@ -42,15 +44,19 @@ ALLOWED: dict[str, dict[str, str]] = {
     "torch.load": {
         "checkpointing/state_file.py": "state.pt, with a list of classes",
         "learner/parallel/single_device.py": "weights_only",
+        "learner/torch/draft/draft_trainer.py": "weights_only",
+        "models/draft/eagle_files.py": "weights_only",
         "learner/megatron/checkpoint/torch_dist.py": "weights only",
         "learner/parallel/sharded_checkpoint.py": "weights_only",
     },
     "socket.socket": {
+        "generation/sglang/server_process.py": "asks for a free port of the loopback interface",
         "sandbox/sandbox_worker.py": "the descriptor that its caller gave it",
         "weight_sync/transports/connection.py": "abstract Unix socket, the peer's user is checked",
         "weight_sync/transports/broadcast.py": "asks for this machine's address, sends nothing",
     },
     "socket.create_server": {
+        "generation/sglang/relayed_weights.py": "loopback",
         "weight_sync/transports/secret_store.py": "one address, a secret per sender",
         "distributed/rendezvous.py": "one address",
     },
@@ -72,7 +78,10 @@ ALLOWED: dict[str, dict[str, str]] = {
     "marshal.loads": {},
     "shelve.open": {},
     "tempfile.mktemp": {},
-    "dist.TCPStore": {"distributed/workers/learner_worker.py": "a client"},
+    "dist.TCPStore": {
+        "distributed/workers/learner_worker.py": "a client",
+        "generation/sglang/relayed_weights.py": "on a socket of the loopback interface",
+    },
     "distributed.TCPStore": {"distributed/node_probe.py": "a client", "distributed/rendezvous.py": "on a socket of one address"},
     "web.TCPSite": {
         "build/jobs/serve_model.py": "strop serve: loopback unless --host is given",
@@ -103,6 +112,7 @@ def test_no_call_allows_pickled_objects_or_a_shell() -> None:
         if name == "torch.load" and file != "checkpointing/state_file.py":
             assert options.get("weights_only") == "True", file
         brings_code = "PeftModel" not in name and not name.startswith("GenerationConfig.")  # the latter has values alone
+        brings_code &= "_model_mapping" not in name  # a class of Transformers itself, which is given no folder
         if name.endswith(".from_pretrained") and file.startswith("models/") and brings_code:
             assert "trust_remote_code" in options or "peft" in name.lower(), (file, name)
 

@@ -13,6 +13,7 @@ import io
 import itertools
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -90,7 +91,7 @@ class RelayedWeights:
         """Form a group of this process and the server's ranks."""
         size = self.config.engine_size + 1
         # made before the server is asked, which would wait for it for half an hour and answer nothing else
-        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, timeout=JOIN_LIMIT, wait_for_workers=False)
+        store = _serve_store(size)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         body = {
             "master_address": "127.0.0.1",
@@ -155,6 +156,15 @@ def _pickle_tensors(bucket: Sequence[NamedTensor]) -> bytes:
         return memory.getvalue()
     finally:
         torch.multiprocessing.set_sharing_strategy(strategy)
+
+
+def _serve_store(size: int) -> Any:
+    """Serve a TCPStore on the loopback interface; torch's own listener would be on every interface."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1", port, size, True, timeout=JOIN_LIMIT, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _join_group(backend: str, store: Any, size: int, name: str) -> Any:
