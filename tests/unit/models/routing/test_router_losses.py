@@ -29,7 +29,7 @@ FAMILIES = ("qwen3_moe", *(pytest.param(name, marks=pytest.mark.exhaustive) for 
 @pytest.fixture(autouse=True)
 def keep_modeling_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models in float64 change the module they are made of; afterwards it is as before."""
-    for family in ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"):
+    for family in ("llama", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"):
         monkeypatch.setattr(modeling_code(family), "torch", torch)
 
 
