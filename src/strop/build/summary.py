@@ -18,9 +18,9 @@ from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, 
 from strop.data.data_config import DataEntryConfig, EvalSetConfig
 from strop.data.packing_config import format_micro_batches
 from strop.data.sources.peek import format_rows
+from strop.generation.engine_gpus import choose_engine_gpus
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.torch.torch_config import LEAST_CACHE_GB
-from strop.generation.vllm.engine_gpus import choose_engine_gpus
 from strop.gpus import has_gpu, visible_gpus
 from strop.learner.model_config import ModelConfig
 from strop.problems import raise_problems

@@ -12,6 +12,16 @@ from strop.sampling import Sampling
 from strop.types import PromptImage
 from strop.weight_sync.base import UpdatableEngine
 
+COUNTERS = (  # that an engine in processes of its own sums from its start
+    "prompt_tokens",
+    "sampled_tokens",
+    "preemptions",
+    "prefix_queries",
+    "prefix_hits",
+    "drafted_tokens",
+    "accepted_tokens",
+)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:

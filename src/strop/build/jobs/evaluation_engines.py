@@ -187,6 +187,8 @@ async def _open_on_cluster(job: EvaluationJob, stack: AsyncExitStack, note: Note
     plan = plan_devices(counts, on_cpu=cluster.on_cpu)
     of_engines = DevicePlan((), plan.generation)
     threads = make_thread_env(job.policy.num_threads, of_engines, on_cpu=cluster.on_cpu, generates=True)
+    if generation.uses_engines and cluster.on_cpu and (own := generation.engine_options.num_threads):
+        threads = {"OMP_NUM_THREADS": str(own)}
     weights = _find_weights(job, stack, note, parent=output_folder) if generation.uses_engines else job.policy.model_name
     choose = _make_sglang_engine if generation.uses_sglang else _make_vllm_engine if generation.uses_vllm else _make_torch_engine
     make = partial(choose, job, cluster, bundle, weights, threads)
@@ -209,8 +211,6 @@ def _make_vllm_engine(
         node, gpus = cluster.locate(part.node, part.devices)
         return NodeRanks(node, len(part.devices), gpus)
 
-    options = job.generation.vllm_cfg
-    own = {"OMP_NUM_THREADS": str(options.num_threads)} if options.num_threads and cluster.on_cpu else threads
     launch = VllmLaunch(
         config=job.generation,
         model=weights,
@@ -218,14 +218,14 @@ def _make_vllm_engine(
         on_cpu=cluster.on_cpu,
         load_weights=True,
         reads_images=bundle.template.vision is not None,
-        environment=own,
+        environment=threads,
         nodes=tuple(locate(part) for part in slot.parts) if slot.further else (),
         ray_address=cluster.address if slot.further else "",
     )
     make = partial(
         VllmEngine, f"engine {number}", launch, bundle.tokenizer, stop_ids=bundle.stop_ids, vision=bundle.template.vision
     )
-    return _make_actor(job, cluster, number, slot, own, launch.receivers, make)
+    return _make_actor(job, cluster, number, slot, threads, launch.receivers, make)
 
 
 def _make_sglang_engine(
@@ -237,18 +237,16 @@ def _make_sglang_engine(
     number: int,
     slot: DeviceSlot,
 ) -> ServingEngine:
-    options = job.generation.sglang_cfg
-    own = {"OMP_NUM_THREADS": str(options.num_threads)} if options.num_threads and cluster.on_cpu else threads
     launch = SglangLaunch(
         config=job.generation,
         model=weights,
         tokenizer=locate_model(job.policy.tokenizer.name)[0],
         on_cpu=cluster.on_cpu,
         load_weights=True,
-        environment=own,
+        environment=threads,
     )
     make = partial(SglangEngine, f"engine {number}", launch, bundle.tokenizer, stop_ids=bundle.stop_ids)
-    return _make_actor(job, cluster, number, slot, own, launch.receivers, make)
+    return _make_actor(job, cluster, number, slot, threads, launch.receivers, make)
 
 
 def _make_torch_engine(

@@ -5,16 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from strop.generation.local_launches import make_local_launches
 from strop.generation.sglang.sglang_engine import SglangEngine
 from strop.generation.sglang.sglang_launch import SglangLaunch
-from strop.generation.vllm.engine_gpus import choose_engine_gpus
-from strop.gpus import VISIBLE
 from strop.packages import is_installed
 
 
@@ -38,21 +36,7 @@ def make_local_sglang_engines(
         output_folder: For a file of output of each engine; None: they write to that of this process.
     """
     require_sglang(launch.python)
-    options = launch.config.sglang_cfg
-    if launch.on_cpu:
-        environments = [
-            {"OMP_NUM_THREADS": str(options.num_threads or threads or torch.get_num_threads())}
-        ] * options.num_local_engines
-    else:
-        environments = [{VISIBLE: ",".join(gpus)} for gpus in choose_engine_gpus(launch.config, learner.index or 0)]
-    launches = [
-        replace(
-            launch,
-            environment=environment,
-            output_file=None if output_folder is None else output_folder / f"engine_{number}.log",
-        )
-        for number, environment in enumerate(environments)
-    ]
+    launches = make_local_launches(launch, learner=learner, threads=threads, output_folder=output_folder)
     return [SglangEngine(f"engine {number}", each, tokenizer, stop_ids=stop_ids) for number, each in enumerate(launches)]
 
 

@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from strop.generation.base import COUNTERS
+
 
 class SglangCounters:
     """Sums since the engine was made, and how many requests it has now."""
 
     def __init__(self) -> None:
         self.running = 0
-        self._sums: dict[str, float] = dict.fromkeys(
-            (
-                "prompt_tokens",
-                "sampled_tokens",
-                "preemptions",
-                "prefix_queries",
-                "prefix_hits",
-                "drafted_tokens",
-                "accepted_tokens",
-            ),
-            0.0,
-        )
+        self._sums: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
 
     def begin(self) -> None:
         self.running += 1

@@ -7,23 +7,14 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from strop.generation.base import COUNTERS
+
 
 class EngineStats:
     """Sums since the engine was started, and its current gauges."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, float] = dict.fromkeys(
-            (
-                "prompt_tokens",
-                "sampled_tokens",
-                "preemptions",
-                "prefix_queries",
-                "prefix_hits",
-                "drafted_tokens",
-                "accepted_tokens",
-            ),
-            0.0,
-        )
+        self.sums: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         self.copies: dict[int, tuple[int, int, float]] = {}  # of an engine with several copies: each one's gauges
         self.gauges: dict[str, float] = {"running": 0.0, "waiting": 0.0, "cache_usage": 0.0}
 

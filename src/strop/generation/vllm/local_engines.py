@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from strop.generation.local_launches import make_local_launches
 from strop.generation.vllm.engine_args import VllmLaunch
-from strop.generation.vllm.engine_gpus import choose_engine_gpus
-from strop.generation.vllm.vllm_config import VllmConfig
 from strop.generation.vllm.vllm_engine import VllmEngine
-from strop.gpus import VISIBLE
 from strop.models.vision.vision_processor import VisionProcessor
 
 
@@ -44,23 +41,7 @@ def make_local_engines(
             "policy.generation.backend is vllm, and vLLM cannot be imported here (No module named 'vllm'): install it (`pip install vllm`, "
             "or `make setup-vllm` on a machine without a GPU), or set policy.generation.backend=torch"
         )
-    options = launch.config.vllm_cfg
-    if launch.on_cpu:
-        environments = [make_thread_env(options, threads)] * options.num_local_engines
-    else:
-        environments = [{VISIBLE: ",".join(gpus)} for gpus in choose_engine_gpus(launch.config, learner.index or 0)]
-    launches = [
-        replace(
-            launch,
-            environment=environment,
-            output_file=None if output_folder is None else output_folder / f"engine_{number}.log",
-        )
-        for number, environment in enumerate(environments)
-    ]
+    launches = make_local_launches(launch, learner=learner, threads=threads, output_folder=output_folder)
     return [
         VllmEngine(f"engine {number}", each, tokenizer, stop_ids=stop_ids, vision=vision) for number, each in enumerate(launches)
     ]
-
-
-def make_thread_env(config: VllmConfig, threads: int | None) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(config.num_threads or threads or torch.get_num_threads())}
