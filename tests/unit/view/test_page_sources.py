@@ -78,9 +78,8 @@ def test_the_number_of_line_colours_is_that_of_the_palette() -> None:
 
 
 def test_nothing_is_put_into_the_page_but_as_text() -> None:
-    forbidden = re.compile(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|dangerouslySet|\beval\b|new Function|srcdoc|javascript:"
-    )
+    markup = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|dangerouslySet|srcdoc|javascript:"
+    forbidden = re.compile(markup + r"|\beval\b|new Function")
     assert [path.name for path in OWN_SCRIPTS if forbidden.search(path.read_text(encoding="utf-8"))] == []
 
 
