@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any, cast
 
 from strop.algorithms.base import Algorithm, LossFn, Outputs, TokenOutputs
 from strop.algorithms.kl import REFERENCE_LOGPROBS
@@ -59,7 +60,7 @@ class TokenTrace:
 
     def _observe(self, learner: str, index: Tensor, prepared: Batch, outputs: Outputs, loss: LossFn) -> None:
         leaves = _to_leaves(outputs)
-        inputs = replace(outputs, **leaves)
+        inputs: Any = replace(cast(Any, outputs), **leaves)
         with torch.enable_grad():
             found = self.algorithm.loss_terms(inputs, prepared, learner) or _whole_loss(loss, inputs, prepared)
             parts = [part for term in found.terms for part in term.parts()]

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Why a token has no gradient. A token of the environment, and those of a rollout that is left out, do not count in the loss at all.
-REASONS = ("", "environment", "left_out", "overlong", "sequence_error", "rejected", "not_selected")
-NO_REASON, ENVIRONMENT, LEFT_OUT, OVERLONG, SEQUENCE_ERROR, REJECTED, NOT_SELECTED = range(len(REASONS))
+REASONS = ("", "environment", "left_out", "overlong", "sequence_error", "rejected", "not_selected", "not_predicted")
+NO_REASON, ENVIRONMENT, LEFT_OUT, OVERLONG, SEQUENCE_ERROR, REJECTED, NOT_SELECTED, NOT_PREDICTED = range(len(REASONS))
 
 FLOATS = ("trained_logprobs", "entropy", "reference_logprobs", "token_advantages", "correction")
 FLAGS = ("mask", "clipped")
@@ -50,7 +50,10 @@ class TokenColumns:
             expanded[places] = column[tokens]
             return tuple(expanded.tolist())
 
-        reasons = expand(self.reasons, ENVIRONMENT)
+        reasons = list(expand(self.reasons, ENVIRONMENT))
+        if self.at_end:
+            for place in sampled.nonzero().squeeze(1)[:-1].tolist():
+                reasons[place] = NOT_PREDICTED
         return {
             **{name: expand(column) for name, column in self.columns.items()},
             "mask_reason": tuple(REASONS[reason] for reason in reasons),
