@@ -35,7 +35,10 @@ class ServerProcess:
 
     def _start(self) -> subprocess.Popen[str]:
         launch, output = self.launch, self._open_output()
-        options = {"arguments": make_server_arguments(launch, port=self.port, key=self.key)}
+        arguments = make_server_arguments(launch, port=self.port, key=self.key)
+        if launch.adapters is not None:
+            arguments |= launch.adapters.write_empty(self._folder / "adapter")
+        options = {"arguments": arguments}
         try:
             process = subprocess.Popen(
                 [launch.python, "-W", "ignore", "-m", "strop.generation.sglang.server.server_entry"],

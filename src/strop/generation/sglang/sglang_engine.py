@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from strop.generation.base import Completion, RequestTooLong
@@ -18,7 +18,7 @@ from strop.generation.sglang.server.engine_calls import decode_answers, encode_c
 from strop.generation.sglang.server_client import ServerClient, ServerError
 from strop.generation.sglang.server_process import ServerProcess
 from strop.generation.sglang.sglang_counters import SglangCounters
-from strop.generation.sglang.sglang_launch import SglangLaunch
+from strop.generation.sglang.sglang_launch import ADAPTER_NAME, SglangLaunch
 from strop.generation.sglang.sglang_requests import to_completion, to_request
 from strop.sampling import Sampling
 from strop.types import PromptImage
@@ -31,6 +31,7 @@ from strop.weight_sync.base import (
     Manifest,
     TensorFingerprint,
 )
+from strop.weight_sync.verification import combine_regions
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +146,8 @@ class SglangEngine:
             salt=self._salt(),
             sampler=self.config.sampler,
         )
+        if self.launch.adapters is not None:
+            body["lora_path"] = ADAPTER_NAME
         body["rid"] = f"strop-{next(self._request_ids)}"
         self._counters.begin()
         self._idle.clear()
@@ -210,10 +213,12 @@ class SglangEngine:
         return LoadReceipt(version=await self._set_version(version), fingerprints=fingerprints, seconds=seconds)
 
     async def load_adapter(self, adapter: AdapterFiles, version: int) -> LoadReceipt:
-        raise NotImplementedError(
-            f"{self.name}: SGLang's adapters are not proven to arrive, so a run with LoRA sends merged weights; set "
-            "policy.generation.weight_sync.adapters_alone=false"
-        )
+        self.version = self._loaded_version = NO_VERSION
+        self._loads += 1
+        seconds = max(await self._call("load_adapter", adapter))
+        held = _group_shards(await self._call("adapter_fingerprints"))
+        fingerprints = {name: combine_regions(shards) for name, shards in held.items()}
+        return LoadReceipt(version=await self._set_version(version), fingerprints=fingerprints, seconds=seconds)
 
     async def _set_version(self, version: int) -> int:
         """Set the version that SGLang records with every sampled token. Return the one that its ranks report afterwards."""
@@ -233,11 +238,7 @@ class SglangEngine:
         await self.resume(version)
 
     async def read_back_fingerprints(self) -> Mapping[str, tuple[TensorFingerprint, ...]]:
-        found: dict[str, list[TensorFingerprint]] = {}
-        for rank in await self._call("fingerprints"):
-            for name, shard in rank.items():
-                found.setdefault(name, []).append(shard)
-        return {name: tuple(shards) for name, shards in found.items()}
+        return _group_shards(await self._call("fingerprints"))
 
     async def resume(self, version: int) -> None:
         if self._loaded_version != version:
@@ -322,6 +323,15 @@ class SglangEngine:
 
     def counters(self) -> Mapping[str, float]:
         return self._counters.read()
+
+
+def _group_shards(ranks: Iterable[Mapping[str, TensorFingerprint]]) -> dict[str, tuple[TensorFingerprint, ...]]:
+    """Return the shards of each tensor, of all ranks."""
+    found: dict[str, list[TensorFingerprint]] = {}
+    for rank in ranks:
+        for name, shard in rank.items():
+            found.setdefault(name, []).append(shard)
+    return {name: tuple(shards) for name, shards in found.items()}
 
 
 async def _is_ending(server: ServerProcess) -> bool:

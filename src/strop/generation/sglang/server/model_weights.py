@@ -10,8 +10,9 @@ import torch
 from sglang.srt.runtime_context import get_serving
 from torch import Tensor
 
+from strop.generation.sglang.server.adapter_slot import AdapterSlot, read_adapters, without_adapters
 from strop.generation.sglang.server.sglang_readback import ModelShard, read_model_shards
-from strop.weight_sync.base import ChannelAddress, Manifest, Receiver, TensorFingerprint
+from strop.weight_sync.base import AdapterFiles, ChannelAddress, Manifest, Receiver, TensorFingerprint
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 
 
@@ -24,6 +25,7 @@ class ModelWeights:
         self.runner: Any = manager.tp_worker.model_runner
         self.rank: int = torch.distributed.get_rank(group=manager.tp_cpu_group)
         self.device = torch.device(self.runner.device)
+        self.adapters = None if self.runner.lora_manager is None else AdapterSlot(self.runner.lora_manager, self.rank)
         self._receiver: Receiver | None = None
 
     def connect(self, address: ChannelAddress, first: int) -> None:
@@ -60,8 +62,16 @@ class ModelWeights:
         loaded = list(tensors) if len(runners) > 1 else tensors
         for runner in runners:
             runner.weight_updater.begin_weight_update()
-            runner.model.load_weights(iter(loaded))
+            with without_adapters(runner.model, getattr(runner, "lora_manager", None)):
+                runner.model.load_weights(iter(loaded))
             runner.weight_updater.end_weight_update(run_post_load=False)
+
+    @torch.no_grad()
+    def load_adapter(self, files: AdapterFiles) -> float:
+        """Replace the policy's adapters by those of a publish. Return the seconds that it took."""
+        started = time.perf_counter()
+        self._require_adapters().write(read_adapters(files))
+        return time.perf_counter() - started
 
     def flush(self) -> bool:
         """Drop cached keys and values, and return whether that was possible: not while requests run."""
@@ -75,6 +85,16 @@ class ModelWeights:
     def fingerprints(self) -> dict[str, TensorFingerprint]:
         """Return the fingerprint of this rank's shard of each tensor that it computes with, by canonical name."""
         return fingerprint_shards(read_model_shards(self.runner.model, self.rank))
+
+    @torch.no_grad()
+    def adapter_fingerprints(self) -> dict[str, TensorFingerprint]:
+        """Return the same for the matrices of the adapters, which its kernels add to the base."""
+        return fingerprint_shards(self._require_adapters().read())
+
+    def _require_adapters(self) -> AdapterSlot:
+        if self.adapters is None:
+            raise RuntimeError("the engine was started without adapters")
+        return self.adapters
 
 
 def fingerprint_shards(shards: Iterable[ModelShard]) -> dict[str, TensorFingerprint]:

@@ -69,19 +69,12 @@ def _read_fused(path: str, module: Any, rank: int, done: set[int]) -> Iterator[M
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dtype.itemsize < 2:
         return
     parent, _, leaf = path.rpartition(".")
-    matrix, size = weight.detach(), getattr(module, "tp_size", 1)
-    rank = getattr(module, "tp_rank", rank) if size > 1 else 0
-    if isinstance(module, QKVParallelLinear):
-        names, (sizes, starts) = FUSED.get(leaf, ()), _qkv_rows(module, rank)
-    elif isinstance(module, MergedColumnParallelLinear):
-        sizes = [each // size for each in module.output_sizes]
-        names, starts = FUSED.get(leaf, (leaf,)), [rank * each for each in sizes]
-    else:
-        names, sizes = (leaf,), [matrix.shape[0]]
-        starts = [rank * matrix.shape[0] if isinstance(module, ColumnParallelLinear) else 0]
+    matrix = weight.detach()
+    names = FUSED.get(leaf, (leaf,)) if isinstance(module, QKVParallelLinear | MergedColumnParallelLinear) else (leaf,)
+    sizes, starts = fused_rows(module, rank)
     if len(names) != len(sizes) or sum(sizes) != matrix.shape[0]:
         return
-    column = rank * matrix.shape[1] if isinstance(module, RowParallelLinear) else 0
+    column = own_rank(module, rank) * matrix.shape[1] if isinstance(module, RowParallelLinear) else 0
     bias, first = getattr(module, "bias", None), 0
     for name, rows, start in zip(names, sizes, starts, strict=True):
         full = f"{parent}.{name}" if parent else name
@@ -90,6 +83,23 @@ def _read_fused(path: str, module: Any, rank: int, done: set[int]) -> Iterator[M
             yield ModelShard(f"{full}.bias", bias.detach()[first : first + rows], start)
         first += rows
     done.update(id(parameter) for parameter in module.parameters(recurse=False))
+
+
+def own_rank(module: Any, rank: int) -> int:
+    """Return the rank among those that share a layer: 0 where each has all of it."""
+    return getattr(module, "tp_rank", rank) if getattr(module, "tp_size", 1) > 1 else 0
+
+
+def fused_rows(module: Any, rank: int) -> tuple[list[int], list[int]]:
+    """Return (number of rows on this rank, first row in the full matrix) of each of the parts that a linear layer has in one."""
+    rank, size = own_rank(module, rank), getattr(module, "tp_size", 1)
+    if isinstance(module, QKVParallelLinear):
+        return _qkv_rows(module, rank)
+    if isinstance(module, MergedColumnParallelLinear):
+        sizes = [each // size for each in module.output_sizes]
+        return sizes, [rank * each for each in sizes]
+    rows = module.weight.shape[0]
+    return [rows], [rank * rows if isinstance(module, ColumnParallelLinear) else 0]
 
 
 def _qkv_rows(module: Any, rank: int) -> tuple[list[int], list[int]]:
