@@ -114,6 +114,7 @@ def _make_engines(
             stop_ids=policy.stop_ids,
             threads=config.num_threads,
             output_folder=spec.output_folder,
+            vision=policy.template.vision,
         )
     launch = VllmLaunch(
         config=generation,

@@ -83,6 +83,12 @@ class AdapterFiles:
     weights: bytes  # adapter_model.safetensors
     config: str  # adapter_config.json
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the matrices by PEFT's names, on the CPU."""
+        from safetensors.torch import load
+
+        return load(self.weights)
+
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 

@@ -192,7 +192,10 @@ class RayBackend:
             environment=self._thread_env(generation.sglang_cfg.num_threads, generates=True),
             output_file=outputs / f"engine_{number}.log",
         )
-        make = partial(SglangEngine, f"engine {number}", launch, self.bundle.tokenizer, stop_ids=self.bundle.stop_ids)
+        bundle = self.bundle
+        make = partial(
+            SglangEngine, f"engine {number}", launch, bundle.tokenizer, stop_ids=bundle.stop_ids, vision=bundle.template.vision
+        )
         return self._make_engine(number, slot, launch.receivers, make)
 
     def _adapters_to_launch(self) -> LaunchedAdapters:

@@ -21,7 +21,7 @@ from support.lora import with_random_adapters
 from support.sglang_engines import make_sglang_engine, needs_sglang
 from support.vllm_engines import compute_logprobs, save_model_folder, serve, served_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 needs_sglang()
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def serve_adapters(
     adapters = LaunchedAdapters.of_layers(RANK, (layer.name for layer in lora_layers(model)))
     engine = make_sglang_engine(save_model_folder(model, tokenizer, folder), tokenizer, faulty=True, adapters=adapters, **keys)
     served = serve(model, tokenizer, [engine], adapters=LocalAdapterSource(model), tolerance=tolerance)
-    room.run(served.weights.publish(0), seconds=300)
+    room.run(served.weights.publish(0), seconds=600)
     return served
 
 
@@ -67,7 +67,7 @@ def beside(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, token
 
 
 def publish(room: BackgroundLoop, served: ServedModel) -> dict[str, float]:
-    published = room.run(served.weights.publish(served.weights.version + 1))
+    published = room.run(served.weights.publish(served.weights.version + 1), seconds=600)
     return {name: metric.value for name, metric in published.items()}
 
 
@@ -91,8 +91,8 @@ def planted(room: BackgroundLoop, served: ServedModel, fault: str) -> Iterator[N
 def held_adapters(room: BackgroundLoop, served: ServedModel) -> dict[str, int]:
     held: dict[str, Any] = {}
     for rank in room.run(served.engine._call("adapter_fingerprints")):
-        for name, shard in rank.items():
-            held.setdefault(name, []).append(shard)
+        for name, shards in rank.items():
+            held.setdefault(name, []).extend(shards)
     return {name: combine_regions(shards)[0] for name, shards in held.items()}
 
 

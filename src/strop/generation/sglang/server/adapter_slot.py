@@ -38,14 +38,12 @@ class PublishedAdapters:
 
 def read_adapters(files: AdapterFiles) -> PublishedAdapters:
     """Read PEFT's format. Raises ValueError for adapters that do not have one rank and one scale."""
-    from safetensors.torch import load
-
     config = json.loads(files.config)
     if config.get("rank_pattern") or config.get("alpha_pattern"):
         raise ValueError("the adapters have several ranks or scales (rank_pattern, alpha_pattern), and SGLang's slot has one")
     rank = int(config["r"])
     scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    tensors = load(files.weights)
+    tensors = files.tensors()
     layers: dict[str, tuple[Tensor, Tensor]] = {}
     for name, down in tensors.items():
         if name.endswith(".lora_A.weight"):

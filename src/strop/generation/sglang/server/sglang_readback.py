@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.layers.conv import Conv2dLayer, Conv3dLayer
 from sglang.srt.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -21,7 +22,9 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
+PLAIN_LAYERS = (nn.Conv2d, nn.Conv3d, nn.Embedding, Conv2dLayer, Conv3dLayer)
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+TOWER, TOWER_QKV = "visual.", "qkv"  # of models that read images
 _BASE_LAYER_SUFFIX = ".base_layer"  # of the original layer inside SGLang's LoRA layers
 
 
@@ -56,9 +59,9 @@ def read_model_shards(model: Any, rank: int) -> Iterator[ModelShard]:
 
 
 def _read_vectors(path: str, module: nn.Module, done: set[int]) -> Iterator[ModelShard]:
-    """Yield vectors such as norm weights, which are the same on every rank and named as in the checkpoint."""
+    """Yield vectors such as norm weights, and a vision tower's plain layers: the same on every rank and named as in the checkpoint."""
     for name, parameter in module.named_parameters(recurse=False):
-        if id(parameter) not in done and parameter.dim() == 1:
+        if id(parameter) not in done and (parameter.dim() == 1 or isinstance(module, PLAIN_LAYERS)):
             done.add(id(parameter))
             yield ModelShard(f"{path}.{name}", parameter.detach())
 
@@ -75,6 +78,8 @@ def _read_fused(path: str, module: Any, rank: int, done: set[int]) -> Iterator[M
     if len(names) != len(sizes) or sum(sizes) != matrix.shape[0]:
         return
     column = own_rank(module, rank) * matrix.shape[1] if isinstance(module, RowParallelLinear) else 0
+    if path.startswith(TOWER) and len(names) == 3:  # one matrix in the checkpoint, with all rows of q before those of k and v
+        names, starts = (TOWER_QKV,) * 3, [start + first for start, first in zip(starts, _part_starts(module), strict=True)]
     bias, first = getattr(module, "bias", None), 0
     for name, rows, start in zip(names, sizes, starts, strict=True):
         full = f"{parent}.{name}" if parent else name
@@ -83,6 +88,12 @@ def _read_fused(path: str, module: Any, rank: int, done: set[int]) -> Iterator[M
             yield ModelShard(f"{full}.bias", bias.detach()[first : first + rows], start)
         first += rows
     done.update(id(parameter) for parameter in module.parameters(recurse=False))
+
+
+def _part_starts(module: Any) -> list[int]:
+    """Return the first row of q, k and v in the checkpoint's matrix of all three."""
+    q, k = module.total_num_heads * module.head_size, module.total_num_kv_heads * module.head_size
+    return [0, q, q + k]
 
 
 def own_rank(module: Any, rank: int) -> int:

@@ -1,0 +1,95 @@
+"""Images in SGLang's requests.
+
+SGLang is given the pixels that the learner reads, and the tokens that stand for them: nothing is resized or written twice, so the two see
+the same. Its own processors, which would do both, are made and not asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.models.vision.rope_positions import ImageGrid, row_positions
+from strop.types import PromptImage
+
+GRID = "image_grid_thw"  # of the pixels of Qwen's towers: frames, rows and columns of patches
+
+
+@dataclass(frozen=True)
+class PreparedImage:
+    """What a request says of an image (``SharedPixels``)."""
+
+    place: PromptImage
+    pixels: dict[str, Tensor]
+    identity: str  # names the image and the weights
+
+    @classmethod
+    def read(cls, said: str) -> PreparedImage:
+        """Read the file of pixels, which lies in the server's own folder."""
+        fields = json.loads(said)
+        path = Path(tempfile.gettempdir()) / Path(fields["file"]).name
+        place = PromptImage(start=fields["start"], length=fields["length"], content=b"", digest="")
+        return cls(place, torch.load(path, weights_only=True), fields["identity"])
+
+    def grid(self, merged: int) -> ImageGrid:
+        """``merged``: patches of a token in each direction."""
+        frames, rows, columns = (int(size) for size in self.pixels[GRID].flatten())
+        return ImageGrid(frames, rows // merged, columns // merged)
+
+
+def use_prepared_images() -> None:
+    """Let the server of this process take images as ``PreparedImage`` and nothing else."""
+    from sglang.srt.managers import tokenizer_manager
+
+    make = tokenizer_manager.get_mm_processor
+
+    def get_mm_processor(*arguments: Any, **named: Any) -> Any:
+        processor = make(*arguments, **named)
+        processor.process_mm_data_async = partial(read_request, processor)
+        return processor
+
+    tokenizer_manager.get_mm_processor = get_mm_processor
+
+
+async def read_request(processor: Any, image_data: Sequence[str], input_text: Sequence[int], **_: Any) -> Any:
+    """Return what SGLang's processors return of a request. ``input_text``: its tokens, which stay as they are."""
+    from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
+
+    images = [PreparedImage.read(said) for said in image_data]
+    merged = processor.hf_config.vision_config.spatial_merge_size
+    rope = row_positions(len(input_text), [image.place for image in images], [image.grid(merged) for image in images])
+    items = [_make_item(image) for image in images]
+    return MultimodalProcessorOutput(
+        input_ids=list(input_text),
+        padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(list(input_text), items),
+        mm_items=items,
+        im_start_id=processor.IM_START_TOKEN_ID,
+        im_end_id=processor.IM_END_TOKEN_ID,
+        im_token_id=processor.IM_TOKEN_ID,
+        video_token_id=processor.VIDEO_TOKEN_ID,
+        mrope_positions=rope.positions,
+        mrope_position_delta=torch.tensor([[rope.following[0] - len(input_text)]]),
+    )
+
+
+def _make_item(image: PreparedImage) -> Any:
+    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
+
+    place = image.place
+    item = MultimodalDataItem(
+        modality=Modality.IMAGE,
+        offsets=[(place.start, place.end - 1)],
+        feature=image.pixels["pixel_values"],
+        model_specific_data={GRID: image.pixels[GRID].reshape(1, 3)},
+    )
+    item.set_identity(hashlib.sha256(image.identity.encode()).digest())
+    return item
