@@ -87,7 +87,8 @@ class AdapterFiles:
         """Return the matrices by PEFT's names, on the CPU."""
         from safetensors.torch import load
 
-        return load(self.weights)
+        found: dict[str, Tensor] = load(self.weights)
+        return found
 
 
 NamedTensors = Iterable[tuple[str, Tensor]]

@@ -157,8 +157,8 @@ class SglangEngine:
         kind = str(self.vision.family.config.model_type)
         if kind not in IMAGE_FAMILIES:
             raise ValueError(
-                f"{self.name}: images of {kind} were not compared with the learner's in SGLang, only those of {' and '.join(IMAGE_FAMILIES)}; "
-                "set policy.generation.backend to vllm or torch"
+                f"{self.name}: images of {kind} were not compared with the learner's in SGLang, which those of "
+                f"{' and '.join(IMAGE_FAMILIES)} were; set policy.generation.backend to vllm or torch"
             )
 
     async def _complete(

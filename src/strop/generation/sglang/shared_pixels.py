@@ -21,6 +21,7 @@ class SharedPixels:
     def __init__(self, vision: VisionProcessor, folder: Path) -> None:
         self._vision, self._folder = vision, folder
         self._users = Counter[str]()  # of each file, by the hash of its image
+        self._written: dict[str, asyncio.Task[None]] = {}
 
     @asynccontextmanager
     async def hold(self, images: Sequence[PromptImage], *, salt: str) -> AsyncIterator[list[str]]:
@@ -32,8 +33,9 @@ class SharedPixels:
         self._users.update(names)
         try:
             for image in images:
-                if not self._path(image).exists():
-                    await asyncio.to_thread(self._write, image)
+                if image.digest not in self._written:
+                    self._written[image.digest] = asyncio.create_task(asyncio.to_thread(self._write, image))
+                await asyncio.shield(self._written[image.digest])  # a request that is cancelled leaves it to the others
             yield [
                 json.dumps(
                     {
@@ -47,16 +49,17 @@ class SharedPixels:
             ]
         finally:
             self._users.subtract(names)
-            for image in images:
+            for image in {image.digest: image for image in images}.values():
                 if self._users[image.digest] <= 0:
                     del self._users[image.digest]
-                    self._path(image).unlink(missing_ok=True)
+                    self._remove(image)
 
     def _path(self, image: PromptImage) -> Path:
         return self._folder / f"pixels-{image.digest}.pt"
 
     def _write(self, image: PromptImage) -> None:
-        path = self._path(image)
-        writing = path.with_suffix(f".{id(image)}")
-        torch.save(dict(self._vision.pixels(image)), writing)
-        writing.rename(path)  # whole, for requests that find it
+        torch.save(dict(self._vision.pixels(image)), self._path(image))
+
+    def _remove(self, image: PromptImage) -> None:
+        if (task := self._written.pop(image.digest, None)) is not None:
+            task.add_done_callback(lambda _: self._path(image).unlink(missing_ok=True))  # at once, where it is written

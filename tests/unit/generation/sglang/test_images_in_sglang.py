@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +33,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(900)
 needs_sglang()
 
 FLOAT32 = 2e-5
-VIDEO_PROCESSORS = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor"}  # which SGLang loads, too
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 
 
@@ -64,9 +62,6 @@ class SeenFamily:
 def serve_family(room: BackgroundLoop, family: str, folder: Path, *, adapters: bool = False) -> SeenFamily:
     """An engine of a family, with weights published once; its folder has no weights that it could have read."""
     save_vision_model(family, folder, seed=1)
-    video = {"video_processor_type": VIDEO_PROCESSORS[family], "temporal_patch_size": 2, "merge_size": 2}
-    video["patch_size"] = 14 if family == "qwen2_5_vl" else 16
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
     (folder / "model.safetensors").unlink()
     tokenizer, model, launched = build_vision_tokenizer(family), build_vision_model(family), None
     if adapters:

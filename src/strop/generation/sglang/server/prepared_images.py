@@ -1,7 +1,7 @@
 """Images in SGLang's requests.
 
 SGLang is given the pixels that the learner reads, and the tokens that stand for them: nothing is resized or written twice, so the two see
-the same. Its own processors, which would do both, are made and not asked.
+the same.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,39 +45,60 @@ class PreparedImage:
         return ImageGrid(frames, rows // merged, columns // merged)
 
 
+class PreparedImages:
+    """Stands for SGLang's processor of a model's images. They arrive prepared."""
+
+    prefer_tokenized_input = True
+
+    def __init__(self, config: Any) -> None:
+        """``config``: of the model."""
+        self.config = config
+
+    async def process_mm_data_async(self, image_data: Sequence[str], input_text: Sequence[int], **_: Any) -> Any:
+        """Return what SGLang's processors return of a request. ``input_text``: its tokens, which stay as they are."""
+        from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
+
+        images = [PreparedImage.read(said) for said in image_data]
+        merged = self.config.vision_config.spatial_merge_size
+        rope = row_positions(len(input_text), [image.place for image in images], [image.grid(merged) for image in images])
+        items = [_make_item(image) for image in images]
+        return MultimodalProcessorOutput(
+            input_ids=list(input_text),
+            padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(list(input_text), items),
+            mm_items=items,
+            im_token_id=self.config.image_token_id,
+            mrope_positions=rope.positions,
+            mrope_position_delta=torch.tensor([[rope.following[0] - len(input_text)]]),
+        )
+
+    def clear_preprocess_cache(self) -> None:
+        """There is none: SGLang asks for it after weights from disk."""
+
+
 def use_prepared_images() -> None:
     """Let the server of this process take images as ``PreparedImage`` and nothing else."""
     from sglang.srt.managers import tokenizer_manager
 
-    make = tokenizer_manager.get_mm_processor
-
-    def get_mm_processor(*arguments: Any, **named: Any) -> Any:
-        processor = make(*arguments, **named)
-        processor.process_mm_data_async = partial(read_request, processor)
-        return processor
-
-    tokenizer_manager.get_mm_processor = get_mm_processor
+    tokenizer_manager.import_processors = lambda package: None
+    tokenizer_manager.get_processor_wrapper = _load_tokenizer
+    tokenizer_manager.get_mm_processor = lambda config, *arguments, **named: PreparedImages(config)
 
 
-async def read_request(processor: Any, image_data: Sequence[str], input_text: Sequence[int], **_: Any) -> Any:
-    """Return what SGLang's processors return of a request. ``input_text``: its tokens, which stay as they are."""
-    from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
+def use_tokenizer_alone() -> None:
+    """Load the tokenizer where SGLang's scheduler would load the processors of images and videos, whose files a model may lack."""
+    from sglang.srt.managers import scheduler, tp_worker
 
-    images = [PreparedImage.read(said) for said in image_data]
-    merged = processor.hf_config.vision_config.spatial_merge_size
-    rope = row_positions(len(input_text), [image.place for image in images], [image.grid(merged) for image in images])
-    items = [_make_item(image) for image in images]
-    return MultimodalProcessorOutput(
-        input_ids=list(input_text),
-        padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(list(input_text), items),
-        mm_items=items,
-        im_start_id=processor.IM_START_TOKEN_ID,
-        im_end_id=processor.IM_END_TOKEN_ID,
-        im_token_id=processor.IM_TOKEN_ID,
-        video_token_id=processor.VIDEO_TOKEN_ID,
-        mrope_positions=rope.positions,
-        mrope_position_delta=torch.tensor([[rope.following[0] - len(input_text)]]),
-    )
+    for module in (scheduler, tp_worker):
+        module.get_processor = _load_tokenizer
+    scheduler.import_processors = lambda package: None
+    scheduler.get_mm_processor = lambda *arguments, **named: None  # it computes positions that did not arrive, and they do
+
+
+def _load_tokenizer(*_: Any, **__: Any) -> Any:
+    from sglang.srt.runtime_context import get_model, get_serving
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    return get_tokenizer(get_serving().tokenizer_path, trust_remote_code=get_model().trust_remote_code)
 
 
 def _make_item(image: PreparedImage) -> Any:

@@ -26,6 +26,7 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 from strop.generation.sglang.server.cpu_stub import use_unpinned_memory
 from strop.generation.sglang.server.engine_calls import CALL_PREFIX, RESULT, WEIGHTS_VARIABLE
 from strop.generation.sglang.server.model_weights import ModelWeights
+from strop.generation.sglang.server.prepared_images import use_tokenizer_alone
 from strop.generation.sglang.server.seeded_sampler import use_seeded_sampling
 from strop.generation.vllm.launch import exit_with_driver
 
@@ -40,6 +41,7 @@ def run_scheduler(*arguments: Any, **named: Any) -> None:
     SchedulerWeightUpdaterManager.check_weights = take_call
     use_seeded_sampling()
     use_unpinned_memory()
+    use_tokenizer_alone()
     LoRAAdapter.initialize_weights = lambda adapter: None  # the only one starts empty, and publishes fill its slot
     scheduler.run_scheduler_process(*arguments, **named)
 
