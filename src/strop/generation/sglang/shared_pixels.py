@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -62,4 +63,8 @@ class SharedPixels:
 
     def _remove(self, image: PromptImage) -> None:
         if (task := self._written.pop(image.digest, None)) is not None:
-            task.add_done_callback(lambda _: self._path(image).unlink(missing_ok=True))  # at once, where it is written
+            task.add_done_callback(partial(self._unlink, image))  # at once, where it is written
+
+    def _unlink(self, image: PromptImage, _: asyncio.Task[None]) -> None:
+        if image.digest not in self._written:  # by a later request
+            self._path(image).unlink(missing_ok=True)
