@@ -31,8 +31,8 @@ from strop.cli.rollouts_command import rollouts
 from strop.cli.serve_command import serve
 from strop.cli.train_command import TRAINING, train_run
 from strop.cli.translate_command import translate
-from strop.monitoring.console.message_style import discard_output
 from strop.cli.view_command import view
+from strop.monitoring.console.message_style import discard_output
 from strop.user_code import suggest_names
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE

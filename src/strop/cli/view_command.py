@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ _LISTENING = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
 
 def view(arguments: Sequence[str], command_line: str) -> int:
     """Run ``strop view``. Return its exit code."""
-    options = make_view_parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     try:
         places = _find_places(options.runs)
     except ValueError as error:
@@ -32,7 +33,7 @@ def view(arguments: Sequence[str], command_line: str) -> int:
     return _serve(options, places)
 
 
-def make_view_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = RunParser(
         prog="strop view",
         description="Show runs in the browser: curves, times, what the system does now, configurations, and every rollout by its tokens.",
@@ -62,11 +63,15 @@ def _port(text: str) -> int:
 def _find_places(runs: Sequence[Path]) -> list[Path]:
     """Return the folders that are named. Raises ValueError for one that is not there."""
     if not runs and not Path(DEFAULT_FOLDER).is_dir():
-        raise ValueError(f"there is no folder {DEFAULT_FOLDER} here; name the log folder of a run (logger.log_dir) or a folder of runs")
+        raise ValueError(
+            f"there is no folder {DEFAULT_FOLDER} here; name the log folder of a run (logger.log_dir) or a folder of runs"
+        )
     places = [find_log_folder(run) for run in runs] or [Path(DEFAULT_FOLDER)]
     for run, place in zip(runs, places, strict=False):
         if not place.is_dir():
-            raise ValueError(f"there is no folder {place} ({run}); name the log folder of a run (logger.log_dir) or a folder of runs")
+            raise ValueError(
+                f"there is no folder {place} ({run}); name the log folder of a run (logger.log_dir) or a folder of runs"
+            )
     return places
 
 
@@ -78,21 +83,21 @@ def _serve(options: argparse.Namespace, places: Sequence[Path]) -> int:
         server = ViewServer(places, view_options, _parse_yaml)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno in _LISTENING else str(error)
-        print(f"error: {options.host}:{options.port} cannot be listened on: {reason}; set another --host or --port", file=sys.stderr)
+        print(
+            f"error: {options.host}:{options.port} cannot be listened on: {reason}; set another --host or --port", file=sys.stderr
+        )
         return 1
     if options.host not in LOOPBACK:
         who = "whoever reaches it" if options.no_token else "whoever has this address"
         print(f"warning: {options.host} is reached by other machines, over plain HTTP: {who} reads these runs", file=sys.stderr)
-    print(f"{len(server.catalogue.list())} runs in {', '.join(map(str, places))}")
+    print(f"{len(server.catalogue.list_runs())} runs in {', '.join(map(str, places))}")
     print(f"Open {server.address}", flush=True)
     if options.open:
         import webbrowser
 
         webbrowser.open(server.address)
-    try:
+    with suppress(KeyboardInterrupt):
         server.run()
-    except KeyboardInterrupt:
-        pass
     return 0
 
 

@@ -159,7 +159,10 @@ async def _enter(send: Any, guard: AccessGuard, headers: Mapping[str, str]) -> N
 
 async def _answer_refusal(send: Any, status: int, reason: str, *, as_page: bool, method: str) -> None:
     if as_page:
-        body, kind = f"<!doctype html><title>Strop</title><p>Not shown: {reason.replace('`', '')}</p>".encode(), b"text/html; charset=utf-8"
+        body, kind = (
+            f"<!doctype html><title>Strop</title><p>Not shown: {reason.replace('`', '')}</p>".encode(),
+            b"text/html; charset=utf-8",
+        )
     else:
         body, kind = json.dumps({"error": reason}).encode(), b"application/json"
     await _respond(send, status, b"" if method == "HEAD" else body, [(b"content-type", kind)])

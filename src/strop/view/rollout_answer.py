@@ -99,7 +99,9 @@ def write_rollout(record: RolloutRecord, summary: Mapping[str, Any], pieces: Seq
         "metrics": clean_json(dict(record.metrics)),
         "error": _text(record.error),
         "output": make_printable(record.output),
-        "images": sorted({image for _, image in record.prompt_images} | {image for turn in record.turns for image in turn.images}),
+        "images": sorted(
+            {image for _, image in record.prompt_images} | {image for turn in record.turns for image in turn.images}
+        ),
         "prompt_tokens": len(record.prompt_tokens),
         "token_ids": list(record.tokens),
         "pieces": None if pieces is None else list(pieces),
@@ -127,8 +129,16 @@ def _write_turns(record: RolloutRecord) -> list[dict[str, Any]]:
     ]
     if turns or not record.completion:
         return turns
-    whole = {"start": 0, "end": len(record.tokens), "sampled": True, "versions": [], "calls": [], "tool": "", "path": 0}
-    rest = {"reward": None, "state": None, "images": [], "text": make_printable(record.completion)}
+    whole: dict[str, Any] = {
+        "start": 0,
+        "end": len(record.tokens),
+        "sampled": True,
+        "versions": [],
+        "calls": [],
+        "tool": "",
+        "path": 0,
+    }
+    rest: dict[str, Any] = {"reward": None, "state": None, "images": [], "text": make_printable(record.completion)}
     return [{"role": "assistant", **whole, **rest}]  # a file of an earlier version
 
 

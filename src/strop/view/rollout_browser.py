@@ -14,13 +14,13 @@ import numpy as np
 from strop.monitoring.rollout_index.rollout_filter import FoundRollouts, RolloutFilter, find_rollouts
 from strop.monitoring.rollout_index.step_scalars import StepScalars
 from strop.monitoring.rollout_index.stored_rows import read_rows, read_values
+from strop.monitoring.rollout_index.text_search import TextSearch
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.safety.printable import make_printable
 from strop.view.rollout_answer import make_preview_text, summarize_record, write_group, write_rollout
 from strop.view.star_file import read_stars
-from strop.view.text_search import TextSearch
 from strop.view.token_texts import TokenTexts
 from strop.view.view_error import ViewError, clean_number
 from strop.view.viewed_run import ViewedRun
@@ -31,6 +31,7 @@ MOST_ROWS = 500  # of a page
 FOUND_KEPT = 4  # results of filters that are kept, each about 8 bytes for each rollout
 SEARCHES_KEPT = 8
 STEPS_OF_A_TASK = 60
+STEPS_AT_ONCE = 20  # that an answer waits for; others are indexed beside it
 Row = tuple[StepScalars, int]
 
 
@@ -44,7 +45,7 @@ class RolloutBrowser:
         self._searches: OrderedDict[tuple[Any, ...], TextSearch] = OrderedDict()
         self._indexing: threading.Thread | None = None
 
-    def list(self, wanted: RolloutFilter, order: str, text: str, first: int, limit: int) -> dict[str, Any]:
+    def list_rollouts(self, wanted: RolloutFilter, order: str, text: str, first: int, limit: int) -> dict[str, Any]:
         """Return a page of the rollouts that a filter asks for."""
         self.prepare(wanted)
         found = self.find(wanted, order)
@@ -69,9 +70,9 @@ class RolloutBrowser:
         steps = self._index.steps()
         if wanted.steps is not None:
             near = [step for step in steps if wanted.steps[0] <= step <= wanted.steps[1]]
-            self._index.ensure(near if len(near) <= 20 else near[-20:])
-        elif steps:
-            self._index.ensure((steps[0], steps[-1]))
+            self._index.ensure(near[-STEPS_AT_ONCE:])
+        else:
+            self._index.ensure(steps if len(steps) <= STEPS_AT_ONCE else (steps[0], *steps[-STEPS_AT_ONCE:]))
         self.index_beside()
 
     def index_beside(self) -> None:
@@ -261,7 +262,12 @@ class RolloutBrowser:
             for name in names[first : first + min(limit, MOST_ROWS)]
         ]
         done, stored = self._index.progress()
-        return {"total": len(names), "from": first, "rows": rows, "indexed": {"steps": done, "of": stored, "complete": done == stored}}
+        return {
+            "total": len(names),
+            "from": first,
+            "rows": rows,
+            "indexed": {"steps": done, "of": stored, "complete": done == stored},
+        }
 
     def follow_task(self, task: str, limit: int) -> list[dict[str, Any]]:
         """Return the rollouts of a task by step: of at most ``limit`` steps, spread over all that have it."""

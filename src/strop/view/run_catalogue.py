@@ -31,7 +31,7 @@ class RunCatalogue:
         self._runs: dict[Path, ViewedRun] = {}
         self._scanned = -RESCAN_SECONDS
 
-    def list(self) -> list[ViewedRun]:
+    def list_runs(self) -> list[ViewedRun]:
         """Return the runs that there are now, those that changed last first."""
         with self._lock:
             if time.monotonic() - self._scanned >= RESCAN_SECONDS:
@@ -48,7 +48,7 @@ class RunCatalogue:
             if found is not None and found.folder.is_dir():
                 return found
             if not attempt:
-                self.list()
+                self.list_runs()
         if found is not None:
             raise ViewError(f"the folder of the run {found.name} is gone: {found.folder}", 410)
         raise ViewError(f"there is no run {id[:80]!r} here; the list of runs has those that there are")

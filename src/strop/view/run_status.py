@@ -31,7 +31,7 @@ def describe_status(run: ViewedRun) -> dict[str, Any]:
         return {**described, "verdict": "unknown", "why": why, "phase": None, "waits": [], "notes": [], "reports": []}
     verdict, why = find_verdict(status)
     age = max(time.time() - status.written, 0.0)
-    return clean_json(
+    answer: dict[str, Any] = clean_json(
         {
             **described,
             "verdict": verdict,
@@ -45,7 +45,9 @@ def describe_status(run: ViewedRun) -> dict[str, Any]:
             "started": status.started,
             "written": status.written,
             "stepped": status.stepped,
-            "since_step": None if status.stepped is None else (time.time() if verdict in ALIVE else status.written) - status.stepped,
+            "since_step": None
+            if status.stepped is None
+            else (time.time() if verdict in ALIVE else status.written) - status.stepped,
             "loop_silent": status.loop_silent,
             "waits": [_describe_wait(wait, age if verdict in ALIVE else 0.0) for wait in status.waits],
             "troubles": [make_printable(text) for text in status.troubles],
@@ -60,6 +62,7 @@ def describe_status(run: ViewedRun) -> dict[str, Any]:
             "command": make_printable(hide_secret_words(status.command)),
         }
     )
+    return answer
 
 
 def _describe_wait(wait: Any, age: float) -> dict[str, Any]:
@@ -82,7 +85,8 @@ def _list_warnings(run: ViewedRun, step: int) -> list[dict[str, Any]]:
     for name in names:
         held = [at for at, value in zip(series["steps"], series["series"][name], strict=True) if value]
         if held:
-            found.append({"name": name.removeprefix(HEALTH), "first": held[0], "last": held[-1], "steps": len(held), "now": held[-1] == step})
+            count = {"first": held[0], "last": held[-1], "steps": len(held)}
+            found.append({"name": name.removeprefix(HEALTH), **count, "now": held[-1] == step})
     return found
 
 

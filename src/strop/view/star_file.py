@@ -45,9 +45,8 @@ def read_stars(folder: Path) -> dict[Key, Star]:
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
             values = json.loads(line)
-            star = Star(
-                int(values["step"]), int(values["group"]), int(values["sample"]), str(values.get("note", "")), bool(values.get("validation"))
-            )
+            step, group, sample = (int(values[name]) for name in ("step", "group", "sample"))
+            star = Star(step, group, sample, str(values.get("note", "")), bool(values.get("validation")))
             stars[star.key] = star
     return stars
 
@@ -75,7 +74,9 @@ def _read_request(request: Any) -> tuple[Star, bool]:
     valid = all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**53 for number in numbers)
     if not valid or not isinstance(note, str) or not isinstance(starred, bool) or len(note) > LONGEST_NOTE:
         raise ViewError(
-            f"a star needs the numbers step, group and sample, starred as true or false, and a note of at most {LONGEST_NOTE} characters", 400
+            "a star needs the numbers step, group and sample, starred as true or false, and a note of at most "
+            f"{LONGEST_NOTE} characters",
+            400,
         )
     step, group, sample = (int(number or 0) for number in numbers)
     note = note.encode("utf-8", errors="replace").decode("utf-8")  # lone surrogates cannot be stored

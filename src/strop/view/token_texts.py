@@ -45,7 +45,10 @@ class TokenTexts:
         if tokenizer is None:
             return None
         try:
-            return [make_printable(piece) for piece in split_text(tokens, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))]
+            return [
+                make_printable(piece)
+                for piece in split_text(tokens, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))
+            ]
         except Exception as error:  # ids beyond this tokenizer's: it is not the one that the run had
             log.info("the tokens of a rollout cannot be written by %s: %s", name, error)
             return None

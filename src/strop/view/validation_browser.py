@@ -28,10 +28,13 @@ class ValidationBrowser:
         self._lock = threading.Lock()
         self._records: OrderedDict[tuple[int, int], list[RolloutRecord]] = OrderedDict()  # by step and time of the file
 
-    def list(self) -> list[dict[str, Any]]:
+    def list_validations(self) -> list[dict[str, Any]]:
         """Return the stored validations with the metrics that were logged of each."""
         return [
-            {"step": step, "metrics": {name: value for name, value in self.run.metrics.at(step).items() if name.startswith("validation")}}
+            {
+                "step": step,
+                "metrics": {name: value for name, value in self.run.metrics.at(step).items() if name.startswith("validation")},
+            }
             for step in self.run.validation_steps()
         ]
 

@@ -20,7 +20,7 @@ from strop.monitoring.rollout_store.stored_images import StoredImages
 from strop.packages import is_installed
 from strop.safety.printable import make_printable
 from strop.view.access_guard import LONGEST_BODY
-from strop.view.answers import answer_json, answering, read_count, read_filter, read_int, read_order, read_place
+from strop.view.http_answers import answer_json, answering, read_count, read_filter, read_int, read_order, read_place
 from strop.view.page_files import read_page_file
 from strop.view.rollout_browser import RolloutBrowser
 from strop.view.run_catalogue import RunCatalogue
@@ -48,7 +48,7 @@ class ViewRoutes:
     def make_app(self) -> Starlette:
         place = "{step:int}/{group:int}/{sample:int}"
         routes: dict[str, Callable[[Request], Any]] = {
-            "/api/runs": self.runs,
+            "/api/runs": self.list_runs,
             "/api/compare/config": self.compare_config,
             "/api/stars/export": self.export_stars,
             "/api/runs/{run}/metrics": self.metrics,
@@ -87,9 +87,9 @@ class ViewRoutes:
         content, kind = found
         return Response(content, headers={"Content-Type": kind, "Cache-Control": "no-cache"})
 
-    def runs(self, request: Request) -> Any:
+    def list_runs(self, request: Request) -> Any:
         described = []
-        for run in self.catalogue.list():
+        for run in self.catalogue.list_runs():
             try:
                 described.append(clean_json(run.describe()))
             except OSError:  # removed meanwhile
@@ -117,10 +117,11 @@ class ViewRoutes:
 
     def rollouts(self, request: Request) -> Any:
         rollouts, validations = self.browsers(self.run(request))
-        page = (read_order(request), request.query_params.get("text", "")[:1000], read_count(request, "from", 0), read_count(request, "limit", 50))
+        text = request.query_params.get("text", "")[:1000]
+        page = (read_order(request), text, read_count(request, "from", 0), read_count(request, "limit", 50))
         if request.query_params.get("validation") in ("1", "true"):
             return validations.page(None, read_filter(request), *page)
-        return rollouts.list(read_filter(request), *page)
+        return rollouts.list_rollouts(read_filter(request), *page)
 
     def rollout(self, request: Request) -> Any:
         rollouts, validations = self.browsers(self.run(request))
@@ -133,16 +134,22 @@ class ViewRoutes:
 
     def tasks(self, request: Request) -> Any:
         text = request.query_params.get("text", "")
-        return self.browsers(self.run(request))[0].list_tasks(text, read_count(request, "from", 0), read_count(request, "limit", 50))
+        return self.browsers(self.run(request))[0].list_tasks(
+            text, read_count(request, "from", 0), read_count(request, "limit", 50)
+        )
 
     def task(self, request: Request) -> Any:
         return self.browsers(self.run(request))[0].follow_task(request.path_params["task"], read_count(request, "limit", 60))
 
     def validations(self, request: Request) -> Any:
-        return self.browsers(self.run(request))[1].list()
+        return self.browsers(self.run(request))[1].list_validations()
 
     def validation(self, request: Request) -> Any:
-        text, first, limit = request.query_params.get("text", ""), read_count(request, "from", 0), read_count(request, "limit", 50)
+        text, first, limit = (
+            request.query_params.get("text", ""),
+            read_count(request, "from", 0),
+            read_count(request, "limit", 50),
+        )
         step = int(request.path_params["step"])
         return self.browsers(self.run(request))[1].page(step, read_filter(request), read_order(request), text, first, limit)
 
@@ -187,10 +194,10 @@ class ViewRoutes:
     def export_stars(self, request: Request) -> Response:
         """Return the starred rollouts of one run or all, each with its run, its note and everything that is stored, as JSON lines."""
         wanted = request.query_params.get("run")
-        runs: Sequence[ViewedRun] = [self.catalogue.find(wanted)] if wanted else self.catalogue.list()
+        runs: Sequence[ViewedRun] = [self.catalogue.find(wanted)] if wanted else self.catalogue.list_runs()
         lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for run in runs for row in self._list_starred(run)]
         name = quote(f"{wanted or 'runs'}_{STARS_FILE}")
-        headers = {"Content-Disposition": f"attachment; filename=\"{name}\"", "Content-Type": "application/x-ndjson; charset=utf-8"}
+        headers = {"Content-Disposition": f'attachment; filename="{name}"', "Content-Type": "application/x-ndjson; charset=utf-8"}
         return Response("".join(line + "\n" for line in lines).encode("utf-8", errors="replace"), headers=headers)
 
     def _list_starred(self, run: ViewedRun) -> list[dict[str, Any]]:

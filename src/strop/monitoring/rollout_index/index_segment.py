@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from strop.monitoring.rollout_index.arrow_numbers import from_numbers, to_numbers
 from strop.monitoring.rollout_index.step_scalars import NUMBERS, WORDS, StepScalars, join_scalars, read_step_scalars, take_scalars
 
 INDEX_FOLDER = "index"
@@ -99,7 +100,8 @@ def write_segment(folder: Path, segment: IndexSegment) -> None:
         "unreadable": {str(step): reason for step, reason in segment.unreadable.items()},
         "words": scalars.words,
     }
-    table = pa.table(columns).replace_schema_metadata({"strop": json.dumps(about)})
+    arrays = {name: from_numbers(column) for name, column in columns.items()}
+    table = pa.Table.from_arrays(list(arrays.values()), names=list(arrays)).replace_schema_metadata({"strop": json.dumps(about)})
     path = segment_path(folder, segment.number)
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -123,18 +125,14 @@ def read_segment(folder: Path, number: int) -> IndexSegment:
         about: Any = json.loads(table.schema.metadata[b"strop"])
         if about["version"] != VERSION:
             return empty_segment(number)
-        numbers = {name: _to_numpy(table[name], kind) for name, kind in NUMBERS.items()}
-        codes = {name: _to_numpy(table[f"{name}_code"], np.int32) for name in WORDS}
+        numbers = {name: to_numbers(table[name], kind) for name, kind in NUMBERS.items()}
+        codes = {name: to_numbers(table[f"{name}_code"], np.int32) for name in WORDS}
         words = {name: tuple(map(str, about["words"][name])) for name in WORDS}
         for name in WORDS:
-            if len(codes[name]) and not (0 <= codes[name].min() and codes[name].max() < len(words[name])):
+            if len(codes[name]) and not (codes[name].min() >= 0 and codes[name].max() < len(words[name])):
                 return empty_segment(number)
         stamps = {int(step): (int(size), int(changed)) for step, (size, changed) in about["stamps"].items()}
         unreadable = {int(step): str(reason) for step, reason in about["unreadable"].items()}
         return IndexSegment(number, stamps, StepScalars(numbers, codes, words), unreadable)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return empty_segment(number)
-
-
-def _to_numpy(column: Any, kind: Any) -> np.ndarray:
-    return np.asarray(column.to_numpy(), dtype=kind)

@@ -173,5 +173,3 @@ def _list_step_files(folder: Path) -> tuple[dict[int, StepFile], frozenset[int]]
         elif match := _FLAGS_PATTERN.fullmatch(entry.name):
             flagged.add(int(match[1]))
     return files, frozenset(flagged)
-
-

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from strop.monitoring.rollout_index.arrow_numbers import to_numbers
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
-NUMBERS = {  # one value for each rollout, with the type that it has in memory and in an index file
+NUMBERS: dict[str, Any] = {  # one value for each rollout, with the type that it has in memory and in an index file
     "step": np.int32,
     "row": np.int32,  # in the file of the step
     "group": np.int64,
@@ -37,7 +38,7 @@ class StepScalars:
         return len(self.numbers["step"])
 
     def word(self, name: str, index: int) -> str:
-        return self.words[name][self.codes[name][index]]
+        return self.words[name][int(self.codes[name][index])]
 
 
 def read_step_scalars(path: Path, step: int) -> StepScalars:
@@ -54,7 +55,7 @@ def read_step_scalars(path: Path, step: int) -> StepScalars:
 
 def join_scalars(parts: Sequence[StepScalars]) -> StepScalars:
     """Return the columns of several parts, one after the other."""
-    numbers = {
+    numbers: dict[str, np.ndarray] = {
         name: np.concatenate([part.numbers[name] for part in parts] or [np.empty(0, kind)]) for name, kind in NUMBERS.items()
     }
     codes, words = {}, {}
@@ -90,13 +91,10 @@ def _read_parquet_columns(path: Path) -> dict[str, Any]:
     with pq.ParquetFile(path) as file:
         table = file.read(columns=[name for name in _READ if name in file.schema_arrow.names], use_threads=False)
     count = table.num_rows
-    columns: dict[str, Any] = {
-        name: table[name].to_pylist() if name in table.column_names else [None] * count for name in WORDS
-    }
+    columns: dict[str, Any] = {name: table[name].to_pylist() if name in table.column_names else [None] * count for name in WORDS}
     columns["tokens"] = _count_sampled(table["sampled"])
-    for name in ("group", "sample", "reward", "kept"):
-        columns[name] = table[name].to_numpy()
-    columns["advantage"] = table["advantage"].cast("double").to_numpy()  # null becomes NaN
+    for name in ("group", "sample", "reward", "advantage", "kept"):
+        columns[name] = to_numbers(table[name], NUMBERS[name])
     return columns
 
 
@@ -106,10 +104,11 @@ def _count_sampled(column: Any) -> np.ndarray:
     lists = lists.chunk(0) if hasattr(lists, "chunks") and lists.num_chunks else lists
     if not len(lists):
         return np.empty(0, np.int32)
-    offsets = lists.offsets.to_numpy()
-    values = lists.values.to_numpy(zero_copy_only=False).astype(np.int64)
+    offsets = to_numbers(lists.offsets, np.int64)
+    values = to_numbers(lists.values, np.int64)
     totals = np.concatenate([[0], np.cumsum(values)])
-    return totals[offsets[1:]] - totals[offsets[:-1]]
+    counts: np.ndarray = totals[offsets[1:]] - totals[offsets[:-1]]
+    return counts
 
 
 def _read_jsonl_columns(path: Path, step: int) -> dict[str, Any]:

@@ -61,8 +61,8 @@ def _iter_rows(path: Path, rows: Sequence[int], columns: Sequence[str] | None) -
         first = 0
         for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=names, use_threads=False):
             here = [row - first for row in wanted if first <= row < first + batch.num_rows]
-            if here:
-                yield from zip((first + row for row in here), batch.take(here).to_pylist(), strict=True)
+            for row in here:
+                yield first + row, batch.slice(row, 1).to_pylist()[0]
             first += batch.num_rows
             if not wanted or first > wanted[-1]:
                 return

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from strop.monitoring.rollout_index.arrow_numbers import to_numbers
 from strop.monitoring.rollout_index.rollout_filter import FoundRollouts
 from strop.monitoring.rollout_index.rollout_index import RolloutIndex
 from strop.monitoring.rollout_index.stored_rows import iter_texts
@@ -76,7 +77,7 @@ class TextSearch:
                 mask = np.zeros(table.num_rows, dtype=bool)
                 for column in table.columns:
                     found = pc.match_substring(column, self._text, ignore_case=True)
-                    mask |= np.asarray(pc.fill_null(found, False))
+                    mask |= to_numbers(pc.fill_null(found, False), np.bool_)
                 hits += (first + np.flatnonzero(mask)).tolist()
         except (OSError, ValueError):  # damaged, or removed meanwhile; the list says so of the step
             return
