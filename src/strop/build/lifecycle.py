@@ -15,9 +15,11 @@ from strop.checkpointing.background import BackgroundCheckpointer
 from strop.checkpointing.base import Checkpointer
 from strop.checkpointing.folders import FolderCheckpointer
 from strop.config import RolloutRunConfig, TrainingRunConfig, dump_config
+from strop.distributed.base import Cluster
 from strop.environments.verifiers.held_out_grader import VerifierGrader, make_grader
 from strop.monitoring.console.console import open_console
 from strop.monitoring.hacking.hacking_monitor import DETECTORS, HackingMonitor
+from strop.monitoring.profiling.step_profiler import StepProfiler
 from strop.monitoring.trackers.base import CompositeTracker, Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE, JsonlTracker, read_metrics
 from strop.monitoring.watchdog.watchdog import Watchdog, WatchdogTimeout, schedule_exit
@@ -104,6 +106,18 @@ def make_health(config: TrainingRunConfig, at_start: Iterable[HealthFinding]) ->
     monitor = HealthMonitor(section=config.section, max_skipped_steps=limit, at_start=tuple(at_start))
     monitor.replay(logged for step, logged in read_metrics(Path(config.logger.log_dir) / METRICS_FILE) if step > 0)
     return monitor
+
+
+def make_profiler(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster | None) -> StepProfiler:
+    """Make what records the time line of the steps that ``logger.profile`` names, in this process and in those of ``cluster``."""
+    profile = config.logger.profile
+    return StepProfiler(
+        folder=Path(config.logger.log_dir).absolute(),
+        steps=frozenset(profile.steps),
+        operators=profile.operators,
+        note=tracker.note,
+        processes=cluster.list_processes if cluster is not None else tuple,
+    )
 
 
 def make_hacking_monitor(config: RolloutRunConfig) -> HackingMonitor:

@@ -14,7 +14,7 @@ from strop.algorithms.base import Algorithm
 from strop.build.algorithm.run_algorithm import make_run_algorithm
 from strop.build.cluster.cluster_run import open_cluster, run_with_restarts
 from strop.build.exit_codes import run_command
-from strop.build.lifecycle import make_tracker, seed_everything, watch_run
+from strop.build.lifecycle import make_profiler, make_tracker, seed_everything, watch_run
 from strop.build.recorded_run import build_recorded_run
 from strop.build.resume.restore import finish_run
 from strop.build.rollout_run import build_rollout_run
@@ -115,6 +115,7 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
             config = resolve_auto_backend(config, has_gpus=not cluster.on_cpu)
         run, generator = await build_run(config, tracker, cluster, algorithm)
         run.stop_request = signals.stop_request
+        run.profiler = make_profiler(config, tracker, cluster)
         check_checkpoint_space(config, run.learners, tracker)
         try:
             await train(run)
@@ -124,6 +125,7 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
             if run.checkpoints is not None:
                 with suppress(Exception):  # may fail for the same reason; but no write may overlap with the next attempt
                     await asyncio.to_thread(run.checkpoints.finish)
+            run.profiler.close()
             await run.stream.close()
             run.rollouts.close()
             for close in run.on_close:

@@ -71,6 +71,10 @@ class RemoteActor(Protocol):
         Raises ActorDied, and what the method raises."""
         ...
 
+    def control_profile(self, what: str, operators: bool = False) -> Awaitable[Any]:
+        """Call ``strop.monitoring.profiling.process_profile.control_profile`` there, beside other calls."""
+        ...
+
     async def kill(self) -> None:
         """Kill the process. Return when it has ended; for a process on another machine, without waiting."""
         ...
@@ -107,6 +111,10 @@ class Cluster(Protocol):
 
     def put(self, value: Any) -> Any:
         """Store a value for all nodes, once. Return a reference to pass as an argument."""
+        ...
+
+    def list_processes(self) -> Sequence[RemoteActor]:
+        """Return the processes that are not known to have ended."""
         ...
 
     async def close(self) -> None:

@@ -35,6 +35,8 @@ from strop.distributed.base import ActorDied, ActorOptions, NodeLost, RemoteActo
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.guardian import Guardian
 from strop.distributed.placement import Node, PlacementError, choose_nodes, find_domain
+from strop.monitoring.profiling.process_profile import control_profile
+from strop.monitoring.profiling.span_recorder import RECORDER
 from strop.safety.remote_code import TRUST_VARIABLE, trusts_remote_code
 
 log = logging.getLogger(__name__)
@@ -166,6 +168,9 @@ class RayCluster:
     def is_node_alive(self, index: int) -> bool:
         return self.members[index].id in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
+    def list_processes(self) -> Sequence[RemoteActor]:
+        return [actor for actor in self._actors if actor.alive]
+
     async def close(self) -> None:
         await asyncio.gather(*(actor.kill() for actor in self._actors), return_exceptions=True)
         self._actors.clear()
@@ -207,6 +212,9 @@ class RayActor:
 
     def call(self, method: str, *arguments: Any, urgent: bool = False, **named: Any) -> Awaitable[Any]:
         return self._await_result(self.submit(method, *arguments, urgent=urgent, **named))
+
+    def control_profile(self, what: str, operators: bool = False) -> Awaitable[Any]:
+        return self._await_result(self._actor.control_profile.remote(what, operators))
 
     def call_actor(self, what: str, *arguments: Any) -> Awaitable[Any]:
         """Call a method of the actor itself, not of the object that it holds: ``get_pid_and_address`` or ``make``."""
@@ -306,9 +314,15 @@ class ThreadActor:
         self._object = make(*arguments)
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        return getattr(self._object, method)(*arguments, **named)
+        with RECORDER.span("calls", method, _describe_target(arguments)):
+            return getattr(self._object, method)(*arguments, **named)
 
     urgent = ray.method(concurrency_group="urgent")(call)
+
+    def _control_profile(self, what: str, operators: bool = False) -> Any:
+        return control_profile(what, operators)
+
+    control_profile = ray.method(concurrency_group="profile")(_control_profile)
 
 
 class AsyncActor:
@@ -326,10 +340,19 @@ class AsyncActor:
         self._object = await made if isinstance(made, Awaitable) else made
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        result = getattr(self._object, method)(*arguments, **named)
-        return await result if isinstance(result, Awaitable) else result
+        with RECORDER.span("calls", method, _describe_target(arguments)):
+            result = getattr(self._object, method)(*arguments, **named)
+            return await result if isinstance(result, Awaitable) else result
 
     urgent = call
+
+    async def control_profile(self, what: str, operators: bool = False) -> Any:
+        return control_profile(what, operators)
+
+
+def _describe_target(arguments: Sequence[Any]) -> str:
+    """Return the name of the learner, scorer or teacher that a call is for, which is its first argument."""
+    return arguments[0] if arguments and isinstance(arguments[0], str) and len(arguments[0]) < 40 else ""
 
 
 class NodeReservation:
@@ -339,7 +362,7 @@ class NodeReservation:
         return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
 
 
-THREAD_ACTOR: Any = ray.remote(num_cpus=0, concurrency_groups={"urgent": 2})(ThreadActor)
+THREAD_ACTOR: Any = ray.remote(num_cpus=0, concurrency_groups={"urgent": 2, "profile": 1})(ThreadActor)
 ASYNC_ACTOR: Any = ray.remote(num_cpus=0)(AsyncActor)
 NODE_RESERVATION: Any = ray.remote(num_cpus=0)(NodeReservation)
 

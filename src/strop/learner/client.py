@@ -21,6 +21,7 @@ from strop.learner.base import BackwardResult, WeightSource, require_token_outpu
 from strop.learner.budget.memory_probe import MemoryProbe
 from strop.learner.learner_thread import LearnerThread
 from strop.metrics import Metrics
+from strop.monitoring.profiling.span_recorder import RECORDER
 from strop.types import Batch, Group
 
 POLICY_ENTROPY = "policy_entropy"  # a batch column, [N]: of the policy before the update
@@ -46,7 +47,8 @@ class InlineCaller:
         return self.call_sync(method, *arguments)
 
     def call_sync(self, method: str, *arguments: Any) -> Any:
-        return getattr(self.target, method)(*arguments)
+        with RECORDER.span("learner", method, type(self.target).__name__):
+            return getattr(self.target, method)(*arguments)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class ThreadCaller(InlineCaller):
     thread: LearnerThread
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        return await self.thread.run(getattr(self.target, method), *arguments)
+        with RECORDER.span("learner", method, type(self.target).__name__):
+            return await self.thread.run(getattr(self.target, method), *arguments)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from strop import packages
 from strop.base_config import BaseConfig, subsection
+from strop.monitoring.profiling.profile_config import ProfileConfig
 from strop.problems import Problem
 
 
@@ -55,6 +56,7 @@ class LoggerConfig(BaseConfig):
     )
     wandb: WandbConfig = subsection(WandbConfig)
     tensorboard: TensorboardConfig = subsection(TensorboardConfig)
+    profile: ProfileConfig = subsection(ProfileConfig)
 
     def errors(self, key: str) -> Iterator[Problem]:
         for name in ("wandb", "tensorboard"):

@@ -62,6 +62,7 @@ async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, re
         run.last_metrics = {**run.last_metrics, "train/checkpoint_failed": 1.0}
     sampled = len(batch.target) + sum(rollout.sampled_tokens for group, _ in run.dropped for rollout in group.rollouts)
     timing = run.timer.metrics(tokens_read=len(batch.tokens), tokens_sampled=None if recorded else sampled)
+    await run.profiler.finish(run.step, run.timer.started, run.timer.ended)
     run.tracker.log(run.step, {**run.last_metrics, **timing})
     run.health.check_skipped()
     run.monitor.check_stop()

@@ -11,6 +11,7 @@ from strop.checkpointing.base import Checkpointer, Restorable
 from strop.learner.client import LearnerClient
 from strop.ledger.token_trace import TokenTrace
 from strop.monitoring.hacking.hacking_monitor import HackingMonitor
+from strop.monitoring.profiling.step_profiler import StepProfiler
 from strop.monitoring.rollout_store.rollout_record import DropReason
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
@@ -95,6 +96,7 @@ class TrainingRun:
     save_failed: bool = False  # the last save did: the next step is saved
     last_metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
     timer: StepTimer = field(default_factory=StepTimer)  # of the current step
+    profiler: StepProfiler = field(default_factory=StepProfiler)
     stream_state: StreamState | None = None  # at the beginning of the current step
     dropped: list[tuple[Group, DropReason]] = field(default_factory=list)  # dropped in the current step, with the reason
     errors_in_a_row: int = 0  # groups, also of earlier steps

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from strop.monitoring.profiling.span_recorder import RECORDER
 from strop.monitoring.watchdog.waits import WaitKind, waiting
 
 # The watchdog limit that applies to each phase. Other phases have no limit, or contain waits with limits of their own.
@@ -25,7 +26,7 @@ class StepTimer:
         self.start_step()
 
     def start_step(self) -> None:
-        self.started = time.perf_counter()
+        self.started = self.ended = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
     @contextmanager
@@ -34,14 +35,17 @@ class StepTimer:
         started = time.perf_counter()
         with waiting("training loop", on=phase, kind=PHASE_KINDS.get(phase, "")):
             yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+        ended = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + ended - started
+        RECORDER.add("training loop", phase, started, ended)
 
     def metrics(self, *, tokens_read: int, tokens_sampled: int | None) -> dict[str, float]:
         """Return the seconds of each phase, and tokens per second of the step, of generation and of training.
 
         ``tokens_sampled`` None: the rollouts are recorded, and there is no rate of generation.
         """
-        total = time.perf_counter() - self.started
+        self.ended = time.perf_counter()
+        total = self.ended - self.started
         logged = {f"timing/train/{phase}": seconds for phase, seconds in self.seconds.items()}
         logged["timing/train/total_step_time"] = total
         logged["performance/tokens_per_sec"] = tokens_read / (total - self.seconds.get("validation", 0.0))

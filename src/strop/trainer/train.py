@@ -43,6 +43,7 @@ async def collect(run: TrainingRun) -> list[Group]:
     Groups that failed, are too old or do not pass the algorithm's filter are dropped, and their slots are released at once. There are fewer
     groups than a step needs only if no tasks are left.
     """
+    await run.profiler.begin(run.step + 1)
     run.begin_step()
     kept: list[Group] = []
     with run.timer.span("generation"):

@@ -14,6 +14,7 @@ from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.config import TrainingRunConfig, dump_config
 from strop.config.schema.run_config import RecordedRunConfig
 from strop.monitoring.config_history import HISTORY_FILE, End, record_finish, record_start
+from strop.monitoring.profiling.step_profiler import PROFILES_FOLDER
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.run_starts import STARTS_FILE, RunStart, describe_hardware, find_versions, format_now, record_run_start
 from strop.monitoring.trackers.base import Tracker
@@ -28,7 +29,17 @@ from strop.storage.storage_error import StorageError, find_refusal
 from strop.trainer.run import TrainingRun
 
 LIMITS_OF_ROLLOUTS = ("policy.generation.", "policy.max_total_sequence_length", "data.max_input_seq_length")
-RECORDS = (METRICS_FILE, "rollouts", "validation", CONFIG_FILE, HISTORY_FILE, EVENTS_FILE, STARTS_FILE, "curves.png")
+RECORDS = (
+    METRICS_FILE,
+    "rollouts",
+    "validation",
+    CONFIG_FILE,
+    HISTORY_FILE,
+    EVENTS_FILE,
+    STARTS_FILE,
+    PROFILES_FOLDER,
+    "curves.png",
+)
 
 
 def restore_checkpoint(

@@ -37,6 +37,7 @@ from strop.generation.torch.paged.prompt_lookup import PromptLookup, PromptSampl
 from strop.generation.torch.sampler import SampledTokens, sample_tokens
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.network import Network
+from strop.monitoring.profiling.span_recorder import RECORDER
 from strop.sampling import Sampling, pad_kept_tokens, uniform
 from strop.types import PromptImage
 
@@ -325,7 +326,8 @@ class TorchEngine:
         self._drop_cancelled()
         self._admit()
         if self._running:
-            self._decode()
+            with RECORDER.span("engine", "decode"):
+                self._decode()
 
     def _admit(self) -> None:
         """Fill free slots from the queue, in order, within the prompt tokens allowed per step and the memory there is."""
@@ -348,7 +350,8 @@ class TorchEngine:
             self._start(self._waiting.popleft())
         if prompts:
             self.counters.prompt_tokens += read
-            self._prefill(prompts)
+            with RECORDER.span("engine", "prefill"):
+                self._prefill(prompts)
 
     def _read_ahead(self, prompt: SlotPrompt) -> bool:
         """Read a part of a prompt that is too long for one step. Return whether there was one to read."""

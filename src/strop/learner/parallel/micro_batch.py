@@ -14,6 +14,7 @@ from strop.algorithms.base import Outputs
 from strop.data.rollout_selector import SubBatch
 from strop.learner.base import BackwardResult
 from strop.metrics import Metrics
+from strop.monitoring.profiling.span_recorder import RECORDER
 from strop.types import Batch
 
 OutputsT = TypeVar("OutputsT")  # a dataclass of tensors
@@ -59,11 +60,12 @@ def run_in_turn(
     results = []
     for micro_batch in micro_batches:
         trained = backward and not micro_batch.zero_gradient
-        with torch.set_grad_enabled(trained):
+        with RECORDER.span("learner", "forward"), torch.set_grad_enabled(trained):
             outputs = compute(micro_batch.sub_batch.batch)
             value = None if loss is None else loss(micro_batch, outputs)
         if trained and value is not None:
-            value.backward()  # type: ignore[no-untyped-call]
+            with RECORDER.span("learner", "backward"):
+                value.backward()  # type: ignore[no-untyped-call]
         if not micro_batch.dummy:
             results.append((micro_batch.sub_batch.index, detach_to_cpu(outputs)))
     return tuple(results)

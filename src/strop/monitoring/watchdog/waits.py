@@ -16,6 +16,9 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from strop.monitoring.profiling.span_recorder import RECORDER
+
+LOOP = "training loop"
 WaitKind = Literal["", "environment", "generation", "training", "weight_sync", "checkpoint"]  # selects the limit; "": none
 
 _current_wait: ContextVar[waiting | None] = ContextVar("strop_waiting", default=None)
@@ -48,7 +51,25 @@ class waiting:
     def __exit__(self, *_: object) -> None:
         _open_waits.pop(self.number, None)
         _current_wait.set(self.parent)
+        if RECORDER.is_recording:
+            _record(self)
         self.parent = self.task = None  # a task's context must not keep ended waits alive
+
+
+def _record(wait: waiting) -> None:
+    """Keep an ended wait for the profile of a step. Those of the training loop are kept by its timer."""
+    if wait.who == LOOP:
+        return
+    ended = time.perf_counter()
+    RECORDER.add(_find_track(wait), f"{wait.who}: {wait.on}", ended - (time.monotonic() - wait.since), ended, wait.detail)
+
+
+def _find_track(wait: waiting) -> str:
+    if wait.on.startswith("engine, "):
+        return "requests to engines"
+    if wait.kind == "environment":
+        return "environments"
+    return "groups" if wait.on.startswith("group ") else wait.who
 
 
 def _current_task() -> asyncio.Task[object] | None:

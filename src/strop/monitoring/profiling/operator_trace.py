@@ -1,0 +1,92 @@
+"""Torch's operators, and kernels on a GPU, of this process while a step is recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MARK = "strop clock"  # ranges whose times are known on our clock, by which torch's are aligned
+MARKS = 8
+
+
+class OperatorTrace:
+    """Records torch's operators of all threads. ``end`` must follow ``begin``, in the same thread."""
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+        self._marks: list[tuple[float, float]] = []
+
+    def begin(self) -> None:
+        """Begin to record. Raises RuntimeError if another profiler of this process does already."""
+        import torch
+        from torch._C._profiler import _ExperimentalConfig
+
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        settings = _ExperimentalConfig(profile_all_threads=True, trace_only=True)
+        profile = torch.profiler.profile(activities=kinds, experimental_config=settings)
+        with _quiet_library():
+            profile.start()
+        self._marks = []
+        for _ in range(MARKS):
+            before = time.perf_counter()
+            with torch.profiler.record_function(MARK):
+                pass
+            self._marks.append((before, time.perf_counter()))
+        self._profile = profile
+
+    def end(self) -> str | None:
+        """End the recording. Return its events as JSON, with times in microseconds of this process's ``perf_counter``; None without one."""
+        if self._profile is None:
+            return None
+        profile, self._profile = self._profile, None
+        with _quiet_library():
+            profile.stop()
+        handle, name = tempfile.mkstemp(suffix=".json")
+        os.close(handle)
+        try:
+            profile.export_chrome_trace(name)
+            return json.dumps(align_events(json.loads(Path(name).read_text(encoding="utf-8", errors="replace")), self._marks))
+        finally:
+            Path(name).unlink(missing_ok=True)
+
+
+@contextmanager
+def _quiet_library() -> Iterator[None]:
+    """Keep the profiler's library from writing lines of its own."""
+    name = "KINETO_LOG_LEVEL"
+    before = os.environ.get(name)
+    os.environ[name] = before or "6"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+
+
+def align_events(trace: dict[str, Any], marks: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
+    """Return the events that take time, with ``ts`` moved to our clock.
+
+    ``marks``: our times (seconds) before and after each range MARK. The range with the least time around it tells how far torch's clock is
+    from ours, to half of that time.
+    """
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event and "ts" in event]
+    found = sorted((event["ts"], event["dur"]) for event in events if event.get("name") == MARK)
+    around = [
+        (after - before - 1e-6 * dur, before, after, ts + dur / 2)
+        for (before, after), (ts, dur) in zip(marks, found, strict=False)
+    ]
+    _, before, after, middle = min(around, default=(0.0, 0.0, 0.0, 0.0))
+    shift = 1e6 * (before + after) / 2 - middle
+    kept = ("name", "cat", "ts", "dur", "pid", "tid")
+    return [
+        {**{key: event[key] for key in kept if key in event}, "ts": event["ts"] + shift}
+        for event in events
+        if event.get("name") != MARK and event.get("cat") not in ("Trace", "overhead")
+    ]

@@ -1,0 +1,78 @@
+"""The spans of this process while a step is recorded. While none is, ``is_recording`` is a comparison and nothing is kept."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+MAX_SPANS = 200_000  # of a process in one step; later ones are counted only
+
+
+class Span(NamedTuple):
+    """Something that took time. Times are of this process's ``time.perf_counter``, in seconds."""
+
+    track: str  # the row it is drawn in: training loop, learner, requests to engines, ...
+    name: str
+    started: float
+    ended: float
+    detail: str = ""
+
+
+class RecordedSpans(NamedTuple):
+    """What a process recorded of a step."""
+
+    spans: list[Span]
+    lost: int  # spans beyond MAX_SPANS
+    operators: str | None = None  # torch's own trace, as JSON
+
+
+class SpanRecorder:
+    """Keeps spans from any thread. Those that began before the recording are kept if they end in it."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] | None = None
+        self._lost = 0
+        self._lock = threading.Lock()
+
+    @property
+    def is_recording(self) -> bool:
+        return self._spans is not None
+
+    def begin(self) -> None:
+        """Begin to record, and forget what was recorded before."""
+        with self._lock:
+            self._spans, self._lost = [], 0
+
+    def end(self) -> RecordedSpans:
+        """End the recording and return its spans; none if there was no recording."""
+        with self._lock:
+            spans, self._spans = self._spans, None
+            return RecordedSpans(spans or [], self._lost)
+
+    def add(self, track: str, name: str, started: float, ended: float, detail: str = "") -> None:
+        """Keep a span that has ended, while a step is recorded."""
+        if self._spans is None:
+            return
+        with self._lock:
+            if self._spans is None:
+                return
+            if len(self._spans) >= MAX_SPANS:
+                self._lost += 1
+                return
+            self._spans.append(Span(track, name, started, ended, detail))
+
+    @contextmanager
+    def span(self, track: str, name: str, detail: str = "") -> Iterator[None]:
+        """Keep the time of a block."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._spans is not None:
+                self.add(track, name, started, time.perf_counter(), detail)
+
+
+RECORDER = SpanRecorder()  # of this process
