@@ -40,7 +40,7 @@ quickstart: setup-quickstart ## train SmolLM2-135M to add, on this machine; prin
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS)
 
 test: setup-dev ## the tests that need no GPU, without the exhaustive sweeps: minutes
-	$(PYTEST) -m "not gpu and not exhaustive" $(ARGS)
+	$(PYTEST) -m "not gpu and not exhaustive" --durations=10 $(ARGS)
 
 test-fast: setup-dev ## the unit tests that take seconds
 	$(PYTEST) -m "not gpu and not exhaustive and not slow" $(ARGS)

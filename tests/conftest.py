@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -64,6 +65,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from support.schedule import LongestFirst
 
     return LongestFirst(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays until the end: garbage is not looked for among it, again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,12 @@ def replace_function(place: str, around: Callable[[Callable[..., Any]], Callable
     *owners, name = path.split(".")
     for part in owners:
         owner = getattr(owner, part)
-    setattr(owner, name, around(getattr(owner, name)))
+    function = getattr(owner, name)
+    replacement = around(function)
+    setattr(owner, name, replacement)
+    for loaded in [] if owners else [one for key, one in list(sys.modules.items()) if key.startswith("strop.")]:
+        if vars(loaded).get(name) is function:  # by ``from module import name``: the server of the forks has imported it
+            setattr(loaded, name, replacement)
 
 
 def die(*_: Any) -> None:

@@ -8,21 +8,18 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 # Files that take more than ten seconds, the longest first: one that is begun late keeps the other workers waiting.
 LONGEST = [
-    "tests/loop/test_vllm_runs.py",
+    "tests/unit/generation/vllm",
+    "tests/unit/learner/megatron",
+    "tests/loop/test_megatron_runs.py",
     "tests/loop/test_cluster_runs.py",
     "tests/loop/test_cluster_faults.py",
     "tests/loop/test_scorer_hosts.py",
-    "tests/unit/generation/vllm/test_vllm_engine.py",
-    "tests/unit/generation/vllm/test_several_engines.py",
     "tests/unit/build/test_cluster_check.py",
     "tests/loop/test_kill_and_resume.py",
     "tests/loop/test_every_objective_trains.py",
-    "tests/unit/generation/vllm/test_speculation.py",
-    "tests/unit/generation/vllm/test_vllm_adapters.py",
     "tests/unit/learner/test_one_gradient.py",
     "tests/unit/distributed/test_ray_gpus.py",
     "tests/unit/distributed/test_ray.py",
-    "tests/unit/generation/vllm/test_tensor_parallel.py",
     "tests/loop/test_recorded_runs.py",
     "tests/loop/test_streamed_runs.py",
     "tests/loop/test_critic_and_teacher_runs.py",
@@ -50,10 +47,11 @@ LONGEST = [
     "tests/unit/test_async_gain.py",
 ]
 
-# Files that use the same engine are one piece of work.
+# Files that use the same engine, or forks of the same server (``support.forks``), are one piece of work: a worker has its own of each.
 TOGETHER = {
-    "tests/unit/generation/vllm/test_vllm_weights.py": "tests/unit/generation/vllm/test_vllm_engine.py",
-    "tests/unit/generation/vllm/test_vllm_patches.py": "tests/unit/generation/vllm/test_vllm_engine.py",
+    "tests/loop/test_vllm_runs.py": "tests/unit/generation/vllm",
+    "tests/unit/generation/vllm": "tests/unit/generation/vllm",
+    "tests/unit/learner/megatron": "tests/unit/learner/megatron",
 }
 
 # Files whose tests share nothing that takes long to make: a test at a time.
@@ -65,7 +63,8 @@ PLACES = {file: place for place, file in enumerate(LONGEST)}
 class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
-        return nodeid if file in DIVIDED else TOGETHER.get(file, file)
+        together = (piece for start, piece in TOGETHER.items() if file == start or file.startswith(f"{start}/"))
+        return nodeid if file in DIVIDED else next(together, file)
 
     def _assign_work_unit(self, node: Any) -> None:
         longest = min(self.workqueue, key=lambda scope: PLACES.get(scope.split("::", 1)[0], len(PLACES)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -234,10 +235,15 @@ def parse(folder: Path) -> list[ast.Module]:
     return [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.py"))]
 
 
+@cache
+def said() -> str:
+    """All strings of the source."""
+    return "\n".join({template for tree in parse(ROOT / "src" / "strop") for template in templates(tree)})
+
+
 def missing(wanted: list[str]) -> list[str]:
     """The messages that stand in no string of the source."""
-    text = "\n".join({template for tree in parse(ROOT / "src" / "strop") for template in templates(tree)})
-    return [message for message in wanted if message not in text]
+    return [message for message in wanted if message not in said()]
 
 
 def old_messages() -> list[str]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -33,6 +33,7 @@ from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch, Ending, Group
 from support.algorithms import grpo
+from support.drawn import check_draws
 from support.learners import make_torch_learner
 from support.models import build, copy_gradients, largest_difference, to_float64
 from support.rollouts import GroupShape, batch_shapes, make_groups, pack_for, simple_groups, with_columns
@@ -85,6 +86,9 @@ CASES: dict[str, PolicyGradient] = {
         if issubclass(kind, PolicyGradient)
     },
 }
+
+
+CUTS: dict[str, Any] = {"shapes": batch_shapes, "budget": st.integers(1, 60), "seed": st.integers(0, 5)}
 
 
 class Bench:
@@ -145,12 +149,7 @@ def trainable(algorithm: PolicyGradient, shapes: Sequence[GroupShape]) -> bool:
     return not algorithm.overlong_filtering or any(not member.truncated for shape in shapes for member in shape.rollouts)
 
 
-@pytest.mark.parametrize("algorithm", CASES.values(), ids=CASES)
-@settings(max_examples=5, deadline=None, derandomize=True)
-@given(shapes=batch_shapes, budget=st.integers(1, 60), seed=st.integers(0, 5))
-def test_the_gradient_is_the_same_however_the_batch_is_cut(
-    bench: Bench, algorithm: PolicyGradient, shapes: list[GroupShape], budget: int, seed: int
-) -> None:
+def assert_one_gradient(bench: Bench, algorithm: PolicyGradient, shapes: list[GroupShape], budget: int, seed: int) -> None:
     if not trainable(algorithm, shapes):
         return
     groups = [with_what_credit_may_want(group) for group in make_groups(shapes, seed)]
@@ -171,6 +170,17 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(
             assert other.metrics[name].value == pytest.approx(metric.value, rel=1e-6, abs=1e-7), (layout, name)
         assert torch.allclose(other.outputs.logprobs, result.outputs.logprobs, atol=1e-6), layout
         assert torch.allclose(other.outputs.entropy, result.outputs.entropy, atol=1e-6), layout
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_is_the_same_however_the_batch_is_cut(bench: Bench, name: str) -> None:
+    check_draws(name, 3, partial(assert_one_gradient, bench, CASES[name]), **CUTS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_is_the_same_for_many_more_batches(bench: Bench, name: str) -> None:
+    check_draws(f"many of {name}", 12, partial(assert_one_gradient, bench, CASES[name]), **CUTS)
 
 
 @pytest.mark.parametrize("algorithm", CASES.values(), ids=CASES)

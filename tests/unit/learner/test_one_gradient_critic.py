@@ -6,11 +6,11 @@ Everything is float64, so that what is left is the order of additions: measured 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from strop.models.value_head import ScalarHead, ValueHead
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
 from strop.types import Batch, Group
+from support.drawn import check_draws
 from support.learners import make_torch_learner
 from support.models import VOCABULARY, build, copy_gradients, largest_difference, to_float64
 from support.recorded import build_classifier
@@ -50,6 +51,9 @@ VALUE: dict[str, PPO] = {
     "not clipped": PPO(value_clip=None, advantage=Gae(lambda_value=1.0, gamma=0.9)),
     "overlong filtering": PPO(overlong_filtering=True),
 }
+
+
+CUTS: dict[str, Any] = {"shapes": batch_shapes, "budget": st.integers(1, 60), "seed": st.integers(0, 5)}
 
 
 def complete(batch: Batch, algorithm: Algorithm, seed: int) -> Batch:
@@ -136,24 +140,39 @@ def counts(algorithm: Algorithm, shapes: Sequence[GroupShape]) -> bool:
     return not filtered or any(not member.truncated for shape in shapes for member in shape.rollouts)
 
 
-@pytest.mark.parametrize("algorithm", POLICY.values(), ids=POLICY)
-@settings(max_examples=4, deadline=None, derandomize=True)
-@given(shapes=batch_shapes, budget=st.integers(1, 60), seed=st.integers(0, 5))
-def test_the_policys_gradient_is_the_same_however_the_batch_is_cut(
-    policy: Bench, algorithm: Algorithm, shapes: list[GroupShape], budget: int, seed: int
-) -> None:
+def compare_cuts(bench: Bench, algorithm: Algorithm, loss: LossFn, shapes: list[GroupShape], budget: int, seed: int) -> None:
     if counts(algorithm, shapes):
-        policy.compare(make_groups(shapes, seed), algorithm, algorithm.loss, budget, seed)
+        bench.compare(make_groups(shapes, seed), algorithm, loss, budget, seed)
 
 
-@pytest.mark.parametrize("algorithm", VALUE.values(), ids=VALUE)
-@settings(max_examples=4, deadline=None, derandomize=True)
-@given(shapes=batch_shapes, budget=st.integers(1, 60), seed=st.integers(0, 5))
-def test_the_critics_gradient_is_the_same_however_the_batch_is_cut(
-    values: Bench, algorithm: PPO, shapes: list[GroupShape], budget: int, seed: int
-) -> None:
-    if counts(algorithm, shapes):
-        values.compare(make_groups(shapes, seed), algorithm, algorithm.value_loss, budget, seed)
+def compare_policy(policy: Bench, name: str, draws: int) -> None:
+    check_draws(name, draws, partial(compare_cuts, policy, POLICY[name], POLICY[name].loss), **CUTS)
+
+
+def compare_values(values: Bench, name: str, draws: int) -> None:
+    check_draws(name, draws, partial(compare_cuts, values, VALUE[name], VALUE[name].value_loss), **CUTS)
+
+
+@pytest.mark.parametrize("name", POLICY)
+def test_the_policys_gradient_is_the_same_however_the_batch_is_cut(policy: Bench, name: str) -> None:
+    compare_policy(policy, name, 3)
+
+
+@pytest.mark.parametrize("name", VALUE)
+def test_the_critics_gradient_is_the_same_however_the_batch_is_cut(values: Bench, name: str) -> None:
+    compare_values(values, name, 3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", POLICY)
+def test_the_policys_gradient_is_the_same_for_many_more_batches(policy: Bench, name: str) -> None:
+    compare_policy(policy, name, 12)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", VALUE)
+def test_the_critics_gradient_is_the_same_for_many_more_batches(values: Bench, name: str) -> None:
+    compare_values(values, name, 12)
 
 
 @pytest.mark.parametrize("budget", [10**9, 25, 1])

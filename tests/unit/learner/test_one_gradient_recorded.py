@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -44,6 +44,7 @@ from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
 from strop.types import Batch, Group
+from support.drawn import check_draws
 from support.learners import make_torch_learner
 from support.models import build, copy_gradients, largest_difference, to_float64
 from support.recorded import build_classifier, pair_shapes, recorded_group
@@ -85,6 +86,9 @@ ALGORITHMS: dict[str, Algorithm] = {
     "reward_model_with_margin_and_centering": RewardModel(use_margin=True, centering=0.1),
     "reward_model_of_scores": RewardModel(kind="regression"),
 }
+
+
+CUTS: dict[str, Any] = {"shapes": pair_shapes, "budget": st.integers(1, 60), "seed": st.integers(0, 5)}
 
 
 class Bench:
@@ -147,13 +151,19 @@ def test_every_algorithm_of_recorded_data_is_here() -> None:
     assert known == {type(algorithm) for algorithm in ALGORITHMS.values()}
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(shapes=pair_shapes, budget=st.integers(1, 60), seed=st.integers(0, 5))
-def test_the_gradient_is_the_same_however_the_batch_is_cut(
-    bench: Bench, algorithm: Algorithm, shapes: list[GroupShape], budget: int, seed: int
-) -> None:
+def compare_cuts(bench: Bench, algorithm: Algorithm, shapes: list[GroupShape], budget: int, seed: int) -> None:
     assert_one_gradient(bench, algorithm, make_groups(shapes, seed), budget)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_gradient_is_the_same_however_the_batch_is_cut(bench: Bench, name: str) -> None:
+    check_draws(name, 3, partial(compare_cuts, bench, ALGORITHMS[name]), **CUTS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_gradient_is_the_same_for_many_more_batches(bench: Bench, name: str) -> None:
+    check_draws(f"many of {name}", 12, partial(compare_cuts, bench, ALGORITHMS[name]), **CUTS)
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo_with_sft", "kto", "orpo", "reward_model"])

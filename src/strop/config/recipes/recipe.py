@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase, translate
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from strop.base_config import BaseConfig, KeyPath
@@ -71,7 +71,7 @@ class Recipe:
         if not any(character in pattern for character in "*?["):
             yield from [pattern] if self.is_set(pattern) else []
             return
-        matches, section = re.compile(translate(pattern)).match, "."
+        matches, section = _compile(pattern).match, "."
         for key in self._keys():
             if not key.startswith(section) and matches(key):
                 section = f"{key}."
@@ -138,6 +138,11 @@ class Recipe:
                 origin = self.source.find_origin(path) or Origin("the recipe")
                 _, self.source = set_key(self.source, path, before, origin)
         return self.source
+
+
+@cache  # of a few hundred patterns, more than fnmatch remembers
+def _compile(pattern: str) -> re.Pattern[str]:
+    return re.compile(translate(pattern))
 
 
 def matches_any(key: str, patterns: Iterable[str]) -> bool:
