@@ -15,8 +15,8 @@ draft would too, but it never receives an update. The other bugs are in the CPU 
 - Copies of a model that share its experts exchange their tokens by two collectives that are not there.
 - The buffers in which a pipeline stage receives hidden states are made by the warm-up alone, which is skipped if the size of the KV cache
   is given, as it always is here: the first request ends the engine.
-- The kernel of rotary positions takes the distance between two heads as that between two tokens, where they have dimensions of their own, as
-  in the latent attention of DeepSeek: log-probabilities are wrong from the second token on.
+- The kernel of rotary positions takes the distance between two heads as that between two tokens, where heads have a dimension of their own,
+  as in the latent attention of DeepSeek: log-probabilities are wrong from the second token on.
 """
 
 from __future__ import annotations
