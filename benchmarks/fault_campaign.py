@@ -42,7 +42,7 @@ from loop.victims import MARK, Marked, describe_processes, find_processes, find_
 from loop.victims import wait_for_exit as wait_for_processes
 
 STEPS, GROUPS, SAMPLES = 8, 4, 8
-RUN_SECONDS = 240.0  # a run that takes longer counts as hung
+RUN_SECONDS = 240.0  # a run that takes longer counts as hung, unless --limit says otherwise
 GONE_SECONDS = 20.0  # the processes of a finished run must exit within this time
 NOISE = 2e-4  # relative: ranks and request batches sum float32 numbers in varying order
 COMPARED = ("train/", "validation/")
@@ -229,6 +229,7 @@ class CampaignContext:
     model: Path
     address: str  # of the running cluster
     head: psutil.Process  # the cluster's first process
+    limit: float = RUN_SECONDS
     undisturbed: dict[str, Path] = field(default_factory=dict)  # by mode
 
     def settings(self, case: Case, mark: str) -> dict[str, Any]:
@@ -262,10 +263,10 @@ def steps_logged(folder: Path) -> int:
     return max(steps, default=0)
 
 
-def kill_victim(case: Case, running: Running, result: Result) -> tuple[float, list[psutil.Process]]:
+def kill_victim(case: Case, running: Running, result: Result, limit: float) -> tuple[float, list[psutil.Process]]:
     """Kill the case's process at its moment. Returns the time, and the driver's descendants at that time."""
     folder, mark = running.folder, str(running.folder)
-    deadline = time.monotonic() + RUN_SECONDS
+    deadline = time.monotonic() + limit
     while running.process.is_alive() and time.monotonic() < deadline:
         ready = steps_logged(folder) >= case.after if case.after >= 0 else find_victim(case, running, mark) is not None
         if ready and case.after == 0:  # between the first publish of the weights and the first step
@@ -306,9 +307,9 @@ class CampaignProgress:
             self.furthest, self._since = steps, now
 
 
-def wait_for_exit(running: Running, progress: CampaignProgress) -> int | None:
+def wait_for_exit(running: Running, progress: CampaignProgress, limit: float) -> int | None:
     """Wait for the run to end. Returns its exit code, or None if it hangs."""
-    deadline = time.monotonic() + RUN_SECONDS
+    deadline = time.monotonic() + limit
     while running.process.is_alive() and time.monotonic() < deadline:
         progress.update()
         time.sleep(0.05)
@@ -327,11 +328,11 @@ def run_case(stage: CampaignContext, case: Case) -> Result:
     family: list[psutil.Process] = []
     struck = time.monotonic()
     if case.role:
-        struck, family = kill_victim(case, running, result)
+        struck, family = kill_victim(case, running, result, stage.limit)
     progress = CampaignProgress(folder, struck)
     said = ""
     while True:
-        code = wait_for_exit(running, progress)
+        code = wait_for_exit(running, progress, stage.limit)
         result.lost = progress.longest
         said += _output(folder)
         if code is None:
@@ -579,6 +580,9 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", type=int, help="perform only the runs with these numbers")
     parser.add_argument("--output", type=Path, help="JSON file with all runs, rewritten after each run")
+    parser.add_argument(
+        "--limit", type=float, default=RUN_SECONDS, help="seconds after which a run counts as hung: more on a busy machine"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the folders of successful runs too")
     parser.add_argument("--turns", type=Path, help="a lock file to share the machine with, held a few minutes at a time")
     options = parser.parse_args()
@@ -604,7 +608,7 @@ def main() -> int:
     with ExitStack() as stack:
         turns.take()
         address, head = stack.enter_context(running_cluster(folder))
-        stage = CampaignContext(folder, build_tiny(folder / "model", head_dim=32), address, head)
+        stage = CampaignContext(folder, build_tiny(folder / "model", head_dim=32), address, head, options.limit)
         results = run_campaign(cases, stage, turns, report, keep=options.keep)
     print()
     print(outcome_table(results))

@@ -39,5 +39,12 @@ def experts_family(name: str, transformers: Any) -> Any:
     if name == "glm4_moe":  # groups of experts, a bias that chooses, a dense layer
         groups = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
         return transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**SIZES, **chosen, **groups, head_dim=32))
+    if name == "deepseek_v3":  # latent attention, of the one size that vLLM's CPU kernel has, and the experts of GLM 4
+        groups: dict[str, Any] = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
+        groups["first_k_dense_replace"] = 1
+        groups |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # as the checkpoints say; vLLM has other defaults
+        latent = {"kv_lora_rank": 512, "q_lora_rank": 24, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "v_head_dim": 16}
+        sizes = SIZES | {"num_key_value_heads": 4}
+        return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes, **chosen, **groups, **latent))
     sizes = SIZES | {"head_dim": 32, "num_experts": 4, "decoder_sparse_step": 1}
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **chosen))

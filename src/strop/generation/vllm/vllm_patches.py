@@ -15,6 +15,8 @@ draft would too, but it never receives an update. The other bugs are in the CPU 
 - Copies of a model that share its experts exchange their tokens by two collectives that are not there.
 - The buffers in which a pipeline stage receives hidden states are made by the warm-up alone, which is skipped if the size of the KV cache
   is given, as it always is here: the first request ends the engine.
+- The kernel of rotary positions takes the distance between two heads as that between two tokens, where heads have a dimension of their own,
+  as in the latent attention of DeepSeek: log-probabilities are wrong from the second token on.
 """
 
 from __future__ import annotations
@@ -211,6 +213,23 @@ def _patch_stage_buffers() -> None:
     GPUModelRunner.sync_and_gather_intermediate_tensors = make_buffers_and_gather
 
 
+def _patch_rotary_positions() -> None:
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotate = RotaryEmbedding.forward_cpu
+
+    def rotate_rows(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        rotated, rotated_key = rotate(self, positions, join_heads(query), None if key is None else join_heads(key))
+        return rotated.view(query.shape), None if key is None else rotated_key.view(key.shape)
+
+    RotaryEmbedding.forward_cpu = rotate_rows
+
+
+def join_heads(states: Tensor) -> Tensor:
+    """[tokens, heads, size] -> [tokens, heads * size], copied unless it is in one piece; rows [tokens, n] stay as they are."""
+    return states.reshape(len(states), -1) if states.dim() == 3 else states
+
+
 PATCHES = (
     VllmPatch(
         bug="a draft model starts with random weights",
@@ -229,4 +248,5 @@ PATCHES = (
     ),
     VllmPatch(bug="copies that share experts cannot exchange tokens", apply=_patch_exchange_of_copies, checked=("0.32.0",)),
     VllmPatch(bug="a pipeline stage has no buffers for hidden states", apply=_patch_stage_buffers, checked=("0.32.0",)),
+    VllmPatch(bug="latent attention rotates positions wrongly", apply=_patch_rotary_positions, checked=("0.32.0",)),
 )

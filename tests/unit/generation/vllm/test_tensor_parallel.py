@@ -107,7 +107,7 @@ def test_a_tensor_that_one_rank_alone_did_not_update_is_caught(room: BackgroundL
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "glm4_moe", "deepseek_v3"])
 def test_other_families_are_read_back_too(room: BackgroundLoop, name: str, tmp_path: Path, tokenizer: Any) -> None:
     served = serve_family(room, name, tmp_path, tokenizer)
     try:

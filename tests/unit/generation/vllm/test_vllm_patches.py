@@ -27,6 +27,15 @@ def test_values_of_requests_are_expanded_to_their_drafts() -> None:
     assert expand_batch_to_tokens(temperatures, torch.zeros(3, dtype=torch.int32), 0).tolist() == []
 
 
+def test_heads_are_joined_to_rows_for_the_kernel_of_rotary_positions() -> None:
+    from strop.generation.vllm.vllm_patches import join_heads
+
+    states = torch.arange(24.0).view(2, 3, 4)
+    assert join_heads(states).data_ptr() == states.data_ptr() and join_heads(states).shape == (2, 12)
+    assert join_heads(states[..., 2:]).tolist() == [[2, 3, 6, 7, 10, 11], [14, 15, 18, 19, 22, 23]]
+    assert join_heads(states[0]).shape == (3, 4)
+
+
 @pytest.mark.slow
 def test_prompts_that_are_read_in_pieces_give_the_tokens_of_their_seeds(room: BackgroundLoop, served: ServedModel) -> None:
     """More prompt tokens at once than a step reads: some prompts are cut, which ends an engine that is not repaired."""
