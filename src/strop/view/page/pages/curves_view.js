@@ -117,7 +117,7 @@ function refine(runs, { zoom, axis }) {
   if (!zoom || axis !== "step") return;
   for (const run of runs) {
     const share = (zoom[1] - zoom[0]) / Math.max(run.step ?? 1, 1);
-    if (share < 0.5 && (run.step ?? 0) > 2000) metricsOf(run.id).refine(Math.min(Math.ceil(2000 / Math.max(share, 0.02)), 100_000));
+    if (share < 0.5 && (run.step ?? 0) > 2000) metricsOf(run.id).refine(Math.min(Math.ceil(2000 / Math.max(share, 0.02)), 20_000));
   }
 }
 

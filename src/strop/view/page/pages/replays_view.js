@@ -13,20 +13,20 @@ export function ReplaysView({ runs, run }) {
   const replays = useApi(["runs", run.id, "replays"]);
   return html`<${Title} text=${`Replays: ${run.name}`} note="steps run again under other settings"><${RunSelect} runs=${runs} /><//>
     <${Answer} of=${replays} what="the replays">${(data) => {
-      const rows = data.rows ?? data.replays ?? data;
+      const rows = data;
       if (!rows.length) return html`<${Empty}>No replay is stored. <code>strop replay ${run.folder ?? "RUN"} --step N loss_fn.ratio_clip_max=0.28</code> runs a step again and stores what came out here.<//>`;
-      return rows.map((replay, index) => html`<${Replay} key=${replay.file ?? index} replay=${replay} />`);
+      return rows.map(({ name, replay }) => html`<${Replay} key=${name} name=${name} replay=${replay} />`);
     }}<//>`;
 }
 
-function Replay({ replay }) {
+function Replay({ name, replay }) {
   const values = replay.result ?? replay;
   const when = replay.when ?? replay.created;
   const overrides = Array.isArray(replay.overrides) ? replay.overrides.join(" ") : replay.overrides ? formatValue(replay.overrides) : "";
   const entries = Object.entries(values).filter(([name]) => !HEAD.has(name));
   const plain = entries.filter(([, value]) => value === null || typeof value !== "object" || isListOfPlain(value));
   return html`<section class="card"><header><h3>Step ${replay.step ?? "?"} ${overrides ? html`with <code>${printable(overrides)}</code>` : "without overrides"}</h3>
-      <span class="pale">${when ? formatTime(toSeconds(when)) : (replay.file ?? "")} <a href=${linkTo(["rollouts", String(replay.step)])}>its rollouts</a></span></header>
+      <span class="pale">${when ? formatTime(toSeconds(when)) : printable(name)} <a href=${linkTo(["rollouts", String(replay.step)])}>its rollouts</a></span></header>
     <dl class="facts">${plain.map(([name, value]) => html`<dt>${name}</dt><dd>${printable(formatValue(value))}</dd>`)}</dl>
     ${entries.filter(([, value]) => value !== null && typeof value === "object" && !isListOfPlain(value)).map(([name, value]) => html`<h3>${name}</h3><${ValueTable} value=${value} />`)}
   </section><br />`;
