@@ -28,6 +28,7 @@ SETTINGS = {
 @pytest.mark.slow
 def test_a_live_run_is_followed(chromium: Any, open_page: Callable[..., Any], tiny_model_folder: Path, tmp_path: Path) -> None:
     logs = tmp_path / "logs" / "alive"
+    logs.parent.mkdir()
     options = {**SETTINGS, "policy.model_name": tiny_model_folder, "logger.log_dir": logs}
     command = [sys.executable, "-m", "strop", "grpo", *(f"{name}={value}" for name, value in options.items())]
     log = (tmp_path / "run.txt").open("w")

@@ -36,15 +36,15 @@ def test_rows_are_walked_by_keys_and_opened(address: str, open_page: Callable[..
         page.keyboard.press(key)
         page.wait_for_selector(f'.row.current[aria-rowindex="{row + 2}"]')
     page.keyboard.press("Enter")
-    page.wait_for_function("window.location.hash.startsWith('#/rollout/3/')")
+    page.wait_for_function("() => window.location.hash.startsWith('#/rollout/3/')")
     page.wait_for_selector(".chat")
     page.keyboard.press("Escape")
-    page.wait_for_function("window.location.hash.startsWith('#/rollouts/3')")
+    page.wait_for_function("() => window.location.hash.startsWith('#/rollouts/3')")
 
 
 def test_keys_are_listed_search_is_a_key_and_escape_leaves_it(address: str, open_page: Callable[..., Any]) -> None:
     page = open_page(address)
-    show(page, "curves", "First")
+    show(page, "curves?run=quickstart", "First")
     page.keyboard.press("?")
     page.wait_for_selector("dialog[open]")
     assert "whole range again" in page.inner_text("dialog")
@@ -52,7 +52,7 @@ def test_keys_are_listed_search_is_a_key_and_escape_leaves_it(address: str, open
     page.wait_for_selector("dialog", state="detached")
     page.keyboard.press("/")
     page.keyboard.type("train/loss")
-    page.wait_for_function("document.querySelectorAll('[data-metric]').length === 1")
+    page.wait_for_function("() => document.querySelectorAll('[data-metric]').length === 1")
     page.keyboard.press("Escape")
     page.keyboard.press("r")
     page.wait_for_selector(".rows")
@@ -92,11 +92,11 @@ def test_dragging_zooms_all_charts_and_a_key_shows_the_whole_again(address: str,
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 70, steps=4)
     page.mouse.up()
-    page.wait_for_function("window.location.hash.includes('zoom=')")
+    page.wait_for_function("() => window.location.hash.includes('zoom=')")
     first, last = map(float, re.search(r"zoom=([\d.]+)%3A([\d.]+)", page.evaluate("window.location.hash")).groups())
     assert 6 < first < 10 < last < 17
     page.keyboard.press("z")
-    page.wait_for_function("!window.location.hash.includes('zoom=')")
+    page.wait_for_function("() => !window.location.hash.includes('zoom=')")
 
 
 def test_runs_that_differ_in_their_seed_are_one_line_in_a_band(address: str, open_page: Callable[..., Any]) -> None:
@@ -106,7 +106,7 @@ def test_runs_that_differ_in_their_seed_are_one_line_in_a_band(address: str, ope
     page.wait_for_selector('[data-metric="train/reward"] .u-over')
     assert re.search(r"1 more seeds?.*\(.* to .*\)", page.inner_text('[data-metric="train/reward"] .readout'), re.DOTALL)
     page.get_by_label("bands over seeds").uncheck()
-    page.wait_for_function("document.querySelectorAll('.legend li').length === 3")
+    page.wait_for_function("() => document.querySelectorAll('.legend li').length === 3")
 
 
 def test_a_token_tells_its_numbers_on_hover_and_by_keyboard(address: str, open_page: Callable[..., Any]) -> None:
@@ -116,7 +116,7 @@ def test_a_token_tells_its_numbers_on_hover_and_by_keyboard(address: str, open_p
     text = "".join(page.locator(".tokens [data-token]").all_text_contents())
     assert "I call the calculator with 10 plus 7." in text
     page.hover("[data-token='2']")
-    page.wait_for_function("document.querySelector('.token-panel').textContent.includes('token 2')")
+    page.wait_for_function("() => document.querySelector('.token-panel').textContent.includes('token 2')")
     panel = page.inner_text(".token-panel")
     assert all(name in panel for name in ("sampler", "learner", "ratio", "advantage"))
     page.keyboard.press("ArrowRight")
@@ -135,7 +135,7 @@ def test_a_rollout_that_was_dropped_says_why_its_tokens_are_masked(address: str,
     page = open_page(address)
     show(page, "rollout/2/2/1?run=quickstart", "dropped: filtered")
     page.keyboard.press("g")
-    page.wait_for_function("/masked: .*filtered/.test(document.querySelector('.token-panel').textContent)")
+    page.wait_for_function("() => /masked: .*filtered/.test(document.querySelector('.token-panel').textContent)")
 
 
 def test_a_star_is_kept_with_its_note_and_exported(address: str, open_page: Callable[..., Any]) -> None:
@@ -152,7 +152,7 @@ def test_a_star_is_kept_with_its_note_and_exported(address: str, open_page: Call
     (row,) = [json.loads(line) for line in download.value.path().read_text().splitlines()]
     assert "a good one" in json.dumps(row) and (row["step"], row["group"], row["sample"]) == (5, 1, 2)
     page.get_by_role("button", name="Remove").click()
-    page.wait_for_function("document.getElementById('main').textContent.includes('Nothing is starred yet')")
+    page.wait_for_function("() => document.getElementById('main').textContent.includes('Nothing is starred yet')")
 
 
 def make_answer(request: Any) -> str:
@@ -179,12 +179,12 @@ def test_millions_of_rows_scroll_with_few_in_the_page(address: str, open_page: C
     show(page, "rollouts?run=quickstart", "of 5,120,000")
     window = page.locator(".rows .window")
     page.keyboard.press("End")
-    page.wait_for_function("document.querySelector('.row:last-of-type').textContent.includes('sum:5119999')")
+    page.wait_for_function("() => document.querySelector('.row:last-of-type').textContent.includes('sum:5119999')")
     page.keyboard.press("Home")
-    page.wait_for_function("document.querySelector('.row').textContent.includes('sum:0')")
+    page.wait_for_function("() => document.querySelector('.row').textContent.includes('sum:0')")
     asked.clear()
     window.evaluate("element => { element.scrollTop = (element.scrollHeight - element.clientHeight) / 2; }")  # the scroll bar
-    page.wait_for_function("/sum:25[56]\\d{4}/.test(document.querySelector('.row').textContent)")
+    page.wait_for_function("() => /sum:25[56]\\d{4}/.test(document.querySelector('.row').textContent)")
     assert len(asked) <= 3
     window.hover()
     before = int(page.locator(".row").first.get_attribute("aria-rowindex"))
@@ -218,7 +218,7 @@ def test_an_outdated_request_is_given_up(address: str, open_page: Callable[..., 
     page.evaluate("window.location.hash = '#/rollouts?run=quickstart&text=slow'")
     page.wait_for_timeout(500)
     page.evaluate("window.location.hash = '#/rollouts?run=quickstart&text=fast'")
-    page.wait_for_function("document.getElementById('main').textContent.includes('of 5,120,000')")
+    page.wait_for_function("() => document.getElementById('main').textContent.includes('of 5,120,000')")
     assert held and any("text=slow" in url for url in aborted)
 
 

@@ -1,13 +1,12 @@
 // The runs that the server shows, and which of them are looked at.
 import { useMemo } from "./ui.js";
 import { useApi } from "./api.js";
-import { setParams, useRoute } from "./route.js";
+import { setParams } from "./route.js";
 
 const MOST_AT_ONCE = 8; // as many as have colours
 
-/** {all, chosen, run, error, loading}: every run, those side by side, and the one whose rollouts are shown. */
-export function useRuns() {
-  const { params } = useRoute();
+/** {all, chosen, run, error, loading}: every run, those side by side, and the one whose rollouts are shown, as the address says. */
+export function useRuns({ params }) {
   const { data, error, loading } = useApi(["runs"], {}, { poll: true });
   return useMemo(() => {
     const all = data ?? [];

@@ -30,6 +30,7 @@ export function CurvesView({ runs, params }) {
     isLog: params.log === "1",
     smoothing: Number(params.smooth ?? 0),
     zoom: zoom?.every(Number.isFinite) ? zoom : null,
+    range: wholeRange(runs.chosen, params.axis),
     onZoom: (range) => setParams({ zoom: range ? range.map((place) => Number(place.toPrecision(7))).join(":") : "" }),
   };
   useFollowing(runs.chosen);
@@ -110,6 +111,12 @@ export function sectionsOf(names) {
     sections.get(section).push(name);
   }
   return [...sections].sort(([a], [b]) => a.localeCompare(b));
+}
+
+/** All charts show the same steps, whichever of them a metric was logged in. */
+function wholeRange(runs, axis) {
+  const last = Math.max(0, ...runs.map((run) => run.step ?? 0));
+  return axis === "time" || last < 1 ? null : [0, last];
 }
 
 /** More points where the view is narrow. */

@@ -6,7 +6,8 @@ import { compact, meanOf, smooth } from "../lib/series.js";
 import { useTheme } from "../lib/theme.js";
 import { Chart } from "./chart.js";
 
-/** `groups` are runs drawn as one line each: [[run, ...], ...]. `view` is {axis, isLog, smoothing, zoom, onZoom}. */
+/** `groups` are runs drawn as one line each: [[run, ...], ...]. `view` is {axis, isLog, smoothing, zoom, range, onZoom}: without
+ * a zoom the chart shows `range`, or all. */
 export function MetricChart({ name, groups, view, actions, height }) {
   const [element, isSeen] = useSeen();
   return html`<section class="chart" ref=${element} data-metric=${name}>
@@ -24,7 +25,7 @@ function SeenChart({ name, groups, view, height }) {
     [...parts, parts.length, view.axis, view.smoothing, theme, JSON.stringify(groups.map((runs) => runs.map((run) => run.id)))],
   );
   if (parts.some((part) => part === undefined)) return html`<div class="plot"></div><div class="readout">loading</div>`;
-  return html`<${Chart} name=${name} lines=${lines} axis=${view.axis} isLog=${view.isLog} zoom=${view.zoom} onZoom=${view.onZoom} height=${height} />`;
+  return html`<${Chart} name=${name} lines=${lines} axis=${view.axis} isLog=${view.isLog} zoom=${view.zoom ?? view.range} onZoom=${view.onZoom} height=${height} />`;
 }
 
 function makeLine(runs, index, columns, name, { axis, smoothing }) {

@@ -10,7 +10,7 @@ import { Empty, ErrorNotice, Loading } from "./notice.js";
 
 export function Shell() {
   const route = useRoute();
-  const runs = useRuns();
+  const runs = useRuns(route);
   const theme = useTheme();
   const [isHelping, setHelping] = useState(false);
   const view = viewOf(route.path[0]);
