@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("config",),
     ("build",),
-    ("results",),
+    ("results", "view"),
     ("cli", "api"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
@@ -76,6 +76,8 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "tools/tool_registry.py",
     ),
     "mcp": ("tools/mcp_tools.py",),
+    "starlette": ("view/",),
+    "uvicorn": ("view/",),
 }
 
 LARGEST_FOLDER = 15  # modules, without __init__.py

@@ -59,7 +59,8 @@ def test_a_live_run_is_followed(chromium: Any, open_page: Callable[..., Any], ti
                 page.wait_for_timeout(400)
             run.terminate()
             run.wait(60)
-            show(page, "now", "interrupted")
+            show(page, "now", "did last")
+            page.context.close()  # before the server, which it asks every two seconds
     finally:
         run.kill()
         run.wait()

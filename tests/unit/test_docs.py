@@ -20,7 +20,7 @@ import torch
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.build.algorithm.run_algorithm import make_rollout_algorithm
-from strop.cli import plot_command, rollouts_command, translate_command
+from strop.cli import plot_command, rollouts_command, translate_command, view_command
 from strop.cli.checks import env_command
 from strop.cli.checks.data_command import make_data_parser
 from strop.cli.checks.sandbox_command import make_sandbox_parser
@@ -203,7 +203,13 @@ def test_commands_name_configurations_that_load(
     page: Path, words: list[str], workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(workplace)
-    parsers = {"plot": plot_command, "report": report_command, "rollouts": rollouts_command, "translate": translate_command}
+    parsers = {
+        "plot": plot_command,
+        "report": report_command,
+        "rollouts": rollouts_command,
+        "translate": translate_command,
+        "view": view_command,
+    }
     if words[1] in parsers:
         parsers[words[1]].make_parser().parse_args([word for word in words[2:] if word != ">"])
         return

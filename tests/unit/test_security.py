@@ -57,6 +57,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "socket.create_server": {
         "generation/sglang/relayed_weights.py": "loopback",
+        "view/view_server.py": "strop view: loopback unless --host is given, a token unless --no-token",
         "weight_sync/transports/secret_store.py": "one address, a secret per sender",
         "distributed/rendezvous.py": "one address",
     },

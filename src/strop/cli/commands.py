@@ -32,6 +32,7 @@ from strop.cli.rollouts_command import rollouts
 from strop.cli.serve_command import serve
 from strop.cli.train_command import TRAINING, train_run
 from strop.cli.translate_command import translate
+from strop.cli.view_command import view
 from strop.monitoring.console.message_style import discard_output
 from strop.user_code import suggest_names
 
@@ -54,6 +55,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "train": {section: Command(partial(train_run, section), meaning) for section, meaning in TRAINING.items()},
     "look": {
+        "view": Command(view, "show runs in the browser: curves, rollouts, tokens"),
         "rollouts": Command(rollouts, "read what a run sampled, turn by turn, with rewards"),
         "plot": Command(plot, "draw the metrics of one run or several"),
         "report": Command(report, "write a report of a run as one HTML file"),

@@ -183,7 +183,11 @@ def _encode_parquet(records: Sequence[RolloutRecord]) -> bytes:
 
 def _read_parquet(path: Path, task_id: str | None) -> list[RolloutRecord]:
     _, pq = _import_pyarrow()
-    rows = pq.read_table(path, filters=None if task_id is None else [("task_id", "==", task_id)]).to_pylist()
+    return decode_rows(pq.read_table(path, filters=None if task_id is None else [("task_id", "==", task_id)]).to_pylist())
+
+
+def decode_rows(rows: Iterable[Mapping[str, Any]]) -> list[RolloutRecord]:
+    """Return the records of rows of a parquet file, as plain values."""
     mappings = ("rewards", "metrics")
     return [
         _from_row(

@@ -1,0 +1,107 @@
+"""``strop view``."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from strop.cli.log_folder import find_log_folder
+from strop.cli.output import USAGE_ERROR, RunParser
+from strop.packages import is_installed
+
+DEFAULT_FOLDER = "logs"
+_LISTENING = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
+
+
+def view(arguments: Sequence[str], command_line: str) -> int:
+    """Run ``strop view``. Return its exit code."""
+    options = make_parser().parse_args(arguments)
+    try:
+        places = _find_places(options.runs)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    if not (is_installed("starlette") and is_installed("uvicorn")):
+        print("error: the view needs the packages starlette and uvicorn: pip install 'strop[view]'", file=sys.stderr)
+        return USAGE_ERROR
+    return _serve(options, places)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = RunParser(
+        prog="strop view",
+        description="Show runs in the browser: curves, times, what the system does now, configurations, and every rollout by its tokens.",
+        epilog="The address that is printed has a secret token: whoever has it can read the runs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        type=Path,
+        metavar="RUN",
+        help="log folders, configurations, or folders of runs, which are looked through again and again (default: logs)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
+    parser.add_argument("--port", type=_port, default=0, help="port to listen on; 0 is any free one (default: %(default)s)")
+    parser.add_argument("--no-token", action="store_true", help="let in whoever reaches the address")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a number from 0 to 65535")
+    return int(text)
+
+
+def _find_places(runs: Sequence[Path]) -> list[Path]:
+    """Return the folders that are named. Raises ValueError for one that is not there."""
+    if not runs and not Path(DEFAULT_FOLDER).is_dir():
+        raise ValueError(
+            f"there is no folder {DEFAULT_FOLDER} here; name the log folder of a run (logger.log_dir) or a folder of runs"
+        )
+    places = [find_log_folder(run) for run in runs] or [Path(DEFAULT_FOLDER)]
+    for run, place in zip(runs, places, strict=False):
+        if not place.is_dir():
+            raise ValueError(
+                f"there is no folder {place} ({run}); name the log folder of a run (logger.log_dir) or a folder of runs"
+            )
+    return places
+
+
+def _serve(options: argparse.Namespace, places: Sequence[Path]) -> int:
+    from strop.view.view_server import LOOPBACK, ViewOptions, ViewServer
+
+    view_options = ViewOptions(host=options.host, port=options.port, **({"token": None} if options.no_token else {}))
+    try:
+        server = ViewServer(places, view_options, _parse_yaml)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno in _LISTENING else str(error)
+        print(
+            f"error: {options.host}:{options.port} cannot be listened on: {reason}; set another --host or --port", file=sys.stderr
+        )
+        return 1
+    if options.host not in LOOPBACK:
+        who = "whoever reaches it" if options.no_token else "whoever has this address"
+        print(f"warning: {options.host} is reached by other machines, over plain HTTP: {who} reads these runs", file=sys.stderr)
+    print(f"{len(server.catalogue.list_runs())} runs in {', '.join(map(str, places))}")
+    print(f"Open {server.address}", flush=True)
+    if options.open:
+        import webbrowser
+
+        webbrowser.open(server.address)
+    with suppress(KeyboardInterrupt):
+        server.run()
+    return 0
+
+
+def _parse_yaml(text: str) -> Any:
+    from strop.config.source import yaml_text  # slow to import, and seldom needed
+
+    return yaml_text.parse_value(text)

@@ -1,0 +1,92 @@
+"""A search for a text in rollouts of many steps: it goes on from request to request, each for a short time, and says how far it is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from strop.monitoring.rollout_index.arrow_numbers import to_numbers
+from strop.monitoring.rollout_index.rollout_filter import FoundRollouts
+from strop.monitoring.rollout_index.rollout_index import RolloutIndex
+from strop.monitoring.rollout_index.stored_rows import iter_texts
+
+SECONDS = 1.0  # of one request
+MOST_MATCHES = 100_000  # after which a search ends
+COLUMNS = ("completion", "prompt", "answer", "error", "output")
+
+
+class TextSearch:
+    """Looks for a text, in any case, in what the model wrote and read. The newest steps come first."""
+
+    def __init__(self, index: RolloutIndex, text: str) -> None:
+        self._index, self._text = index, text
+        self._lock = threading.Lock()
+        self._candidates: FoundRollouts | None = None
+        self._rows: dict[int, np.ndarray] = {}  # of the candidates, by step
+        self._steps: list[int] = []  # those to read; the newest is the last
+        self._done: set[int] = set()
+        self._matches: dict[int, np.ndarray] = {}  # rows by step
+        self._count = 0
+
+    def go_on(self, candidates: FoundRollouts, seconds: float = SECONDS) -> dict[str, Any]:
+        """Search for a while. Return how many steps of how many were searched, down to which, and whether that is all."""
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            if candidates is not self._candidates:
+                self._take_up(candidates)
+            while self._steps and self._count < MOST_MATCHES:
+                self._search(self._steps.pop())
+                if time.monotonic() > deadline:
+                    break
+            return {
+                "steps": len(self._done),
+                "of": len(self._done) + len(self._steps),
+                "down_to": min(self._done, default=None),
+                "complete": not self._steps,
+                "full": bool(self._steps) and self._count >= MOST_MATCHES,
+            }
+
+    def found(self, candidates: FoundRollouts) -> FoundRollouts:
+        """Return those of the candidates that have the text, as far as they were searched."""
+        with self._lock:
+            keys = [_make_keys(np.full(len(rows), step), rows) for step, rows in self._matches.items()]
+        matches = np.concatenate(keys or [np.empty(0, np.int64)])
+        return candidates.keep(np.isin(_make_keys(candidates.column("step"), candidates.column("row")), matches))
+
+    def _take_up(self, candidates: FoundRollouts) -> None:
+        """Take up the steps that are there now; those that were searched stay so."""
+        steps, rows = candidates.column("step"), candidates.column("row")
+        order = np.argsort(steps, kind="stable")
+        present, starts = np.unique(steps[order], return_index=True)
+        parts = np.split(rows[order], starts[1:])
+        self._rows = {int(step): part for step, part in zip(present, parts, strict=False) if int(step) not in self._done}
+        self._steps = sorted(self._rows)
+        self._candidates = candidates
+
+    def _search(self, step: int) -> None:
+        import pyarrow.compute as pc
+
+        path, rows = self._index.file(step), self._rows.pop(step)
+        self._done.add(step)
+        hits: list[int] = []
+        try:
+            for first, table in iter_texts(path, COLUMNS) if path is not None else ():
+                mask = np.zeros(table.num_rows, dtype=bool)
+                for column in table.columns:
+                    found = pc.match_substring(column, self._text, ignore_case=True)
+                    mask |= to_numbers(pc.fill_null(found, False), np.bool_)
+                hits += (first + np.flatnonzero(mask)).tolist()
+        except (OSError, ValueError):  # damaged, or removed meanwhile; the list says so of the step
+            return
+        matches = np.intersect1d(rows, np.array(hits, dtype=np.int64))
+        if len(matches):
+            self._matches[step] = matches
+            self._count += len(matches)
+
+
+def _make_keys(steps: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return one number for each rollout."""
+    return steps.astype(np.int64) << 32 | rows.astype(np.int64)

@@ -1,0 +1,117 @@
+"""The texts of tokens, by a run's tokenizer, read once without torch, without network and without code of the model.
+
+A ``tokenizer.json`` in the model's folder or in the hub's cache is read directly. Otherwise a process of its own loads the tokenizer as a
+run does (some models come as one file) and hands it over in that form.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from strop.monitoring.rollout_view.rollout_page import split_text
+from strop.safety.printable import make_printable
+
+log = logging.getLogger(__name__)
+
+FILE = "tokenizer.json"
+LOADING_SECONDS = 120.0
+LONGEST = 200_000  # tokens whose texts are made
+_LOAD = """
+import sys
+from strop.models.loading import load_tokenizer
+sys.stdout.write(load_tokenizer(sys.argv[1]).backend_tokenizer.to_str())
+"""
+
+
+class TokenTexts:
+    """The tokenizers of the runs that are shown, by name. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._tokenizers: dict[str, Any] = {}
+        self._locks: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def split(self, config: Mapping[str, Any], tokens: Sequence[int]) -> list[str] | None:
+        """Return the text of each token ([T]); None without the run's tokenizer."""
+        name = find_tokenizer_name(config)
+        tokenizer = None if name is None or not tokens or len(tokens) > LONGEST else self.load(name)
+        if tokenizer is None:
+            return None
+        try:
+            return [
+                make_printable(piece)
+                for piece in split_text(tokens, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))
+            ]
+        except Exception as error:  # ids beyond this tokenizer's: it is not the one that the run had
+            log.info("the tokens of a rollout cannot be written by %s: %s", name, error)
+            return None
+
+    def load(self, name: str) -> Any:
+        """Return a tokenizer by the name of its model; None, noted once, if it cannot be read."""
+        with self._lock:
+            lock = self._locks.setdefault(name, threading.Lock())
+        with lock:
+            if name not in self._tokenizers:
+                self._tokenizers[name] = _load(name)
+            return self._tokenizers[name]
+
+
+def find_tokenizer_name(config: Mapping[str, Any]) -> str | None:
+    """Return the name of a run's tokenizer: that of its model, unless it has another."""
+    policy = config.get("policy")
+    if not isinstance(policy, Mapping):
+        return None
+    tokenizer = policy.get("tokenizer")
+    own = tokenizer.get("name") if isinstance(tokenizer, Mapping) else None
+    name = own or policy.get("model_name")
+    return name if isinstance(name, str) and name else None
+
+
+def _load(name: str) -> Any:
+    try:
+        from tokenizers import Tokenizer
+
+        file = _find_file(name)
+        return Tokenizer.from_file(str(file)) if file is not None else Tokenizer.from_str(_load_elsewhere(name))
+    except Exception as error:  # tokenizers raises Exception itself
+        log.warning("tokens are shown without their texts, because the tokenizer %s cannot be read: %s", name, str(error)[:300])
+        return None
+
+
+def _find_file(name: str) -> Path | None:
+    """Return the tokenizer's file in a folder, or of a snapshot in the hub's cache."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder / FILE if (folder / FILE).is_file() else None
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub") / f"models--{name.replace('/', '--')}"
+    try:
+        snapshot = cache / "snapshots" / (cache / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return snapshot / FILE if (snapshot / FILE).is_file() else None
+
+
+def _load_elsewhere(name: str) -> str:
+    """Return the tokenizer as JSON, loaded by another process. Raises RuntimeError."""
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "STROP_TRUST_REMOTE_CODE": "0"}
+    outcome = subprocess.run(
+        [sys.executable, "-c", _LOAD, name],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=LOADING_SECONDS,
+        env={**os.environ, **offline},
+        stdin=subprocess.DEVNULL,
+    )
+    if outcome.returncode:
+        lines = outcome.stderr.strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"its process ended with {outcome.returncode}")
+    return outcome.stdout

@@ -1,0 +1,227 @@
+"""What the view answers: the routes of its HTTP API, all JSON, and the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER
+from strop.monitoring.rollout_store.stored_images import StoredImages
+from strop.packages import is_installed
+from strop.safety.printable import make_printable
+from strop.view.access_guard import LONGEST_BODY
+from strop.view.http_answers import answer_json, answering, read_count, read_filter, read_int, read_order, read_place
+from strop.view.page_files import read_page_file
+from strop.view.rollout_browser import RolloutBrowser
+from strop.view.run_catalogue import RunCatalogue
+from strop.view.run_status import describe_status
+from strop.view.star_file import STARS_FILE, change_star, read_stars
+from strop.view.token_texts import TokenTexts
+from strop.view.validation_browser import ValidationBrowser
+from strop.view.view_error import ViewError, clean_json
+from strop.view.viewed_run import ViewedRun, flatten
+
+LEDGER = "strop.ledger"  # a package that a version may lack
+POINTS = 2000
+IMAGE_TYPES = ((b"\x89PNG\r\n\x1a\n", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (b"RIFF", "image/webp"))
+LARGEST_REPLAY = 64 * 2**20  # bytes
+
+
+class ViewRoutes:
+    """Answers requests from the runs of a catalogue."""
+
+    def __init__(self, catalogue: RunCatalogue) -> None:
+        self.catalogue = catalogue
+        self._texts = TokenTexts()
+        self._browsers: dict[Path, tuple[RolloutBrowser, ValidationBrowser]] = {}
+
+    def make_app(self) -> Starlette:
+        place = "{step:int}/{group:int}/{sample:int}"
+        routes: dict[str, Callable[[Request], Any]] = {
+            "/api/runs": self.list_runs,
+            "/api/compare/config": self.compare_config,
+            "/api/stars/export": self.export_stars,
+            "/api/runs/{run}/metrics": self.metrics,
+            "/api/runs/{run}/status": self.status,
+            "/api/runs/{run}/config": self.config,
+            "/api/runs/{run}/rollouts": self.rollouts,
+            f"/api/runs/{{run}}/rollouts/{place}": self.rollout,
+            "/api/runs/{run}/groups/{step:int}/{group:int}": self.group,
+            "/api/runs/{run}/tasks": self.tasks,
+            "/api/runs/{run}/tasks/{task:path}": self.task,
+            "/api/runs/{run}/validation": self.validations,
+            "/api/runs/{run}/validation/{step:int}": self.validation,
+            f"/api/runs/{{run}}/ledger/{place}": self.ledger,
+            "/api/runs/{run}/replays": self.replays,
+            "/api/runs/{run}/images/{name}": self.image,
+        }
+        stars = "/api/runs/{run}/stars"
+        made = [Route(path, answering(answer), methods=["GET"]) for path, answer in routes.items()]
+        made += [Route(stars, answering(self.stars), methods=["GET"]), Route(stars, self.put_star, methods=["PUT"])]
+        made += [Route("/{name:path}", answering(self.page), methods=["GET"])]
+        return Starlette(routes=made)
+
+    def run(self, request: Request) -> ViewedRun:
+        return self.catalogue.find(request.path_params["run"])
+
+    def browsers(self, run: ViewedRun) -> tuple[RolloutBrowser, ValidationBrowser]:
+        if run.folder not in self._browsers or self._browsers[run.folder][0].run is not run:
+            self._browsers[run.folder] = (RolloutBrowser(run, self._texts), ValidationBrowser(run))
+        return self._browsers[run.folder]
+
+    def page(self, request: Request) -> Response:
+        name = request.path_params["name"] or "index.html"
+        found = None if name.startswith("api/") else read_page_file(name)
+        if found is None:
+            raise ViewError(f"there is no {make_printable(request.url.path)[:200]}")
+        content, kind = found
+        return Response(content, headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+
+    def list_runs(self, request: Request) -> Any:
+        described = []
+        for run in self.catalogue.list_runs():
+            try:
+                described.append(clean_json(run.describe()))
+            except OSError:  # removed meanwhile
+                continue
+        return described
+
+    def metrics(self, request: Request) -> Any:
+        history = self.run(request).metrics
+        names = [name for name in request.query_params.get("names", "").split(",") if name]
+        if not names:
+            return {"names": history.names(), "last_step": history.last_step()}
+        return history.series(names, read_int(request, "since"), read_count(request, "points", POINTS))
+
+    def status(self, request: Request) -> Any:
+        return describe_status(self.run(request))
+
+    def config(self, request: Request) -> Any:
+        run = self.run(request)
+        return clean_json({"text": make_printable(run.config_text()), "values": dict(flatten(run.config()))})
+
+    def compare_config(self, request: Request) -> Any:
+        first, second = (dict(flatten(self.catalogue.find(request.query_params.get(name, "")).config())) for name in ("a", "b"))
+        keys = [key for key in sorted({*first, *second}) if key not in first or key not in second or first[key] != second[key]]
+        return clean_json([{"key": key, "a": first.get(key), "b": second.get(key)} for key in keys])
+
+    def rollouts(self, request: Request) -> Any:
+        rollouts, validations = self.browsers(self.run(request))
+        text = request.query_params.get("text", "")[:1000]
+        page = (read_order(request), text, read_count(request, "from", 0), read_count(request, "limit", 50))
+        if request.query_params.get("validation") in ("1", "true"):
+            return validations.page(None, read_filter(request), *page)
+        return rollouts.list_rollouts(read_filter(request), *page)
+
+    def rollout(self, request: Request) -> Any:
+        rollouts, validations = self.browsers(self.run(request))
+        of_validation = request.query_params.get("validation") in ("1", "true")
+        return (validations.rollout if of_validation else rollouts.read)(*read_place(request))
+
+    def group(self, request: Request) -> Any:
+        step, group, _ = read_place(request)
+        return self.browsers(self.run(request))[0].read_group(step, group)
+
+    def tasks(self, request: Request) -> Any:
+        text = request.query_params.get("text", "")
+        return self.browsers(self.run(request))[0].list_tasks(
+            text, read_count(request, "from", 0), read_count(request, "limit", 50)
+        )
+
+    def task(self, request: Request) -> Any:
+        return self.browsers(self.run(request))[0].follow_task(request.path_params["task"], read_count(request, "limit", 60))
+
+    def validations(self, request: Request) -> Any:
+        return self.browsers(self.run(request))[1].list_validations()
+
+    def validation(self, request: Request) -> Any:
+        text, first, limit = (
+            request.query_params.get("text", ""),
+            read_count(request, "from", 0),
+            read_count(request, "limit", 50),
+        )
+        step = int(request.path_params["step"])
+        return self.browsers(self.run(request))[1].page(step, read_filter(request), read_order(request), text, first, limit)
+
+    def ledger(self, request: Request) -> Any:
+        run = self.run(request)
+        if not is_installed(LEDGER):
+            raise ViewError("this version of Strop has no token ledger")
+        try:
+            made = import_module(LEDGER).make_ledger(run.folder, *read_place(request))
+        except (ValueError, LookupError, OSError, ImportError, AttributeError) as error:
+            raise ViewError(f"no ledger of this rollout: {str(error)[:500]}") from None
+        return clean_json(made.to_json() if hasattr(made, "to_json") else made)
+
+    def replays(self, request: Request) -> Any:
+        found = []
+        for path in sorted((self.run(request).folder / "replays").glob("*.json")):
+            try:
+                if path.is_file() and path.stat().st_size <= LARGEST_REPLAY:
+                    found.append({"name": path.stem, "replay": clean_json(json.loads(path.read_text(encoding="utf-8")))})
+            except (OSError, ValueError):  # half-written
+                continue
+        return found
+
+    def stars(self, request: Request) -> Any:
+        return [vars(star) for star in read_stars(self.run(request).folder).values()]
+
+    async def put_star(self, request: Request) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > LONGEST_BODY:
+                return answer_json({"error": f"the request is larger than {LONGEST_BODY // 1024} kB"}, 413)
+        return await run_in_threadpool(answering(lambda asked: self._change_star(asked, body)), request)
+
+    def _change_star(self, request: Request, body: bytes) -> Any:
+        try:
+            values = json.loads(body)
+        except (ValueError, RecursionError):
+            raise ViewError("the star is not valid JSON", 400) from None
+        return [vars(star) for star in change_star(self.run(request).folder, values).values()]
+
+    def export_stars(self, request: Request) -> Response:
+        """Return the starred rollouts of one run or all, each with its run, its note and everything that is stored, as JSON lines."""
+        wanted = request.query_params.get("run")
+        runs: Sequence[ViewedRun] = [self.catalogue.find(wanted)] if wanted else self.catalogue.list_runs()
+        lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for run in runs for row in self._list_starred(run)]
+        name = quote(f"{wanted or 'runs'}_{STARS_FILE}")
+        headers = {"Content-Disposition": f'attachment; filename="{name}"', "Content-Type": "application/x-ndjson; charset=utf-8"}
+        return Response("".join(line + "\n" for line in lines).encode("utf-8", errors="replace"), headers=headers)
+
+    def _list_starred(self, run: ViewedRun) -> list[dict[str, Any]]:
+        rollouts, validations = self.browsers(run)
+        rows = []
+        for star in read_stars(run.folder).values():
+            named = {"run": run.id, "note": star.note, "validation": star.validation}
+            try:
+                read = validations.rollout if star.validation else rollouts.read
+                rows.append({**named, **read(star.step, star.group, star.sample)})
+            except ViewError as error:
+                rows.append({**named, "step": star.step, "group": star.group, "sample": star.sample, "error": str(error)})
+        return rows
+
+    def image(self, request: Request) -> Response:
+        run, name = self.run(request), request.path_params["name"].partition(".")[0]
+        if not (name.isascii() and name.isalnum()):
+            raise ViewError("an image is named by letters and digits", 400)
+        for folder in (run.folder / ROLLOUTS_FOLDER, run.validation().folder):
+            path = StoredImages(folder).find(name)
+            if path is not None:
+                content = path.read_bytes()
+                kind = next((kind for start, kind in IMAGE_TYPES if content.startswith(start)), None)
+                if kind is None or (kind == "image/webp" and content[8:12] != b"WEBP"):
+                    raise ViewError("this image is not PNG, JPEG or WebP, and is not shown", 415)
+                return Response(content, headers={"Content-Type": kind, "Content-Disposition": "inline"})
+        raise ViewError(f"the image {name[:80]} is not stored")

@@ -1,0 +1,208 @@
+"""One run as the view reads it: each of its files when it is asked for, and again when it changed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from strop.monitoring.config_history import HISTORY_FILE, read_finish
+from strop.monitoring.rollout_index.rollout_index import RolloutIndex
+from strop.monitoring.rollout_store.validation_samples import ValidationSamples
+from strop.monitoring.trackers.jsonl import METRICS_FILE
+from strop.monitoring.watchdog.doctor import ALIVE, find_verdict
+from strop.monitoring.watchdog.status import Status, read_status
+from strop.safety.redaction import REDACTED, SECRET
+from strop.view.metric_history import MetricHistory
+from strop.view.view_error import ViewError
+
+CONFIG_FILE = "config.yaml"
+KINDS = ("grpo", "ppo", "sft", "dpo", "rm", "distillation")  # sections of a configuration, and commands
+RECENT_SECONDS = 60.0  # a run without status.json that wrote metrics so recently counts as live
+
+
+class ViewedRun:
+    """A log folder."""
+
+    def __init__(self, id: str, folder: Path, parse_yaml: Callable[[str], Any]) -> None:
+        self.id, self.folder = id, folder
+        self._parse_yaml = parse_yaml
+        self._config: tuple[tuple[int, ...], Mapping[str, Any]] = ((), {})
+        self.metrics = MetricHistory(folder / METRICS_FILE)
+        self.rollouts = RolloutIndex(folder)
+
+    @cached_property
+    def name(self) -> str:
+        parent = self.folder.parent.name
+        return f"{parent}/{self.folder.name}" if self.folder.name in ("logs", "log") and parent else self.folder.name
+
+    @property
+    def updated(self) -> float | None:
+        """When the run wrote last (Unix time)."""
+        times = [when for name in (METRICS_FILE, "status.json", CONFIG_FILE) if (when := _changed(self.folder / name))]
+        return max(times, default=None)
+
+    def validation(self) -> ValidationSamples:
+        return ValidationSamples(self.folder)
+
+    def validation_steps(self) -> list[int]:
+        return self.validation().steps() if (self.folder / "validation").is_dir() else []
+
+    def status(self) -> Status | None:
+        """Read status.json; None if there is none. Raises ViewError for a file of another version or a half-written one."""
+        try:
+            return read_status(self.folder)
+        except (ValueError, OSError, AttributeError) as error:
+            raise ViewError(f"status.json cannot be read: {str(error)[:300]}", 422) from None
+
+    def is_live(self) -> bool:
+        try:
+            status = self.status()
+        except ViewError:
+            status = None
+        if status is not None:
+            return find_verdict(status)[0] in ALIVE
+        changed = _changed(self.folder / METRICS_FILE)
+        return changed is not None and time.time() - changed < RECENT_SECONDS and read_finish(self.folder) is None
+
+    def config(self) -> Mapping[str, Any]:
+        """Return the configuration as nested dicts, without secrets; empty if there is none. Raises ViewError."""
+        files = [self.folder / HISTORY_FILE, self.folder / CONFIG_FILE]
+        stamp = tuple(int((_changed(file) or 0) * 1e6) for file in files)
+        if self._config[0] != stamp:
+            self._config = (stamp, _hide_secrets(self._read_config()))
+        return self._config[1]
+
+    def _read_config(self) -> Mapping[str, Any]:
+        recorded = _read_history(self.folder / HISTORY_FILE)
+        if recorded is not None:  # JSON is read a hundred times as fast as YAML
+            return recorded
+        try:
+            values = self._parse_yaml((self.folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except Exception as error:  # YAML readers raise classes of their own
+            raise ViewError(f"{CONFIG_FILE} cannot be read: {str(error)[:300]}", 422) from None
+        return values if isinstance(values, dict) else {}
+
+    def config_text(self) -> str:
+        """Return config.yaml, without secrets."""
+        try:
+            text = (self.folder / CONFIG_FILE).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(_hide_secret_line(line) for line in text.split("\n"))
+
+    def kind(self) -> str:
+        """Return the command that the run was started with: grpo, sft, ..."""
+        config = self._config_or_nothing()
+        return next((kind for kind in KINDS if isinstance(config.get(kind), dict)), "")
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the list of runs says of it."""
+        config, kind = self._config_or_nothing(), self.kind()
+        steps = self.rollouts.steps()
+        try:
+            status = self.status()
+        except ViewError:
+            status = None
+        section = config.get(kind) or {}
+        return {
+            "id": self.id,
+            "name": str(config.get("run_name") or self.name),
+            "folder": str(self.folder),
+            "kind": kind,
+            "algorithm": _find(config, "algorithm", "name") or kind,
+            "model": _find(config, "policy", "model_name"),
+            "seed": section.get("seed"),
+            "live": self.is_live(),
+            "state": None if status is None else find_verdict(status)[0],
+            "step": max(self.metrics.last_step_on_disk(), 0 if status is None else status.step),
+            "max_steps": section.get("max_num_steps"),
+            "started": None if status is None else status.started,
+            "updated": self.updated,
+            "has_rollouts": bool(steps),
+            "steps_with_rollouts": [steps[0], steps[-1], len(steps)] if steps else None,
+            "validations": self.validation_steps(),
+        }
+
+    def _config_or_nothing(self) -> Mapping[str, Any]:
+        try:
+            return self.config()
+        except ViewError:
+            return {}
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every setting with its dotted key. A list is one value."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _find(values: Mapping[str, Any], *path: str) -> Any:
+    found: Any = values
+    for name in path:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _changed(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _read_history(path: Path) -> dict[str, Any] | None:
+    """Return the settings that held last, from the history of the configuration; None without one."""
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        config: dict[str, Any] = lines[0]["config"]
+        for line in lines[1:]:
+            for key, (_, new) in (line.get("changed") or {}).items():
+                _set(config, key.split("."), new)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _set(values: dict[str, Any], path: list[str], new: Any) -> None:
+    for name in path[:-1]:
+        values = values.setdefault(name, {})
+    values[path[-1]] = new
+
+
+def _hide_secrets(values: Any, inside: bool = False) -> Any:
+    """Return settings with the values of secret environment variables replaced."""
+    if not isinstance(values, dict):
+        return values
+    return {
+        name: REDACTED
+        if inside and SECRET.search(str(name)) and not isinstance(value, dict)
+        else _hide_secrets(value, inside or "env_vars" in str(name))
+        for name, value in values.items()
+    }
+
+
+def _hide_secret_line(line: str) -> str:
+    """Return a line of YAML without its value, if its key says that it is secret."""
+    match = re.fullmatch(r"(\s*[\"']?([A-Za-z0-9_]+)[\"']?:\s+)\S.*", line)
+    return f"{match[1]}{REDACTED}" if match and match[2].isupper() and SECRET.search(match[2]) else line
+
+
+def hide_secret_words(command: str) -> str:
+    """Return a command without secrets."""
+    from strop.safety.redaction import redact_arguments
+
+    try:
+        return shlex.join(redact_arguments(shlex.split(command)))
+    except ValueError:
+        return command
