@@ -57,7 +57,9 @@ def show(page: Any, view: str, text: str) -> None:
     """Go to a view by its address, and wait until it says ``text``."""
     page.evaluate("hash => { window.location.hash = hash; }", f"#/{view}")
     try:
-        page.wait_for_function("text => document.getElementById('main').textContent.replace(/\\s+/g, ' ').includes(text)", arg=text)
+        page.wait_for_function(
+            "text => document.getElementById('main').textContent.replace(/\\s+/g, ' ').includes(text)", arg=text
+        )
     except Exception as error:
         raise AssertionError(f"{view} does not say {text!r}; it says {page.inner_text('main')[:1500]}") from error
 

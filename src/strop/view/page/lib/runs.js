@@ -11,7 +11,7 @@ export function useRuns({ params }) {
   return useMemo(() => {
     const all = data ?? [];
     const named = (params.runs ?? "").split(",").filter(Boolean);
-    const chosen = named.length ? all.filter((run) => named.includes(run.id)) : all.slice(0, MOST_AT_ONCE);
+    const chosen = named.length ? named.map((id) => all.find((run) => run.id === id)).filter(Boolean) : all.slice(0, MOST_AT_ONCE);
     const run = all.find((each) => each.id === params.run) ?? chosen[0] ?? all[0] ?? null;
     const missing = params.run && data && !all.some((each) => each.id === params.run) ? params.run : null;
     return { all, chosen: chosen.length ? chosen : all.slice(0, 1), run, missing, error, loading: loading && !data };
