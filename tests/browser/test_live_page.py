@@ -13,7 +13,7 @@ import pytest
 
 from support.chromium import serve_view, show
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 SETTINGS = {
     "policy.max_total_sequence_length": 64, "policy.train_micro_batch_size": 4, "policy.precision": "float32", "policy.device": "cpu",
@@ -70,6 +70,6 @@ def test_a_live_run_is_followed(chromium: Any, open_page: Callable[..., Any], ti
 def open_page_when_started(open_page: Callable[..., Any], url: str, run: Any, folder: Path) -> Any:
     """Open the page before the run has a folder: it says so, and finds the run when there is one."""
     page = open_page(url, wait=False)
-    page.wait_for_selector("h1", timeout=120_000)
+    page.wait_for_selector(".card", timeout=240_000)
     assert run.poll() is None, (folder / "run.txt").read_text()
     return page
