@@ -28,7 +28,7 @@ SANDBOX := $(shell for pair in bwrap:bubblewrap gcc:gcc g++:g++ node:nodejs; do 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-fast test-all test-adapters test-sglang test-images test-gpu lint format docs site docs-check bench clean distclean setup-quickstart setup-dev setup-bench setup-vllm setup-sglang setup-sandbox
+.PHONY: help quickstart test test-fast test-all test-browser test-adapters test-sglang test-images test-gpu lint format docs site docs-check bench clean distclean setup-browser setup-quickstart setup-dev setup-bench setup-vllm setup-sglang setup-sandbox
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
@@ -47,6 +47,12 @@ test-fast: setup-dev ## the unit tests that take seconds
 
 test-all: setup-dev ## every test that needs no GPU
 	$(PYTEST) -m "not gpu" $(ARGS)
+
+# Whichever Chromium there is; Debian's by default.
+CHROMIUM ?= $(or $(shell command -v chromium || command -v chromium-browser || command -v google-chrome),/usr/bin/chromium)
+
+test-browser: setup-browser ## the page of `strop view` in a real Chromium: minutes
+	STROP_CHROMIUM=$(CHROMIUM) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/browser $(ARGS)
 
 # Packages that want other versions than Strop's get an environment each, over the one of the tests. nemo-gym asks for a newer Python
 # than it needs, and for more packages than its resource servers import.
@@ -145,6 +151,13 @@ setup-sandbox: ## install bubblewrap and the languages of sandboxed programs tha
 	else as_root=$$([ "$$(id -u)" = 0 ] || echo sudo); echo "Installing $(SANDBOX)"; \
 	    $$as_root apt-get install -qq -y $(SANDBOX) >/dev/null 2>&1 || \
 	    { $$as_root apt-get update -qq && $$as_root apt-get install -qq -y $(SANDBOX) >/dev/null; }; fi
+
+setup-browser: setup-dev $(VENV)/.with-browser ## install Chromium (Debian and Ubuntu; by sudo unless root) and the package that drives it
+	@if [ -x "$(CHROMIUM)" ]; then :; \
+	elif ! command -v apt-get >/dev/null; then echo "error: install Chromium with this system's packages, or name one: CHROMIUM=/path" >&2; exit 1; \
+	else as_root=$$([ "$$(id -u)" = 0 ] || echo sudo); echo "Installing chromium"; \
+	    $$as_root apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1 || \
+	    { $$as_root apt-get update -qq && $$as_root apt-get install -qq -y --no-install-recommends chromium >/dev/null; }; fi
 
 setup-vllm: $(VENV)/.with-vllm ## install vLLM: its CPU build, or on a machine with an NVIDIA GPU the ordinary one
 

@@ -48,6 +48,7 @@ class RolloutBrowser:
     def list_rollouts(self, wanted: RolloutFilter, order: str, text: str, first: int, limit: int) -> dict[str, Any]:
         """Return a page of the rollouts that a filter asks for."""
         self.prepare(wanted)
+        done, stored = self._index.progress()  # before the look: what is indexed meanwhile is for the next answer
         found = self.find(wanted, order)
         searched = None
         if text:
@@ -55,7 +56,6 @@ class RolloutBrowser:
             searched = search.go_on(found)
             found = search.found(found)
         rows = found.take(first, min(limit, MOST_ROWS))
-        done, stored = self._index.progress()
         return {
             "total": len(found),
             "from": first,
@@ -234,6 +234,7 @@ class RolloutBrowser:
     def list_tasks(self, text: str, first: int, limit: int) -> dict[str, Any]:
         """Return the tasks whose names hold a text, with how often they were sampled and their mean reward."""
         self.prepare(RolloutFilter())
+        done, stored = self._index.progress()  # before the look, as in a list of rollouts
         counts: dict[str, list[float]] = {}
         for segment in self._index.segments():
             scalars = segment.scalars
@@ -261,7 +262,6 @@ class RolloutBrowser:
             }
             for name in names[first : first + min(limit, MOST_ROWS)]
         ]
-        done, stored = self._index.progress()
         return {
             "total": len(names),
             "from": first,

@@ -75,7 +75,23 @@ export function isSampled(tokens, index) {
 }
 
 export function isMasked(tokens, index) {
-  return isSampled(tokens, index) && tokens.mask !== null && tokens.mask !== undefined && tokens.mask[index] === 0;
+  const mask = tokens.mask?.[index];
+  return isSampled(tokens, index) && mask !== null && mask !== undefined && !mask;
+}
+
+const REASONS = {
+  environment: "written by the environment",
+  left_out: "its rollout is left out of the loss",
+  overlong: "its rollout was cut at a limit of tokens",
+  sequence_error: "sampler and learner differ too much over its rollout",
+  rejected: "the correction rejects it",
+  not_selected: "the algorithm selects other tokens",
+  not_predicted: "it is not predicted: one value stands for the rollout",
+};
+
+/** Why a token is masked, in words. */
+export function describeReason(reason) {
+  return REASONS[reason] ?? (reason || "no reason was stored");
 }
 
 function hasNumbers(column) {

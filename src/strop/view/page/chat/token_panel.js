@@ -1,7 +1,7 @@
 // The numbers of the token that is looked at.
 import { html } from "../lib/ui.js";
-import { formatNumber, formatSigned, printable } from "../lib/format.js";
-import { isMasked, isSampled } from "./token_modes.js";
+import { formatNumber, formatShare, formatSigned, printable } from "../lib/format.js";
+import { describeReason, isMasked, isSampled } from "./token_modes.js";
 
 export function TokenPanel({ tokens, ledger, index }) {
   if (index === null || index < 0) {
@@ -17,7 +17,7 @@ function State({ tokens, index }) {
   if (!isSampled(tokens, index)) return html`<span class="pale">from the environment: read, not trained on</span>`;
   const reason = tokens.mask_reason?.[index];
   const state = [];
-  if (isMasked(tokens, index)) state.push(`masked: ${reason || "no reason was stored"}`);
+  if (isMasked(tokens, index)) state.push(`masked: ${describeReason(reason)}`);
   if (tokens.clipped?.[index]) state.push("clipped: no gradient from the objective");
   return state.length > 0 && html`<span class="bad">${state.join("; ")}</span>`;
 }
@@ -34,6 +34,7 @@ function facts(tokens, ledger, index) {
     ["entropy", known(read("entropy")) ? `${formatNumber(read("entropy"), 4)} nats` : null],
     ["KL to reference", known(read("reference_kl")) ? formatNumber(read("reference_kl"), 4) : null],
     ["correction", known(read("correction")) ? formatNumber(read("correction"), 4) : null],
+    ["share of the gradient", known(ledger?.share?.[index]) ? formatShare(ledger.share[index]) : null],
     ...Object.entries(ledger?.terms ?? {}).map(([name, values]) => [`ledger: ${name}`, known(values[index]) ? formatNumber(values[index], 4) : null]),
   ];
   return rows.filter(([name, value]) => value !== null && (isSampled(tokens, index) || name === "ledger"));

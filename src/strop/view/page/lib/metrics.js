@@ -44,8 +44,13 @@ class RunMetrics {
     this.announce();
   }
 
-  /** Fetch what is new of the names that are drawn. */
-  async follow() {
+  /** Fetch what is new of the names that are drawn. A run that went back, to resume at an earlier step, is read again. */
+  async follow(step) {
+    const seen = Math.max(-1, ...[...this.columns.values()].map((column) => column.steps.at(-1) ?? -1));
+    if (Number.isFinite(step) && step < seen) {
+      for (const [name, count] of this.wanted) if (count > 0) this.request(name);
+      return;
+    }
     const names = [...this.wanted].filter(([name, count]) => count > 0 && this.columns.has(name)).map(([name]) => name);
     const last = Math.max(-1, ...names.map((name) => this.columns.get(name).steps.at(-1) ?? -1));
     for (let start = 0; start < names.length; start += NAMES_AT_ONCE) {
@@ -129,5 +134,5 @@ export function useMetrics(runs, names) {
 /** Follow the runs that are live. One component of a view calls it. */
 export function useFollowing(runs) {
   const live = runs.filter((run) => run.live);
-  usePolling(live.length > 0, () => live.forEach((run) => metricsOf(run.id).follow().catch(() => {})));
+  usePolling(live.length > 0, () => live.forEach((run) => metricsOf(run.id).follow(run.step).catch(() => {})));
 }

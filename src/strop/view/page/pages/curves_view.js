@@ -30,6 +30,7 @@ export function CurvesView({ runs, params }) {
     isLog: params.log === "1",
     smoothing: Number(params.smooth ?? 0),
     zoom: zoom?.every(Number.isFinite) ? zoom : null,
+    range: wholeRange(runs.chosen, params.axis),
     onZoom: (range) => setParams({ zoom: range ? range.map((place) => Number(place.toPrecision(7))).join(":") : "" }),
   };
   useFollowing(runs.chosen);
@@ -112,12 +113,18 @@ export function sectionsOf(names) {
   return [...sections].sort(([a], [b]) => a.localeCompare(b));
 }
 
+/** All charts show the same steps, whichever of them a metric was logged in. */
+function wholeRange(runs, axis) {
+  const last = Math.max(0, ...runs.map((run) => run.step ?? 0));
+  return axis === "time" || last < 1 ? null : [0, last];
+}
+
 /** More points where the view is narrow. */
 function refine(runs, { zoom, axis }) {
   if (!zoom || axis !== "step") return;
   for (const run of runs) {
     const share = (zoom[1] - zoom[0]) / Math.max(run.step ?? 1, 1);
-    if (share < 0.5 && (run.step ?? 0) > 2000) metricsOf(run.id).refine(Math.min(Math.ceil(2000 / Math.max(share, 0.02)), 100_000));
+    if (share < 0.5 && (run.step ?? 0) > 2000) metricsOf(run.id).refine(Math.min(Math.ceil(2000 / Math.max(share, 0.02)), 20_000));
   }
 }
 

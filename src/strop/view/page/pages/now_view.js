@@ -14,31 +14,27 @@ export function NowView({ runs, run }) {
 }
 
 function Status({ data }) {
-  const status = data.status ?? data;
-  if (!status?.state) {
-    return html`<${Empty}>${data.reason ?? "This run has no status.json: it ended before there was one, or its folder was copied without it."}<//>
-      <${Incidents} data=${data} />`;
-  }
-  const age = data.heartbeat_age ?? (status.written ? Date.now() / 1000 - status.written : null);
-  const isSilent = status.state === "running" && age !== null && age > Math.max(4 * (status.interval ?? 5), 30);
+  const status = data;
+  if (!status.state) return html`<${Empty}>${status.why ?? "This run has no status.json."}<//><${Incidents} data=${data} />`;
+  const isWrong = status.state === "running" && !status.live;
   return html`
-    ${isSilent && html`<p class="notice">status.json says that it runs, but nobody has written it for ${formatDuration(age)}: the process has died, or is frozen.</p>`}
+    <p class=${isWrong ? "notice" : ""}><b>${status.verdict}</b>${status.why && status.why !== status.verdict ? `: ${status.why}` : ""}</p>
     ${status.error && html`<p class="notice">${status.error}</p>`}
     ${(status.troubles ?? []).map((text) => html`<p class="notice">${text}</p>`)}
     <div class="cards">
       <section class="card"><h3>State</h3><dl class="facts">
         <dt>state</dt><dd>${status.state}${data.live ? html` <span class="badge live">live</span>` : ""}</dd>
-        <dt>doing</dt><dd>${status.doing}</dd>
-        <dt>last step</dt><dd>${status.step >= 0 ? `${status.step}${status.stepped ? `, ${formatAgo(status.stepped)}` : ""}` : "none yet"}</dd>
-        <dt>heartbeat</dt><dd>${age === null ? "unknown" : `${formatDuration(age)} ago`}</dd>
+        <dt>${status.phase_is_current === false ? "did last" : "doing"}</dt><dd>${status.phase}</dd>
+        <dt>last step</dt><dd>${status.step > 0 ? `${status.step}${status.stepped ? `, ${formatAgo(status.stepped)}` : ""}` : "none yet"}</dd>
+        <dt>heartbeat</dt><dd>${status.heartbeat_age === null ? "unknown" : `${formatDuration(status.heartbeat_age)} ago`}</dd>
         ${status.loop_silent > 1 && html`<dt>event loop</dt><dd class="bad">blocked for ${formatDuration(status.loop_silent)}</dd>`}
         <dt>started</dt><dd>${formatTime(toSeconds(status.started))}</dd>
         <dt>command</dt><dd class="mono">${status.command}</dd>
         <dt>process</dt><dd>${[status.pid, status.host].filter(Boolean).join(" on ")}</dd>
-        ${status.checkpoints && html`<dt>checkpoints</dt><dd class="mono">${status.checkpoints}</dd>`}
+        ${status.checkpoint && html`<dt>checkpoint</dt><dd class="mono">${formatValue(status.checkpoint)}</dd>`}
         ${status.stacks && html`<dt>stacks</dt><dd class="mono">${status.stacks}</dd>`}
       </dl></section>
-      <section class="card"><h3>Who waits for whom</h3><${Waits} waits=${status.waits ?? []} written=${status.written} /></section>
+      <section class="card"><h3>Who waits for whom</h3><${Waits} waits=${status.waits ?? []} /></section>
       <section class="card"><h3>Versions</h3><dl class="facts">
         ${Object.entries(status.versions ?? {}).map(([name, version]) => html`<dt>${name}</dt><dd>${version}</dd>`)}</dl></section>
     </div>
@@ -72,22 +68,21 @@ function Waits({ waits }) {
 }
 
 function describeWait(wait) {
-  const duration = wait.seconds ?? wait.duration ?? wait.elapsed;
-  return [Number.isFinite(duration) ? `for ${formatDuration(duration)}` : "", wait.limit ? `limit ${formatDuration(wait.limit)}` : "", wait.kind].filter(Boolean).join(", ");
+  return [`for ${formatDuration(wait.seconds)}`, wait.overdue ? "too long" : "", wait.running ? "runs now" : "", wait.limit ? `limit ${formatDuration(wait.limit)}` : "", wait.kind].filter(Boolean).join(", ");
 }
 
-/** Warnings and incidents of the run, in whichever form they come: a text, or {when, text, step}. */
+/** Warnings of the run's health, {name, first, last, steps, now}, and what it reported, {when, text}. */
 function Incidents({ data }) {
-  const incidents = [...(data.incidents ?? []), ...(data.warnings ?? [])];
-  if (!incidents.length) return null;
+  const { warnings = [], incidents = [] } = data;
+  if (!warnings.length && !incidents.length) return null;
   return html`<h2>Warnings and incidents</h2>
-    ${incidents.map((each) => html`<p class="notice mild">${typeof each === "string" ? each : describeIncident(each)}</p>`)}`;
+    ${warnings.map((warning) => html`<p class="notice mild">${typeof warning === "string" ? warning : describeWarning(warning)}</p>`)}
+    ${incidents.map(({ when, text }) => html`<p class="notice mild">${when ? `${formatTime(toSeconds(when))}: ` : ""}${text}</p>`)}`;
 }
 
-function describeIncident({ when, step, text, name, ...rest }) {
-  const place = [step !== undefined && step !== null ? `step ${step}` : "", when ? formatTime(toSeconds(when)) : ""].filter(Boolean).join(", ");
-  const more = Object.entries(rest).map(([key, value]) => `${key} ${formatValue(value)}`).join(", ");
-  return [place && `${place}:`, name, text, more].filter(Boolean).join(" ");
+function describeWarning({ name, first, last, steps, now }) {
+  const place = first === last ? `at step ${first}` : `at ${steps} steps, from ${first} to ${last}`;
+  return `${name} ${place}${now ? ", and holds now" : ""}`;
 }
 
 function Entries({ title, entries }) {

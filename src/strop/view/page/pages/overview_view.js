@@ -6,6 +6,7 @@ import { linkTo } from "../lib/route.js";
 import { describeProgress, toggleRun } from "../lib/runs.js";
 import { compact, smooth } from "../lib/series.js";
 import { useApi } from "../lib/api.js";
+import { BreakableName } from "../parts/breakable_name.js";
 import { RunSwatch } from "../parts/run_swatch.js";
 import { Sparkline } from "../parts/sparkline.js";
 import { Title } from "../parts/title.js";
@@ -64,7 +65,7 @@ function RunCard({ run, index }) {
 
 function Figure({ name, column, index }) {
   const { x, y } = column ? compact({ x: column.steps, y: column.values }) : { x: [], y: [] };
-  return html`<tr><td><a href=${linkTo(["curves"], { find: name })}>${name.replace(/^train\//, "")}</a></td>
+  return html`<tr><td><a href=${linkTo(["curves"], { find: name })}><${BreakableName} name=${name.replace(/^train\//, "")} /></a></td>
     <td class="line"><${Sparkline} x=${x} y=${smooth(y, y.length > 30 ? 0.8 : 0)} index=${index} /></td>
     <td class="number">${formatNumber(y.at(-1))}</td></tr>`;
 }

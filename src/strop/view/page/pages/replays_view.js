@@ -1,46 +1,68 @@
 // Stored results of `strop replay`: a step again, under other settings.
 import { html } from "../lib/ui.js";
 import { useApi } from "../lib/api.js";
-import { formatTime, formatValue, printable, toSeconds } from "../lib/format.js";
+import { formatCount, formatNumber, formatTime, printable, toSeconds } from "../lib/format.js";
+import { rolloutLink } from "../lib/rollouts.js";
 import { linkTo } from "../lib/route.js";
 import { Answer, Empty } from "../parts/notice.js";
 import { RunSelect } from "../parts/run_picker.js";
 import { Title } from "../parts/title.js";
 
-const HEAD = new Set(["step", "name", "when", "created", "overrides", "command", "file"]);
+const MOVED_SHOWN = 10;
 
 export function ReplaysView({ runs, run }) {
   const replays = useApi(["runs", run.id, "replays"]);
   return html`<${Title} text=${`Replays: ${run.name}`} note="steps run again under other settings"><${RunSelect} runs=${runs} /><//>
-    <${Answer} of=${replays} what="the replays">${(data) => {
-      const rows = data.rows ?? data.replays ?? data;
-      if (!rows.length) return html`<${Empty}>No replay is stored. <code>strop replay ${run.folder ?? "RUN"} --step N loss_fn.ratio_clip_max=0.28</code> runs a step again and stores what came out here.<//>`;
-      return rows.map((replay, index) => html`<${Replay} key=${replay.file ?? index} replay=${replay} />`);
+    <${Answer} of=${replays} what="the replays">${(rows) => {
+      if (!rows.length) return html`<${Empty}>No replay is stored. <code>strop replay ${run.folder ?? "RUN"} --step N loss_fn.ratio_clip_max=0.28</code> runs a step again, and what came out is shown here.<//>`;
+      return [...rows].reverse().map(({ name, replay }) => html`<${Replay} key=${name} name=${name} replay=${replay} />`);
     }}<//>`;
 }
 
-function Replay({ replay }) {
-  const values = replay.result ?? replay;
-  const when = replay.when ?? replay.created;
-  const overrides = Array.isArray(replay.overrides) ? replay.overrides.join(" ") : replay.overrides ? formatValue(replay.overrides) : "";
-  const entries = Object.entries(values).filter(([name]) => !HEAD.has(name));
-  const plain = entries.filter(([, value]) => value === null || typeof value !== "object" || isListOfPlain(value));
-  return html`<section class="card"><header><h3>Step ${replay.step ?? "?"} ${overrides ? html`with <code>${printable(overrides)}</code>` : "without overrides"}</h3>
-      <span class="pale">${when ? formatTime(toSeconds(when)) : (replay.file ?? "")} <a href=${linkTo(["rollouts", String(replay.step)])}>its rollouts</a></span></header>
-    <dl class="facts">${plain.map(([name, value]) => html`<dt>${name}</dt><dd>${printable(formatValue(value))}</dd>`)}</dl>
-    ${entries.filter(([, value]) => value !== null && typeof value === "object" && !isListOfPlain(value)).map(([name, value]) => html`<h3>${name}</h3><${ValueTable} value=${value} />`)}
+function Replay({ name, replay }) {
+  const { step, overrides = [], as_it_was: before, changed: after } = replay;
+  const outcomes = [["as it was", before], ["changed", after]].filter(([, outcome]) => outcome);
+  return html`<section class="card"><header>
+      <h2>Step ${step} ${overrides.length ? html`with <code>${printable(overrides.join(" "))}</code>` : "without overrides"}</h2>
+      <span class="pale">${replay.time ? formatTime(toSeconds(replay.time)) : printable(name)} <a href=${linkTo(["rollouts", String(step)])}>its rollouts</a></span></header>
+    ${replay.exact === false && html`<p class="notice mild">It begins with the weights of ${printable(replay.weights)}, which are not those that the step began with.</p>`}
+    <${Reproduction} found=${replay.reproduction} />
+    ${outcomes.length > 0 && html`<${Outcomes} outcomes=${outcomes} replay=${replay} />`}
+    ${outcomes.map(([title, outcome]) => html`<${Moved} title=${title} step=${step} rollouts=${outcome.moved_most ?? []} />`)}
   </section><br />`;
 }
 
-const isListOfPlain = (value) => Array.isArray(value) && value.every((each) => each === null || typeof each !== "object");
+/** Whether the step as it was gave what the run logged. */
+function Reproduction({ found }) {
+  if (!found) return null;
+  const different = Object.entries(found.different ?? {});
+  if (!different.length) return html`<p class="good">✓ As it was, it gives what the run logged: ${found.compared} metrics are equal to the last digit.</p>`;
+  return html`<details><summary class="warn">As it was, ${different.length} of ${found.compared} metrics are not what the run logged.</summary>
+    <div class="scroll"><table><thead><tr><th>metric</th><th class="number">logged</th><th class="number">replayed</th></tr></thead><tbody>
+      ${different.map(([name, [logged, replayed]]) => html`<tr><td>${name}</td><td class="number">${formatNumber(logged, 8)}</td><td class="number">${formatNumber(replayed, 8)}</td></tr>`)}
+    </tbody></table></div></details>`;
+}
 
-/** A list of records as a table, or a record as names and values; a record of records has a row for each. */
-function ValueTable({ value }) {
-  if (!Array.isArray(value) && Object.values(value).every((each) => each === null || typeof each !== "object")) {
-    return html`<dl class="facts">${Object.entries(value).map(([name, each]) => html`<dt>${name}</dt><dd>${printable(formatValue(each))}</dd>`)}</dl>`;
-  }
-  const rows = Array.isArray(value) ? value : Object.entries(value).map(([name, each]) => (each && typeof each === "object" && !Array.isArray(each) ? { name, ...each } : { name, value: each }));
-  const names = [...new Set(rows.flatMap((row) => Object.keys(row ?? {})))];
-  return html`<div class="scroll"><table><thead><tr>${names.map((name) => html`<th>${name}</th>`)}</tr></thead>
-    <tbody>${rows.slice(0, 500).map((row) => html`<tr>${names.map((name) => html`<td class=${typeof row[name] === "number" ? "number" : ""}>${printable(formatValue(row[name]))}</td>`)}</tr>`)}</tbody></table></div>`;
+function Outcomes({ outcomes, replay }) {
+  const rows = [["loss", "loss"], ["norm of the gradient", "grad_norm"], ["tokens in the loss", "tokens"], ["clipped tokens", "clipped_tokens"]];
+  const facts = [
+    ["angle between the gradients", replay.gradient_degrees, "°"],
+    ["angle between the changes of the weights", replay.change_degrees, "°"],
+    ["size of the change, to that as it was", replay.change_ratio, " ×"],
+  ].filter(([, value]) => Number.isFinite(value));
+  return html`<div class="scroll"><table><thead><tr><th></th>${outcomes.map(([title]) => html`<th class="number">${title}</th>`)}</tr></thead><tbody>
+      ${rows.map(([title, key]) => html`<tr><td>${title}</td>${outcomes.map(([, outcome]) => html`<td class="number">${formatNumber(outcome[key], 6)}</td>`)}</tr>`)}
+    </tbody></table></div>
+    ${facts.length > 0 && html`<dl class="facts">${facts.map(([title, value, unit]) => html`<dt>${title}</dt><dd>${formatNumber(value, 4)}${unit}</dd>`)}</dl>`}`;
+}
+
+function Moved({ title, step, rollouts }) {
+  if (!rollouts.length) return null;
+  return html`<details><summary>Rollouts that move most, ${title}</summary><div class="scroll"><table>
+    <thead><tr><th>rollout</th><th>task</th><th class="number">reward</th><th class="number">advantage</th><th class="number">moved</th><th class="number">gradient</th><th class="number">tokens</th><th class="number">clipped</th></tr></thead>
+    <tbody>${rollouts.slice(0, MOVED_SHOWN).map(
+      (rollout) => html`<tr><td class="nowrap"><a href=${rolloutLink({ ...rollout, step })}>group ${rollout.group}, sample ${rollout.sample}</a></td><td>${printable(rollout.task_id)}</td>
+        ${[rollout.reward, rollout.advantage, rollout.moved, rollout.gradient].map((value) => html`<td class="number">${formatNumber(value, 4)}</td>`)}
+        ${[rollout.tokens, rollout.clipped].map((value) => html`<td class="number">${formatCount(value)}</td>`)}</tr>`,
+    )}</tbody></table></div></details>`;
 }

@@ -47,13 +47,22 @@ export function RolloutsView({ runs, run, path, params }) {
     <${Filters} run=${run} step=${step} params=${params} onStep=${(next) => goTo(next === "" ? ["rollouts"] : ["rollouts", next], params)} go=${go} />
     <${VirtualRows} source=${JSON.stringify([run.id, query])} label="Rollouts" what="rollouts" columns=${ROLLOUT_COLUMNS}
       fetchPage=${(from, limit, signal) => fetchRows(run, query, from, limit, signal)} href=${(row) => rolloutLink(row, { colour: params.colour })}
-      sort=${params.sort ?? ""} onSort=${(sort) => setParams({ sort })}
+      isLive=${run.live} sort=${params.sort ?? ""} onSort=${(sort) => setParams({ sort })}
       emptyText=${html`No rollout is like this. <a href="#" onClick=${clear}>Clear the filters</a>`} />`;
+}
+
+/** How far the server has read: {note, isPartial}. */
+export function describeReading({ searched, indexed, unreadable }) {
+  const notes = [];
+  if (indexed && !indexed.complete) notes.push(`${indexed.steps} of ${indexed.of} steps are indexed so far`);
+  if (searched && !searched.complete) notes.push(`searched ${searched.steps} of ${searched.of} steps${searched.full ? ", and stopped: too many have this text" : ""}`);
+  if (unreadable?.length) notes.push(`${unreadable.length} steps cannot be read: ${unreadable[0]}`);
+  return { note: notes.join("; "), isPartial: Boolean((indexed && !indexed.complete) || (searched && !searched.complete && !searched.full)) };
 }
 
 export async function fetchRows(run, query, from, limit, signal) {
   const answer = await fetchJson(["runs", run.id, "rollouts"], { ...query, from, limit }, { signal });
-  return { ...answer, note: answer.note ?? answer.searched ?? "" };
+  return { ...answer, ...describeReading(answer) };
 }
 
 /** The search, the step and the order; the other filters are folded away where the window is narrow. */
@@ -63,7 +72,7 @@ function Filters({ run, step, params, onStep, go }) {
   return html`<div class="toolbar" role="search">
     <label class="wide"><${TextFilter} key=${run.id} value=${params.text ?? ""} /></label>
     <label>step <button type="button" title="[" aria-label="step before" onClick=${() => go(-1)}>‹</button>
-      <input type="number" min="0" placeholder="all" value=${step} onChange=${(event) => onStep(event.target.value)} />
+      <input type="number" min="0" placeholder="all" aria-label="step" value=${step} onChange=${(event) => onStep(event.target.value)} />
       <button type="button" title="]" aria-label="next step" onClick=${() => go(1)}>›</button></label>
     <${SortSelect} sort=${params.sort ?? ""} />
     <${Folded} count=${FOLDED.filter((name) => params[name]).length}>

@@ -9,7 +9,7 @@ import { Answer, Empty } from "../parts/notice.js";
 import { RunSelect } from "../parts/run_picker.js";
 import { Title } from "../parts/title.js";
 
-const STEPS_AT_ONCE = 20;
+const STEPS_AT_FIRST = 8; // spread over the run
 
 export function TaskView({ runs, run, path }) {
   const task = path.join("/");
@@ -19,12 +19,18 @@ export function TaskView({ runs, run, path }) {
 }
 
 function Steps({ steps, note }) {
-  const [limit, setLimit] = useState(STEPS_AT_ONCE);
+  const [isWhole, setWhole] = useState(false);
   if (!steps.length) return html`<${Empty}>No rollout of this task is stored.<//>`;
   return html`${note && html`<p class="pale">${note}</p>`}
     ${steps.length > 1 && html`<section class="chart"><header><h3>reward, mean with lowest and highest</h3></header><${Chart} name="reward" lines=${[rewardLine(steps)]} height=${160} /></section>`}
-    ${steps.slice(0, limit).map((each) => html`<${Step} key=${each.step} step=${each.step} rollouts=${each.rollouts} />`)}
-    ${steps.length > limit && html`<p><button type="button" onClick=${() => setLimit(limit + STEPS_AT_ONCE)}>Show more of ${steps.length} steps</button></p>`}`;
+    ${(isWhole ? steps : spread(steps, STEPS_AT_FIRST)).map((each) => html`<${Step} key=${each.step} step=${each.step} rollouts=${each.rollouts} />`)}
+    ${!isWhole && steps.length > STEPS_AT_FIRST && html`<p><button type="button" onClick=${() => setWhole(true)}>Show all ${steps.length} steps</button></p>`}`;
+}
+
+/** The first, the last, and some between. */
+function spread(steps, count) {
+  if (steps.length <= count) return steps;
+  return Array.from({ length: count }, (_, index) => steps[Math.round((index * (steps.length - 1)) / (count - 1))]);
 }
 
 function rewardLine(steps) {

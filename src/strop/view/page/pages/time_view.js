@@ -16,6 +16,7 @@ const PREFIX = "timing/train/";
 const WHOLE = PREFIX + "total_step_time";
 // In the order of a step. `offload` is a part of two of them.
 const PARTS = ["generation", "drain", "packing", "logprobs", "policy_training", "weight_sync", "storing", "validation", "checkpointing"];
+const COLOURS = [0, 1, 2, 3, 6, 5, 8, 7, 4]; // of each part, so that neighbours differ
 const REST = "the rest";
 const REST_STYLE = () => ({ colour: readColour("--rest"), dash: [], variable: "var(--rest)" });
 
@@ -61,7 +62,7 @@ function makeTable(columns, parts) {
   return {
     steps,
     total: total.map((value) => value ?? 0),
-    parts: [...named, { name: REST, values: rest }].map((part, index) => ({ ...part, style: part.name === REST ? REST_STYLE() : seriesStyle(index) })),
+    parts: [...named, { name: REST, values: rest }].map((part) => ({ ...part, style: part.name === REST ? REST_STYLE() : seriesStyle(COLOURS[PARTS.indexOf(part.name)]) })),
   };
 }
 

@@ -9,6 +9,7 @@ import { Chat } from "../chat/chat.js";
 import { MetricChart } from "../parts/metric_chart.js";
 import { Answer, Empty } from "../parts/notice.js";
 import { RunSelect } from "../parts/run_picker.js";
+import { StarButton } from "../parts/star_button.js";
 import { Title } from "../parts/title.js";
 import { VirtualRows } from "../parts/virtual_rows.js";
 
@@ -54,7 +55,7 @@ function Sample({ run, step, at }) {
   const [group, sample] = at.split("-");
   const answer = useApi(["runs", run.id, "rollouts", step, group, sample], { validation: 1 });
   return html`<${Answer} of=${answer} what="the sample">${(rollout) => html`
-    <h2>${rollout.task}, sample ${rollout.sample}: reward ${formatNumber(rollout.reward, 4)}</h2>
+    <h2>${rollout.task}, sample ${rollout.sample}: reward ${formatNumber(rollout.reward, 4)} <${StarButton} run=${run} rollout=${rollout} validation=${true} /></h2>
     <p class="pale">${rollout.ending || "no ending"}${rollout.answer ? html`; reference answer <b class="mono">${printable(rollout.answer)}</b>` : ""}
       ${Object.entries(rollout.metrics ?? {}).map(([name, value]) => html`; ${name} ${formatNumber(value, 4)}`)}</p>
     <${Chat} rollout=${rollout} runId=${run.id} />`}<//>`;

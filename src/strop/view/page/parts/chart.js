@@ -104,7 +104,7 @@ function makeOptions({ drawn, axis, isLog, height, width, latest, setAt }) {
   return {
     width: Math.max(width, 80),
     height,
-    scales: { x: { time: false }, y: isLog ? { distr: 3 } : { range: widenFlat } },
+    scales: { x: { time: false }, y: isLog ? { distr: 3 } : { range: drawn.some((line) => line.shade !== undefined) ? fromZero : widenFlat } },
     axes: [
       { ...common, size: 28, values: axis === "step" ? undefined : (plot, places) => places.map(formatAxisTime) },
       { ...common, size: 56, values: isLog ? undefined : (plot, places) => places.map((value) => formatNumber(value, 4)) },
@@ -167,6 +167,11 @@ function widenFlat(plot, min, max) {
   if (min === null || max === null) return [0, 1];
   const room = Math.max((max - min) * 0.08, Math.abs(max) * 1e-3, 1e-9);
   return [min >= 0 && min - room < 0 ? Math.min(0, min) : min - room, max + room];
+}
+
+/** What is stacked stands on zero. */
+function fromZero(plot, min, max) {
+  return [0, max > 0 ? max * 1.05 : 1];
 }
 
 function formatAxisTime(seconds) {

@@ -4,13 +4,15 @@ import { useMetrics } from "../lib/metrics.js";
 import { seriesStyle } from "../lib/palette.js";
 import { compact, meanOf, smooth } from "../lib/series.js";
 import { useTheme } from "../lib/theme.js";
+import { BreakableName } from "./breakable_name.js";
 import { Chart } from "./chart.js";
 
-/** `groups` are runs drawn as one line each: [[run, ...], ...]. `view` is {axis, isLog, smoothing, zoom, onZoom}. */
+/** `groups` are runs drawn as one line each: [[run, ...], ...]. `view` is {axis, isLog, smoothing, zoom, range, onZoom}: without
+ * a zoom the chart shows `range`, or all. */
 export function MetricChart({ name, groups, view, actions, height }) {
   const [element, isSeen] = useSeen();
   return html`<section class="chart" ref=${element} data-metric=${name}>
-    <header><h3>${name}</h3>${actions}</header>
+    <header><h3><${BreakableName} name=${name} /></h3>${actions}</header>
     ${isSeen ? html`<${SeenChart} name=${name} groups=${groups} view=${view} height=${height} />` : html`<div class="plot"></div><div class="readout"></div>`}
   </section>`;
 }
@@ -24,7 +26,7 @@ function SeenChart({ name, groups, view, height }) {
     [...parts, parts.length, view.axis, view.smoothing, theme, JSON.stringify(groups.map((runs) => runs.map((run) => run.id)))],
   );
   if (parts.some((part) => part === undefined)) return html`<div class="plot"></div><div class="readout">loading</div>`;
-  return html`<${Chart} name=${name} lines=${lines} axis=${view.axis} isLog=${view.isLog} zoom=${view.zoom} onZoom=${view.onZoom} height=${height} />`;
+  return html`<${Chart} name=${name} lines=${lines} axis=${view.axis} isLog=${view.isLog} zoom=${view.zoom ?? view.range} onZoom=${view.onZoom} height=${height} />`;
 }
 
 function makeLine(runs, index, columns, name, { axis, smoothing }) {
@@ -36,7 +38,7 @@ function makeLine(runs, index, columns, name, { axis, smoothing }) {
       const isRough = low?.some((value, place) => value !== high[place]);
       return { x, y: smooth(y, smoothing), low: isRough ? low : null, high: isRough ? high : null };
     });
-  const label = runs.length > 1 ? `${runs[0].name} and ${runs.length - 1} more seeds` : runs[0].name;
+  const label = runs.length > 1 ? `${runs[0].name} and ${runs.length - 1} more seed${runs.length > 2 ? "s" : ""}` : runs[0].name;
   const line = series.length > 1 ? meanOf(series) : (series[0] ?? { x: [], y: [], low: null, high: null });
   return { label, style: seriesStyle(index), ...line };
 }

@@ -6,11 +6,12 @@ import { useRuns } from "../lib/runs.js";
 import { setTheme, useTheme } from "../lib/theme.js";
 import { VIEWS, viewOf } from "../pages/views.js";
 import { KeyHelp } from "./key_help.js";
+import { Title } from "./title.js";
 import { Empty, ErrorNotice, Loading } from "./notice.js";
 
 export function Shell() {
   const route = useRoute();
-  const runs = useRuns();
+  const runs = useRuns(route);
   const theme = useTheme();
   const [isHelping, setHelping] = useState(false);
   const view = viewOf(route.path[0]);
@@ -59,7 +60,7 @@ function Content({ route, runs, view }) {
   if (!view) return html`<${Empty}>There is no view "${route.path[0]}".<//>`;
   if (!runs.all.length) {
     if (runs.error) return html`<${ErrorNotice} error=${runs.error} />`;
-    return runs.loading ? html`<${Loading} what="runs" />` : html`<${Empty}>No run yet: the folders that were given to \`strop view\` hold no config.yaml. The page looks again every two seconds.<//>`;
+    return runs.loading ? html`<${Loading} what="runs" />` : html`<${Title} text="No run yet" /><${Empty}>The folders that were given to \`strop view\` hold no config.yaml. The page looks again every two seconds.<//>`;
   }
   if (runs.missing && !view.isOfRuns) return html`<${Empty}>There is no run "${runs.missing}" any more. <a href=${linkTo(["overview"], { run: "", runs: "" })}>All runs</a><//>`;
   return html`<${ErrorNotice} error=${runs.error} /><${view.component} runs=${runs} run=${runs.run} path=${route.path.slice(1)} params=${route.params} />`;

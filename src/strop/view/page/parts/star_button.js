@@ -1,16 +1,21 @@
 // Marks a rollout as an example to keep, with a note.
-import { html, useState } from "../lib/ui.js";
-import { fetchJson } from "../lib/api.js";
+import { html, useEffect, useState } from "../lib/ui.js";
+import { fetchJson, useApi } from "../lib/api.js";
 import { useKeys } from "../lib/keys.js";
 
-export function StarButton({ run, rollout }) {
+export function StarButton({ run, rollout, validation = false }) {
   const [isStarred, setStarred] = useState(Boolean(rollout.starred));
-  const [note, setNote] = useState(rollout.note ?? "");
+  const [note, setNote] = useState("");
+  const stars = useApi(rollout.starred ? ["runs", run.id, "stars"] : null);
+  useEffect(() => {
+    const isThis = (star) => ["step", "group", "sample"].every((name) => star[name] === rollout[name]) && Boolean(star.validation) === validation;
+    setNote(stars.data?.find(isThis)?.note ?? "");
+  }, [stars.data]);
   const [error, setError] = useState(null);
   const store = (starred, text) => {
     const { step, group, sample } = rollout;
     setStarred(starred);
-    fetchJson(["runs", run.id, "stars"], {}, { method: "PUT", body: { step, group, sample, starred, note: text } })
+    fetchJson(["runs", run.id, "stars"], {}, { method: "PUT", body: { step, group, sample, starred, note: text, validation } })
       .then(() => setError(null))
       .catch((problem) => {
         setStarred(!starred);

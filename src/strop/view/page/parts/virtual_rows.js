@@ -1,6 +1,7 @@
 // A list of any length, of which only the visible rows exist. Pages of rows are fetched when they come into sight; requests for pages
 // that are out of sight again are given up.
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "../lib/ui.js";
+import { POLL_SECONDS } from "../lib/api.js";
 import { useKeys } from "../lib/keys.js";
 import { useNarrow } from "../lib/narrow.js";
 import { formatCount } from "../lib/format.js";
@@ -12,10 +13,10 @@ const TALLEST = 6_000_000; // pixels; browsers draw nothing beyond some tens of 
 const OVERSCAN = 6;
 
 /**
- * `fetchPage(from, limit, signal)` answers {total, rows}; `source` names what it reads: when it changes the list starts anew. `columns` are
+ * `fetchPage(from, limit, signal)` answers {total, rows, note, isPartial}: a partial answer is asked for again, as is that of a live run; `source` names what it reads: when it changes the list starts anew. `columns` are
  * [{title, width, cell(row), isNumber, isLong, sort}]. `href(row)` is where a row leads. A narrow list shows two lines a row.
  */
-export function VirtualRows({ source, fetchPage, columns, href, sort, onSort, what = "rows", emptyText, label }) {
+export function VirtualRows({ source, fetchPage, columns, href, sort, onSort, what = "rows", emptyText, label, isLive = false }) {
   const pages = usePages(source, fetchPage);
   const isNarrow = useNarrow();
   const rowHeight = isNarrow ? 54 : 32;
@@ -26,6 +27,11 @@ export function VirtualRows({ source, fetchPage, columns, href, sort, onSort, wh
   const first = Math.max(Math.floor(scroll.top / rowHeight) - OVERSCAN, 0);
   const last = Math.min(Math.ceil((scroll.top + scroll.height) / rowHeight) + OVERSCAN, pages.total ?? PAGE);
   useEffect(() => pages.need(first, last), [first, last, source]);
+  useEffect(() => {
+    if (!isLive && !pages.isPartial) return undefined;
+    const timer = setInterval(() => document.hidden || pages.refresh(first, last), (pages.isPartial ? 1 : POLL_SECONDS) * 1000);
+    return () => clearInterval(timer);
+  }, [isLive, pages.isPartial, first, last, source]);
 
   const move = (by) => {
     const next = Math.min(Math.max(current + by, 0), Math.max((pages.total ?? 1) - 1, 0));
@@ -47,7 +53,7 @@ export function VirtualRows({ source, fetchPage, columns, href, sort, onSort, wh
 
   if (pages.error && pages.total === null) return html`<${ErrorNotice} error=${pages.error} />`;
   if (pages.total === null) return html`<${Loading} what=${what} />`;
-  if (pages.total === 0) return html`<${Empty}>${emptyText}<//>`;
+  if (pages.total === 0) return html`<${Empty}>${pages.isPartial ? `Nothing yet. ${pages.note}` : html`${emptyText} ${pages.note}`}<//>`;
   const template = shown.map((column) => (isNarrow && column.isLong ? "" : column.width)).filter(Boolean).join(" ");
   const style = { "--columns": template, "--row": `${rowHeight}px`, "--height": `min(70vh, ${Math.max(pages.total, 3) * rowHeight + 2}px)` };
   return html`<${ErrorNotice} error=${pages.error} />
@@ -90,7 +96,7 @@ function Heading({ column, sort, onSort }) {
 /** Pages of rows, the most recently seen ones. */
 function usePages(source, fetchPage) {
   const [, redraw] = useState(0);
-  const state = useMemo(() => ({ pages: new Map(), underway: new Map(), total: null, error: null, note: "" }), [source]);
+  const state = useMemo(() => ({ pages: new Map(), underway: new Map(), total: null, error: null, note: "", isPartial: false }), [source]);
   useEffect(() => () => state.underway.forEach((given) => given.abort()), [state]);
 
   const fetchOne = async (number) => {
@@ -98,9 +104,9 @@ function usePages(source, fetchPage) {
     state.underway.set(number, given);
     try {
       const answer = await fetchPage(number * PAGE, PAGE, given.signal);
+      if (state.total !== null && state.total !== answer.total) state.pages.clear(); // rows have moved
       state.pages.set(number, answer.rows);
-      state.total = answer.total;
-      state.note = answer.note ?? "";
+      Object.assign(state, { total: answer.total, note: answer.note ?? "", isPartial: Boolean(answer.isPartial) });
       state.error = null;
       for (const old of [...state.pages.keys()].slice(0, -MAX_PAGES)) state.pages.delete(old);
     } catch (error) {
@@ -116,9 +122,13 @@ function usePages(source, fetchPage) {
     total: state.total,
     error: state.error,
     note: state.note,
+    isPartial: state.isPartial,
+    refresh(first, last) {
+      for (const number of pagesOf(first, last)) if (!state.underway.has(number)) fetchOne(number);
+    },
     row: (index) => state.pages.get(Math.floor(index / PAGE))?.[index % PAGE],
     need(first, last) {
-      const wanted = range(Math.floor(first / PAGE), Math.floor(Math.max(last - 1, first) / PAGE) + 1);
+      const wanted = pagesOf(first, last);
       for (const [number, given] of state.underway) if (!wanted.includes(number)) given.abort();
       const timer = setTimeout(() => {
         for (const number of wanted) if (!state.pages.has(number) && !state.underway.has(number)) fetchOne(number);
@@ -184,6 +194,10 @@ function useScroll(count, rowHeight, source) {
       latest.current.real = element.current.scrollTop; // as the browser rounds it
     },
   };
+}
+
+function pagesOf(first, last) {
+  return range(Math.floor(first / PAGE), Math.floor(Math.max(last - 1, first) / PAGE) + 1);
 }
 
 function range(first, last) {
