@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser, print_config_error
+from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser, plain_warnings, print_config_error
 
 if TYPE_CHECKING:
     from strop.config import TrainingRunConfig
@@ -78,8 +78,8 @@ def _make(options: argparse.Namespace) -> Any:
     from strop.planning.plan_inputs import Lengths, read_inputs
 
     config = _load(options)
-    model = _read_model(config, options.model_config)
     device = _find_device(config, options.hardware)
+    model = _read_model(config, options.model_config)
     lengths = Lengths(prompt=options.prompt_tokens, completion=options.completion_tokens)
     return make_plan(read_inputs(config, model, device, lengths), options.price)
 
@@ -87,11 +87,10 @@ def _make(options: argparse.Namespace) -> Any:
 def _load(options: argparse.Namespace) -> TrainingRunConfig:
     """Load the configuration of a training run of any kind, with the devices that are asked for. Raises ConfigError, ValueError."""
     from strop.config import TRAINING_RUNS, load_config
-    from strop.config.source import yaml_text
+    from strop.config.load.load import read_config_file
 
-    values = yaml_text.parse_value(options.config.read_text(encoding="utf-8"))
-    sections = [section for section in TRAINING_RUNS if isinstance(values, Mapping) and section in values]
-    sections = sections or ["grpo"]
+    values = read_config_file(options.config).values
+    section = next((section for section in TRAINING_RUNS if section in values), "grpo")
     overrides = list(options.overrides)
     if options.devices is not None:
         per_node = min(options.devices, 8)
@@ -101,7 +100,7 @@ def _load(options: argparse.Namespace) -> TrainingRunConfig:
             )
         overrides += [f"cluster.gpus_per_node={per_node}", f"cluster.num_nodes={options.devices // per_node}"]
     has_gpus = None if options.hardware == THIS_MACHINE else True if options.hardware or options.devices else None
-    return load_config(options.config, overrides, root=TRAINING_RUNS[sections[0]], has_gpus=has_gpus, check=False).config
+    return load_config(options.config, overrides, root=TRAINING_RUNS[section], has_gpus=has_gpus, check=False).config
 
 
 def _read_model(config: TrainingRunConfig, file: Path | None) -> ModelSize:
@@ -115,7 +114,8 @@ def _read_model(config: TrainingRunConfig, file: Path | None) -> ModelSize:
         from strop.models.loading import ModelNotFound, read_model_config
 
         try:
-            values = read_model_config(name).to_dict()
+            with plain_warnings():
+                values = read_model_config(name).to_dict()
         except ModelNotFound as error:
             raise ValueError(f"{error}; or give its config.json with --model-config FILE") from error
     return ModelSize.from_config(name, {**values, **config.policy.hf_config_overrides})

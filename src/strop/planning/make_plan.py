@@ -165,11 +165,12 @@ def _fits(inputs: PlanInputs, setup: LearnerSetup, room: float) -> bool:
 
 def find_weakest(inputs: PlanInputs, phases: tuple[PhaseMemory, ...]) -> str:
     """Say which phase has the least room, and how far what fills it may grow."""
-    tightest = max(phases, key=lambda phase: phase.peak / phase.limit if phase.phase != "generation" else 0.0)
+    fullest = max(phases, key=lambda phase: phase.peak / phase.limit)
+    if not fullest.fits:
+        biggest = max(fullest.parts, key=lambda name: fullest.parts[name])
+        return f"{fullest.phase} does not fit: it takes {fullest.peak / fullest.limit:.0%} of a device's memory, most of it {biggest}"
+    tightest = max((phase for phase in phases if phase.phase == "training"), key=lambda phase: phase.peak)
     share = tightest.peak / tightest.limit
-    if tightest.peak > tightest.limit:
-        biggest = max(tightest.parts, key=lambda name: tightest.parts[name])
-        return f"{tightest.phase} does not fit: it takes {share:.0%} of a device's memory, most of it {biggest}"
     tokens = inputs.learner.tokens
     room = tightest.limit - tightest.peak
     learner = LearnerMemory(inputs.model, inputs.learner)

@@ -30,7 +30,7 @@ def draw_plan(plan: RunPlan, target: Path) -> Path:
     memory.axvline(limit, color="black", linestyle="--", linewidth=1)
     memory.set_yticks(range(len(phases)), [phase.phase for phase in phases])
     memory.set_xlim(0, 1.12 * max(limit, *(phase.peak / GIB for phase in phases)))
-    memory.set_xlabel(f"GiB of a {plan.device.name}; dashed: what can be used")
+    memory.set_xlabel(f"GiB on {plan.device.name}; dashed: what can be used")
     memory.set_title(f"{plan.model} on {plan.training_devices} x {plan.device.name}", loc="left")
     memory.legend(
         [memory.barh(0, 0, color=colours[name]) for name in names],
