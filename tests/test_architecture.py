@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("config",),
     ("build",),
-    ("results", "view"),
+    ("results", "view", "planning"),
     ("cli", "api"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

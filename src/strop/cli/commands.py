@@ -26,6 +26,7 @@ from strop.cli.config_command import config
 from strop.cli.eval_command import evaluate
 from strop.cli.export_command import export
 from strop.cli.init_command import init
+from strop.cli.plan_command import plan
 from strop.cli.plot_command import plot
 from strop.cli.reports.report_command import report
 from strop.cli.rollouts_command import rollouts
@@ -72,6 +73,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "env": Command(env, "check tasks and rewards without a model: strop env check"),
         "data": Command(data, "check data before a run: strop data check"),
         "cluster": Command(cluster, "check the nodes before a run: strop cluster check"),
+        "plan": Command(plan, "say what a run will need: memory, time, cost"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

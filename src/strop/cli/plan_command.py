@@ -1,0 +1,135 @@
+"""``strop plan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser, plain_warnings, print_config_error
+
+if TYPE_CHECKING:
+    from strop.config import TrainingRunConfig
+    from strop.hardware.devices import Device
+    from strop.planning.model_size import ModelSize
+
+THIS_MACHINE = "this"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = RunParser(
+        prog="strop plan",
+        description="Say what a run will need before it starts: memory by phase, time of a step, cost, and settings that would fit.",
+        epilog="strop plan grpo.yaml --hardware h100 --devices 64 --price 2.5\nstrop plan quickstart.yaml --json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="the YAML file of a training run")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES_HELP)
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME",
+        help="a device of the table, such as h100; this: this machine's CPU, measured (default: by the run)",
+    )
+    parser.add_argument("--devices", type=int, metavar="N", help="plan for N devices, in place of the configuration's nodes")
+    parser.add_argument("--price", type=float, metavar="P", help="price of a device for an hour")
+    parser.add_argument("--model-config", type=Path, metavar="FILE", help="config.json of the model, where the model is not here")
+    parser.add_argument("--prompt-tokens", type=float, metavar="N", help="tokens of a prompt, on average")
+    parser.add_argument("--completion-tokens", type=float, metavar="N", help="tokens of a completion or an example, on average")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw the plan to a PNG file")
+    return parser
+
+
+def plan(arguments: Sequence[str], command_line: str) -> int:
+    """Run ``strop plan``. Return 0, 1 for a run that does not fit, 2 for what cannot be planned."""
+    parser = make_parser()
+    options = parser.parse_intermixed_args(arguments)
+    if options.devices is not None and not 1 <= options.devices <= 1_000_000:
+        parser.error("--devices takes a number from 1 to 1000000")
+    for name in ("price", "prompt_tokens", "completion_tokens"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < 1e12:
+            parser.error(f"--{name.replace('_', '-')} takes a positive number")
+    from strop.config import ConfigError
+
+    try:
+        made = _make(options)
+    except ConfigError as error:
+        return print_config_error(error)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    from strop.planning.plan_text import format_plan
+
+    print(json.dumps(made.to_dict(), indent=1) if options.json else format_plan(made))
+    if options.picture is not None:
+        from strop.planning.plan_picture import draw_plan
+
+        print(draw_plan(made, options.picture), file=sys.stderr if options.json else sys.stdout)
+    return 0 if made.fits else 1
+
+
+def _make(options: argparse.Namespace) -> Any:
+    from strop.planning.make_plan import make_plan
+    from strop.planning.plan_inputs import Lengths, read_inputs
+
+    config = _load(options)
+    device = _find_device(config, options.hardware)
+    model = _read_model(config, options.model_config)
+    lengths = Lengths(prompt=options.prompt_tokens, completion=options.completion_tokens)
+    return make_plan(read_inputs(config, model, device, lengths), options.price)
+
+
+def _load(options: argparse.Namespace) -> TrainingRunConfig:
+    """Load the configuration of a training run of any kind, with the devices that are asked for. Raises ConfigError, ValueError."""
+    from strop.config import TRAINING_RUNS, load_config
+    from strop.config.load.load import read_config_file
+
+    values = read_config_file(options.config).values
+    section = next((section for section in TRAINING_RUNS if section in values), "grpo")
+    overrides = list(options.overrides)
+    if options.devices is not None:
+        per_node = min(options.devices, 8)
+        if options.devices % per_node:
+            raise ValueError(
+                f"--devices {options.devices}: found a number that is not a multiple of 8 GPUs of a node; set one that is"
+            )
+        overrides += [f"cluster.gpus_per_node={per_node}", f"cluster.num_nodes={options.devices // per_node}"]
+    has_gpus = None if options.hardware == THIS_MACHINE else True if options.hardware or options.devices else None
+    return load_config(options.config, overrides, root=TRAINING_RUNS[section], has_gpus=has_gpus, check=False).config
+
+
+def _read_model(config: TrainingRunConfig, file: Path | None) -> ModelSize:
+    """Read the sizes of the policy. Raises UnknownDimensions, ModelNotFound, OSError."""
+    from strop.planning.model_size import ModelSize
+
+    name = config.policy.model_name
+    if file is not None:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    else:
+        from strop.models.loading import ModelNotFound, read_model_config
+
+        try:
+            with plain_warnings():
+                values = read_model_config(name).to_dict()
+        except ModelNotFound as error:
+            raise ValueError(f"{error}; or give its config.json with --model-config FILE") from error
+    return ModelSize.from_config(name, {**values, **config.policy.hf_config_overrides})
+
+
+def _find_device(config: TrainingRunConfig, name: str | None) -> Device:
+    """Return the device of the table, or this machine measured. Raises ValueError."""
+    from strop.hardware.devices import device_named
+
+    cluster = config.cluster
+    if name is None and cluster.gpus_per_node * cluster.num_nodes > 1:
+        name = "h100"
+    if name is not None and name != THIS_MACHINE:
+        return device_named(name)
+    from strop.planning.measured_machine import measure_machine
+
+    return measure_machine(config.policy.num_threads)

@@ -1,0 +1,182 @@
+"""Make the plan of a run: memory of each phase, time of a step, cost, what to change and what would break first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from strop.planning.engine_memory import EngineMemory
+from strop.planning.learner_memory import FLOAT32, LearnerMemory, LearnerSetup
+from strop.planning.plan_inputs import PlanInputs
+from strop.planning.run_plan import GIB, Advice, PhaseMemory, RunCost, RunPlan
+from strop.planning.step_time import StepClock, StepTime
+
+USABLE = 0.92  # of a device: the rest is the context of its driver, fragments and libraries
+TRANSFER_BUFFER = 1.0 * 2**30  # bytes of weights on their way
+LEAST_SEQUENCES = 8  # of the greatest length that an engine should hold
+
+
+def make_plan(inputs: PlanInputs, price: float | None = None) -> RunPlan:
+    """Return the plan of a run. ``price``: of a device for an hour."""
+    phases = tuple(plan_memory(inputs))
+    time = StepClock(inputs.model, inputs.work, inputs.layout).time_step()
+    return RunPlan(
+        model=inputs.model.name,
+        device=inputs.device,
+        training_devices=inputs.layout.training_devices,
+        generation_devices=inputs.layout.generation_devices,
+        layout=inputs.layout_text,
+        phases=phases,
+        time=time,
+        cost=_count_cost(inputs, time, price),
+        advice=tuple(_advise(inputs)),
+        breaks_first=find_weakest(inputs, phases),
+        assumptions=inputs.assumptions,
+    )
+
+
+def plan_memory(inputs: PlanInputs) -> Iterator[PhaseMemory]:
+    """Yield the memory of each phase. Learner and engines that take turns on a device leave it to each other (weights and optimizer of the
+    learner go to CPU memory); in one process on a CPU nothing leaves."""
+    learner = LearnerMemory(inputs.model, inputs.learner)
+    beside = _beside(inputs, learner)
+    held = {"weights": 0.0 if inputs.learner.offloads_weights else learner.weights, "optimizer": 0.0, **beside}
+    held["optimizer"] = 0.0 if inputs.learner.offloads_weights else learner.optimizer
+    engine = None if inputs.engine is None else EngineMemory(inputs.model, inputs.engine, limit_of(inputs))
+    shared, leaves = (
+        inputs.layout.shared,
+        not inputs.device.measured and inputs.engine is not None and not inputs.engine.shares_weights,
+    )
+    stays = {} if engine is None or not shared else engine.parts if not leaves else {}
+    devices = "all" if shared else "learner"
+    if engine is not None:
+        yield _phase(
+            inputs, "generation", "all" if shared else "engines", {**({} if leaves or not shared else held), **engine.parts}
+        )
+    passing = learner.weight_copies
+    yield _phase(inputs, "logprobs", devices, {**held, **stays, "pass": learner.scoring_peak - learner.static})
+    activations = {"gradients": learner.gradients, "activations": learner.activations, "weight copies": passing}
+    activations["output layer"] = learner.training_peak - learner.static - sum(activations.values())
+    yield _phase(inputs, "training", devices, {**held, **stays, **activations})
+    if engine is not None and not inputs.engine.shares_weights:  # type: ignore[union-attr]
+        sent = {**held, "engine weights": engine.weights if shared else 0.0, "weights on their way": TRANSFER_BUFFER}
+        yield _phase(inputs, "weight sync", devices, sent)
+
+
+def _phase(inputs: PlanInputs, name: str, devices: str, parts: Mapping[str, float]) -> PhaseMemory:
+    return PhaseMemory(
+        phase=name, devices=devices, parts={key: size for key, size in parts.items() if size > 0}, limit=limit_of(inputs)
+    )
+
+
+def _beside(inputs: PlanInputs, learner: LearnerMemory) -> dict[str, float]:
+    """Return the models beside the policy on a learner's device."""
+    each = inputs.learner.compute_bytes if inputs.learner.weight_bytes == 2 else FLOAT32
+    found = {"reference": inputs.references * each * learner.rank_weights}
+    found["critic"] = inputs.critics * (learner.static + learner.gradients)
+    return {name: size for name, size in found.items() if size}
+
+
+def limit_of(inputs: PlanInputs) -> float:
+    """Return the bytes of a device that a run can use."""
+    return USABLE * inputs.device.memory_gib * GIB
+
+
+def _count_cost(inputs: PlanInputs, time: StepTime, price: float | None) -> RunCost:
+    if inputs.steps is None:
+        return RunCost(steps=None, hours=None, device_hours=None, price=None)
+    hours = inputs.steps * time.total / 3600
+    layout = inputs.layout
+    devices = layout.training_devices if layout.shared else layout.training_devices + layout.generation_devices
+    spent = hours * max(devices, layout.generation_devices)
+    return RunCost(steps=inputs.steps, hours=hours, device_hours=spent, price=None if price is None else spent * price)
+
+
+def _advise(inputs: PlanInputs) -> Iterator[Advice]:
+    """Yield settings under which the run fits, the cheapest first: the micro-batch, checkpointing, shards, the size of an engine."""
+    yield from _advise_learner(inputs)
+    if inputs.engine is None or inputs.device.measured:
+        return
+    engine = EngineMemory(inputs.model, inputs.engine, limit_of(inputs))
+    if engine.sequences >= LEAST_SEQUENCES:
+        return
+    size = inputs.engine.size
+    while (
+        size < 64 and EngineMemory(inputs.model, replace(inputs.engine, size=size), limit_of(inputs)).sequences < LEAST_SEQUENCES
+    ):
+        size *= 2
+    key = "tp_size" if inputs.engine.name == "SGLang" else "tensor_parallel_size"
+    section = "sglang_cfg" if inputs.engine.name == "SGLang" else "vllm_cfg"
+    yield Advice(
+        key=f"policy.generation.{section}.{key}",
+        value=str(size),
+        reason=f"an engine of {inputs.engine.size} has room for {engine.sequences:.1f} conversations of the greatest length",
+    )
+
+
+def _advise_learner(inputs: PlanInputs) -> Iterator[Advice]:
+    """Yield what makes training fit, or a larger micro-batch where there is room."""
+    setup, longest = inputs.learner, inputs.learner.longest
+    room = limit_of(inputs) - sum(_beside(inputs, LearnerMemory(inputs.model, setup)).values())
+    if inputs.device.measured and inputs.engine is not None:
+        room -= EngineMemory(inputs.model, inputs.engine, limit_of(inputs)).weights
+    if _fits(inputs, setup, room):
+        best = setup.tokens
+        while best < 1 << 17 and _fits(inputs, replace(setup, tokens=2 * best), room * 0.8):
+            best *= 2
+        if best > setup.tokens and best <= inputs.work.rollouts * longest:
+            yield Advice(
+                key=inputs.batch_key, value=str(best), reason="a larger micro-batch fits with a fifth of the memory to spare"
+            )
+        return
+    if setup.tokens > longest and _fits(inputs, replace(setup, tokens=longest), room):
+        yield Advice(key=inputs.batch_key, value=str(longest), reason="one conversation at a time fits")
+        return
+    recomputing = replace(setup, tokens=longest, checkpointed_share=1.0)
+    if setup.checkpointed_share < 1 and _fits(inputs, recomputing, room):
+        yield Advice(
+            key=f"{inputs.learner_key}.activation_checkpointing",
+            value="true",
+            reason="layers that compute their activations again fit",
+        )
+        return
+    sharding = recomputing.sharding
+    devices = inputs.layout.training_devices
+    while devices < 1 << 14:
+        devices *= 2
+        wider = replace(
+            recomputing, sharding=replace(sharding, shards=sharding.shards * devices // inputs.layout.training_devices)
+        )
+        if _fits(inputs, wider, room):
+            yield Advice(
+                key="--devices", value=str(devices), reason="so many devices that share the weights and the optimizer fit"
+            )
+            return
+    yield Advice(
+        key=f"{inputs.learner_key}.context_parallel_size",
+        value="2 or more",
+        reason="a single conversation does not fit: divide its tokens",
+    )
+
+
+def _fits(inputs: PlanInputs, setup: LearnerSetup, room: float) -> bool:
+    return LearnerMemory(inputs.model, setup).training_peak <= room
+
+
+def find_weakest(inputs: PlanInputs, phases: tuple[PhaseMemory, ...]) -> str:
+    """Say which phase has the least room, and how far what fills it may grow."""
+    fullest = max(phases, key=lambda phase: phase.peak / phase.limit)
+    if not fullest.fits:
+        biggest = max(fullest.parts, key=lambda name: fullest.parts[name])
+        return f"{fullest.phase} does not fit: it takes {fullest.peak / fullest.limit:.0%} of a device's memory, most of it {biggest}"
+    tightest = max((phase for phase in phases if phase.phase == "training"), key=lambda phase: phase.peak)
+    share = tightest.peak / tightest.limit
+    tokens = inputs.learner.tokens
+    room = tightest.limit - tightest.peak
+    learner = LearnerMemory(inputs.model, inputs.learner)
+    per_token = (learner.activations + learner.output_layer) / tokens
+    most = tokens + room / per_token if per_token else tokens
+    return (
+        f"{tightest.phase}, at {share:.0%} of a device's memory: micro-batches of more than about {most:,.0f} tokens would not fit "
+        f"(now {tokens:,})"
+    )

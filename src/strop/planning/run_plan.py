@@ -1,0 +1,113 @@
+"""What a plan says: memory by phase and device, seconds by phase, cost, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from strop.hardware.devices import Device
+from strop.planning.step_time import StepTime
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseMemory:
+    """The most memory that a device holds in a phase, by what holds it (bytes)."""
+
+    phase: str  # generation, logprobs, training, weight sync, checkpoint
+    devices: str  # which: "learner", "engines", or "all" where both take turns
+    parts: Mapping[str, float]
+    limit: float  # bytes of a device
+
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A setting that the plan would choose, and why."""
+
+    key: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCost:
+    """The whole run."""
+
+    steps: int | None  # None: the configuration does not say
+    hours: float | None
+    device_hours: float | None
+    price: float | None  # of the run, in the currency of the price of a device hour
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """A run before it starts."""
+
+    model: str
+    device: Device
+    training_devices: int
+    generation_devices: int
+    layout: str
+    phases: Sequence[PhaseMemory]
+    time: StepTime
+    cost: RunCost
+    advice: Sequence[Advice]
+    breaks_first: str  # what would not fit any more if the run grew
+    assumptions: Sequence[str]
+
+    @property
+    def fits(self) -> bool:
+        return all(phase.fits for phase in self.phases)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the plan for JSON."""
+        return {
+            "model": self.model,
+            "device": self.device.name,
+            "training_devices": self.training_devices,
+            "generation_devices": self.generation_devices,
+            "layout": self.layout,
+            "fits": self.fits,
+            "memory": [
+                {
+                    "phase": phase.phase,
+                    "devices": phase.devices,
+                    "parts_bytes": {name: round(size) for name, size in phase.parts.items()},
+                    "peak_bytes": round(phase.peak),
+                    "limit_bytes": round(phase.limit),
+                    "fits": phase.fits,
+                }
+                for phase in self.phases
+            ],
+            "seconds": {**self.seconds, "step": self.time.total},
+            "cost": {
+                "steps": self.cost.steps,
+                "hours": self.cost.hours,
+                "device_hours": self.cost.device_hours,
+                "price": self.cost.price,
+            },
+            "advice": [{"key": each.key, "value": each.value, "reason": each.reason} for each in self.advice],
+            "breaks_first": self.breaks_first,
+            "assumptions": list(self.assumptions),
+        }
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of a step by phase; in an asynchronous run generation is beside training."""
+        time = self.time
+        return {
+            "generation": time.generation,
+            "logprobs": time.logprobs,
+            "training": time.training,
+            "weight_sync": time.exposed_sync * time.weight_sync,
+            "other": time.other,
+        }

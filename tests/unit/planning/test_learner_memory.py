@@ -1,0 +1,85 @@
+"""The memory that a plan computes beside what torch's allocator holds."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.planning.learner_memory import LearnerMemory, LearnerSetup, Sharding
+from strop.planning.model_size import ModelSize
+
+FOLDER = Path(__file__).parents[3] / "benchmarks"
+BOUND = 0.1
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+MODEL = ModelSize.from_config("llama", LLAMA_8B)
+SETUP = LearnerSetup(tokens=8192, longest=8192, on_cpu=False, compute_bytes=2)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module("plan_memory")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "float32", "rollouts": 2, "length": 128, "micro_batches": 1},
+        {"precision": "bfloat16", "length": 128},
+        {"precision": "float32", "length": 256, "checkpointed": True},
+    ],
+    ids=["float32", "bfloat16", "checkpointed"],
+)
+def test_the_peak_of_a_small_step_is_planned_within_a_tenth(bench, options):
+    peak = bench.measure(bench.Case(hidden=192, mlp=512, vocabulary=2048, **options))
+
+    assert abs(peak.error) <= BOUND, f"measured {peak.measured:,.0f} bytes, planned {peak.planned:,.0f}"
+
+
+@pytest.mark.exhaustive
+def test_the_peak_of_every_shape_of_the_grid_is_planned_within_a_tenth(bench):
+    peaks = [bench.measure(case) for case in bench.list_cases()]
+
+    assert len(peaks) >= 20
+    assert {str(peak.case): round(peak.error, 3) for peak in peaks if abs(peak.error) > BOUND} == {}
+
+
+def test_weights_of_the_shape_are_those_of_the_model():
+    assert MODEL.weights == pytest.approx(8.03e9, rel=0.001)
+
+
+def test_shards_divide_weights_gradients_and_optimizer():
+    whole, sharded = (LearnerMemory(MODEL, replace(SETUP, sharding=Sharding(shards=shards))) for shards in (1, 8))
+
+    assert sharded.static == pytest.approx(whole.static / 8)
+    assert sharded.gradients == pytest.approx(whole.gradients / 8)
+    assert sharded.activations == whole.activations
+
+
+def test_checkpointed_layers_keep_their_inputs_alone():
+    kept, recomputed = (LearnerMemory(MODEL, replace(SETUP, checkpointed_share=share)) for share in (0.0, 1.0))
+
+    assert recomputed.activations == 32 * 8192 * 4096 * 4
+    assert recomputed.training_peak < kept.training_peak
+
+
+def test_experts_are_divided_over_their_ranks_and_the_rest_is_not():
+    values = LLAMA_8B | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    model = ModelSize.from_config("mixtral", values)
+    one, four = (LearnerMemory(model, replace(SETUP, sharding=Sharding(expert=expert))) for expert in (1, 4))
+
+    assert one.rank_weights - four.rank_weights == pytest.approx(0.75 * model.expert_weights)
+    assert model.expert_weights == pytest.approx(32 * 8 * 3 * 4096 * 14336)
