@@ -24,6 +24,7 @@ from strop.cli.checks.sandbox_command import sandbox
 from strop.cli.compare_command import compare
 from strop.cli.config_command import config
 from strop.cli.eval_command import evaluate
+from strop.cli.explain.ledger_command import ledger
 from strop.cli.export_command import export
 from strop.cli.init_command import init
 from strop.cli.plot_command import plot
@@ -54,6 +55,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     "train": {section: Command(partial(train_run, section), meaning) for section, meaning in TRAINING.items()},
     "look": {
         "rollouts": Command(rollouts, "read what a run sampled, turn by turn, with rewards"),
+        "ledger": Command(ledger, "say what each term of the loss contributed at each token of a rollout"),
         "plot": Command(plot, "draw the metrics of one run or several"),
     },
     "use": {

@@ -93,11 +93,31 @@ class RolloutStore:
 
     def read(self, step: int, task_id: str | None = None) -> list[RolloutRecord]:
         """Read the rollouts of ``step``, or those of one task. Raises FileNotFoundError."""
+        path, filters = self.path(step), None if task_id is None else [("task_id", "==", task_id)]
+        return _read_parquet(path, filters) if path.suffix == ".parquet" else _read_jsonl(path, task_id)
+
+    def path(self, step: int) -> Path:
+        """Return the file of ``step``. Raises FileNotFoundError."""
         files = self._files_by_step()
         if step not in files:
             raise FileNotFoundError(f"no rollouts of step {step} in {self.folder}; stored are {_describe_steps(sorted(files))}")
-        path = files[step][0]
-        return _read_parquet(path, task_id) if path.suffix == ".parquet" else _read_jsonl(path, task_id)
+        return files[step][0]
+
+    def read_one(self, step: int, group: int, sample: int) -> RolloutRecord | None:
+        """Read one rollout of ``step``; None if it is not among them. Raises FileNotFoundError."""
+        path, filters = self.path(step), [("group", "==", group), ("sample", "==", sample)]
+        records = _read_parquet(path, filters) if path.suffix == ".parquet" else _read_jsonl(path, None)
+        return next((record for record in records if (record.group, record.sample) == (group, sample)), None)
+
+    def read_keys(self, step: int) -> list[tuple[int, int, str]]:
+        """Read (group, sample, task id) of the rollouts of ``step``. Raises FileNotFoundError."""
+        path, names = self.path(step), ["group", "sample", "task_id"]
+        if path.suffix == ".parquet":
+            rows = _import_pyarrow()[1].read_table(path, columns=names).to_pylist()
+        else:
+            with path.open(encoding="utf-8") as file:
+                rows = [json.loads(line) for line in file]
+        return [(row["group"], row["sample"], row["task_id"]) for row in rows]
 
     def read_ratios(self, step: int) -> list[TokenRatio]:
         """Read the tokens of a step with the largest mismatch, the largest |log ratio| first. Empty if sampler and learner agree."""
@@ -183,9 +203,9 @@ def _encode_parquet(records: Sequence[RolloutRecord]) -> bytes:
     return content.getvalue()
 
 
-def _read_parquet(path: Path, task_id: str | None) -> list[RolloutRecord]:
+def _read_parquet(path: Path, filters: Sequence[tuple[str, str, object]] | None) -> list[RolloutRecord]:
     _, pq = _import_pyarrow()
-    rows = pq.read_table(path, filters=None if task_id is None else [("task_id", "==", task_id)]).to_pylist()
+    rows = pq.read_table(path, filters=filters).to_pylist()
     mappings = ("rewards", "metrics", *BY_TERM)
     return [
         _from_row(
