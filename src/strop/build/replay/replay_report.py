@@ -43,7 +43,8 @@ def format_replay(result: ReplayResult) -> Iterator[str]:
 def _format_reproduction(result: ReplayResult) -> Iterator[str]:
     found = result.reproduction
     if not found.different:
-        yield f"{found.compared} logged metrics are reproduced to the last digit ({len(found.not_compared)} of times and others not compared)"
+        others = f"{len(found.not_compared)} more, such as times, are not computed by a replay"
+        yield f"{found.compared} logged metrics are reproduced to the last digit; {others}"
         return
     yield f"{len(found.different)} of {found.compared} logged metrics differ:"
     for name, (logged, replayed) in sorted(found.different.items()):

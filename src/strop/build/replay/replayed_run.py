@@ -66,8 +66,8 @@ def refuse_unstored(config: RolloutRunConfig, algorithm: Algorithm) -> None:
         )
     if algorithm.greedy_baseline:
         raise ReplayError(
-            "the algorithm compares with a greedy rollout of each group, which is not stored with the others, so the step cannot be replayed "
-            "under it; choose another algorithm or advantage"
+            "the algorithm compares with a greedy rollout of each group, which is not stored with the others, so the step cannot be "
+            "replayed under it; choose another algorithm or advantage"
         )
 
 

@@ -41,8 +41,8 @@ def _rebuild_group(records: Sequence[RolloutRecord]) -> Group:
     first = records[0]
     if first.group_version is None or first.step_rewards is None:
         raise ReplayError(
-            f"the stored rollouts of step {first.step} are of an earlier version, which did not store the rewards of steps and the advantages "
-            "of turns; only steps that this version trained can be replayed"
+            f"the stored rollouts of step {first.step} are of an earlier version, which did not store the rewards of steps and the "
+            "advantages of turns; only steps that this version trained can be replayed"
         )
     rollouts = tuple(_rebuild_rollout(record) for record in records)
     return Group(index=first.group, environment=first.environment, version=first.group_version, rollouts=rollouts)
@@ -51,8 +51,8 @@ def _rebuild_group(records: Sequence[RolloutRecord]) -> Group:
 def _rebuild_rollout(record: RolloutRecord) -> Rollout:
     if record.prompt_images or any(turn.images for turn in record.turns):
         raise ReplayError(
-            f"step {record.step} shows images, which stored rollouts hold as files without their places in the tokens; such a step cannot be "
-            "replayed"
+            f"step {record.step} shows images, which stored rollouts hold as files without their places in the tokens; such a step cannot "
+            "be replayed"
         )
     paths = [_rebuild_turns(record, path) for path in range(1 + len(record.branches))]
     branches = [

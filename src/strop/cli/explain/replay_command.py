@@ -19,6 +19,7 @@ def replay(arguments: Sequence[str], command_line: str) -> int:
     from strop.build.replay.replay import replay as replay_run
     from strop.build.replay.replay import store_replay
     from strop.build.replay.replay_report import format_replay
+    from strop.config import ConfigError
 
     try:
         folder = find_log_folder(options.run)
@@ -26,7 +27,7 @@ def replay(arguments: Sequence[str], command_line: str) -> int:
             raise ValueError(f"there is no folder {folder}; give the log folder of a run (logger.log_dir)")
         result = asyncio.run(replay_run(folder, options.step, options.overrides, weights=options.weights))
         stored = store_replay(folder, result) if options.store else None
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
+    except (ConfigError, ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
     if options.json:

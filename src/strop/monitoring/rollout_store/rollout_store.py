@@ -18,14 +18,16 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts, RolloutFlag, encode_flags, group_flags, read_flags
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace_surrogates
 from strop.monitoring.rollout_store.stored_images import StoredImages
-from strop.monitoring.rollout_store.token_columns import BY_TERM, FLAGS, FLOATS
+from strop.monitoring.rollout_store.token_arrays import make_arrow_columns
+from strop.monitoring.rollout_store.token_columns import BY_TERM, FLAGS, FLOATS, TokenColumns
 from strop.monitoring.rollout_store.token_ratios import Decode, TokenRatio, encode_ratios, find_largest_ratios, read_ratios
 from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.storage.deferred_files import DeferredFiles
@@ -60,13 +62,16 @@ class RolloutStore:
         self.images = StoredImages(self.folder)
         self._decode = decode or (lambda tokens: " ".join(map(str, tokens)))
 
-    def write(self, step: int, records: Sequence[RolloutRecord]) -> Path | None:
-        """Store the rollouts of ``step``, replacing earlier ones of this step. Returns the path."""
+    def write(self, step: int, records: Sequence[RolloutRecord], tokens: TokenColumns | None = None) -> Path | None:
+        """Store the rollouts of ``step``, replacing earlier ones of this step. Returns the path.
+
+        ``tokens``: what the update said of the tokens of the rollouts that it trained on, which come first among the records.
+        """
         if self.format == "none":
             return None
         records = self._replace_surrogates(step, records)
         path = self.folder / f"step_{step:06d}.{self.format}"
-        self._files.write(path, (_encode_parquet if self.format == "parquet" else _encode_jsonl)(records))
+        self._files.write(path, (_encode_parquet if self.format == "parquet" else _encode_jsonl)(records, tokens))
         for other in self._files_by_step().get(step, ()):
             if other != path:  # the format changed between two attempts of the run
                 other.unlink()
@@ -186,7 +191,7 @@ def _step_of(name: str) -> int:
     return int(match[1])
 
 
-def _encode_parquet(records: Sequence[RolloutRecord]) -> bytes:
+def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | None = None) -> bytes:
     pa, pq = _import_pyarrow()
     rows = [
         {
@@ -199,7 +204,11 @@ def _encode_parquet(records: Sequence[RolloutRecord]) -> bytes:
         for record in records
     ]
     content = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, schema=_build_schema(pa)), content, compression="zstd")
+    table = pa.Table.from_pylist(rows, schema=_build_schema(pa))
+    if tokens is not None:
+        for name, column in make_arrow_columns(tokens, [record.sampled for record in records]).items():
+            table = table.set_column(table.column_names.index(name), name, column)
+    pq.write_table(table, content, compression="zstd")
     return content.getvalue()
 
 
@@ -270,7 +279,10 @@ def _import_pyarrow() -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-def _encode_jsonl(records: Sequence[RolloutRecord]) -> bytes:
+def _encode_jsonl(records: Sequence[RolloutRecord], tokens: TokenColumns | None = None) -> bytes:
+    if tokens is not None:
+        found = tokens.split([record.sampled for record in records[: tokens.num_rollouts]])
+        records = [replace(record, **fields) for record, fields in zip_longest(records, found, fillvalue={})]
     return "".join(encode_json(record) + "\n" for record in records).encode()
 
 
