@@ -29,6 +29,7 @@ from strop.cli.explain.replay_command import replay
 from strop.cli.export_command import export
 from strop.cli.init_command import init
 from strop.cli.plot_command import plot
+from strop.cli.reports.report_command import report
 from strop.cli.rollouts_command import rollouts
 from strop.cli.serve_command import serve
 from strop.cli.train_command import TRAINING, train_run
@@ -59,6 +60,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "ledger": Command(ledger, "say what each term of the loss contributed at each token of a rollout"),
         "replay": Command(replay, "train a step again, as it was or under other settings, and compare"),
         "plot": Command(plot, "draw the metrics of one run or several"),
+        "report": Command(report, "write a report of a run as one HTML file"),
     },
     "use": {
         "eval": Command(evaluate, "evaluate a run, a checkpoint or a model"),
