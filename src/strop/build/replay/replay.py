@@ -32,7 +32,7 @@ class Reproduction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StepOutcome:
     """A step under some settings."""
 
     loss: float | None
@@ -53,8 +53,8 @@ class ReplayResult:
     exact: bool  # whether these are the weights that it began with
     overrides: Sequence[str]
     reproduction: Reproduction
-    as_it_was: Outcome
-    changed: Outcome | None = None  # with the overrides; None without any
+    as_it_was: StepOutcome
+    changed: StepOutcome | None = None  # with the overrides; None without any
     gradient_cosine: float | None = None  # of the gradients of the first optimizer step, which begins with the same weights
     change_cosine: float | None = None  # of what the whole step changes in the weights
     change_ratio: float | None = None  # norm of that change with the overrides / as it was
@@ -117,8 +117,8 @@ def _compare(plan: ReplayPlan, overrides: Sequence[str], base: ReplayedStep, cha
     )
 
 
-def _summarize(step: ReplayedStep) -> Outcome:
-    return Outcome(
+def _summarize(step: ReplayedStep) -> StepOutcome:
+    return StepOutcome(
         loss=step.metrics.get("train/loss"),
         grad_norm=step.metrics.get("train/grad_norm"),
         tokens=step.tokens,

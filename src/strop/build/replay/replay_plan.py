@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from strop.algorithms.base import Algorithm
 from strop.build.algorithm.run_algorithm import make_run_algorithm
@@ -53,7 +53,7 @@ class ReplayPlan:
                     f"the algorithm and its parts, the loss (loss_fn), optimizer, schedule and clipping of the gradient"
                 )
         root = TRAINING_RUNS[self.section]
-        config = cast("TrainingRunConfig", load_config(self.folder / "config.yaml", overrides, root=root, check=False).config)
+        config: TrainingRunConfig = load_config(self.folder / "config.yaml", overrides, root=root, check=False).config
         return config, make_run_algorithm(config)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from strop.build.replay.replay import Outcome, ReplayResult
+from strop.build.replay.replay import ReplayResult, StepOutcome
 from strop.safety.printable import make_printable
 
 METRICS = (  # of a step, as far as it has them
@@ -51,7 +51,7 @@ def _format_reproduction(result: ReplayResult) -> Iterator[str]:
         yield f"  {name}: logged {logged!r}, replayed {replayed!r}"
 
 
-def _format_moved(heading: str, outcome: Outcome) -> Iterator[str]:
+def _format_moved(heading: str, outcome: StepOutcome) -> Iterator[str]:
     yield f"rollouts that moved most, {heading} (nats of log-probability, after less before):"
     yield f"  {'rollout':<10}{'moved':>12}{'advantage':>12}{'reward':>10}{'tokens':>8}{'clipped':>9}{'gradient':>12}  task"
     for each in outcome.moved_most:
@@ -66,7 +66,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.9g}"
 
 
-def _clipped(outcome: Outcome) -> str:
+def _clipped(outcome: StepOutcome) -> str:
     return "no clip" if outcome.clipped_tokens is None else f"{outcome.clipped_tokens} of {outcome.tokens}"
 
 

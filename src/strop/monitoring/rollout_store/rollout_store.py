@@ -19,7 +19,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -282,7 +281,8 @@ def _import_pyarrow() -> tuple[Any, Any]:
 def _encode_jsonl(records: Sequence[RolloutRecord], tokens: TokenColumns | None = None) -> bytes:
     if tokens is not None:
         found = tokens.split([record.sampled for record in records[: tokens.num_rollouts]])
-        records = [replace(record, **fields) for record, fields in zip_longest(records, found, fillvalue={})]
+        trained = [replace(record, **columns) for record, columns in zip(records, found, strict=False)]
+        records = [*trained, *records[len(trained) :]]
     return "".join(encode_json(record) + "\n" for record in records).encode()
 
 
