@@ -66,6 +66,21 @@ class Run:
 
         return pandas.DataFrame([to_row(record) for record in RolloutStore(self.folder, "none").read_all()])
 
+    def ledger(self, step: int, group: int, sample: int) -> pandas.DataFrame:
+        """What each term of the loss contributed at each token of a rollout, one row each (``strop.ledger``).
+
+        ``frame.attrs`` has the sums: ``totals`` of the rollout, ``step_totals``, the ``logged`` losses, and a ``note`` where the terms are
+        not stored. Raises LedgerError.
+        """
+        import pandas
+
+        from strop.ledger.token_ledger import make_ledger
+
+        ledger = make_ledger(self.folder, step, group, sample)
+        frame = pandas.DataFrame(ledger.rows())
+        frame.attrs |= {name: getattr(ledger, name) for name in ("totals", "step_totals", "logged", "note", "difference")}
+        return frame
+
     @cached_property
     def samples(self) -> pandas.DataFrame:
         """Every stored sample of the validations, one row each: step, task, ``turns``, rewards and accuracy. Empty if there are none."""

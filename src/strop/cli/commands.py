@@ -24,6 +24,8 @@ from strop.cli.checks.sandbox_command import sandbox
 from strop.cli.compare_command import compare
 from strop.cli.config_command import config
 from strop.cli.eval_command import evaluate
+from strop.cli.explain.ledger_command import ledger
+from strop.cli.explain.replay_command import replay
 from strop.cli.export_command import export
 from strop.cli.init_command import init
 from strop.cli.plan_command import plan
@@ -58,6 +60,8 @@ GROUPS: dict[str, dict[str, Command]] = {
     "look": {
         "view": Command(view, "show runs in the browser: curves, rollouts, tokens"),
         "rollouts": Command(rollouts, "read what a run sampled, turn by turn, with rewards"),
+        "ledger": Command(ledger, "say what each term of the loss contributed at each token of a rollout"),
+        "replay": Command(replay, "train a step again, as it was or under other settings, and compare"),
         "plot": Command(plot, "draw the metrics of one run or several"),
         "report": Command(report, "write a report of a run as one HTML file"),
     },

@@ -65,11 +65,11 @@ class TokenTrace:
             found = self.algorithm.loss_terms(inputs, prepared, learner) or _whole_loss(loss, inputs, prepared)
             parts = [part for term in found.terms for part in term.parts()]
             gradients = [_differentiate(part.total(prepared), leaves) for part in parts]
+        logits = _Logits.of(outputs)
         for part, gradient in zip(parts, gradients, strict=True):
             name = part.name if learner == "policy" else f"{learner}/{part.name}"
             self._add("loss_terms", name, index, part.per_token(prepared))
-            if (of_logit := _of_logit(outputs, gradient)) is not None:
-                self._add("loss_gradients", name, index, of_logit)
+            self._add("loss_gradients", name, index, logits.differentiate(gradient))
         if learner == "policy":
             self._keep(index, prepared, outputs, found.columns)
 
@@ -110,13 +110,26 @@ class TokenTrace:
         """Return what was collected; None if nothing was, or the policy was not trained."""
         if not self.active or "reasons" not in self._columns:
             return None
+        left_out = {
+            "reasons",
+            *(["trained_logprobs"] if self.optimizer_steps == 1 else []),
+        }  # the latter are learner_logprobs then
+        columns = {name: column for name, column in self._columns.items() if name not in left_out}
+        by_term = {kind: {name: each.float() for name, each in terms.items()} for kind, terms in self._by_term.items()}
         return TokenColumns(
             sequence=self.batch.sequence,
-            columns={name: column for name, column in self._columns.items() if name != "reasons"},
+            num_rollouts=self.batch.num_sequences,
+            columns={**columns, **({"entropy": _round(columns["entropy"])} if "entropy" in columns else {})},
             reasons=self._columns["reasons"],
-            by_term={kind: {name: each.float() for name, each in terms.items()} for kind, terms in self._by_term.items()},
+            by_term={**by_term, "loss_gradients": {name: _round(each) for name, each in by_term["loss_gradients"].items()}},
             at_end=self.algorithm.predict == "last_token",
         )
+
+
+def _round(values: Tensor) -> Tensor:
+    """Round float32 to 12 significant bits, 1 part in 8,000: what is looked at need not fill a disk with noise."""
+    bits = values.contiguous().view(torch.int32)
+    return ((bits + 0x800) & ~0xFFF).view(torch.float32)
 
 
 def _to_leaves(outputs: Outputs) -> dict[str, Tensor]:
@@ -144,23 +157,41 @@ def _differentiate(total: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Ten
     return {name: each for name, each in zip(leaves, found, strict=True) if each is not None}
 
 
-def _of_logit(outputs: Outputs, gradient: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the derivative of a term for the logit of each sampled token, [N], from those for the network's outputs.
+@dataclass(frozen=True, eq=False)
+class _Logits:
+    """The derivatives of a network's outputs for the logit of each sampled token, [N] each.
 
     With p the token's probability and H the entropy of its distribution, d log p / dz = 1 - p and dH / dz = -p (log p + H), z being the
-    logit at the sampling temperature. For a loss that reads K candidates it is the norm over their logits, and for a network with a
-    scalar head the derivative for its value.
+    logit at the sampling temperature.
     """
-    if not isinstance(outputs, TokenOutputs):
-        return gradient.get("values", torch.zeros_like(outputs.values))
-    probability = outputs.logprobs.exp()
-    found = torch.zeros_like(outputs.logprobs)
-    if "logprobs" in gradient:
-        found = found + gradient["logprobs"] * -torch.expm1(outputs.logprobs)
-    if "entropy" in gradient:
-        # p log p is 0 for a token of probability 0
-        found = found - gradient["entropy"] * (torch.xlogy(probability, probability) + probability * outputs.entropy)
-    if "candidates" in gradient and outputs.candidates is not None:
-        own = gradient["candidates"]
-        found = (own - outputs.candidates.exp() * own.sum(-1, keepdim=True)).norm(dim=-1)
-    return torch.where(torch.isfinite(found), found, 0.0)
+
+    outputs: Outputs
+    of_logprob: Tensor | None = None
+    of_entropy: Tensor | None = None
+
+    @classmethod
+    def of(cls, outputs: Outputs) -> _Logits:
+        if not isinstance(outputs, TokenOutputs):
+            return cls(outputs)
+        probability = outputs.logprobs.exp()  # p log p is 0 for a token of probability 0
+        of_entropy = -(torch.xlogy(probability, probability) + probability * outputs.entropy)
+        return cls(outputs, of_logprob=1 - probability, of_entropy=of_entropy)
+
+    def differentiate(self, gradient: Mapping[str, Tensor]) -> Tensor:
+        """Return the derivative of a term for the logit of each sampled token, [N], from those for the outputs.
+
+        For a loss that reads K candidates it is the norm over their logits, and for a network with a scalar head the derivative for its
+        value.
+        """
+        outputs = self.outputs
+        if not isinstance(outputs, TokenOutputs):
+            return gradient.get("values", torch.zeros_like(outputs.values))
+        found = torch.zeros_like(outputs.logprobs)
+        if "logprobs" in gradient and self.of_logprob is not None:
+            found = gradient["logprobs"] * self.of_logprob
+        if "entropy" in gradient and self.of_entropy is not None:
+            found = found + gradient["entropy"] * self.of_entropy
+        if "candidates" in gradient and outputs.candidates is not None:
+            own = gradient["candidates"]
+            found = (own - outputs.candidates.exp() * own.sum(-1, keepdim=True)).norm(dim=-1)
+        return torch.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0)

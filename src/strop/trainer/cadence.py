@@ -41,7 +41,7 @@ async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, re
     recorded = bool(run.algorithm.recorded_data)
     with run.timer.span("storing"):
         run.rollouts.write_images(() if recorded else list_images([*groups, *(group for group, _ in run.dropped)]))
-        run.rollouts.write(run.step, make_step_records(run, groups, batch, result))
+        run.rollouts.write(run.step, make_step_records(run, groups, batch, result), result.tokens)
     staleness = [] if recorded else [run.step - 1 - group.version for group in groups]
     collected = group_metrics(groups, run.dropped, staleness, recorded=recorded)
     progress = progress_metrics(run.last_metrics, result.metrics, groups, run.options.tasks_per_epoch)
@@ -113,7 +113,6 @@ def make_step_records(run: TrainingRun, groups: Sequence[Group], batch: Batch, r
         learner_logprobs=split_by_rollout(require_token_outputs(outputs).logprobs, batch, groups) if of_tokens else {},
         dropped={group.index: reason for group, reason in run.dropped},
         decode=run.decode,
-        tokens=result.tokens,
     )
 
 

@@ -224,7 +224,7 @@ def test_the_gradient_is_that_of_the_logit_of_the_sampled_token(name: str) -> No
     columns = traced.columns()
     assert columns is not None and logits.grad is not None
     found = torch.stack(list(columns.by_term["loss_gradients"].values())).sum(0)
-    assert torch.allclose(found, logits.grad[torch.arange(count), place], atol=1e-7)
+    assert torch.allclose(found, logits.grad[torch.arange(count), place], rtol=1e-3, atol=1e-7)
 
 
 def test_the_reasons_say_why_a_token_has_no_gradient() -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from strop.monitoring.rollout_store.stored_images import image_name
-from strop.monitoring.rollout_store.token_columns import TokenColumns
 from strop.monitoring.rollout_store.turn_record import TurnRecord, make_turn_records
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from strop.types import Batch, Group, Message, PromptImage, Rollout, Turn
+    from strop.types import Batch, Group, Message, PromptImage, Rollout
 
 DropReason = Literal["filtered", "error", "stale"]
 RolloutKey = tuple[int, int]  # (group index, sample): identifies a rollout in a run
@@ -53,7 +52,9 @@ class RolloutRecord:
 
     # What the update said of each token (``strop.ledger``), aligned with ``tokens``; 0 or False for tokens of the environment. None where
     # a run stored none (logger.token_columns), for dropped groups, and for a column that its algorithm does not have.
-    trained_logprobs: tuple[float, ...] | None = None  # by the policy when it was trained on, the last time if there were several
+    trained_logprobs: tuple[float, ...] | None = (
+        None  # when it was last trained on; None after one optimizer step: learner_logprobs
+    )
     entropy: tuple[float, ...] | None = None  # nats, of the policy's distribution then
     reference_logprobs: tuple[float, ...] | None = None
     token_advantages: tuple[float, ...] | None = None
@@ -79,18 +80,14 @@ def make_records(
     learner_logprobs: Mapping[RolloutKey, Tensor] | None = None,
     dropped: Mapping[int, DropReason] | None = None,
     decode: Callable[[list[int]], str] | None = None,
-    tokens: TokenColumns | None = None,
 ) -> list[RolloutRecord]:
     """Build the records of a step's groups, including dropped ones.
 
     ``advantages`` and ``learner_logprobs`` are keyed by (group.index, rollout.sample) and omit dropped rollouts. The
     log-probabilities cover the rollout's sampled tokens, or all its tokens after the prompt. ``dropped`` maps group.index to
     the reason. ``decode`` is the tokenizer's, for the prompt exactly as the model reads it; without it the messages are stored.
-    ``tokens``: what the update said of the tokens of the groups that were not dropped, which come first.
     """
     advantages, learner_logprobs, dropped = advantages or {}, learner_logprobs or {}, dropped or {}
-    trained = [rollout for group in groups if group.index not in dropped for rollout in group.rollouts]
-    columns = iter([{}] * len(trained) if tokens is None else tokens.split([_find_sampled(rollout) for rollout in trained]))
     return [
         _make_record(
             step,
@@ -100,7 +97,6 @@ def make_records(
             learner=learner_logprobs.get((group.index, rollout.sample)),
             dropped=dropped.get(group.index),
             prompt=decode(rollout.prompt.tolist()) if decode else _format_prompt(rollout),
-            tokens={} if group.index in dropped else next(columns),
         )
         for group in groups
         for rollout in group.rollouts
@@ -134,10 +130,9 @@ def _make_record(
     learner: Tensor | None,
     dropped: DropReason | None,
     prompt: str,
-    tokens: Mapping[str, Any],
 ) -> RolloutRecord:
-    turns = _all_turns(rollout)
-    sampled = _find_sampled(rollout)
+    turns = (*rollout.turns, *(turn for branch in rollout.branches for turn in branch.turns))
+    sampled = tuple(turn.sampled for turn in turns for _ in range(len(turn.tokens)))
     return RolloutRecord(
         step=step,
         group=group.index,
@@ -169,17 +164,7 @@ def _make_record(
         group_version=group.version,
         step_rewards=tuple((step.token, step.reward) for step in rollout.step_rewards),
         turn_advantages=tuple(rollout.turn_advantages),
-        **tokens,
     )
-
-
-def _all_turns(rollout: Rollout) -> tuple[Turn, ...]:
-    return (*rollout.turns, *(turn for branch in rollout.branches for turn in branch.turns))
-
-
-def _find_sampled(rollout: Rollout) -> tuple[bool, ...]:
-    """Return which tokens after the prompt the policy sampled."""
-    return tuple(turn.sampled for turn in _all_turns(rollout) for _ in range(len(turn.tokens)))
 
 
 def list_prompt_images(rollout: Rollout) -> tuple[tuple[int, str], ...]:

@@ -18,14 +18,15 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts, RolloutFlag, encode_flags, group_flags, read_flags
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace_surrogates
 from strop.monitoring.rollout_store.stored_images import StoredImages
-from strop.monitoring.rollout_store.token_columns import BY_TERM, FLAGS, FLOATS
+from strop.monitoring.rollout_store.token_arrays import make_arrow_columns
+from strop.monitoring.rollout_store.token_columns import BY_TERM, FLAGS, FLOATS, TokenColumns
 from strop.monitoring.rollout_store.token_ratios import Decode, TokenRatio, encode_ratios, find_largest_ratios, read_ratios
 from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.storage.deferred_files import DeferredFiles
@@ -60,13 +61,16 @@ class RolloutStore:
         self.images = StoredImages(self.folder)
         self._decode = decode or (lambda tokens: " ".join(map(str, tokens)))
 
-    def write(self, step: int, records: Sequence[RolloutRecord]) -> Path | None:
-        """Store the rollouts of ``step``, replacing earlier ones of this step. Returns the path."""
+    def write(self, step: int, records: Sequence[RolloutRecord], tokens: TokenColumns | None = None) -> Path | None:
+        """Store the rollouts of ``step``, replacing earlier ones of this step. Returns the path.
+
+        ``tokens``: what the update said of the tokens of the rollouts that it trained on, which come first among the records.
+        """
         if self.format == "none":
             return None
         records = self._replace_surrogates(step, records)
         path = self.folder / f"step_{step:06d}.{self.format}"
-        self._files.write(path, (_encode_parquet if self.format == "parquet" else _encode_jsonl)(records))
+        self._files.write(path, (_encode_parquet if self.format == "parquet" else _encode_jsonl)(records, tokens))
         for other in self._files_by_step().get(step, ()):
             if other != path:  # the format changed between two attempts of the run
                 other.unlink()
@@ -93,11 +97,31 @@ class RolloutStore:
 
     def read(self, step: int, task_id: str | None = None) -> list[RolloutRecord]:
         """Read the rollouts of ``step``, or those of one task. Raises FileNotFoundError."""
+        path, filters = self.path(step), None if task_id is None else [("task_id", "==", task_id)]
+        return _read_parquet(path, filters) if path.suffix == ".parquet" else _read_jsonl(path, task_id)
+
+    def path(self, step: int) -> Path:
+        """Return the file of ``step``. Raises FileNotFoundError."""
         files = self._files_by_step()
         if step not in files:
             raise FileNotFoundError(f"no rollouts of step {step} in {self.folder}; stored are {_describe_steps(sorted(files))}")
-        path = files[step][0]
-        return _read_parquet(path, task_id) if path.suffix == ".parquet" else _read_jsonl(path, task_id)
+        return files[step][0]
+
+    def read_one(self, step: int, group: int, sample: int) -> RolloutRecord | None:
+        """Read one rollout of ``step``; None if it is not among them. Raises FileNotFoundError."""
+        path, filters = self.path(step), [("group", "==", group), ("sample", "==", sample)]
+        records = _read_parquet(path, filters) if path.suffix == ".parquet" else _read_jsonl(path, None)
+        return next((record for record in records if (record.group, record.sample) == (group, sample)), None)
+
+    def read_keys(self, step: int) -> list[tuple[int, int, str]]:
+        """Read (group, sample, task id) of the rollouts of ``step``. Raises FileNotFoundError."""
+        path, names = self.path(step), ["group", "sample", "task_id"]
+        if path.suffix == ".parquet":
+            rows = _import_pyarrow()[1].read_table(path, columns=names).to_pylist()
+        else:
+            with path.open(encoding="utf-8") as file:
+                rows = [json.loads(line) for line in file]
+        return [(row["group"], row["sample"], row["task_id"]) for row in rows]
 
     def read_ratios(self, step: int) -> list[TokenRatio]:
         """Read the tokens of a step with the largest mismatch, the largest |log ratio| first. Empty if sampler and learner agree."""
@@ -166,7 +190,7 @@ def _step_of(name: str) -> int:
     return int(match[1])
 
 
-def _encode_parquet(records: Sequence[RolloutRecord]) -> bytes:
+def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | None = None) -> bytes:
     pa, pq = _import_pyarrow()
     rows = [
         {
@@ -179,13 +203,17 @@ def _encode_parquet(records: Sequence[RolloutRecord]) -> bytes:
         for record in records
     ]
     content = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, schema=_build_schema(pa)), content, compression="zstd")
+    table = pa.Table.from_pylist(rows, schema=_build_schema(pa))
+    if tokens is not None:
+        for name, column in make_arrow_columns(tokens, [record.sampled for record in records]).items():
+            table = table.set_column(table.column_names.index(name), name, column)
+    pq.write_table(table, content, compression="zstd")
     return content.getvalue()
 
 
-def _read_parquet(path: Path, task_id: str | None) -> list[RolloutRecord]:
+def _read_parquet(path: Path, filters: Sequence[tuple[str, str, object]] | None) -> list[RolloutRecord]:
     _, pq = _import_pyarrow()
-    return decode_rows(pq.read_table(path, filters=None if task_id is None else [("task_id", "==", task_id)]).to_pylist())
+    return decode_rows(pq.read_table(path, filters=filters).to_pylist())
 
 
 def decode_rows(rows: Iterable[Mapping[str, Any]]) -> list[RolloutRecord]:
@@ -254,7 +282,11 @@ def _import_pyarrow() -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-def _encode_jsonl(records: Sequence[RolloutRecord]) -> bytes:
+def _encode_jsonl(records: Sequence[RolloutRecord], tokens: TokenColumns | None = None) -> bytes:
+    if tokens is not None:
+        found = tokens.split([record.sampled for record in records[: tokens.num_rollouts]])
+        trained = [replace(record, **columns) for record, columns in zip(records, found, strict=False)]
+        records = [*trained, *records[len(trained) :]]
     return "".join(encode_json(record) + "\n" for record in records).encode()
 
 

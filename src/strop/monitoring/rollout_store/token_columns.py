@@ -24,6 +24,7 @@ class TokenColumns:
     """The columns of a batch, over its predicted tokens, [N] each; a column that the algorithm does not have is left out."""
 
     sequence: Tensor  # [N] the rollout of each token, ascending
+    num_rollouts: int
     columns: Mapping[str, Tensor]  # FLOATS and FLAGS
     reasons: Tensor  # [N] uint8, an index into REASONS
     by_term: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)  # BY_TERM -> term -> [N]
@@ -33,10 +34,10 @@ class TokenColumns:
         """Return the columns of each rollout as fields of its record, from which of its tokens were sampled."""
         import torch
 
-        ends = torch.bincount(self.sequence, minlength=len(rollouts)).cumsum(0).tolist()
+        ends = torch.bincount(self.sequence, minlength=self.num_rollouts).cumsum(0).tolist()
         return [
             self._of_rollout(slice(start, end), torch.tensor(sampled, dtype=torch.bool))
-            for start, end, sampled in zip([0, *ends], ends, rollouts, strict=False)
+            for start, end, sampled in zip([0, *ends[:-1]], ends, rollouts, strict=True)
         ]
 
     def _of_rollout(self, tokens: slice, sampled: Tensor) -> dict[str, Any]:

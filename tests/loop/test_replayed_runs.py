@@ -1,0 +1,122 @@
+"""Steps of runs of every kind are replayed to the last digit, and the terms of their tokens sum to the logged loss."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loop.kinds import train_to_end
+from strop.build.replay.replay import ReplayResult, replay
+from strop.cli.commands import main
+from strop.ledger.token_ledger import make_ledger
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
+
+STEPS = 6
+EVERY = {"checkpointing__save_period": 1, "checkpointing__keep_top_k": None, "logger__token_columns": "all"}
+SUMS = {  # rewards that do not always vary, so that DAPO drops groups
+    "data__train__env_name": "arithmetic",
+    "data__validation__env_name": "arithmetic",
+    "env__arithmetic__max_operand": 3,
+    "env__arithmetic__wording": "{expression}=",
+    "env__graded__type": ...,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("grpo", {"loss_fn__reference_policy_kl_penalty": 0.1}),
+    "gspo": ("grpo", {"algorithm__name": "gspo", "policy__train_global_batch_size": 16}),
+    "dapo": ("grpo", {"algorithm__name": "dapo", **SUMS}),
+    "ppo": ("ppo", {"policy__train_global_batch_size": 16, "ppo__ppo_epochs": 2}),
+    "dpo": ("dpo", {}),
+    "sft": ("sft", {}),
+    "rm": ("rm", {}),
+    "distillation": ("distillation", {}),
+}
+
+
+def run_kind(name: str, model: Path, folder: Path, **changes: Any) -> Path:
+    section, own = KINDS[name]
+    folder.mkdir(exist_ok=True)
+    train_to_end(
+        section, model, folder, **{f"{section}__max_num_steps": STEPS, f"{section}__val_period": 0, **EVERY, **own, **changes}
+    )
+    return folder / "logs"
+
+
+def logged(logs: Path, step: int) -> dict[str, float]:
+    lines = map(json.loads, (logs / "metrics.jsonl").read_text().splitlines())
+    return {name: value for line in lines if line["step"] == step for name, value in line.items()}
+
+
+def sum_of_terms(logs: Path, step: int, learner: str) -> float:
+    """Sum the terms over every rollout of a step."""
+    keys = RolloutStore(logs, "none").read_keys(step)
+    ledgers = [make_ledger(logs, step, group, sample) for group, sample, _ in keys]
+    return math.fsum(value for each in ledgers for name, value in each.totals.items() if ("/" in name) == (learner != "policy"))
+
+
+def replay_steps(logs: Path, monkeypatch: pytest.MonkeyPatch, *steps: int) -> list[ReplayResult]:
+    monkeypatch.chdir(logs.parent)  # data is named relative to it
+    return [asyncio.run(replay(logs, step)) for step in steps]
+
+
+def test_a_step_is_replayed_to_the_last_digit_and_its_ledger_sums_to_its_loss(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = run_kind("gspo", tiny, tmp_path, grpo__max_num_steps=2)
+    assert sum_of_terms(logs, 2, "policy") == pytest.approx(logged(logs, 2)["train/loss"], abs=1e-6)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    assert main(["replay", "logs", "--step", "2", "policy.optimizer.kwargs.lr=0.006", "--json", "--no-store"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["exact"] and not found["reproduction"]["different"] and found["reproduction"]["compared"] > 40
+    assert found["gradient_cosine"] == pytest.approx(1.0) and found["change_ratio"] == pytest.approx(2.0, abs=0.1)
+    assert found["changed"]["metrics"]["train/lr"] == 0.006
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before, "a replay wrote into the run"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", KINDS)
+def test_random_steps_of_every_kind_of_run_are_replayed_to_the_last_digit(
+    name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = run_kind(name, tiny, tmp_path)
+    steps = sorted(random.Random(name).sample(range(1, STEPS + 1), 2))
+    for result in replay_steps(logs, monkeypatch, *steps):
+        assert result.exact and not result.reproduction.different and result.reproduction.compared > 10, (result.step, name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", KINDS)
+def test_the_terms_of_every_kind_of_run_sum_to_the_logged_losses(name: str, tiny: Path, tmp_path: Path) -> None:
+    logs = run_kind(name, tiny, tmp_path)
+    for step in range(1, STEPS + 1):
+        metrics = logged(logs, step)
+        assert sum_of_terms(logs, step, "policy") == pytest.approx(metrics["train/loss"], abs=1e-6), step
+        if name == "ppo":
+            assert sum_of_terms(logs, step, "value") == pytest.approx(metrics["train/value_loss"], abs=1e-6), step
+
+
+@pytest.mark.exhaustive
+def test_what_cannot_be_replayed_is_refused_with_what_can(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_kind("grpo", tiny, tmp_path, checkpointing__save_period=3)
+    monkeypatch.chdir(tmp_path)
+
+    def refusal(*arguments: str) -> str:
+        assert main(["replay", "logs", *arguments]) == 2
+        return capsys.readouterr().err
+
+    assert "steps that can be replayed exactly: 1, 4" in refusal("--step", "3") and "--weights nearest" in refusal("--step", "3")
+    assert "has not trained step 9" in refusal("--step", "9")
+    assert "this cannot be changed" in refusal("--step", "4", "grpo.num_prompts_per_step=2")
+    assert "there is no such key" in refusal("--step", "4", "loss_fn.ratio_clip_mx=3")
+    assert "greedy rollout" in refusal("--step", "4", "algorithm.name=remax")
+    assert main(["replay", "logs", "--step", "6", "--weights", "nearest"]) == 0
+    assert "these are NOT the weights" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "logs" / "replays").iterdir()] == ["step_000006_001.json"]
