@@ -38,7 +38,7 @@ def unpack(packed: Tensor, number_format: NumberFormat) -> QuantizedTensor:
     scales_shape = _scales_shape(shape, number_format)
     end = _HEADER + 4 * math.prod(scales_shape)
     scales = packed[_HEADER:end].view(torch.float32).view(scales_shape)
-    values = packed[end:].view(number_format.element.dtype).view(shape)
+    values = packed[end:].view(number_format.element.dtype or torch.uint8).view(shape)
     one = torch.ones([*shape[:-2], 1, 1], device=packed.device)
     return QuantizedTensor(number_format, values, scales, one)
 
