@@ -191,3 +191,10 @@ def test_adapters_are_sent_alone_where_they_can_be_written_in_place(changes: lis
 def test_drafts_are_refused_on_a_cpu_where_sglang_would_accept_them_greedily(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="found NGRAM, but on a CPU SGLang accepts drafts greedily whatever the temperature is"):
         arguments(launch(**given))
+
+
+def test_values_and_scales_are_sent_only_to_engines_with_layers_for_them() -> None:
+    changes = [f"{KEY}.quantization.send_quantized=true", "loss_fn.use_importance_sampling_correction=true"]
+    for given in (["vllm_cfg.precision=fp8"], ["quantization.format=fp8_block", "quantization.emulate=true"]):
+        with pytest.raises(ConfigError, match=r"send_quantized.*no engine of this run has layers that take values and scales"):
+            load_config(None, [*BASE, *changes, *(f"{KEY}.{each}" for each in given)], root=GrpoRunConfig)
