@@ -9,7 +9,7 @@ from torch import Tensor
 
 from strop.models.quantization.elements import encode_e8m0
 from strop.models.quantization.number_format import QuantizedTensor, quantize
-from strop.models.quantization.packed_weights import unpack
+from strop.models.quantization.packed_matrices import unpack
 from strop.models.quantization.quantization_plan import EXPERTS, QuantizationPlan
 
 
