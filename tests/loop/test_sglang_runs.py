@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import runpy
 import signal
 import time
 from collections.abc import Callable
@@ -110,3 +111,51 @@ def _wait_until(seen: Callable[[], bool], seconds: float) -> None:
     while not seen():
         assert time.monotonic() < deadline, "not seen in time"
         time.sleep(0.05)
+
+
+def check_steps(folder: Path, *, steps: int) -> dict[int, dict[str, float]]:
+    """Every step is proven, and sampler and learner agree."""
+    metrics = {step: line for step, line in metrics_of(folder / "logs").items() if "train/token_mult_prob_error" in line}
+    assert sorted(metrics) == list(range(1, steps + 1))
+    for line in metrics.values():
+        assert line["weights/tensors_not_read_back"] == 0 and line["weights/canary_error"] < 1e-4
+        assert 1 <= line["train/token_mult_prob_error"] < EXACT
+    return metrics
+
+
+def test_a_run_with_lora_sends_sglang_its_adapters_alone(served: Path, tmp_path: Path) -> None:
+    lora = {"policy.dtensor_cfg.lora_cfg.enabled": True, "policy.dtensor_cfg.lora_cfg.dim": 8, "policy.optimizer.kwargs.lr": 1e-3}
+    sent: dict[bool, float] = {}
+    for alone in (True, False):
+        folder = tmp_path / str(alone)
+        folder.mkdir()
+        changes = {"policy.generation.backend": "sglang", **SHARED, **ENGINES["sglang"], **lora, "grpo.max_num_steps": 3}
+        changes["policy.generation.weight_sync.adapters_alone"] = alone
+        outcome = start(["grpo", *overrides({**tiny_config(served), **changes})], folder).finish(400)
+        assert outcome.code == 0, outcome.out + outcome.err
+        sent[alone] = check_steps(folder, steps=3)[3]["weights/bytes"]
+    assert sent[True] < sent[False] / 2
+
+
+def test_a_run_about_drawn_images_samples_with_sglang(tmp_path: Path) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    model: Path = runpy.run_path(str(examples / "tiny_vlm.py"))["save"](tmp_path / "tiny_vlm", width=32)
+    short = {
+        "grpo.num_prompts_per_step": 2,
+        "grpo.num_generations_per_prompt": 2,
+        "grpo.max_val_samples": 2,
+        "grpo.val_at_start": False,
+        "data.train.size": 8,
+        "data.validation.size": 2,
+        "checkpointing.checkpoint_dir": "results",
+        "logger.log_dir": "logs",
+        "policy.model_name": str(model),
+        "policy.num_threads": 1,
+        "policy.device": "cpu",
+        "policy.generation.backend": "sglang",
+    }
+    changes = {**SHARED, **ENGINES["sglang"], **short, "grpo.max_num_steps": 2}
+    command = ["grpo", "--config", str(examples / "configs" / "drawn_images" / "grpo.yaml"), *overrides(changes)]
+    outcome = start(command, tmp_path).finish(600)
+    assert outcome.code == 0, outcome.out + outcome.err
+    check_steps(tmp_path, steps=2)

@@ -43,10 +43,10 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "torch.load": {
         "checkpointing/state_file.py": "state.pt, with a list of classes",
-        "generation/sglang/server/prepared_images.py": "weights_only, from the server's own folder",
         "learner/parallel/single_device.py": "weights_only",
         "learner/torch/draft/draft_trainer.py": "weights_only",
         "models/draft/eagle_files.py": "weights_only",
+        "generation/sglang/server/prepared_images.py": "weights_only, of files that the run has written",
         "learner/megatron/checkpoint/torch_dist.py": "weights only",
         "learner/parallel/sharded_checkpoint.py": "weights_only",
     },

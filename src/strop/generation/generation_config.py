@@ -237,6 +237,7 @@ class GenerationConfig(BaseConfig):
 
     def _check_quantization(self, key: str) -> Iterator[Problem]:
         chosen, options = self.weight_format, self.vllm_cfg
+        yield from self._check_sent_quantized(key)
         if chosen is None:
             yield from self._check_unquantized(key)
             return
@@ -271,6 +272,15 @@ class GenerationConfig(BaseConfig):
                 f"{key}.vllm_cfg.kv_cache_dtype",
                 f"found {options.kv_cache_dtype}, but the torch engine rounds keys and values to E4M3",
                 "Set it to fp8, or auto.",
+            )
+
+    def _check_sent_quantized(self, key: str) -> Iterator[Problem]:
+        in_kernels = self.uses_vllm and self.weight_format is not None and not self.quantization.emulate
+        if self.quantization.send_quantized and not in_kernels:
+            yield Problem(
+                f"{key}.quantization.send_quantized",
+                "found true, but no engine of this run has layers that take values and scales",
+                f"Set it to false, or {key}.backend=vllm and {key}.vllm_cfg.precision=fp8 without {key}.quantization.emulate.",
             )
 
     def _check_unquantized(self, key: str) -> Iterator[Problem]:

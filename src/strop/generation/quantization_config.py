@@ -27,3 +27,8 @@ class RolloutQuantizationConfig(BaseConfig):
         description="Round weights to the format and back, and compute in bfloat16 or float32, which needs no FP8 hardware and saves "
         "nothing. The torch engine rounds the inputs of its layers, and with kv_cache_dtype=fp8 keys and values, too.",
     )
+    send_quantized: bool = Field(
+        False,
+        description="Quantise weights where they are trained, once for all engines, and send values and scales: half the bytes of a "
+        "publish. false sends them in the engine's data type, and each engine quantises. For vLLM's own FP8 layers.",
+    )

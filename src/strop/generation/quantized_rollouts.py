@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
-from strop.models.quantization.number_format import NUMBER_FORMATS
-from strop.models.quantization.quantization_plan import QuantizationPlan, make_plan
+from strop.models.quantization.number_format import NUMBER_FORMATS, quantize
+from strop.models.quantization.packed_matrices import pack, packed_size
+from strop.models.quantization.quantization_plan import FUSED_EXPERTS, QuantizationPlan, make_plan
 from strop.weight_sync.sent_precision import SentPrecision
 
 
@@ -22,6 +23,15 @@ class PlannedPrecision:
     plan: QuantizationPlan
     dtype: torch.dtype  # that the engine computes in: weights are cast to it and then rounded
     by_engine: bool
+    packs: bool = False  # what the engine quantises is sent quantised
+
+    def packed_size(self, name: str, shape: Sequence[int]) -> int | None:
+        rows = self.plan.weights.rows
+        halves = name.endswith(FUSED_EXPERTS) and rows is not None and shape[-2] % (2 * rows)  # blocks of both
+        return packed_size(shape, self.plan.weights) if self.packs and len(shape) >= 2 and not halves else None
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        return pack(quantize(tensor.to(self.dtype), self.plan.weights))
 
     def select(self, names: Iterable[str]) -> frozenset[str]:
         return self.plan.select(names)
@@ -62,4 +72,4 @@ def make_weight_rounding(generation: GenerationConfig, precision: str) -> SentPr
         return None
     name = generation.engine_options.dtype if generation.uses_engines else precision
     by_engine = generation.uses_vllm and not generation.quantization.emulate
-    return PlannedPrecision(plan, getattr(torch, name), by_engine)
+    return PlannedPrecision(plan, getattr(torch, name), by_engine, packs=by_engine and generation.quantization.send_quantized)

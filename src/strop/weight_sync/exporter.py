@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, lora_layers, save_adapters
 from strop.models.fake_quant.apply_fake_quant import weight_roundings
-from strop.weight_sync.base import AdapterFiles, ChannelAddress, Manifest, NamedTensors, Sender, TransportError
+from strop.weight_sync.base import AdapterFiles, ChannelAddress, Manifest, NamedTensors, Sender, TensorEntry, TransportError
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 from strop.weight_sync.sent_precision import SentPrecision
 from strop.weight_sync.transports.dealing import deal_entries, split_manifest
@@ -191,10 +191,24 @@ class BlockingExporter:
         return replace(prepared, weights=tuple(DealtWeight(weight, self.role.rank) for weight in own))
 
     def _deal(self, untied: UntiedWeights) -> PreparedWeights:
-        manifest = build_manifest(((weight.name, weight.spec) for weight in untied.weights), self._dtype)
+        manifest = self._pack_entries(
+            build_manifest(((weight.name, weight.spec) for weight in untied.weights), self._dtype), untied.aliases
+        )
         owners = deal_entries(manifest, len(self.role.senders))
         dealt = (DealtWeight(weight, self.role.senders[owner]) for weight, owner in zip(untied.weights, owners, strict=True))
         return PreparedWeights(tuple(dealt), manifest, untied.aliases)
+
+    def _pack_entries(self, manifest: Manifest, aliases: Iterable[str]) -> Manifest:
+        """Return the manifest with the weights that are sent quantised as bytes."""
+        precision = self._quantization
+        if precision is None:
+            return manifest
+        selected = precision.select((*manifest.names, *aliases))
+        sizes = {
+            entry.name: precision.packed_size(entry.name, entry.shape) for entry in manifest.entries if entry.name in selected
+        }
+        packed = {name: TensorEntry(name, torch.uint8, (size,)) for name, size in sizes.items() if size is not None}
+        return Manifest(tuple(packed.get(entry.name, entry) for entry in manifest.entries))
 
     def _select_rounded(self) -> RoundedWeights | None:
         if self._quantization is None:

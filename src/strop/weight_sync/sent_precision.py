@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -14,6 +15,19 @@ class SentPrecision(Protocol):
     @property
     def by_engine(self) -> bool:
         """Whether the engine quantises what arrives, in its own kernels' layout; else it is sent values that are rounded already."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type that the engine computes in: weights are cast to it before they are quantised."""
+        ...
+
+    def packed_size(self, name: str, shape: Sequence[int]) -> int | None:
+        """Return the bytes of a selected weight that is sent quantised; None: it is sent as numbers."""
+        ...
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Return the values and scales of a selected weight as bytes, [bytes] uint8."""
         ...
 
     def select(self, names: Iterable[str]) -> frozenset[str]:

@@ -182,13 +182,18 @@ class OutgoingWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         dtypes = {entry.name: entry.dtype for entry in self.manifest.entries}
         for weight, tensor in self.gathered:
-            cast = weight.to_sent(tensor, dtypes[weight.name])
+            packs = self._packs(weight.name, dtypes[weight.name])
+            cast = weight.to_sent(tensor, self.rounded.precision.dtype if packs and self.rounded else dtypes[weight.name])
             held = self._round(weight, cast)
             sent = cast if self.rounded is not None and self.rounded.precision.by_engine else held
+            sent = self.rounded.precision.pack(cast) if packs and self.rounded else sent
             self.sent_fingerprints[weight.name] = fingerprint(sent)
             if self.read_back:
                 self._fingerprint_for_read_back(weight.name, normalize_zeros(held))
             yield weight.name, sent
+
+    def _packs(self, name: str, dtype: torch.dtype) -> bool:
+        return self.rounded is not None and name in self.rounded.names and dtype is torch.uint8
 
     def _round(self, weight: Weight, tensor: Tensor) -> Tensor:
         """Return what an engine computes with that is sent this tensor."""

@@ -9,6 +9,7 @@ import torch
 
 from strop.generation.quantized_rollouts import PlannedPrecision
 from strop.models.quantization.number_format import FP8_BLOCK, MXFP8, NVFP4, round_trip
+from strop.models.quantization.packed_matrices import unpack
 from strop.models.quantization.quantization_plan import make_plan
 from strop.weight_sync.base import Manifest
 from strop.weight_sync.exporter import BlockingExporter
@@ -29,6 +30,8 @@ class KeepingSender:
 
     def send(self, manifest: Manifest, tensors: Any) -> None:
         self.sent = {name: tensor.clone() for name, tensor in tensors}
+        entries = [(entry.name, entry.dtype, entry.shape) for entry in manifest.entries]
+        assert entries == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.sent.items()]
 
     def close(self) -> None: ...
 
@@ -47,7 +50,8 @@ def export(
         keep_snapshot=keep,
         quantization=precision,
     )
-    exporter.prepare("weights")
+    plan = exporter.prepare("weights")
+    assert {entry.name for entry in plan.manifest.entries} == {NAME, HEAD}
     exporter.open(1)
     fingerprints = exporter.send(read_back=True)
     return weights, fingerprints, sender.sent
@@ -78,3 +82,14 @@ def test_weights_are_cast_to_the_precision_of_the_engine_before_they_are_rounded
     weight = torch.randn(30, 30, generator=torch.Generator().manual_seed(1))
     rounded = precision.round(weight)
     assert rounded.dtype == torch.float32 and torch.equal(rounded, round_trip(weight.bfloat16(), FP8_BLOCK).float())
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_engine_may_be_sent_values_and_scales_and_is_compared_with_what_they_stand_for(keep: bool) -> None:
+    precision = PlannedPrecision(make_plan(FP8_BLOCK), torch.bfloat16, by_engine=True, packs=True)
+    weights, fingerprints, sent = export(precision, keep=keep)
+    assert sent[NAME].dtype is torch.uint8 and torch.equal(sent[HEAD], weights[HEAD].bfloat16())
+    assert fingerprints.sent == {name: fingerprint(tensor) for name, tensor in sent.items()}
+    held = round_trip(weights[NAME].bfloat16(), FP8_BLOCK)
+    assert torch.equal(unpack(sent[NAME], FP8_BLOCK).dequantize(torch.bfloat16), held)
+    assert fingerprints.read_back[NAME] == fingerprint(normalize_zeros(held))

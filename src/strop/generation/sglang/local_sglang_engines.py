@@ -12,7 +12,7 @@ import torch
 
 from strop.generation.local_launches import make_local_launches
 from strop.generation.sglang.sglang_engine import SglangEngine
-from strop.generation.sglang.sglang_launch import SglangLaunch
+from strop.generation.sglang.sglang_launch import SglangLaunch, make_server_arguments
 from strop.models.vision.vision_processor import VisionProcessor
 from strop.packages import is_installed
 
@@ -27,7 +27,9 @@ def make_local_sglang_engines(
     output_folder: Path | None = None,
     vision: VisionProcessor | None = None,
 ) -> list[SglangEngine]:
-    """Make the configured number of engines, without starting them. Raises ValueError if SGLang is not installed, or GPUs are missing.
+    """Make the configured number of engines, without starting them.
+
+    Raises ValueError if SGLang is not installed, GPUs are missing, or its arguments cannot work here.
 
     Args:
         launch: What all of them have in common.
@@ -39,6 +41,7 @@ def make_local_sglang_engines(
         vision: Of a model that reads images.
     """
     require_sglang(launch.python)
+    make_server_arguments(launch, port=0, key="")  # refuses what cannot work before anything starts
     launches = make_local_launches(launch, learner=learner, threads=threads, output_folder=output_folder)
     return [
         SglangEngine(f"engine {number}", each, tokenizer, stop_ids=stop_ids, vision=vision)

@@ -135,13 +135,19 @@ class SglangLaunch:
 
 
 def make_server_arguments(launch: SglangLaunch, *, port: int, key: str) -> dict[str, Any]:
-    """Return the arguments of SGLang's server by name. Raises ValueError for those that Strop sets itself."""
+    """Return the arguments of SGLang's server by name. Raises ValueError for those that Strop sets itself, and for drafts on a CPU."""
     generation, options = launch.config, launch.config.sglang_cfg
     for name in generation.sglang_kwargs:
         if name in RESERVED_ARGUMENTS:
             raise ValueError(
                 f"policy.generation.sglang_kwargs.{name}: Strop sets this argument of SGLang itself; set {RESERVED_ARGUMENTS[name]}"
             )
+    if launch.on_cpu and (options.speculative_algorithm or generation.sglang_kwargs.get("speculative_algorithm")):
+        raise ValueError(
+            "policy.generation.sglang_cfg.speculative_algorithm: found "
+            f"{options.speculative_algorithm or generation.sglang_kwargs['speculative_algorithm']}, but on a CPU SGLang accepts drafts "
+            "greedily whatever the temperature is, by a kernel that its wheel does not have; set it to null, or policy.device to a GPU"
+        )
     arguments: dict[str, Any] = {
         "model_path": launch.model,
         "tokenizer_path": launch.tokenizer or launch.model,

@@ -144,7 +144,7 @@ def _fingerprint_shards(
 
 def _in_sent_dtype(tensor: torch.Tensor, sent: torch.dtype | None) -> torch.Tensor:
     """Return a tensor that vLLM keeps in a wider type in the type that it was sent in, if it has no other values."""
-    if sent is None or sent == tensor.dtype:
+    if sent is None or sent == tensor.dtype or not sent.is_floating_point:
         return tensor
     narrow = tensor.to(sent)
     return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor

@@ -26,6 +26,7 @@ from strop.models.quantization.number_format import (
 NEVER = (".gate.weight", "router", "shared_expert_gate", "conv1d", "norm", "embed")
 DRAFT = "draft."  # of a draft head that is published beside the policy
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # of all experts in one tensor [E, rows, columns]
+FUSED_EXPERTS = "experts.gate_up_proj"  # whose rows are those of two matrices
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _VISION = ("visual.", "vision")
 

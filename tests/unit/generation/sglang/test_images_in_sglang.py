@@ -70,7 +70,7 @@ def serve_family(room: BackgroundLoop, family: str, folder: Path, *, adapters: b
     engine = make_sglang_engine(folder, tokenizer, adapters=launched)
     engine.vision = make_image_processor(family)
     served = serve(model, tokenizer, [engine], adapters=LocalAdapterSource(model) if adapters else None)
-    room.run(served.weights.publish(0), seconds=600)
+    room.run(served.weights.publish(0), seconds=880)
     return SeenFamily(family, served, room)
 
 

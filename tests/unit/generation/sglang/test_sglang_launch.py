@@ -45,7 +45,9 @@ def test_on_a_cpu_plain_torch_takes_the_place_of_kernels() -> None:
 
 
 def test_keys_of_sglang_are_passed_on_and_further_arguments_after_them() -> None:
-    given = arguments(launch(max_running_requests=3, speculative_algorithm="EAGLE3", kwargs={"schedule_policy": "lpm"}))
+    given = arguments(
+        launch(on_cpu=False, max_running_requests=3, speculative_algorithm="EAGLE3", kwargs={"schedule_policy": "lpm"})
+    )
     assert (given["max_running_requests"], given["speculative_algorithm"], given["schedule_policy"]) == (3, "EAGLE3", "lpm")
     assert "speculative_num_steps" not in given, "null is SGLang's choice"
 
@@ -183,3 +185,16 @@ def test_adapters_are_sent_alone_where_they_can_be_written_in_place(changes: lis
     assert bool(said) is (not alone and "adapters_alone" not in str(changes))
     if said:
         assert changes[0].partition("=")[2] in said[0], "it says why"
+
+
+@pytest.mark.parametrize("given", [{"speculative_algorithm": "NGRAM"}, {"kwargs": {"speculative_algorithm": "NGRAM"}}], ids=str)
+def test_drafts_are_refused_on_a_cpu_where_sglang_would_accept_them_greedily(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="found NGRAM, but on a CPU SGLang accepts drafts greedily whatever the temperature is"):
+        arguments(launch(**given))
+
+
+def test_values_and_scales_are_sent_only_to_engines_with_layers_for_them() -> None:
+    changes = [f"{KEY}.quantization.send_quantized=true", "loss_fn.use_importance_sampling_correction=true"]
+    for given in (["vllm_cfg.precision=fp8"], ["quantization.format=fp8_block", "quantization.emulate=true"]):
+        with pytest.raises(ConfigError, match=r"send_quantized.*no engine of this run has layers that take values and scales"):
+            load_config(None, [*BASE, *changes, *(f"{KEY}.{each}" for each in given)], root=GrpoRunConfig)

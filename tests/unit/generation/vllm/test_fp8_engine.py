@@ -32,6 +32,11 @@ MODES: dict[str, dict[str, Any]] = {
         "num_last_layers_in_bf16": 1,
         "quantization_ignored_layer_kws": ("o_proj",),
     },
+    "sent quantised": {
+        "precision": "fp8",
+        "worker_extension": "support.plain_fp8_kernel.PlainFp8Worker",
+        "quantization": RolloutQuantizationConfig(send_quantized=True),
+    },
     "emulated": {"precision": "fp8", "quantization": RolloutQuantizationConfig(emulate=True)},
     "nvfp4": {"precision": "float32", "quantization": RolloutQuantizationConfig(format="nvfp4", emulate=True)},
 }

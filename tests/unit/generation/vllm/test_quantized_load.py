@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.quantization_config import RolloutQuantizationConfig
+from strop.generation.quantized_rollouts import PlannedPrecision
 from strop.generation.vllm.quantized.quantized_load import quantize_arriving
 from strop.generation.vllm.vllm_config import VllmConfig
-from strop.models.quantization.number_format import FP8_BLOCK, MXFP8, round_trip
+from strop.models.quantization.number_format import FP8_BLOCK, FP8_BLOCK_POW2, MXFP8, NumberFormat, round_trip
 from strop.models.quantization.quantization_plan import make_plan
 
 NAME, HEAD, EXPERTS = "model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.layers.0.mlp.experts.gate_up_proj"
@@ -56,3 +58,33 @@ def test_options_of_deep_gemm_reach_the_engine() -> None:
     fp8 = GenerationConfig(vllm_cfg=VllmConfig(precision="fp8", use_deep_gemm=True))
     assert fp8_environment(fp8) == {"VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_USE_DEEP_GEMM": "1"}
     assert fp8_environment(GenerationConfig(vllm_cfg=VllmConfig(precision="fp8", is_mx=True))) == {}
+
+
+@pytest.mark.parametrize("number_format", [FP8_BLOCK, FP8_BLOCK_POW2, MXFP8], ids=lambda each: each.name)
+@pytest.mark.parametrize("name", [NAME, EXPERTS])
+def test_what_is_sent_quantised_arrives_as_what_is_quantised_on_arrival(number_format: NumberFormat, name: str) -> None:
+    """To the bit, in half the bytes."""
+    shape = (2, 256, 192) if name == EXPERTS else (200, 320)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    plan = make_plan(number_format)
+    precision = PlannedPrecision(plan, torch.bfloat16, by_engine=True, packs=True)
+    packed = precision.pack(weight)
+    assert packed.dtype is torch.uint8 and packed.numel() == precision.packed_size(name, weight.shape)
+    assert packed.numel() < (0.6 if number_format is MXFP8 else 0.51) * weight.nbytes
+    here = dict(quantize_arriving([(name, weight)], plan, [name]))
+    there = dict(quantize_arriving([(name, packed)], plan, [name]))
+    assert list(here) == list(there)
+    for part, tensor in here.items():
+        assert tensor.dtype == there[part].dtype and torch.equal(tensor.view(torch.uint8), there[part].view(torch.uint8))
+
+
+def test_experts_whose_halves_share_a_block_are_sent_as_numbers() -> None:
+    precision = PlannedPrecision(make_plan(FP8_BLOCK), torch.bfloat16, by_engine=True, packs=True)
+    assert precision.packed_size(EXPERTS, (4, 2 * 64, 128)) is None
+    assert precision.packed_size(EXPERTS, (4, 2 * 128, 128)) is not None
+
+
+def test_bytes_of_another_format_are_refused_on_arrival() -> None:
+    packed = PlannedPrecision(make_plan(FP8_BLOCK), torch.bfloat16, by_engine=True, packs=True).pack(torch.ones(64, 64))
+    with pytest.raises(ValueError, match=r"bytes arrived for a matrix \(64, 64\) in mxfp8"):
+        dict(quantize_arriving([(NAME, packed)], make_plan(MXFP8), [NAME]))

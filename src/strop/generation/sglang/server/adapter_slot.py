@@ -90,9 +90,11 @@ class AdapterSlot:
             full_up = torch.zeros(sum(sizes), adapters.rank)
             first = 0
             for number, (matrix, size) in enumerate(zip(matrices, sizes, strict=True)):
-                if matrix is not None:
-                    full_down[number * adapters.rank : (number + 1) * adapters.rank] = matrix[0]
-                    full_up[first : first + size] = matrix[1]
+                if (
+                    matrix is not None
+                ):  # on a CPU SGLang pads some layers with zeros, which are behind the published rows and columns
+                    full_down[number * adapters.rank : (number + 1) * adapters.rank, : matrix[0].shape[1]] = matrix[0]
+                    full_up[first : first + len(matrix[1])] = matrix[1]
                 first += size
             down[index].copy_(module.slice_lora_a_weights(full_down))
             up[index].copy_(module.slice_lora_b_weights(full_up))

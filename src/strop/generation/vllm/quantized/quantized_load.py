@@ -9,6 +9,7 @@ from torch import Tensor
 
 from strop.models.quantization.elements import encode_e8m0
 from strop.models.quantization.number_format import QuantizedTensor, quantize
+from strop.models.quantization.packed_matrices import unpack
 from strop.models.quantization.quantization_plan import EXPERTS, QuantizationPlan
 
 
@@ -22,10 +23,20 @@ def quantize_arriving(
         if name not in selected:
             yield name, tensor
             continue
-        for part_name, part in _split_experts(name, tensor):
-            stored = quantize(part, plan.weights)
+        for part_name, stored in _quantized_parts(name, tensor, plan):
             yield part_name, stored.values
             yield _name_scales(part_name, plan), _encode_scales(stored)
+
+
+def _quantized_parts(name: str, tensor: Tensor, plan: QuantizationPlan) -> Iterator[tuple[str, QuantizedTensor]]:
+    """Yield the matrices of a tensor, quantised here or where they were sent."""
+    if tensor.dtype is not torch.uint8:
+        yield from ((part_name, quantize(part, plan.weights)) for part_name, part in _split_experts(name, tensor))
+        return
+    stored = unpack(tensor, plan.weights)
+    matrices = zip(_split_experts(name, stored.values), _split_experts(name, stored.scales), strict=True)
+    for (part_name, values), (_, scales) in matrices:
+        yield part_name, QuantizedTensor(plan.weights, values, scales, torch.ones(1, 1, device=values.device))
 
 
 def _split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
