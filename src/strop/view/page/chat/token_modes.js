@@ -75,9 +75,11 @@ export function isSampled(tokens, index) {
   return tokens.sampled ? Boolean(tokens.sampled[index]) : true;
 }
 
+/** Whether a token that the policy sampled has no gradient: it does not count in the loss, or something took it out. */
 export function isMasked(tokens, index) {
+  if (!isSampled(tokens, index)) return false;
   const mask = tokens.mask?.[index];
-  return isSampled(tokens, index) && mask !== null && mask !== undefined && !mask;
+  return (mask !== null && mask !== undefined && !mask) || Boolean(tokens.mask_reason?.[index]);
 }
 
 const REASONS = {
