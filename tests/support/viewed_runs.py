@@ -173,7 +173,7 @@ def _make_record(step: int, group: int, sample: int, chance: random.Random, enco
         branches=((0, turns[0].end),) if group == 0 else (),
         metrics={"digits": 2.0},
     )
-    return replace(record, **_make_token_columns(record, chance))
+    return record if dropped else replace(record, **_make_token_columns(record, chance))
 
 
 def _make_token_columns(record: RolloutRecord, chance: random.Random) -> Mapping[str, Any]:
@@ -183,12 +183,16 @@ def _make_token_columns(record: RolloutRecord, chance: random.Random) -> Mapping
     columns = {
         "entropy": tuple(chance.uniform(0, 2) if each else 0.0 for each in sampled),
         "reference_logprobs": tuple(value + chance.gauss(0, 0.2) for value in record.sampler_logprobs),
-        "mask": tuple(0.0 if left_out or not each else 1.0 for left_out, each in zip(masked, sampled, strict=True)),
-        "mask_reason": tuple("the correction rejects the token" if left_out else "" for left_out in masked),
+        "mask": tuple(each and not left_out for left_out, each in zip(masked, sampled, strict=True)),
+        "mask_reason": tuple(_reason(left_out, each) for left_out, each in zip(masked, sampled, strict=True)),
         "clipped": tuple(bool(sampled[place]) and chance.random() < 0.05 for place in range(count)),
     }
     known = {field.name for field in fields(RolloutRecord)}
     return {name: values for name, values in columns.items() if name in known}
+
+
+def _reason(left_out: bool, by_policy: bool) -> str:
+    return "environment" if not by_policy else "rejected" if left_out else ""
 
 
 def _write_validations(folder: Path) -> None:

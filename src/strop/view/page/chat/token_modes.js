@@ -10,7 +10,8 @@ function levelOf(value, scale) {
 }
 
 /**
- * {name, title, explain, column, value(tokens, index): the number that is coloured, scale(tokens), ends: [low, high]}. A mode whose column
+ * {name, title, explain, column, value(tokens, index): the number that is coloured, scale(tokens), ends: [low, high], and where numbers are
+ * logarithms shown(number)}. A mode whose column
  * is null for a rollout is not offered.
  */
 export const MODES = [
@@ -25,9 +26,9 @@ export const MODES = [
     value: (tokens, index) => tokens.sampler_logprobs[index], scale: () => 5,
   },
   {
-    name: "ratio", title: "ratio learner / sampler", column: "ratio", ends: ["learner: half as probable", "learner: twice as probable"],
+    name: "ratio", title: "ratio learner / sampler", column: "ratio", ends: ["less probable to the learner", "more probable"],
     explain: "the learner's probability over the sampler's; 1 is perfect and has no colour",
-    value: (tokens, index) => logOf(tokens.ratio[index]), scale: () => Math.log(2),
+    value: (tokens, index) => logOf(tokens.ratio[index]), scale: largestLog("ratio"), shown: Math.exp,
   },
   {
     name: "entropy", title: "entropy", column: "entropy", ends: ["", "undecided"],
@@ -42,7 +43,7 @@ export const MODES = [
   {
     name: "correction", title: "correction", column: "correction", ends: ["weighted less", "weighted more"],
     explain: "weight of the importance correction; 1 has no colour",
-    value: (tokens, index) => logOf(tokens.correction[index]), scale: () => Math.log(2),
+    value: (tokens, index) => logOf(tokens.correction[index]), scale: largestLog("correction"), shown: Math.exp,
   },
   {
     name: "clipped", title: "clipped or masked", column: null, ends: ["", ""],
@@ -74,9 +75,11 @@ export function isSampled(tokens, index) {
   return tokens.sampled ? Boolean(tokens.sampled[index]) : true;
 }
 
+/** Whether a token that the policy sampled has no gradient: it does not count in the loss, or something took it out. */
 export function isMasked(tokens, index) {
+  if (!isSampled(tokens, index)) return false;
   const mask = tokens.mask?.[index];
-  return isSampled(tokens, index) && mask !== null && mask !== undefined && !mask;
+  return (mask !== null && mask !== undefined && !mask) || Boolean(tokens.mask_reason?.[index]);
 }
 
 const REASONS = {
@@ -100,6 +103,11 @@ function hasNumbers(column) {
 
 function largest(column, least) {
   return (tokens) => tokens[column].reduce((most, value) => Math.max(most, Math.abs(value ?? 0)), least);
+}
+
+/** Where the strongest colour of a ratio begins: between a twentieth and twice. */
+function largestLog(column) {
+  return (tokens) => Math.min(tokens[column].reduce((most, value) => Math.max(most, Math.abs(logOf(value) ?? 0)), Math.log(1.05)), Math.log(2));
 }
 
 function logOf(value) {

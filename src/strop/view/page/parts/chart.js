@@ -62,6 +62,7 @@ function Readout({ lines, at, axis, format }) {
     ${lines.length > 0 && html`<span>${axis === "step" ? `step ${formatNumber(Math.round(place))}` : formatDuration(place)}</span>`}
     ${entries.map(
       ([line, index]) => html`<span>${lines.length > 1 ? line.label + " " : ""}<b>${format((line.own ?? line.y)[index])}</b>
+        ${axis === "step" && at !== null && line.x[index] !== Math.round(at) ? ` at ${line.x[index]}` : ""}
         ${line.low && line.low[index] !== line.high[index] ? ` (${format(line.low[index])} to ${format(line.high[index])})` : ""}</span>`,
     )}
   </div>`;
