@@ -9,6 +9,7 @@ import gc
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 OTHERS = [
     "omegaconf",
@@ -65,7 +66,9 @@ def load_one_of_each_kind() -> None:
 
     for root in (*TRAINING_RUNS.values(), EvalRunConfig):
         try:
-            loaded = load_config(None, ["policy.model_name=model", "data.train.env_name=arithmetic"], root=root, has_gpus=False)
+            loaded: Any = load_config(
+                None, ["policy.model_name=model", "data.train.env_name=arithmetic"], root=root, has_gpus=False
+            )
         except ConfigError:  # something else is required: the schemas are made nonetheless
             continue
         dump_config(loaded.config)

@@ -6,7 +6,7 @@ import copy
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,21 @@ def compare(network: Network, bound: float) -> CompiledLayers:
     return compiled
 
 
+@pytest.mark.slow
+def test_traced_layers_compute_what_the_modules_compute_for_rows_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward passes are traced, divided and run as they are compiled, by torch's own operators: no C++ is compiled."""
+    compile_with = torch.compile
+
+    def trace(function: Any, *, dynamic: bool, options: Mapping[str, Any]) -> Any:
+        return compile_with(function, dynamic=dynamic, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", trace)
+    compare(Network(build("llama"), packed=True), 2e-5)
+
+
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_layers_compute_what_the_modules_compute_for_rows_of_any_length() -> None:
     network = Network(build("llama"), packed=True)
     state = torch.random.get_rng_state()
