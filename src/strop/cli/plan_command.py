@@ -87,7 +87,7 @@ def _make(options: argparse.Namespace) -> Any:
 def _load(options: argparse.Namespace) -> TrainingRunConfig:
     """Load the configuration of a training run of any kind, with the devices that are asked for. Raises ConfigError, ValueError."""
     from strop.config import TRAINING_RUNS, load_config
-    from strop.config.load.load import read_config_file
+    from strop.config.source.yaml_source import read_config_file
 
     values = read_config_file(options.config).values
     section = next((section for section in TRAINING_RUNS if section in values), "grpo")

@@ -48,7 +48,7 @@ class LearnerSetup:
     on_cpu: bool = True
     compute_bytes: int = FLOAT32  # of a number in the products
     weight_bytes: int = FLOAT32  # of a weight that the network reads
-    optimizer_numbers: int = 2  # that the optimizer keeps for a weight
+    optimizer_numbers: float = 2  # that the optimizer keeps for a weight
     trained_share: float = 1.0  # of the weights
     checkpointed_share: float = 0.0  # of the layers, which compute their activations again
     offloads_activations: bool = False

@@ -72,4 +72,5 @@ class ModelSize:
         shared = self.weights - self.expert_weights - (0 if self.dimensions.tied else self.embedding_weights)
         if not self.experts:
             return shared
-        return shared + self.expert_weights * (1 - (1 - self.active_experts / self.experts) ** tokens)
+        missed: float = (1 - self.active_experts / self.experts) ** tokens
+        return shared + self.expert_weights * (1 - missed)

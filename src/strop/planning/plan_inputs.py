@@ -217,8 +217,8 @@ def _read_work(config: TrainingRunConfig, lengths: Lengths) -> tuple[StepWork, t
     most = min(config.policy.generation.max_new_tokens, longest)
     prompt = lengths.prompt or min(longest - most, PROMPT_SHARE * longest) or PROMPT_SHARE * longest
     completion = lengths.completion or COMPLETION_SHARE * most
-    assumed = [] if lengths.prompt else [f"a prompt has {prompt:,.0f} tokens (--prompt-tokens)"]
-    assumed += [] if lengths.completion else [f"a completion has {completion:,.0f} tokens on average (--completion-tokens)"]
+    said = [] if lengths.prompt else [f"a prompt has {prompt:,.0f} tokens (--prompt-tokens)"]
+    said += [] if lengths.completion else [f"a completion has {completion:,.0f} tokens on average (--completion-tokens)"]
     steps = count_steps_per_batch(config)
     work = StepWork(
         rollouts=training.rollouts_per_step,
@@ -231,4 +231,4 @@ def _read_work(config: TrainingRunConfig, lengths: Lengths) -> tuple[StepWork, t
         steps_ahead=training.max_staleness,
         frozen=frozen,
     )
-    return work, tuple(assumed)
+    return work, tuple(said)

@@ -48,8 +48,8 @@ def test_a_report_is_one_page_with_every_part(tmp_path: Path, capsys: pytest.Cap
     ]  # fmt: skip
     assert "finished after its last step" in said and "B is better: +" in said
     assert (
-        "Of 20 tasks that were sampled both at step 0 and at step 30 of validation, 10 became better, 1 worse, and 9 did not change."
-        in said
+        "Of 20 different tasks that were sampled both at step 0 and at step 30 of validation, 10 became better, 1 worse, and 9 did not "
+        "change." in said
     )
     assert "grpo.max_num_steps" in said and "policy.generation.max_new_tokens" in said and "policy.precision" in said
     assert "torch 2.0 -> 2.20" in said and "3 groups dropped, because a rollout failed" in said and "steps 13 to 14, 19" in said

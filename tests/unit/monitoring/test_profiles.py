@@ -278,3 +278,15 @@ def test_a_trace_is_the_same_bytes_for_the_same_spans(tmp_path: Path) -> None:
         write_trace(tmp_path / name, trace)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert json.loads(gzip.decompress((tmp_path / "a").read_bytes())) == trace
+
+
+def test_operators_that_overlap_are_on_rows_of_their_own_and_those_of_other_times_are_left_out() -> None:
+    events = [
+        {"name": "mm", "cat": "cpu_op", "ts": 100.0001e6, "dur": 100.0, "tid": 5},
+        {"name": "inner", "cat": "cpu_op", "ts": 100.0001e6 + 20, "dur": 80.0, "tid": 5},
+        {"name": "gloo:recv", "cat": "user_annotation", "ts": 100.0001e6 + 50, "dur": 500.0, "tid": 5},
+        {"name": "earlier", "cat": "cpu_op", "ts": 99e6, "dur": 1.0, "tid": 5},
+    ]
+    trace = make_trace(1, 100.0, 101.0, [ProcessSpans(name="learner-0", operators=json.dumps(events))])
+    rows = {(span.thread, span.name) for span in check_trace(trace)}
+    assert rows == {("torch, thread 5, 1", "mm"), ("torch, thread 5, 1", "inner"), ("torch, thread 5, 2", "gloo:recv")}

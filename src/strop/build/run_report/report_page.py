@@ -204,7 +204,7 @@ def _write_samples(facts: ReportFacts) -> str:
             "same tasks before and after."
         )
     said = (
-        f"Of {pairs.tasks:,} tasks that were sampled both at step {pairs.first} and at step {pairs.last} of {pairs.source}, "
+        f"Of {pairs.tasks:,} different tasks that were sampled both at step {pairs.first} and at step {pairs.last} of {pairs.source}, "
         f"{pairs.better:,} became better, {pairs.worse:,} worse, and {pairs.same:,} did not change. Shown are the largest changes both "
         "ways and the first tasks without one; of each task its first sample."
     )

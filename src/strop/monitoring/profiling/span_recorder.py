@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 MAX_SPANS = 200_000  # of a process in one step; later ones are counted only
@@ -64,15 +62,25 @@ class SpanRecorder:
                 return
             self._spans.append(Span(track, name, started, ended, detail))
 
-    @contextmanager
-    def span(self, track: str, name: str, detail: str = "") -> Iterator[None]:
-        """Keep the time of a block."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            if self._spans is not None:
-                self.add(track, name, started, time.perf_counter(), detail)
+    def span(self, track: str, name: str, detail: str = "") -> TimedBlock:
+        """Return a context that keeps the time of its block."""
+        return TimedBlock(self, track, name, detail)
+
+
+class TimedBlock:
+    """A block that is kept if a step is recorded when it ends. A class, for it is entered at every step of an engine."""
+
+    __slots__ = ("_detail", "_name", "_recorder", "_started", "_track")
+
+    def __init__(self, recorder: SpanRecorder, track: str, name: str, detail: str) -> None:
+        self._recorder, self._track, self._name, self._detail = recorder, track, name, detail
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._recorder.is_recording:
+            self._recorder.add(self._track, self._name, self._started, time.perf_counter(), self._detail)
 
 
 RECORDER = SpanRecorder()  # of this process

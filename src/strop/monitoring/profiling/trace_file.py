@@ -140,19 +140,38 @@ def _name_thread(process: int, thread: int, name: str) -> list[dict[str, Any]]:
 
 
 def _place_operators(number: int, process: ProcessSpans, began: float, ended: float) -> list[dict[str, Any]]:
-    """Return torch's events on threads of their own, those of the step alone."""
+    """Return torch's events of the step on threads of their own. Those of one thread may overlap: a message that is on its way, say."""
     if process.operators is None:
         return []
-    shift, threads, events = (process.clock.offset - began) * 1e6, {}, []  # type: ignore[var-annotated]
+    shift, threads = (process.clock.offset - began) * 1e6, {}  # type: ignore[var-annotated]
     for event in json.loads(process.operators):
         start = event["ts"] + shift
-        if start < 0 or start > (ended - began) * 1e6:
-            continue
-        key = (str(event.get("pid")), str(event.get("tid")))
-        thread = threads.setdefault(key, OPERATOR_THREADS + len(threads))
-        events.append({**event, "ph": "X", "pid": number, "tid": thread, "ts": round(start, 3), "dur": round(event["dur"], 3)})
-    names = [each for (_, thread), place in threads.items() for each in _name_thread(number, place, f"torch, thread {thread}")]
-    return [*names, *events]
+        if 0 <= start <= (ended - began) * 1e6:
+            thread = f"torch, thread {event.get('tid')}"
+            nanoseconds = (
+                round(start * 1e3),
+                round((start + event["dur"]) * 1e3),
+            )  # both ends are rounded, so that events still nest
+            threads.setdefault(thread, []).append(Span(event.get("cat", ""), event["name"], *nanoseconds))
+    found: list[dict[str, Any]] = []
+    place = OPERATOR_THREADS
+    for thread, spans in threads.items():
+        lanes = split_lanes(spans)
+        for index, lane in enumerate(lanes):
+            found += _name_thread(number, place, thread if len(lanes) == 1 else f"{thread}, {index + 1}")
+            common = {"ph": "X", "pid": number, "tid": place}
+            found += [
+                {
+                    **common,
+                    "cat": span.track,
+                    "name": span.name,
+                    "ts": span.started / 1e3,
+                    "dur": (span.ended - span.started) / 1e3,
+                }
+                for span in lane
+            ]
+            place += 1
+    return found
 
 
 def _describe(process: ProcessSpans) -> dict[str, Any]:

@@ -1,0 +1,93 @@
+"""``strop.Run`` as a notebook reads it: data frames, figures, and what a cell shows, with nothing in it that a model wrote as markup."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import strop
+from support.html_pages import ParsedPage
+from support.reported_runs import HOSTILE, STEPS, write_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> strop.Run:
+    return strop.Run(write_run(tmp_path_factory.mktemp("runs") / "mine"))
+
+
+def test_times_are_a_row_a_step_and_a_column_a_phase(run: strop.Run) -> None:
+    assert list(run.timing.columns) == ["generation", "policy_training", "storing", "total_step_time"]
+    assert len(run.timing) == STEPS and run.timing["total_step_time"][-1] == 3.2
+
+
+def test_validations_have_their_intervals_and_samples_their_texts(run: strop.Run) -> None:
+    metrics = run.folder / "metrics.jsonl"
+    metrics.write_text('{"step": 0, "validation/accuracy": 0.2}\n' + metrics.read_text())
+    table = strop.Run(run.folder).validations
+    assert list(table.columns) == ["accuracy", "low", "high", "tasks"] and list(table.index) == [0]
+    assert table["low"][0] < 0.2 < table["high"][0] and table["tasks"][0] == 20
+    samples = run.samples
+    assert len(samples) == 40 and set(samples["step"]) == {0, STEPS} and "tokens" not in samples
+    assert samples.query("step == 0")["accuracy"].mean() == 0.2 and samples["turns"][0][0]["text"] == "an answer 0"
+
+
+def test_a_run_without_validations_and_rollouts_has_empty_tables(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "mine", validations=False, steps=1)
+    (folder / "rollouts" / "step_000001.parquet").unlink()
+    found = strop.Run(folder)
+    assert len(found.samples) == len(found.validations) == len(found.rollouts) == 0
+
+
+def test_a_validation_without_stored_samples_has_no_interval(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "mine", steps=2)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "validation/accuracy": 0.5}\n')
+    table = strop.Run(folder).validations
+    assert table["accuracy"][3] == 0.5 and math.isnan(table["low"][3])
+
+
+def test_the_curves_are_a_figure_and_a_metric_that_is_not_there_is_said(run: strop.Run) -> None:
+    assert run.plot()._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+    assert len(run.plot("train/reward", "train/entropy").axes) == 2
+    with pytest.raises(ValueError, match="did you mean 'train/reward'"):
+        run.plot("train/rewrd")
+
+
+def test_what_a_cell_shows_is_escaped(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "<b>mine", text=HOSTILE, steps=2)
+    (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace("model_name: tiny", "model_name: <script>x"))
+    page = ParsedPage(strop.Run(folder)._repr_html_())
+    assert not page.unbalanced and {tag for tag, _ in page.elements} <= {
+        "div", "table", "caption", "thead", "tbody", "tr", "th", "td", "p", "small",
+    }  # fmt: skip
+    assert "<script>x" in page.texts["td"] and "0.5" in page.texts["td"]
+
+
+def test_a_report_is_written_from_python(tmp_path: Path, run: strop.Run) -> None:
+    assert run.report(tmp_path / "for_you.html").read_text().startswith("<!DOCTYPE html>")
+    assert run.report() == run.folder / "report.html"
+
+
+@pytest.mark.exhaustive
+def test_a_real_notebook_shows_a_run_its_tables_and_its_figures(tmp_path: Path) -> None:
+    """Executed by Jupyter's own client, in a kernel of its own."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    write_run(tmp_path / "mine")
+    cells = [
+        "import strop\nrun = strop.Run('mine')\nrun", "run.metrics.tail(3)", "run.plot()", "run.timing.mean()", "run.validations",
+        "run.samples.head(2)", "run.rollouts[['step', 'reward']]", "print(run.report('out.html'))",
+    ]  # fmt: skip
+    notebook: Any = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=280, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [cell.outputs[-1] for cell in notebook.cells]
+    data = [output.get("data", {}) for output in outputs]
+    assert "<caption>run mine</caption>" in data[0]["text/html"] and "tiny" in data[0]["text/html"]
+    assert "<table" in data[1]["text/html"] and "train/reward" in data[1]["text/html"]
+    assert data[2]["image/png"] and outputs[2]["output_type"] == "execute_result"
+    assert "generation" in data[3]["text/plain"] and all("<table" in each["text/html"] for each in data[4:7])
+    assert outputs[7]["text"] == "out.html\n" and (tmp_path / "out.html").is_file()
