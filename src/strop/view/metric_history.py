@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from array import array
@@ -12,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from strop.monitoring.trackers.jsonl import decode_line
 from strop.view.view_error import ViewError
 
 STEP_TIME = "timing/train/total_step_time"
@@ -116,8 +116,12 @@ class MetricHistory:
 
     def _add(self, line: bytes) -> None:
         try:
-            step, values = decode_line(line.decode("utf-8", errors="replace"))
-        except (ValueError, TypeError):  # something else changed the file; the other steps are shown
+            values = json.loads(line)
+            step = values.pop("step")
+            values.pop("nonfinite", None)  # such a value is null
+            if type(step) is not int:
+                return
+        except (ValueError, TypeError, KeyError, AttributeError):  # something else changed the file; the other steps are shown
             return
         if self._steps and step == self._steps[-1]:
             place = len(self._steps) - 1
@@ -125,6 +129,10 @@ class MetricHistory:
             place = len(self._steps)
             self._steps.append(step)
         for name, value in values.items():
+            if value is None:
+                value = math.nan
+            elif type(value) is not float and type(value) is not int:
+                continue
             column = self._columns.get(name)
             if column is None:
                 column = self._columns[name] = array("d")

@@ -13,6 +13,15 @@ from strop.view.view_error import clean_json, clean_number
 PREVIEW = 200  # characters
 GROUP_TEXT = 4000  # characters of a completion beside others
 SIGNIFICANT = 6  # digits of the numbers of tokens
+REASONS = {  # of a token without gradient, as runs store them
+    "environment": "written by the environment",
+    "left_out": "its rollout is left out of the loss",
+    "overlong": "its rollout is too long to count",
+    "sequence_error": "sampler and learner differ too much on its rollout",
+    "rejected": "a correction rejected it",
+    "not_selected": "the selection of tokens left it out",
+    "not_predicted": "only the end of the rollout is predicted",
+}
 STORED_COLUMNS = {  # of tokens, under the names that the page knows; a run may have stored them or not
     "entropy": "entropy",
     "reference_logprobs": "reference_logprobs",
@@ -164,7 +173,7 @@ def _write_columns(record: RolloutRecord) -> dict[str, Any]:
     for stored, shown in STORED_COLUMNS.items():
         values = getattr(record, stored, None)
         if values is not None and len(values) == len(sampled) > 0:
-            columns[shown] = [_write_value(value) for value in values]
+            columns[shown] = [_write_value(shown, value, each) for value, each in zip(values, sampled, strict=True)]
     reference = getattr(record, "reference_logprobs", None)
     policy = getattr(record, "trained_logprobs", None) or learner
     if reference is not None and policy is not None and len(reference) == len(policy) == len(sampled):
@@ -186,8 +195,15 @@ def _write_floats(values: Sequence[float | None] | None, sampled: Sequence[bool]
     return [_round(value) if by_policy else None for value, by_policy in zip(values, sampled, strict=True)]
 
 
-def _write_value(value: Any) -> Any:
-    return _round(value) if isinstance(value, float) else make_printable(value) if isinstance(value, str) else value
+def _write_value(column: str, value: Any, sampled: bool) -> Any:
+    """Return a stored value of a token; the environment's tokens have none but the reason why they are masked."""
+    if column == "mask_reason":
+        return REASONS.get(value, make_printable(str(value))) if value else None
+    if column == "mask":
+        return int(bool(value))
+    if not sampled or value is None:
+        return None
+    return bool(value) if column == "clipped" else _round(float(value))
 
 
 def _round(value: float | None) -> float | None:

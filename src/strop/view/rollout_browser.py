@@ -48,6 +48,8 @@ class RolloutBrowser:
     def list_rollouts(self, wanted: RolloutFilter, order: str, text: str, first: int, limit: int) -> dict[str, Any]:
         """Return a page of the rollouts that a filter asks for."""
         self.prepare(wanted)
+        if self._index.steps():
+            self._texts.prepare(self._config())
         done, stored = self._index.progress()  # before the look: what is indexed meanwhile is for the next answer
         found = self.find(wanted, order)
         searched = None
@@ -175,8 +177,10 @@ class RolloutBrowser:
         if not chosen:
             raise ViewError(f"step {step} has no sample {sample} of group {group}")
         (record,) = self._read_records(step, chosen)
-        pieces = self._texts.split(self._config(), record.tokens)
-        return write_rollout(record, self._summarize_records([record])[0], pieces)
+        config = self._config()
+        pieces = self._texts.split(config, record.tokens)
+        answer = write_rollout(record, self._summarize_records([record])[0], pieces)
+        return {**answer, "pieces_pending": pieces is None and self._texts.is_pending(config)}
 
     def read_group(self, step: int, group: int) -> dict[str, Any]:
         """Return the rollouts of a group side by side. Raises ViewError."""

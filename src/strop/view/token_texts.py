@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 FILE = "tokenizer.json"
 LOADING_SECONDS = 120.0
+WAIT_SECONDS = 2.0  # for which an answer waits
 LONGEST = 200_000  # tokens whose texts are made
 _LOAD = """
 import sys
@@ -34,33 +36,44 @@ class TokenTexts:
     """The tokenizers of the runs that are shown, by name. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._tokenizers: dict[str, Any] = {}
-        self._locks: dict[str, threading.Lock] = {}
+        self._tokenizers: dict[str, Future[Any]] = {}
         self._lock = threading.Lock()
 
     def split(self, config: Mapping[str, Any], tokens: Sequence[int]) -> list[str] | None:
-        """Return the text of each token ([T]); None without the run's tokenizer."""
+        """Return the text of each token ([T]); None without the run's tokenizer, or while it is being read for longer than a moment."""
         name = find_tokenizer_name(config)
-        tokenizer = None if name is None or not tokens or len(tokens) > LONGEST else self.load(name)
-        if tokenizer is None:
+        if name is None or not tokens or len(tokens) > LONGEST:
             return None
         try:
-            return [
-                make_printable(piece)
-                for piece in split_text(tokens, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))
-            ]
+            tokenizer = self.load(name).result(timeout=WAIT_SECONDS)
+            if tokenizer is None:
+                return None
+            pieces = split_text(tokens, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))
+            return [make_printable(piece) for piece in pieces]
+        except TimeoutError:
+            return None
         except Exception as error:  # ids beyond this tokenizer's: it is not the one that the run had
             log.info("the tokens of a rollout cannot be written by %s: %s", name, error)
             return None
 
-    def load(self, name: str) -> Any:
-        """Return a tokenizer by the name of its model; None, noted once, if it cannot be read."""
+    def load(self, name: str) -> Future[Any]:
+        """Begin to read a tokenizer by the name of its model, unless that was begun; its result is None if it cannot be read."""
         with self._lock:
-            lock = self._locks.setdefault(name, threading.Lock())
-        with lock:
             if name not in self._tokenizers:
-                self._tokenizers[name] = _load(name)
+                found = self._tokenizers[name] = Future()
+                threading.Thread(target=lambda: found.set_result(_load(name)), name="tokenizer", daemon=True).start()
             return self._tokenizers[name]
+
+    def prepare(self, config: Mapping[str, Any]) -> None:
+        """Begin to read a run's tokenizer, so that it is there when a rollout is opened."""
+        name = find_tokenizer_name(config)
+        if name is not None:
+            self.load(name)
+
+    def is_pending(self, config: Mapping[str, Any]) -> bool:
+        """Return whether a run's tokenizer is being read."""
+        name = find_tokenizer_name(config)
+        return name is not None and not self.load(name).done()
 
 
 def find_tokenizer_name(config: Mapping[str, Any]) -> str | None:

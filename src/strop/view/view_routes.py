@@ -31,7 +31,7 @@ from strop.view.validation_browser import ValidationBrowser
 from strop.view.view_error import ViewError, clean_json
 from strop.view.viewed_run import ViewedRun, flatten
 
-LEDGER = "strop.ledger"  # a package that a version may lack
+LEDGER = "strop.ledger.token_ledger"
 POINTS = 2000
 IMAGE_TYPES = ((b"\x89PNG\r\n\x1a\n", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (b"RIFF", "image/webp"))
 LARGEST_REPLAY = 64 * 2**20  # bytes
@@ -161,14 +161,15 @@ class ViewRoutes:
             made = import_module(LEDGER).make_ledger(run.folder, *read_place(request))
         except (ValueError, LookupError, OSError, ImportError, AttributeError) as error:
             raise ViewError(f"no ledger of this rollout: {str(error)[:500]}") from None
-        return clean_json(made.to_json() if hasattr(made, "to_json") else made)
+        return clean_json(made.to_dict())
 
     def replays(self, request: Request) -> Any:
         found = []
         for path in sorted((self.run(request).folder / "replays").glob("*.json")):
             try:
                 if path.is_file() and path.stat().st_size <= LARGEST_REPLAY:
-                    found.append({"name": path.stem, "replay": clean_json(json.loads(path.read_text(encoding="utf-8")))})
+                    values = json.loads(path.read_text(encoding="utf-8"))
+                    found.append({"file": path.name, **clean_json(values if isinstance(values, dict) else {"result": values})})
             except (OSError, ValueError):  # half-written
                 continue
         return found
@@ -218,7 +219,7 @@ class ViewRoutes:
             raise ViewError("an image is named by letters and digits", 400)
         for folder in (run.folder / ROLLOUTS_FOLDER, run.validation().folder):
             path = StoredImages(folder).find(name)
-            if path is not None:
+            if path is not None and path.resolve().is_relative_to(run.folder.resolve()):  # not a link out of the run
                 content = path.read_bytes()
                 kind = next((kind for start, kind in IMAGE_TYPES if content.startswith(start)), None)
                 if kind is None or (kind == "image/webp" and content[8:12] != b"WEBP"):

@@ -34,6 +34,7 @@ class ViewServer:
         self._socket = socket.create_server((options.host, options.port), family=family)
         self.guard = AccessGuard(token=options.token, host=options.host, port=self._socket.getsockname()[1])
         self.catalogue = RunCatalogue(places, parse_yaml)
+        self._server: Any = None
         self.app = GuardedApp(ViewRoutes(self.catalogue).make_app(), self.guard)
 
     @property
@@ -45,7 +46,7 @@ class ViewServer:
         return f"http://{host}:{self.guard.port}/{token}"
 
     def run(self) -> None:
-        """Serve until the process is interrupted."""
+        """Serve until the process is interrupted, or ``stop`` is called."""
         import uvicorn
 
         config = uvicorn.Config(
@@ -53,9 +54,15 @@ class ViewServer:
             server_header=False, date_header=False, proxy_headers=False, timeout_graceful_shutdown=2,
         )  # fmt: skip
         try:
-            uvicorn.Server(config).run(sockets=[self._socket])
+            self._server = uvicorn.Server(config)
+            self._server.run(sockets=[self._socket])
         finally:
             self.close()
+
+    def stop(self) -> None:
+        """End ``run``, from another thread."""
+        if self._server is not None:
+            self._server.should_exit = True
 
     def close(self) -> None:
         self._socket.close()

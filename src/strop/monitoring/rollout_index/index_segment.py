@@ -68,6 +68,11 @@ class IndexSegment:
                     unreadable[file.step] = f"{file.path.name} cannot be read: {str(error).partition(chr(10))[0][:200]}"
         return IndexSegment(self.number, wanted, _sort_by_step(join_scalars(parts)), unreadable)
 
+    def keep(self, files: Mapping[int, StepFile]) -> IndexSegment:
+        """Return the segment without steps whose files are gone or were written again."""
+        same = {step for step, stamp in self.stamps.items() if step in files and files[step].stamp == stamp}
+        return self if len(same) == len(self.stamps) else self.update([files[step] for step in sorted(same)])
+
 
 def empty_segment(number: int) -> IndexSegment:
     return IndexSegment(number, {}, join_scalars(()), {})

@@ -44,6 +44,7 @@ class RolloutIndex:
         self._flagged: frozenset[int] = frozenset()
         self._listed: tuple[int, float] = (-1, 0.0)  # the folder's time (ns), and when it was read
         self._segments: dict[int, IndexSegment] = {}
+        self._stored: dict[int, IndexSegment] = {}  # as their files have them
         self._written: dict[int, float] = {}
 
     def steps(self) -> list[int]:
@@ -109,19 +110,21 @@ class RolloutIndex:
         with self._lock:
             files = [file for step, file in sorted(self._files.items()) if segment_of(step) == number]
             before = self._segments.get(number)
-        current = before or read_segment(self.folder, number)
+        if before is None:
+            current = self._stored[number] = read_segment(self.folder, number)
+        else:
+            current = before
         if only is not None:
             files = [file for file in files if file.step in only or file.step in current.stamps]
         after = current.update(files)
-        if after is before:
-            return
-        with self._lock:
-            self.version += 1
-            if after.stamps:
-                self._segments[number] = after
-            else:
-                self._segments.pop(number, None)
-        if after is not current and only is None:
+        if after is not before:
+            with self._lock:
+                self.version += 1
+                if after.stamps:
+                    self._segments[number] = after
+                else:
+                    self._segments.pop(number, None)
+        if only is None and after is not self._stored.get(number):
             self._store(after)
 
     def _store(self, segment: IndexSegment) -> None:
@@ -131,6 +134,7 @@ class RolloutIndex:
         self._written[segment.number] = now
         try:
             write_segment(self.folder, segment)
+            self._stored[segment.number] = segment
         except OSError as error:
             self._write = False
             log.info("the index of %s stays in memory: it cannot be written (%s)", self.folder, error)
@@ -153,6 +157,11 @@ class RolloutIndex:
             return
         self._files, self._flagged = _list_step_files(self.folder)
         self._listed = (changed, now)
+        for number, segment in list(self._segments.items()):
+            kept = segment.keep(self._files)
+            if kept is not segment:
+                self._segments[number] = kept
+                self.version += 1
 
 
 def _list_step_files(folder: Path) -> tuple[dict[int, StepFile], frozenset[int]]:
