@@ -65,6 +65,7 @@ def write_run(folder: Path, steps: int, rollouts: int) -> None:
             values = {name: chance.random() for name in names}
             file.write(json.dumps({"step": step, **values, "timing/train/total_step_time": 1.0}) + "\n")
     (folder / "config.yaml").write_text("grpo:\n  seed: 1\n")
+    (folder / "config_history.jsonl").write_text('{"from_step": 1, "time": "", "config": {"grpo": {"seed": 1}}}\n')
 
 
 class Server:
@@ -145,27 +146,33 @@ def browse(server: Server, run: str, steps: int, when: str) -> None:
     report(f"{when}: tasks", server.ask(f"runs/{run}/tasks?limit=50")[1], **server.memory())
 
 
+def measure_without_index(folder: Path) -> None:
+    shutil.rmtree(folder / "rollouts" / "index", ignore_errors=True)
+    server = Server(folder)
+    try:
+        open_page(server, folder.name, "without an index")
+        started = time.perf_counter()
+        while not server.ask(f"runs/{folder.name}/rollouts?limit=1")[0]["indexed"]["complete"]:
+            time.sleep(1)
+        report("the index is made", time.perf_counter() - started, **server.memory())
+    finally:
+        server.stop()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rollouts", type=int, default=512, help="of each step")
     parser.add_argument("--keep", type=Path, help="folder of the run")
+    parser.add_argument("--indexed", action="store_true", help="only with the index that an earlier call with --keep made")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.keep or Path(temporary)) / "made-up"
         started = time.perf_counter()
         write_run(folder, options.steps, options.rollouts)
         report("the run is written", time.perf_counter() - started)
-        shutil.rmtree(folder / "rollouts" / "index", ignore_errors=True)
-        server = Server(folder)
-        try:
-            open_page(server, folder.name, "without an index")
-            started = time.perf_counter()
-            while not server.ask(f"runs/{folder.name}/rollouts?limit=1")[0]["indexed"]["complete"]:
-                time.sleep(1)
-            report("the index is made", time.perf_counter() - started, **server.memory())
-        finally:
-            server.stop()
+        if not options.indexed:
+            measure_without_index(folder)
         index = sum(path.stat().st_size for path in (folder / "rollouts" / "index").iterdir()) / 2**20
         stored = sum(entry.stat().st_size for entry in os.scandir(folder / "rollouts") if entry.is_file()) / 2**20
         server = Server(folder)

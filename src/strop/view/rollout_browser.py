@@ -44,6 +44,7 @@ class RolloutBrowser:
         self._found: OrderedDict[tuple[Any, ...], FoundRollouts] = OrderedDict()
         self._searches: OrderedDict[tuple[Any, ...], TextSearch] = OrderedDict()
         self._indexing: threading.Thread | None = None
+        self._tasks: tuple[int, dict[str, list[float]]] = (-1, {})
 
     def list_rollouts(self, wanted: RolloutFilter, order: str, text: str, first: int, limit: int) -> dict[str, Any]:
         """Return a page of the rollouts that a filter asks for."""
@@ -102,6 +103,8 @@ class RolloutBrowser:
                 return self._found[key]
         found = find_rollouts(self._index.segments(), wanted, order)
         with self._lock:
+            for old in [other for other in self._found if other[0] != key[0]]:  # of an index that has grown since
+                del self._found[old]
             self._found[key] = found
             while len(self._found) > FOUND_KEPT:
                 self._found.popitem(last=False)
@@ -239,23 +242,8 @@ class RolloutBrowser:
         """Return the tasks whose names hold a text, with how often they were sampled and their mean reward."""
         self.prepare(RolloutFilter())
         done, stored = self._index.progress()  # before the look, as in a list of rollouts
-        counts: dict[str, list[float]] = {}
-        for segment in self._index.segments():
-            scalars = segment.scalars
-            codes, size = scalars.codes["task_id"], len(scalars.words["task_id"])
-            finite = np.isfinite(scalars.numbers["reward"])
-            rollouts = np.bincount(codes, minlength=size)
-            scored = np.bincount(codes[finite], minlength=size)
-            sums = np.bincount(codes[finite], weights=scalars.numbers["reward"][finite], minlength=size)
-            last = np.zeros(size, dtype=np.int64)
-            np.maximum.at(last, codes, scalars.numbers["step"])
-            pairs = np.unique(codes.astype(np.int64) << 32 | scalars.numbers["step"])
-            steps = np.bincount(pairs >> 32, minlength=size)
-            for word, *values in zip(scalars.words["task_id"], rollouts, scored, sums, steps, last, strict=True):
-                if values[0] and (not text or text.lower() in word.lower()):
-                    known = counts.setdefault(word, [0, 0, 0.0, 0, 0])
-                    counts[word] = [*(a + b for a, b in zip(known[:4], values[:4], strict=True)), max(known[4], values[4])]
-        names = sorted(counts)
+        counts = self._count_tasks()
+        names = sorted(name for name in counts if text.lower() in name.lower())
         rows = [
             {
                 "task": make_printable(name),
@@ -272,6 +260,32 @@ class RolloutBrowser:
             "rows": rows,
             "indexed": {"steps": done, "of": stored, "complete": done == stored},
         }
+
+    def _count_tasks(self) -> dict[str, list[float]]:
+        """Return, for each task, its rollouts, those with a reward, the sum of rewards, its steps, and the last of them."""
+        version, segments = self._index.version, self._index.segments()
+        with self._lock:
+            if self._tasks[0] == version:
+                return self._tasks[1]
+        counts: dict[str, list[float]] = {}
+        for segment in segments:
+            scalars = segment.scalars
+            codes, size, at = scalars.codes["task_id"], len(scalars.words["task_id"]), scalars.numbers["step"]
+            finite = np.isfinite(scalars.numbers["reward"])
+            rollouts = np.bincount(codes, minlength=size)
+            scored = np.bincount(codes[finite], minlength=size)
+            sums = np.bincount(codes[finite], weights=scalars.numbers["reward"][finite], minlength=size)
+            last = np.zeros(size, dtype=np.int64)
+            last[codes] = at  # rows are in order of steps, so the last one stays
+            steps = np.bincount(np.unique(codes.astype(np.int64) << 32 | at) >> 32, minlength=size)
+            columns = (rollouts.tolist(), scored.tolist(), sums.tolist(), steps.tolist(), last.tolist())
+            for word, *values in zip(scalars.words["task_id"], *columns, strict=True):
+                if values[0]:
+                    known = counts.setdefault(word, [0, 0, 0.0, 0, 0])
+                    counts[word] = [*(a + b for a, b in zip(known[:4], values[:4], strict=True)), max(known[4], values[4])]
+        with self._lock:
+            self._tasks = (version, counts)
+        return counts
 
     def follow_task(self, task: str, limit: int) -> list[dict[str, Any]]:
         """Return the rollouts of a task by step: of at most ``limit`` steps, spread over all that have it."""

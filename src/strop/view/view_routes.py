@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from strop.monitoring.rollout_index.rollout_filter import RolloutFilter
 from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER
 from strop.monitoring.rollout_store.stored_images import StoredImages
 from strop.packages import is_installed
@@ -31,8 +33,11 @@ from strop.view.validation_browser import ValidationBrowser
 from strop.view.view_error import ViewError, clean_json
 from strop.view.viewed_run import ViewedRun, flatten
 
+log = logging.getLogger(__name__)
+
 LEDGER = "strop.ledger.token_ledger"
 POINTS = 2000
+WARM_RUNS = 3
 IMAGE_TYPES = ((b"\x89PNG\r\n\x1a\n", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (b"RIFF", "image/webp"))
 LARGEST_REPLAY = 64 * 2**20  # bytes
 
@@ -70,6 +75,16 @@ class ViewRoutes:
         made += [Route(stars, answering(self.stars), methods=["GET"]), Route(stars, self.put_star, methods=["PUT"])]
         made += [Route("/{name:path}", answering(self.page), methods=["GET"])]
         return Starlette(routes=made)
+
+    def warm_up(self) -> None:
+        """Read what the page asks for first, of the newest runs, while the browser is being opened."""
+        for run in self.catalogue.list_runs()[:WARM_RUNS]:
+            try:
+                run.describe()
+                run.metrics.names()
+                self.browsers(run)[0].prepare(RolloutFilter())
+            except (ViewError, OSError, ValueError) as error:  # whoever asks for it is told
+                log.info("%s: %s", run.folder, error)
 
     def run(self, request: Request) -> ViewedRun:
         return self.catalogue.find(request.path_params["run"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,8 @@ class ViewServer:
         self.guard = AccessGuard(token=options.token, host=options.host, port=self._socket.getsockname()[1])
         self.catalogue = RunCatalogue(places, parse_yaml)
         self._server: Any = None
-        self.app = GuardedApp(ViewRoutes(self.catalogue).make_app(), self.guard)
+        self._routes = ViewRoutes(self.catalogue)
+        self.app = GuardedApp(self._routes.make_app(), self.guard)
 
     @property
     def address(self) -> str:
@@ -53,6 +55,7 @@ class ViewServer:
             self.app, loop="asyncio", http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
             server_header=False, date_header=False, proxy_headers=False, timeout_graceful_shutdown=2,
         )  # fmt: skip
+        threading.Thread(target=self._routes.warm_up, name="warming up", daemon=True).start()
         try:
             self._server = uvicorn.Server(config)
             self._server.run(sockets=[self._socket])

@@ -29,3 +29,10 @@ def from_numbers(values: np.ndarray) -> Any:
     stored = np.ascontiguousarray(values.astype(np.uint8) if values.dtype == np.bool_ else values)
     kind = pa.type_for_alias(str(stored.dtype).replace("float64", "double"))
     return pa.Array.from_buffers(kind, len(stored), [None, pa.py_buffer(stored)])
+
+
+def release_memory() -> None:
+    """Give back what Arrow keeps of the files that were read."""
+    import pyarrow as pa
+
+    pa.default_memory_pool().release_unused()

@@ -91,15 +91,16 @@ def find_rollouts(segments: Sequence[IndexSegment], wanted: RolloutFilter, order
     lengths = [len(segment.scalars) for segment in segments]
     starts = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(np.int64) if segments else np.empty(0, np.int64)
     name, falling = order.removeprefix("-"), order.startswith("-")
-    found, keys = [np.empty(0, np.int64)], [np.empty(0)]
+    kind = np.int32 if sum(lengths) < 2**31 else np.int64
+    found, keys = [np.empty(0, kind)], [np.empty(0)]
     for segment, start in zip(segments, starts, strict=True):
         if not wanted.may_match(segment):
             continue
         mask = wanted.match(segment.scalars)
         rows = np.arange(len(segment.scalars)) if mask is None else np.flatnonzero(mask)
-        found.append(start + rows)
+        found.append((start + rows).astype(kind))
         keys.append(segment.scalars.numbers[name][rows])
-    places = np.concatenate(found)
+    places: np.ndarray = np.concatenate(found)
     if order != "step":  # segments and their rows are in this order already
         values = np.concatenate(keys)
         missing = np.isnan(values)

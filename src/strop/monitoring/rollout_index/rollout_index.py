@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from strop.monitoring.rollout_index.arrow_numbers import release_memory
 from strop.monitoring.rollout_index.index_segment import (
     IndexSegment,
     StepFile,
@@ -98,6 +99,7 @@ class RolloutIndex:
             self._update(number)
             if deadline is not None and time.monotonic() > deadline:
                 break
+        release_memory()
         done, total = self.progress()
         return done == total
 
