@@ -16,7 +16,9 @@ import { Title } from "../parts/title.js";
 import { LedgerTable, useLedger } from "../parts/ledger_table.js";
 
 export function RolloutView({ run, path, params }) {
-  const answer = useApi(["runs", run.id, "rollouts", ...path]);
+  const [isPending, setPending] = useState(false); // while the server reads the tokenizer
+  const answer = useApi(["runs", run.id, "rollouts", ...path], {}, { poll: isPending });
+  useEffect(() => setPending(Boolean(answer.data?.pieces_pending)), [answer.data]);
   return html`<${Answer} of=${answer} what="the rollout">${(rollout) => html`<${Rollout} key=${path.join("/")} rollout=${rollout} run=${run} params=${params} />`}<//>`;
 }
 
@@ -101,7 +103,9 @@ function Conversation({ rollout, run, params }) {
 
   if (!(rollout.turns ?? []).length && !(rollout.prompt_messages ?? []).length) return html`<${Empty}>This rollout has no text.<//>`;
   return html`
-    ${!rollout.pieces && html`<p class="pale">The texts of single tokens are not known here${rollout.tokens ? ": the run's tokenizer was not found" : ""}, so tokens are not coloured.</p>`}
+    ${!rollout.pieces && html`<p class="pale" role="status">${rollout.pieces_pending
+      ? "The run's tokenizer is being read; tokens are coloured in a moment."
+      : "The texts of single tokens are not known here: the run's tokenizer was not found, so tokens are not coloured."}</p>`}
     ${rollout.pieces && html`<div class="toolbar">
       <label>colour tokens by <select value=${mode?.name ?? "none"} onChange=${(event) => setParams({ colour: event.target.value })}>
         ${modes.map((each) => html`<option value=${each.name}>${each.title}</option>`)}<option value="none">nothing (texts)</option></select></label>
