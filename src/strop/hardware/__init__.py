@@ -1,0 +1,1 @@
+"""What devices can do, and what a model asks of them: no torch, no network."""

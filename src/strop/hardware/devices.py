@@ -1,0 +1,114 @@
+"""The table of devices: arithmetic, memory, links.
+
+Rates are the vendors' own, for dense matrices (data sheets print twice as much, with 2:4 sparsity) that are summed in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device, as its vendor describes it or as it was measured."""
+
+    name: str  # as a user writes it, in any case: h100
+    bf16_tflops: float  # 10^12 FLOPs a second; a multiply-add is 2
+    fp8_tflops: float | None  # None: it has no FP8 arithmetic
+    fp32_tflops: float  # without TF32
+    memory_gib: float  # GiB that the driver reports
+    bandwidth_gb: float  # of its memory, 10^9 bytes a second
+    link_gb: float  # to another device of its node, one direction, 10^9 bytes a second
+    devices_per_node: int = 8
+    names: tuple[str, ...] = ()  # what torch and NVML call it; the first of the table that stands in a device's name
+    measured: bool = False  # on this machine, not the vendor's
+
+    def peak_flops(self, precision: str) -> float:
+        """Return FLOPs a second in ``precision``: bfloat16, float16, fp8 or float32. Raises ValueError where it has none."""
+        rates = {
+            "bfloat16": self.bf16_tflops,
+            "float16": self.bf16_tflops,
+            "fp8": self.fp8_tflops,
+            "float32": self.fp32_tflops,
+        }
+        rate = rates.get(precision)
+        if rate is None:
+            known = ", ".join(name for name, each in rates.items() if each is not None)
+            raise ValueError(f"{self.name} has no rate for {precision!r}: it has {known}")
+        return rate * 1e12
+
+
+# Sources: the data sheets of A100, H100, H200, L40S, HGX B200 and GB200 NVL72, and the architecture paper of Ada (RTX 4090, with
+# sums in float32). Memory is what nvidia-smi shows. Order matters: "NVIDIA H100 PCIe" is found before "NVIDIA H100".
+DEVICES: tuple[Device, ...] = (
+    Device(
+        name="A100-40GB", names=("A100-SXM4-40GB", "A100-PCIE-40GB"), bf16_tflops=312, fp8_tflops=None, fp32_tflops=19.5,
+        memory_gib=40.0, bandwidth_gb=1555, link_gb=300,
+    ),
+    Device(
+        name="A100", names=("A100",), bf16_tflops=312, fp8_tflops=None, fp32_tflops=19.5,
+        memory_gib=80.0, bandwidth_gb=2039, link_gb=300,
+    ),
+    Device(
+        name="H100-PCIe", names=("H100 PCIe",), bf16_tflops=756, fp8_tflops=1513, fp32_tflops=51,
+        memory_gib=79.6, bandwidth_gb=2039, link_gb=64,
+    ),
+    Device(
+        name="H100-NVL", names=("H100 NVL",), bf16_tflops=835, fp8_tflops=1671, fp32_tflops=60,
+        memory_gib=93.6, bandwidth_gb=3938, link_gb=300,
+    ),
+    Device(
+        name="H100", names=("H100",), bf16_tflops=989, fp8_tflops=1979, fp32_tflops=67,
+        memory_gib=79.6, bandwidth_gb=3352, link_gb=450,
+    ),
+    Device(
+        name="H200", names=("H200",), bf16_tflops=989, fp8_tflops=1979, fp32_tflops=67,
+        memory_gib=140.4, bandwidth_gb=4800, link_gb=450,
+    ),
+    Device(
+        name="GB200", names=("GB200",), bf16_tflops=2500, fp8_tflops=5000, fp32_tflops=80,
+        memory_gib=185.0, bandwidth_gb=8000, link_gb=900, devices_per_node=4,
+    ),
+    Device(
+        name="B200", names=("B200",), bf16_tflops=2250, fp8_tflops=4500, fp32_tflops=80,
+        memory_gib=179.1, bandwidth_gb=8000, link_gb=900,
+    ),
+    Device(
+        name="L40S", names=("L40S",), bf16_tflops=362, fp8_tflops=733, fp32_tflops=91.6,
+        memory_gib=45.0, bandwidth_gb=864, link_gb=32,
+    ),
+    Device(
+        name="RTX-4090", names=("RTX 4090",), bf16_tflops=165.2, fp8_tflops=330.3, fp32_tflops=82.6,
+        memory_gib=24.0, bandwidth_gb=1008, link_gb=32,
+    ),
+)  # fmt: skip
+
+
+def device_named(name: str) -> Device:
+    """Return the device that a user names: ``h100``, ``RTX 4090``. Raises ValueError, with the names of the table."""
+    wanted = _plain(name)
+    for device in DEVICES:
+        if _plain(device.name) == wanted:
+            return device
+    raise ValueError(f"there is no device {name!r} in the table: it has {', '.join(device.name for device in DEVICES)}")
+
+
+def find_device(reported: str) -> Device | None:
+    """Return the device that torch or NVML reports ("NVIDIA H100 80GB HBM3"); None for one that the table lacks.
+
+    A MIG slice is None: it has a part of the device's arithmetic, which its name does not tell in full.
+    """
+    if "MIG" in reported:
+        return None
+    words = f" {reported} "
+    return next((device for device in DEVICES for name in device.names if _stands_in(name, words)), None)
+
+
+def _stands_in(name: str, words: str) -> bool:
+    """Return whether ``name`` stands in ``words`` as words of its own: GB200 is no B200, and a "GH200" no H200."""
+    start = words.find(name)
+    return start >= 0 and not words[start - 1].isalnum() and not words[start + len(name)].isalnum()
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace(" ", "").replace("_", "")
