@@ -375,5 +375,6 @@ def make_train_options(
         val_at_end=training.val_at_end,
         save_period=config.checkpointing.save_period,
         share_prefixes=share_prefixes,
+        token_columns=config.logger.rollouts != "none" and config.logger.token_columns != "none",
         tasks_per_epoch=tasks,
     )
