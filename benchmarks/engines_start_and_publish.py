@@ -2,10 +2,12 @@
 
     STROP_SGLANG_PYTHON=.venv/sglang/bin/python python benchmarks/engines_start_and_publish.py --requests 16 --tokens 64 --repeats 5
 
-Both engines live at the same time, and one rests while the other works: each repeat asks the same prompts, lengths and seeds of both, in
-alternating order and publishes the weights to both,
-proven by fingerprints and by reading every tensor back. A ratio is always
-that of two neighbouring turns. Start is the time to the first publish that is proven, and is measured once for each, one after the other.
+The engines live at the same time, and the others rest while one works: each repeat asks the same prompts, lengths and seeds of all, in
+alternating order, and publishes the weights to all, proven by fingerprints and by reading every tensor back. A ratio is always that of two
+neighbouring turns. Start is the time to the first publish that is proven, and is measured once for each, one after the other.
+
+SGLang's scheduler polls while it has nothing to do, which takes a core from the others; ``sglang-idle`` is SGLang with its argument
+``sleep_on_idle``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 
 from common import MODEL, machine_line, spread, table, use_threads, versions
 
-NAMES = ("vllm", "sglang")
+NAMES = ("vllm", "sglang", "sglang-idle")
 
 
 def make_engine(name: str, folder: Path, tokenizer: Any, options: argparse.Namespace) -> Any:
@@ -38,7 +40,8 @@ def make_engine(name: str, folder: Path, tokenizer: Any, options: argparse.Names
     if name == "vllm":
         config = GenerationConfig(vllm_cfg=VllmConfig(precision=options.dtype, max_model_len=1024, kv_cache_memory_gb=1))
         return VllmEngine(name, VllmLaunch(config=config, output_file=output, **shared), tokenizer, stop_ids=())
-    config = GenerationConfig(backend="sglang", sglang_cfg=SglangConfig(dtype=options.dtype, context_length=1024))
+    cfg, idle = SglangConfig(dtype=options.dtype, context_length=1024), {"sleep_on_idle": True} if "idle" in name else {}
+    config = GenerationConfig(backend="sglang", sglang_cfg=cfg, sglang_kwargs=idle)
     return SglangEngine(name, SglangLaunch(config=config, output_file=output, **shared), tokenizer, stop_ids=())
 
 
@@ -109,7 +112,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--engines", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--engines", nargs="+", choices=NAMES, default=list(NAMES[:2]))
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
@@ -126,11 +129,11 @@ def main() -> None:
     rows = []
     for what in next(iter(figures.values())):
         row = [what, *(str(spread(figures[name][what])) for name in figures)]
-        if len(figures) == 2:
-            first, second = (figures[name][what] for name in figures)
-            row.append(f"{median(b / a for a, b in zip(first, second, strict=True)):.2f}")
+        first, *others = (figures[name][what] for name in figures)
+        row += [f"{median(b / a for a, b in zip(first, other, strict=True)):.2f}" for other in others]
         rows.append(row)
-    print(table(["", *figures, *(["ratio"] if len(figures) == 2 else [])], rows))
+    names = list(figures)
+    print(table(["", *names, *(f"{name} / {names[0]}" for name in names[1:])], rows))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
 

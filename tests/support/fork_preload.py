@@ -36,7 +36,6 @@ STROP = [
     "strop.cli",
     "strop.config",
     "strop.environments.arithmetic",
-    "strop.models",
     "strop.monitoring.plot",
     "strop.monitoring.trackers.jsonl",
     "strop.sandbox.sandbox_pool",
@@ -75,7 +74,8 @@ def load_one_of_each_kind() -> None:
 
 
 try:
-    for name in (*OTHERS, *STROP, *list_algorithms()):
+    # strop.models before transformers: it lets that be imported beside a torchvision that does not fit torch
+    for name in ("strop.models", *OTHERS, *STROP, *list_algorithms()):
         import_module(name)
 except ImportError as error:  # of which the server would say nothing, and every run would import it all itself
     raise RuntimeError("tests/support/fork_preload.py names what is not there") from error

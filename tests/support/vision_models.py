@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.models.vision.torchvision_hook import install_hook
 from support.models import ExactNorm, to_float64
+
+install_hook()  # before transformers is imported: torchvision may be there and not fit torch
 
 END, PAD = "<|im_end|>", "<|endoftext|>"
 _COMMON = (PAD, "<|im_start|>", END)
