@@ -60,8 +60,8 @@ GROUPS: dict[str, dict[str, Command]] = {
     "look": {
         "view": Command(view, "show runs in the browser: curves, rollouts, tokens"),
         "rollouts": Command(rollouts, "read what a run sampled, turn by turn, with rewards"),
-        "ledger": Command(ledger, "say what each term of the loss contributed at each token of a rollout"),
-        "replay": Command(replay, "train a step again, as it was or under other settings, and compare"),
+        "ledger": Command(ledger, "say what each term of the loss was at each token of a rollout"),
+        "replay": Command(replay, "train a step again, as it was or with other settings"),
         "plot": Command(plot, "draw the metrics of one run or several"),
         "report": Command(report, "write a report of a run as one HTML file"),
     },
