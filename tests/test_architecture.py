@@ -58,7 +58,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "tensorboard": ("monitoring/",),
     "torch.utils.tensorboard": ("monitoring/",),
     "mlflow": ("monitoring/",),
-    "matplotlib": ("monitoring/",),
+    "matplotlib": ("monitoring/", "results.py"),  # results.py names its type
     "pyarrow": ("monitoring/", "data/"),
     "math_verify": ("environments/",),
     "reasoning_gym": ("environments/",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.figure import Figure
 
+    from strop.build.run_report.validation_results import ValidationPoint
     from strop.checkpointing.saved_model import SavedModel
 
 
@@ -62,6 +65,66 @@ class Run:
         from strop.monitoring.rollout_store.rollout_store import RolloutStore, to_row
 
         return pandas.DataFrame([to_row(record) for record in RolloutStore(self.folder, "none").read_all()])
+
+    @cached_property
+    def samples(self) -> pandas.DataFrame:
+        """Every stored sample of the validations, one row each: step, task, ``turns``, rewards and accuracy. Empty if there are none."""
+        import pandas
+
+        from strop.monitoring.rollout_store.rollout_store import to_row
+        from strop.monitoring.rollout_store.validation_samples import ValidationSamples
+
+        store = ValidationSamples(self.folder)
+        records = [record for step in store.steps() for record in store.read(step)]
+        rows = [{**to_row(record), "accuracy": record.metrics.get("accuracy")} for record in records]
+        return pandas.DataFrame([{name: value for name, value in row.items() if name not in _NOT_OF_SAMPLES} for row in rows])
+
+    @cached_property
+    def validations(self) -> pandas.DataFrame:
+        """The validations, one row each by step: ``accuracy``, its 95 % interval (``low``, ``high``), ``tasks``, and the logged metrics.
+
+        The interval and the tasks are NaN where no samples are stored, as for recorded data. Empty if the run has not validated.
+        """
+        from strop.build.run_report.validation_results import read_validations
+
+        results, prefix = read_validations(self.folder), "validation/"
+        logged = self.metrics[[name for name in self.metrics.columns if name.startswith(prefix)]].dropna(how="all")
+        table = logged.rename(columns=lambda name: name.removeprefix(prefix))
+        points = {} if results is None else {point.step: point for point in results.points}
+        for name in ("low", "high", "tasks") if points else ():
+            table[name] = [_read_point(points.get(step), name) for step in table.index]
+        return table
+
+    @cached_property
+    def timing(self) -> pandas.DataFrame:
+        """The seconds of each phase, one row for each logged step: generation, policy_training, weight_sync, ..., total_step_time."""
+        from strop.monitoring.console.columns import PHASE_PREFIX
+
+        columns = [name for name in self.metrics.columns if name.startswith(PHASE_PREFIX)]
+        return self.metrics[columns].dropna(how="all").rename(columns=lambda name: name.removeprefix(PHASE_PREFIX))
+
+    def plot(self, *metrics: str) -> Figure:
+        """Return a figure of the usual curves and the time of the steps, as ``strop plot`` draws it, or of these metrics.
+
+        A notebook shows it; ``figure.savefig(file)`` writes it. Raises NothingToPlot, a ValueError, if there is nothing to draw, or no
+        metric of a name.
+        """
+        from strop.monitoring.plot import find_metrics, make_run_figure
+
+        return make_run_figure(find_metrics(self.folder), metrics)
+
+    def report(self, file: str | Path | None = None) -> Path:
+        """Write a report of the run as one HTML file, as ``strop report`` does: ``report.html`` in its folder. Return the path.
+
+        Raises NoReport, a ValueError, before the first step.
+        """
+        from strop.build.run_report.report_facts import read_report_facts
+        from strop.build.run_report.report_page import make_report
+        from strop.monitoring.pages.document import write_document
+
+        target = self.folder / "report.html" if file is None else Path(file)
+        write_document(target, make_report(read_report_facts(self.folder)))
+        return target
 
     @property
     def step(self) -> int:
@@ -120,8 +183,47 @@ class Run:
         export_model(ExportJob(source=source, target=Path(folder), form=ExportFormat(dtype), merge=merge))
         return Path(folder)
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the run in a few facts. Everything in it is escaped."""
+        from strop.monitoring.pages.markup import escape, make_table
+
+        policy = self.config.get("policy") or {}
+        rows = [("folder", self.folder), ("model", policy.get("model_name", "")), ("step", self.step)]
+        rows += [("checkpoint", self.checkpoint)] if self.checkpoint else []
+        table = make_table(("fact", "value"), rows, caption=f"run {self.folder.name}")
+        shown = [name for name in _SHOWN_METRICS if name in self.metrics]
+        last = [
+            (name, *(f"{value:.4g}" for value in (column.iloc[0], column.iloc[-1])))
+            for name in shown
+            if len(column := self.metrics[name].dropna())
+        ]
+        metrics = make_table(("metric", "first", "last"), last, caption="metrics") if last else ""
+        hint = escape(".metrics, .rollouts, .samples, .validations, .timing, .plot(), .report()")
+        return f"<div>{table}{metrics}<p><small>{hint}</small></p></div>"
+
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}, step={self.step}, checkpoint={str(self.checkpoint) if self.checkpoint else None!r})"
+
+
+_SHOWN_METRICS = (
+    "train/reward",
+    "train/loss",
+    "validation/accuracy",
+    "validation/loss",
+    "train/entropy",
+    "train/token_mult_prob_error",
+)
+# Columns of a rollout that a sample of a validation has not: it is stored without tokens.
+_NOT_OF_SAMPLES = (
+    "prompt", "prompt_tokens", "tokens", "sampled", "sampler_logprobs", "learner_logprobs", "versions", "advantage", "kept",
+    "dropped_because", "branches",
+)  # fmt: skip
+
+
+def _read_point(point: ValidationPoint | None, name: str) -> float:
+    if point is None:
+        return math.nan
+    return float({"low": point.interval.low, "high": point.interval.high, "tasks": point.tasks}[name])
 
 
 @dataclass(frozen=True)

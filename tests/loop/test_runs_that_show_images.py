@@ -43,7 +43,7 @@ def train(
         "env.shown.type": f"{shown}:Shown",
         **changes,
     }
-    return start(["grpo", *overrides(settings)], folder, before=before).finish()
+    return start(["grpo", *overrides(settings)], folder, before=before).finish(280)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from strop.cli.checks.sandbox_command import make_sandbox_parser
 from strop.cli.compare_command import make_compare_parser
 from strop.cli.eval_command import is_model_name, make_eval_parser
 from strop.cli.export_command import make_export_parser
+from strop.cli.reports import report_command
 from strop.cli.serve_command import make_serve_parser
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
 from strop.config.load.evaluation_keys import translate_overrides
@@ -202,7 +203,7 @@ def test_commands_name_configurations_that_load(
     page: Path, words: list[str], workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(workplace)
-    parsers = {"plot": plot_command, "rollouts": rollouts_command, "translate": translate_command}
+    parsers = {"plot": plot_command, "report": report_command, "rollouts": rollouts_command, "translate": translate_command}
     if words[1] in parsers:
         parsers[words[1]].make_parser().parse_args([word for word in words[2:] if word != ">"])
         return

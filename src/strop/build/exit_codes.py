@@ -76,7 +76,7 @@ def run_command(work: Coroutine[Any, Any, None]) -> int:
 
 def _print_error(error: Exception) -> None:
     """Print the message; with STROP_LOG=debug, also the traceback."""
-    print(f"error: {make_printable(str(error))}", file=sys.stderr)
+    print(f"error: {make_printable(str(error)) or type(error).__name__}", file=sys.stderr)
     log.debug("where the error was raised", exc_info=error)
     root: BaseException = error
     while root.__cause__ is not None:

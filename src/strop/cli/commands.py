@@ -27,6 +27,7 @@ from strop.cli.eval_command import evaluate
 from strop.cli.export_command import export
 from strop.cli.init_command import init
 from strop.cli.plot_command import plot
+from strop.cli.reports.report_command import report
 from strop.cli.rollouts_command import rollouts
 from strop.cli.serve_command import serve
 from strop.cli.train_command import TRAINING, train_run
@@ -55,6 +56,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     "look": {
         "rollouts": Command(rollouts, "read what a run sampled, turn by turn, with rewards"),
         "plot": Command(plot, "draw the metrics of one run or several"),
+        "report": Command(report, "write a report of a run as one HTML file"),
     },
     "use": {
         "eval": Command(evaluate, "evaluate a run, a checkpoint or a model"),

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strop.cli.eval_command import is_model_name
@@ -49,7 +50,7 @@ def compare(arguments: Sequence[str], command_line: str) -> int:
         if options.dry_run:
             print(describe_job(job))
             return 0
-        return _run(job, as_json=options.json)
+        return _run(job, as_json=options.json, page=options.html)
     except ConfigError as error:
         return print_config_error(error)
     except ValueError as error:
@@ -62,8 +63,8 @@ def compare(arguments: Sequence[str], command_line: str) -> int:
 def make_compare_parser() -> argparse.ArgumentParser:
     parser = make_run_parser("compare", DESCRIPTION, None)
     parser.usage = (
-        "strop compare A B [--metric NAME] [--margin X] [--level P] [--step N | --best] [--ema] [--config FILE] [--json] [--dry-run] "
-        "[key=value ...]"
+        "strop compare A B [--metric NAME] [--margin X] [--level P] [--step N | --best] [--ema] [--config FILE] [--json] [--html FILE] "
+        "[--dry-run] [key=value ...]"
     )
     add_choice_of_weights(parser)
     parser.add_argument(
@@ -77,15 +78,18 @@ def make_compare_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--level", type=float, default=0.95, metavar="P", help="of the intervals (default: 0.95)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and everything else to stderr")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the result as one HTML page that needs no network")
     return parser
 
 
-def _run(job: ComparisonJob, *, as_json: bool) -> int:
-    """Compare and print. Raises ValueError for what cannot be compared."""
+def _run(job: ComparisonJob, *, as_json: bool, page: Path | None) -> int:
+    """Compare, print and write the page. Raises ValueError for what cannot be compared."""
     from strop.build.comparison.compare_models import compare_models
+    from strop.build.comparison.comparison_page import make_comparison_page
     from strop.build.comparison.comparison_report import format_comparison
     from strop.build.exit_codes import run_command
     from strop.config import ConfigError
+    from strop.monitoring.pages.document import write_document
     from strop.statistics.not_comparable import NotComparable
 
     refused: list[NotComparable | ConfigError] = []
@@ -98,6 +102,13 @@ def _run(job: ComparisonJob, *, as_json: bool) -> int:
             refused.append(error)
             return
         print(json.dumps(found.as_dict(), indent=1, allow_nan=False) if as_json else format_comparison(found))
+        if page is not None:
+            try:
+                write_document(page, make_comparison_page(found))
+            except OSError as error:
+                refused.append(NotComparable(f"{page} cannot be written: {error.strerror or error}; the result is above"))
+                return
+            note(f"\n{page}")
 
     with plain_warnings():
         code = run_command(work())

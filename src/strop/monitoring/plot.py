@@ -73,18 +73,28 @@ class NothingToPlot(ValueError):
 def plot_run(run: Path, output: Path | None = None) -> Path:
     """Plot a run and return the path of the PNG. ``run`` is a metrics.jsonl, its folder, or the folder above. Raises NothingToPlot."""
     source = find_metrics(Path(run))
-    steps = read_metrics(source)
-    if not steps:
-        raise NothingToPlot(f"{source} is empty: the run has not finished its first step")
-    curves = [curve for curve in CURVES if any(math.isfinite(values.get(curve.tag, math.nan)) for _, values in steps)]
-    timed = [(step, values) for step, values in steps if phase_times(values)]
-    if not curves and not timed:
-        raise NothingToPlot(_describe_missing(source, steps))
+    figure = make_run_figure(source)
     target = Path(output) if output is not None else source.parent / "curves.png"
-    figure = _plot(curves, timed, steps, title=f"{source.resolve().parent.name}, {steps[-1][0]} steps")
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=150)
     return target
+
+
+def make_run_figure(source: Path, metrics: Sequence[str] = ()) -> Figure:
+    """Return the figure of a metrics.jsonl: the usual curves and the time of the steps, or these metrics alone. Raises NothingToPlot."""
+    steps = read_metrics(source)
+    if not steps:
+        raise NothingToPlot(f"{source} is empty: the run has not finished its first step")
+    curves = [_find_curve(tag, [LoggedRun("", steps, {})]) for tag in metrics] or choose_curves(steps)
+    timed = [] if metrics else [(step, values) for step, values in steps if phase_times(values)]
+    if not curves and not timed:
+        raise NothingToPlot(_describe_missing(source, steps))
+    return _plot(curves, timed, steps, title=f"{source.resolve().parent.name}, {steps[-1][0]} steps")
+
+
+def choose_curves(steps: Steps) -> list[Curve]:
+    """Return the usual curves that have values."""
+    return [curve for curve in CURVES if any(math.isfinite(values.get(curve.tag, math.nan)) for _, values in steps)]
 
 
 def plot_runs(
@@ -207,11 +217,12 @@ def _plot_lines(curves: Sequence[Curve], lines: Sequence[RunLine], steps: Steps)
 def _make_panels(panels: int, title: str) -> tuple[Figure, list[Axes]]:
     """Return a figure and its panels, in rows of at most three."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+
+    from strop.monitoring.notebook_figure import NotebookFigure
 
     num_columns = min(panels, 3)
     num_rows = -(-panels // num_columns)
-    figure = Figure(figsize=(max(4.4 * num_columns, 6.0), 2.9 * num_rows + 0.5))
+    figure = NotebookFigure(figsize=(max(4.4 * num_columns, 6.0), 2.9 * num_rows + 0.5))
     FigureCanvasAgg(figure)  # needs no display and none of pyplot's global state
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
     if title:

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from strop import cli
+from strop.safety.printable import make_printable
+from support.html_pages import check_page
+from support.reported_runs import HOSTILE
 from support.saved_runs import save_run
 
 
@@ -265,3 +268,19 @@ def test_validations_of_steps_without_a_checkpoint_are_compared(tmp_path: Path, 
 def test_an_unfinished_evaluation_is_no_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tasks.jsonl").write_text("")
     assert "did not finish" in refuse(capsys, tmp_path, write_evaluation(tmp_path / "other/a.json"))
+
+
+def test_a_comparison_is_written_as_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_evaluation(tmp_path / "a.json", answer=HOSTILE)
+    b = write_evaluation(tmp_path / "b.json", gain=0.6, seed=1, answer=HOSTILE)
+    page = tmp_path / "new" / "page.html"
+    assert cli.main(["compare", str(a), str(b), "--html", str(page)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(str(page))
+    found = check_page(page.read_text(encoding="utf-8"))
+    said = "\n".join(text for texts in found.texts.values() for text in texts)
+    assert "B is better: +" in said and make_printable(HOSTILE)[:60] in said and "Solve: what is " in said
+    assert [attributes["id"] for tag, attributes in found.elements if tag == "section"] == [
+        "verdict", "differences", "better", "worse", "settings",
+    ]  # fmt: skip
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in refuse(capsys, a, b, "--html", tmp_path / "file" / "page.html")

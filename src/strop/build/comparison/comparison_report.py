@@ -45,18 +45,18 @@ def _format_tables(found: Comparison) -> list[str]:
     level = f"{100 * found.total.level:g} %"
     header = ["", *(f"{level} interval" if name == "interval" else name for name in HEADERS)]
     several = len(found.sets) > 1
-    rows = [_format_row(name, each, found.metric) for name, each in found.sets.items()]
-    rows += [_format_row("mean of sets", found.total, found.metric)] if several else []
-    main = _align([[_name_metric(found.metric), *header[1:]], *rows])
-    others = [_format_row(_name_metric(metric), each, metric) for metric, each in found.others.items() if each.a or each.b]
+    rows = [format_row(name, each, found.metric) for name, each in found.sets.items()]
+    rows += [format_row("mean of sets", found.total, found.metric)] if several else []
+    main = _align([[name_metric(found.metric), *header[1:]], *rows])
+    others = [format_row(name_metric(metric), each, metric) for metric, each in found.others.items() if each.a or each.b]
     return [*main, "", "For information, each by itself:", *_align([header, *others])]
 
 
-def _name_metric(metric: TaskMetric) -> str:
+def name_metric(metric: TaskMetric) -> str:
     return f"{metric.name}, %" if metric.is_share else metric.name
 
 
-def _format_row(name: str, found: PairedComparison, metric: TaskMetric) -> list[str]:
+def format_row(name: str, found: PairedComparison, metric: TaskMetric) -> list[str]:
     scale, form, sign = (100, ".1f", "+.1f") if metric.is_share else (1, ".4g", "+.4g")
     low, high = (f"{scale * end:{sign}}" for end in (found.interval.low, found.interval.high))
     p_value = found.adjusted_p_value

@@ -8,24 +8,27 @@ from pathlib import Path
 
 from strop.base_config import redact_secrets, to_tree
 from strop.build.resume.resume_plan import CONFIG_FILE, ResumePlan, plan_resume
+from strop.build.run_report.data_fingerprints import fingerprint_data
 from strop.checkpointing.base import Restorable, RunState
 from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.config import TrainingRunConfig, dump_config
 from strop.config.schema.run_config import RecordedRunConfig
 from strop.monitoring.config_history import HISTORY_FILE, End, record_finish, record_start
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.run_starts import STARTS_FILE, RunStart, describe_hardware, find_versions, format_now, record_run_start
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE
 from strop.rollouts.repeat.clock_state import ClockState
 from strop.rollouts.repeat.event_log import EVENTS_FILE
 from strop.rollouts.stream import StreamState
+from strop.safety.redaction import describe_command
 from strop.stopping import EarlyStop
 from strop.storage.folder_probe import explain_folder
 from strop.storage.storage_error import StorageError, find_refusal
 from strop.trainer.run import TrainingRun
 
 LIMITS_OF_ROLLOUTS = ("policy.generation.", "policy.max_total_sequence_length", "data.max_input_seq_length")
-RECORDS = (METRICS_FILE, "rollouts", "validation", CONFIG_FILE, HISTORY_FILE, EVENTS_FILE, "curves.png")
+RECORDS = (METRICS_FILE, "rollouts", "validation", CONFIG_FILE, HISTORY_FILE, EVENTS_FILE, STARTS_FILE, "curves.png")
 
 
 def restore_checkpoint(
@@ -61,6 +64,7 @@ def restore_checkpoint(
             config=redact_secrets(to_tree(config)),
             changed={change.key: (change.old, change.new) for change in plan.changes},
         )
+        record_run_start(folder, _describe_start(config, last))
     except OSError as error:
         raise StorageError(f"logger.log_dir: {explain_folder(folder, error)}") from error
     if state is None:
@@ -72,6 +76,17 @@ def restore_checkpoint(
         if isinstance(part, ClockState):
             part.forget_groups()
     return replace(state, stream=_restart_groups(state.stream))
+
+
+def _describe_start(config: TrainingRunConfig, last: int) -> RunStart:
+    return RunStart(
+        after_step=max(last, 0),
+        time=format_now(),
+        command=describe_command(),
+        versions=find_versions(),
+        hardware=describe_hardware(),
+        data=fingerprint_data(config),
+    )
 
 
 def _say_continued(plan: ResumePlan, state: RunState, tracker: Tracker) -> None:

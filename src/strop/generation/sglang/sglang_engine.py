@@ -252,20 +252,29 @@ class SglangEngine:
         """Drop cached keys and values. With ``running`` also those of suspended requests, which are then recomputed.
 
         Requests that are suspended in place keep theirs, and SGLang then drops nothing: the salt alone keeps prefixes of other weights
-        apart.
+        apart. To be called between ``pause`` and ``resume``.
         """
-        in_place = self.config.sglang_server_config.pause_generation_mode == "in_place"
-        if self._counters.running and in_place:
-            if not running:
+        if self.config.sglang_server_config.pause_generation_mode == "in_place":
+            if self._counters.running and not running:
                 return
+            # Also where none is waited for: SGLang keeps a request that was given up while it is suspended until the next step.
             await self._post("/pause_generation", {"mode": "retract"})
         await self._flush()
 
     async def _flush(self) -> None:
-        """Drop cached keys and values. The scheduler counts as busy until the step after the last request."""
-        async with asyncio.timeout(FLUSH_SECONDS):
-            while not all(await self._call("flush")):
-                await asyncio.sleep(READY_SECONDS / 10)
+        """Drop cached keys and values. The scheduler counts as busy until the step after the last request.
+
+        Raises TimeoutError if it stays busy.
+        """
+        try:
+            async with asyncio.timeout(FLUSH_SECONDS):
+                while not all(await self._call("flush")):
+                    await asyncio.sleep(READY_SECONDS / 10)
+        except TimeoutError:
+            raise TimeoutError(
+                f"{self.name}: SGLang still had requests {FLUSH_SECONDS:g} s after the last one ended, so its prefix cache "
+                f"could not be emptied; its own messages are in {self.launch.output_file}"
+            ) from None
 
     async def sleep(self) -> None:
         if self.launch.sleeps:

@@ -382,6 +382,38 @@ def test_requests_that_run_go_on_with_the_new_weights_and_say_which_token_is_who
             assert not new.any() or (completion.logprobs - expected)[new].abs().max() < 2e-4
 
 
+def test_requests_that_are_given_up_during_a_publish_do_not_hold_it_up(
+    room: BackgroundLoop, served: ServedModel, published: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A suspended scheduler ends no request, so it counts those as running that nobody waits for any more."""
+    load = served.engine.load
+
+    async def in_flight() -> float:
+        before = served.weights.options
+        served.weights.options = replace(before, in_flight=True, recompute=False)
+        long = Sampling(max_new_tokens=230, stop_token_ids=())
+        requests = [asyncio.create_task(served.pool.generate(PROMPT, sampling=long, seed=seed)) for seed in range(8)]
+
+        async def give_up_and_load(*arguments: Any) -> Any:
+            assert served.engine.counters()["running"] == 8
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
+            return await load(*arguments)
+
+        monkeypatch.setattr(served.engine, "load", give_up_and_load)
+        try:
+            await asyncio.sleep(0.2)
+            started = time.perf_counter()
+            await served.weights.publish(served.weights.version + 1)
+            return time.perf_counter() - started
+        finally:
+            served.weights.options = before
+
+    assert room.run(in_flight()) < 30
+    assert disagreement(room, served) < 2e-4
+
+
 # --- faults ---------------------------------------------------------------------------------------------------------------------
 
 

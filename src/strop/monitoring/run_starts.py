@@ -1,0 +1,117 @@
+"""``starts.jsonl``: one line for each start of a run, with what it ran on: command, packages, hardware, and fingerprints of its data."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+STARTS_FILE = "starts.jsonl"
+
+# Those that decide what a run computes; others that are installed are left out.
+PACKAGES = (
+    "strop", "torch", "transformers", "numpy", "vllm", "sglang", "megatron-core", "ray", "peft", "torchao", "triton", "flash-attn",
+    "tokenizers", "safetensors", "datasets", "math-verify", "pyarrow",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """What a run was started with. Readers take what is missing in older files as unknown."""
+
+    after_step: int  # the step that it continues after; 0: from the beginning
+    time: str = ""
+    command: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    hardware: Mapping[str, str] = field(default_factory=dict)
+    data: Mapping[str, str] = field(default_factory=dict)  # fingerprints by the place of an entry: data.train[0]
+
+
+def record_run_start(folder: Path, start: RunStart) -> None:
+    """Append a line. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / STARTS_FILE).open("a", encoding="utf-8", errors="replace") as file:
+        file.write(json.dumps(asdict(start), ensure_ascii=False) + "\n")
+
+
+def read_run_starts(folder: Path) -> list[RunStart]:
+    """Return the starts of a run, the first one first; none for a run of an older version. A line that cannot be read is left out."""
+    try:
+        lines = (folder / STARTS_FILE).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    known = {each.name for each in fields(RunStart)}
+    return [RunStart(**{name: value for name, value in row.items() if name in known}) for row in _parse(lines)]
+
+
+def _parse(lines: Sequence[str]) -> list[dict[str, Any]]:
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:  # cut short by a full disk or a kill
+            continue
+        if isinstance(row, dict) and "after_step" in row:
+            rows.append(row)
+    return rows
+
+
+def format_now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def find_versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed packages that decide what a run computes."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def describe_hardware() -> dict[str, str]:
+    """Return what this process computes on: processor, cores, memory, system, and GPUs with their memory and driver's runtime."""
+    found = {
+        "processor": _find_processor(),
+        "cores": f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} of {os.cpu_count()}",
+        "memory": _find_memory(),
+        "system": f"{platform.system()} {platform.release()}",
+        "GPUs": _describe_gpus(),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _find_processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
+
+
+def _find_memory() -> str:
+    try:
+        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+    except (ValueError, OSError, AttributeError):
+        return ""
+
+
+def _describe_gpus() -> str:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return ""
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    kinds = [f"{each.name} ({each.total_memory / 2**30:.0f} GiB)" for each in properties]
+    counted = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+    return f"{counted}, CUDA {torch.version.cuda}" if torch.version.cuda else counted

@@ -1,0 +1,81 @@
+// Requests to `strop view`. Everything is JSON; an error is a sentence.
+import { useEffect, useRef, useState } from "./ui.js";
+
+export const POLL_SECONDS = 2;
+
+export class ApiError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status; // 0: no answer
+  }
+}
+
+/** The address of an endpoint: ["runs", "a", "config"], {points: 2000} -> "api/runs/a/config?points=2000". */
+export function apiAddress(path, params = {}) {
+  const kept = Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  const query = new URLSearchParams(kept.map(([name, value]) => [name, String(value)])).toString();
+  return "api/" + path.map(encodeURIComponent).join("/") + (query ? "?" + query : "");
+}
+
+/** The answer of an endpoint. Throws ApiError, or AbortError if the signal was given up. */
+export async function fetchJson(path, params = {}, { signal, method = "GET", body } = {}) {
+  const options = { signal, method, headers: { Accept: "application/json" }, credentials: "same-origin" };
+  if (body !== undefined) {
+    options.headers["Content-Type"] = "application/json";
+    options.body = JSON.stringify(body);
+  }
+  let response;
+  try {
+    response = await fetch(apiAddress(path, params), options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("`strop view` does not answer; is it still running?", 0);
+  }
+  const value = await response.json().catch(() => null);
+  if (!response.ok) throw new ApiError(value?.error ?? `the server answered ${response.status}`, response.status);
+  return value;
+}
+
+/**
+ * The answer of an endpoint in a component: {data, error, loading, reload}. `path` null asks nothing. A request that is outdated is
+ * given up. `data` keeps the last answer of the same `path` while another is on its way.
+ */
+export function useApi(path, params = {}, { poll = false } = {}) {
+  const address = path === null ? null : apiAddress(path, params);
+  const [state, setState] = useState({ data: null, error: null, address: null });
+  const [round, setRound] = useState(0);
+  const kept = useRef(path?.join("/"));
+  if (kept.current !== path?.join("/")) {
+    kept.current = path?.join("/");
+    state.data = null; // of something else
+  }
+
+  useEffect(() => {
+    if (address === null) return undefined;
+    const given = new AbortController();
+    fetchJson(path, params, { signal: given.signal })
+      .then((data) => setState({ data, error: null, address }))
+      .catch((error) => error.name === "AbortError" || setState((last) => ({ data: last.data, error, address })));
+    return () => given.abort();
+  }, [address, round]);
+
+  usePolling(poll && address !== null, () => setRound((number) => number + 1));
+  const isCurrent = state.address === address;
+  return {
+    data: address === null ? null : state.data,
+    error: isCurrent ? state.error : null,
+    loading: address !== null && !isCurrent,
+    reload: () => setRound((number) => number + 1),
+  };
+}
+
+/** Call `action` every two seconds while `active` and the page is visible. */
+export function usePolling(active, action) {
+  const latest = useRef(action);
+  latest.current = action;
+  useEffect(() => {
+    if (!active) return undefined;
+    const timer = setInterval(() => document.hidden || latest.current(), POLL_SECONDS * 1000);
+    return () => clearInterval(timer);
+  }, [active]);
+}

@@ -1,0 +1,37 @@
+// Words for what a rollout is.
+import { linkTo } from "./route.js";
+import { printable } from "./format.js";
+
+/** Why a rollout ended, in words. */
+export const ENDINGS = {
+  stop: "the model stopped and the environment was done",
+  length: "a turn reached its limit of tokens",
+  context: "the conversation no longer fits",
+  turns: "the limit of turns",
+  tool_calls: "the limit of tool calls",
+  error: "it failed",
+};
+
+export const KEPT = [["", "all"], ["1", "trained on"], ["0", "dropped"]];
+
+export function rolloutLink({ step, group, sample }, params = {}) {
+  return linkTo(["rollout", String(step), String(group), String(sample)], params);
+}
+
+export function groupLink({ step, group }) {
+  return linkTo(["group", String(step), String(group)]);
+}
+
+export function taskLink(task) {
+  return linkTo(["task", task]);
+}
+
+/** The beginning of a text on one line. */
+export function oneLine(text, length = 200) {
+  const flat = printable(String(text ?? "").slice(0, length * 2)).replace(/\s+/g, " ").trim();
+  return flat.length > length ? flat.slice(0, length) + "…" : flat;
+}
+
+export function describeKept({ kept, dropped_because: because }) {
+  return kept ? "trained on" : because ? `dropped: ${because}` : "dropped";
+}

@@ -1,0 +1,32 @@
+// The runs that the server shows, and which of them are looked at.
+import { useMemo } from "./ui.js";
+import { useApi } from "./api.js";
+import { setParams, useRoute } from "./route.js";
+
+const MOST_AT_ONCE = 8; // as many as have colours
+
+/** {all, chosen, run, error, loading}: every run, those side by side, and the one whose rollouts are shown. */
+export function useRuns() {
+  const { params } = useRoute();
+  const { data, error, loading } = useApi(["runs"], {}, { poll: true });
+  return useMemo(() => {
+    const all = data ?? [];
+    const named = (params.runs ?? "").split(",").filter(Boolean);
+    const chosen = named.length ? all.filter((run) => named.includes(run.id)) : all.slice(0, MOST_AT_ONCE);
+    const run = all.find((each) => each.id === params.run) ?? chosen[0] ?? all[0] ?? null;
+    const missing = params.run && data && !all.some((each) => each.id === params.run) ? params.run : null;
+    return { all, chosen: chosen.length ? chosen : all.slice(0, 1), run, missing, error, loading: loading && !data };
+  }, [data, error, loading, params.runs, params.run]);
+}
+
+/** Put a run beside the others, or take it away. */
+export function toggleRun(id, { all, chosen }) {
+  const ids = chosen.map((run) => run.id);
+  const next = ids.includes(id) ? ids.filter((each) => each !== id) : [...ids, id];
+  setParams({ runs: next.length === all.length && all.length <= MOST_AT_ONCE ? "" : next.join(",") });
+}
+
+export function describeProgress(run) {
+  if (run.step === null || run.step === undefined || run.step < 0) return "no step yet";
+  return run.max_steps ? `step ${run.step} of ${run.max_steps}` : `step ${run.step}`;
+}

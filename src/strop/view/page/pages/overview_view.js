@@ -1,0 +1,70 @@
+// The runs, and what matters of each, side by side.
+import { html } from "../lib/ui.js";
+import { formatAgo, formatNumber, toSeconds } from "../lib/format.js";
+import { useFollowing, useMetrics } from "../lib/metrics.js";
+import { linkTo } from "../lib/route.js";
+import { describeProgress, toggleRun } from "../lib/runs.js";
+import { compact, smooth } from "../lib/series.js";
+import { useApi } from "../lib/api.js";
+import { RunSwatch } from "../parts/run_swatch.js";
+import { Sparkline } from "../parts/sparkline.js";
+import { Title } from "../parts/title.js";
+
+const FIGURES = [
+  "validation/accuracy", "validation/reward", "train/reward", "train/loss", "validation/loss", "train/token_mult_prob_error", "train/entropy",
+  "train/mean_gen_tokens_per_sample", "timing/train/total_step_time",
+];
+
+export function OverviewView({ runs }) {
+  useFollowing(runs.chosen);
+  return html`<${Title} text="Runs" note=${runs.all.length === 1 ? "" : `${runs.chosen.length} of ${runs.all.length} side by side`} />
+    ${runs.all.length > 1 && html`<${RunTable} runs=${runs} />`}
+    <h2>Side by side</h2>
+    <div class="cards">${runs.chosen.map((run, index) => html`<${RunCard} key=${run.id} run=${run} index=${index} />`)}</div>`;
+}
+
+function RunTable({ runs }) {
+  const ids = runs.chosen.map((run) => run.id);
+  return html`<div class="scroll"><table class="runs">
+    <thead><tr><th><span class="nowrap">shown</span></th><th>run</th><th>kind</th><th>algorithm</th><th>model</th><th class="number">seed</th><th>progress</th><th>changed</th></tr></thead>
+    <tbody>
+      ${runs.all.map(
+        (run) => html`<tr key=${run.id}>
+          <td><input type="checkbox" aria-label=${`show ${run.name}`} checked=${ids.includes(run.id)} onChange=${() => toggleRun(run.id, runs)} /></td>
+          <td><a href=${linkTo(["curves"], { runs: run.id, run: run.id })}>${run.name}</a> ${run.live && html`<span class="badge live">live</span>`}</td>
+          <td>${run.kind}</td><td>${run.algorithm}</td><td>${run.model}</td><td class="number">${run.seed ?? ""}</td>
+          <td class="nowrap">${describeProgress(run)}</td><td class="nowrap">${formatAgo(toSeconds(run.updated))}</td>
+        </tr>`,
+      )}
+    </tbody></table></div>`;
+}
+
+function RunCard({ run, index }) {
+  const names = useApi(["runs", run.id, "metrics"], {}, { poll: run.live && run.step < 2 });
+  const figures = FIGURES.filter((name) => names.data?.names.includes(name)).slice(0, 6);
+  const columns = useMetrics([run], figures)[run.id];
+  const [first, last, count] = run.steps_with_rollouts ?? [];
+  return html`<article class="card">
+    <header><h3><${RunSwatch} index=${index} /> <a href=${linkTo(["curves"], { run: run.id, runs: run.id })}>${run.name}</a></h3>
+      ${run.live ? html`<span class="badge live">live</span>` : html`<span class="badge">ended or idle</span>`}</header>
+    <dl class="facts">
+      <dt>${run.kind ?? "kind"}</dt><dd>${[run.algorithm, run.model].filter(Boolean).join(", ") || "unknown"}</dd>
+      <dt>progress</dt><dd>${describeProgress(run)}, ${formatAgo(toSeconds(run.updated))}</dd>
+      <dt>rollouts</dt>
+      <dd>${count ? html`<a href=${linkTo(["rollouts", String(last)], { run: run.id })}>${count} steps, ${first} to ${last}</a>` : "none stored"}</dd>
+      <dt>validations</dt>
+      <dd>${run.validations?.length ? html`<a href=${linkTo(["validation"], { run: run.id })}>${run.validations.length}, the last after step ${run.validations.at(-1)}</a>` : "none"}</dd>
+    </dl>
+    <table class="figures"><tbody>
+      ${figures.map((name) => html`<${Figure} key=${name} name=${name} column=${columns[name]} index=${index} />`)}
+    </tbody></table>
+    ${names.data && !figures.length && html`<p class="pale">No metrics yet.</p>`}
+  </article>`;
+}
+
+function Figure({ name, column, index }) {
+  const { x, y } = column ? compact({ x: column.steps, y: column.values }) : { x: [], y: [] };
+  return html`<tr><td><a href=${linkTo(["curves"], { find: name })}>${name.replace(/^train\//, "")}</a></td>
+    <td class="line"><${Sparkline} x=${x} y=${smooth(y, y.length > 30 ? 0.8 : 0)} index=${index} /></td>
+    <td class="number">${formatNumber(y.at(-1))}</td></tr>`;
+}

@@ -1,0 +1,116 @@
+// The rollouts of a run: filters, search, order, and as many rows as there are.
+import { html, useEffect, useState } from "../lib/ui.js";
+import { fetchJson } from "../lib/api.js";
+import { formatNumber, formatSigned } from "../lib/format.js";
+import { useKeys } from "../lib/keys.js";
+import { ENDINGS, KEPT, describeKept, oneLine, rolloutLink } from "../lib/rollouts.js";
+import { goTo, setParams } from "../lib/route.js";
+import { useNarrow } from "../lib/narrow.js";
+import { Empty } from "../parts/notice.js";
+import { RunSelect } from "../parts/run_picker.js";
+import { Title } from "../parts/title.js";
+import { VirtualRows } from "../parts/virtual_rows.js";
+
+const FILTERS = ["steps", "task", "env", "ending", "kept", "reward_min", "reward_max", "tokens_min", "tokens_max", "text", "sort"];
+
+const FOLDED = FILTERS.filter((name) => name !== "text" && name !== "sort");
+const SORTS = [
+  ["", "as stored"], ["-reward", "best first"], ["reward", "worst first"], ["-tokens", "longest first"], ["tokens", "shortest first"],
+  ["-advantage", "largest advantage"], ["advantage", "lowest advantage"], ["-step", "newest first"], ["step", "oldest first"],
+];
+
+export const ROLLOUT_COLUMNS = [
+  { title: "step", width: "3.4rem", isNumber: true, sort: "step", cell: (row) => row.step },
+  { title: "task", width: "minmax(4rem, 9rem)", cell: (row) => row.task },
+  { title: "reward", width: "4.6rem", isNumber: true, sort: "reward", cell: (row) => formatNumber(row.reward, 3) },
+  { title: "advantage", width: "5.2rem", isNumber: true, isMinor: true, sort: "advantage", cell: (row) => formatSigned(row.advantage) },
+  { title: "tokens", width: "4.4rem", isNumber: true, sort: "tokens", cell: (row) => formatNumber(row.tokens) },
+  { title: "ending", width: "4.6rem", cell: (row) => row.ending || "–" },
+  { title: "", width: "6.4rem", isMinor: true, cell: (row) => html`<${Marks} row=${row} />` },
+  { title: "beginning of the text", width: "minmax(8rem, 1fr)", isLong: true, cell: (row) => oneLine(row.preview) || html`<span class="pale">no text</span>` },
+];
+
+export function RolloutsView({ runs, run, path, params }) {
+  const step = path[0] ?? "";
+  const query = { step, ...Object.fromEntries(FILTERS.map((name) => [name, params[name]])) };
+  const [first, last, count] = run.steps_with_rollouts ?? [];
+  const go = (by) => goTo(["rollouts", String(Math.min(Math.max(Number(step || (by > 0 ? first - 1 : last + 1)) + by, first), last))], query.step ? { ...params } : params);
+  useKeys({
+    "[": ["step before", () => go(-1)],
+    "]": ["next step", () => go(1)],
+  });
+  const title = html`<${Title} text=${`Rollouts: ${run.name}`} note=${count ? `stored are ${count} steps, ${first} to ${last}` : ""}><${RunSelect} runs=${runs} /><//>`;
+  if (!run.has_rollouts) {
+    return html`${title}<${Empty}>No rollouts are stored. A run stores them with logger.rollouts=parquet, which is the default; recorded data (SFT, preferences) has none.<//>`;
+  }
+  return html`${title}
+    <${Filters} run=${run} step=${step} params=${params} onStep=${(next) => goTo(next === "" ? ["rollouts"] : ["rollouts", next], params)} go=${go} />
+    <${VirtualRows} source=${JSON.stringify([run.id, query])} label="Rollouts" what="rollouts" columns=${ROLLOUT_COLUMNS}
+      fetchPage=${(from, limit, signal) => fetchRows(run, query, from, limit, signal)} href=${(row) => rolloutLink(row, { colour: params.colour })}
+      sort=${params.sort ?? ""} onSort=${(sort) => setParams({ sort })}
+      emptyText=${html`No rollout is like this. <a href="#" onClick=${clear}>Clear the filters</a>`} />`;
+}
+
+export async function fetchRows(run, query, from, limit, signal) {
+  const answer = await fetchJson(["runs", run.id, "rollouts"], { ...query, from, limit }, { signal });
+  return { ...answer, note: answer.note ?? answer.searched ?? "" };
+}
+
+/** The search, the step and the order; the other filters are folded away where the window is narrow. */
+function Filters({ run, step, params, onStep, go }) {
+  const set = (name) => (event) => setParams({ [name]: event.target.value.trim() });
+  const isFiltered = FILTERS.some((name) => name !== "sort" && params[name]);
+  return html`<div class="toolbar" role="search">
+    <label class="wide"><${TextFilter} key=${run.id} value=${params.text ?? ""} /></label>
+    <label>step <button type="button" title="[" aria-label="step before" onClick=${() => go(-1)}>‹</button>
+      <input type="number" min="0" placeholder="all" value=${step} onChange=${(event) => onStep(event.target.value)} />
+      <button type="button" title="]" aria-label="next step" onClick=${() => go(1)}>›</button></label>
+    <${SortSelect} sort=${params.sort ?? ""} />
+    <${Folded} count=${FOLDED.filter((name) => params[name]).length}>
+    <label>task <input type="text" size="10" value=${params.task ?? ""} onChange=${set("task")} /></label>
+    <label>environment <input type="text" size="8" value=${params.env ?? ""} onChange=${set("env")} /></label>
+    <label>ending <select value=${params.ending ?? ""} onChange=${set("ending")}>
+      <option value="">all</option>${Object.entries(ENDINGS).map(([ending, words]) => html`<option value=${ending} title=${words}>${ending}</option>`)}</select></label>
+    <label><span class="pale">show</span> <select value=${params.kept ?? ""} onChange=${set("kept")}>${KEPT.map(([value, text]) => html`<option value=${value}>${text}</option>`)}</select></label>
+    <label>reward <input type="number" step="any" placeholder="least" aria-label="least reward" value=${params.reward_min ?? ""} onChange=${set("reward_min")} />
+      <input type="number" step="any" placeholder="most" aria-label="most reward" value=${params.reward_max ?? ""} onChange=${set("reward_max")} /></label>
+    <label>tokens <input type="number" min="0" placeholder="least" aria-label="fewest tokens" value=${params.tokens_min ?? ""} onChange=${set("tokens_min")} />
+      <input type="number" min="0" placeholder="most" aria-label="most tokens" value=${params.tokens_max ?? ""} onChange=${set("tokens_max")} /></label>
+    <button type="button" disabled=${!isFiltered} onClick=${clear}>Clear</button>
+    <//>
+  </div>`;
+}
+
+function SortSelect({ sort }) {
+  return html`<label>order <select value=${sort} onChange=${(event) => setParams({ sort: event.target.value })}>
+    ${SORTS.map(([value, text]) => html`<option value=${value}>${text}</option>`)}</select></label>`;
+}
+
+function Folded({ count, children }) {
+  const isNarrow = useNarrow();
+  if (!isNarrow) return children;
+  return html`<details><summary>${count ? `${count} more filters are set` : "more filters"}</summary><div>${children}</div></details>`;
+}
+
+/** The search of texts: it is asked for when typing has paused. */
+function TextFilter({ value }) {
+  const [text, setText] = useState(value);
+  useEffect(() => setText(value), [value]);
+  useEffect(() => {
+    if (text === value) return undefined;
+    const timer = setTimeout(() => setParams({ text }, { replace: true }), 350);
+    return () => clearTimeout(timer);
+  }, [text]);
+  return html`<input type="search" placeholder="search in texts" aria-label="Search in texts" value=${text} onInput=${(event) => setText(event.target.value)} />`;
+}
+
+function clear(event) {
+  event?.preventDefault();
+  setParams(Object.fromEntries(FILTERS.map((name) => [name, ""])));
+}
+
+function Marks({ row }) {
+  return html`${row.starred && html`<span title="starred" aria-label="starred">★ </span>`}
+    ${!row.kept && html`<span class="badge warn">${describeKept(row).replace("dropped: ", "")}</span>`}
+    ${(row.flags ?? []).map((flag) => html`<span class="badge bad" title="named by the monitor of reward hacking">${flag}</span>`)}`;
+}

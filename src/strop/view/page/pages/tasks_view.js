@@ -1,0 +1,46 @@
+// The tasks that the run has trained on.
+import { html, useEffect, useState } from "../lib/ui.js";
+import { fetchJson } from "../lib/api.js";
+import { formatCount, formatNumber } from "../lib/format.js";
+import { oneLine, taskLink } from "../lib/rollouts.js";
+import { setParams } from "../lib/route.js";
+import { Empty } from "../parts/notice.js";
+import { RunSelect } from "../parts/run_picker.js";
+import { Title } from "../parts/title.js";
+import { VirtualRows } from "../parts/virtual_rows.js";
+
+const COLUMNS = [
+  { title: "task", width: "minmax(8rem, 2fr)", cell: (row) => taskOf(row) },
+  { title: "environment", width: "minmax(5rem, 1fr)", isMinor: true, cell: (row) => row.env ?? "" },
+  { title: "rollouts", width: "6rem", isNumber: true, cell: (row) => formatCount(row.rollouts ?? row.count) },
+  { title: "steps", width: "9rem", isMinor: true, isNumber: true, cell: (row) => describeSteps(row) },
+  { title: "mean reward", width: "7rem", isNumber: true, cell: (row) => formatNumber(row.mean_reward ?? row.reward, 3) },
+];
+
+const taskOf = (row) => row.task ?? row.id;
+
+function describeSteps({ steps, first_step: first, last_step: last }) {
+  if (Array.isArray(steps)) return steps.length ? `${steps[0]} to ${steps.at(-1)}` : "";
+  if (first !== undefined && first !== null) return first === last ? String(first) : `${first} to ${last}`;
+  return steps === undefined ? "" : formatCount(steps);
+}
+
+export function TasksView({ runs, run, params }) {
+  const [text, setText] = useState(params.text ?? "");
+  useEffect(() => {
+    const timer = setTimeout(() => setParams({ text }, { replace: true }), 350);
+    return () => clearTimeout(timer);
+  }, [text]);
+  const find = params.text ?? "";
+  const fetchPage = async (from, limit, signal) => {
+    const answer = await fetchJson(["runs", run.id, "tasks"], { text: find, from, limit }, { signal });
+    const rows = answer.rows ?? answer.tasks ?? answer;
+    return { total: answer.total ?? rows.length, rows, note: answer.note ?? "" };
+  };
+  return html`<${Title} text=${`Tasks: ${run.name}`} note="how a task was answered over the run"><${RunSelect} runs=${runs} /><//>
+    ${run.has_rollouts
+      ? html`<div class="toolbar" role="search"><label class="wide"><input type="search" placeholder="find tasks" aria-label="Find tasks" value=${text} onInput=${(event) => setText(event.target.value)} /></label></div>
+          <${VirtualRows} source=${JSON.stringify([run.id, find])} label="Tasks" what="tasks" columns=${COLUMNS} fetchPage=${fetchPage} href=${(row) => taskLink(taskOf(row))}
+            emptyText=${find ? `No task has "${oneLine(find, 40)}" in its name.` : "No rollout names a task."} />`
+      : html`<${Empty}>No rollouts are stored, so tasks are not known.<//>`}`;
+}

@@ -1,0 +1,61 @@
+// The samples of validations.
+import { html } from "../lib/ui.js";
+import { useApi, fetchJson } from "../lib/api.js";
+import { formatNumber, printable } from "../lib/format.js";
+import { useMetricNames } from "../lib/metric_names.js";
+import { oneLine } from "../lib/rollouts.js";
+import { linkTo, setParams } from "../lib/route.js";
+import { Chat } from "../chat/chat.js";
+import { MetricChart } from "../parts/metric_chart.js";
+import { Answer, Empty } from "../parts/notice.js";
+import { RunSelect } from "../parts/run_picker.js";
+import { Title } from "../parts/title.js";
+import { VirtualRows } from "../parts/virtual_rows.js";
+
+const COLUMNS = [
+  { title: "task", width: "minmax(6rem, 10rem)", cell: (row) => row.task },
+  { title: "sample", width: "4.5rem", isNumber: true, isMinor: true, cell: (row) => row.sample },
+  { title: "reward", width: "5rem", isNumber: true, sort: "reward", cell: (row) => formatNumber(row.reward, 3) },
+  { title: "tokens", width: "5rem", isNumber: true, sort: "tokens", cell: (row) => formatNumber(row.tokens) },
+  { title: "ending", width: "5rem", cell: (row) => row.ending || "–" },
+  { title: "beginning of the text", width: "minmax(8rem, 1fr)", isLong: true, cell: (row) => oneLine(row.preview ?? row.text) },
+];
+
+export function ValidationView({ runs, run, path, params }) {
+  const steps = run.validations ?? [];
+  const step = path[0] ?? (steps.length ? String(steps.at(-1)) : null);
+  const title = html`<${Title} text=${`Validation: ${run.name}`} note=${step === null ? "" : `after step ${step}`}><${RunSelect} runs=${runs} /><//>`;
+  if (step === null) return html`${title}<${Empty}>No validation is stored. A run validates with grpo.val_period (or that of its algorithm) and a data set of its own.<//>`;
+  const fetchPage = async (from, limit, signal) => {
+    const answer = await fetchJson(["runs", run.id, "validation", step], { from, limit, sort: params.sort }, { signal });
+    return { total: answer.total ?? answer.rows.length, rows: answer.rows, note: "" };
+  };
+  const toSample = (row) => linkTo(["validation", step], { sort: params.sort, at: `${row.group}-${row.sample}` });
+  return html`${title}
+    <div class="toolbar"><label>after step <select value=${step} onChange=${(event) => (window.location.hash = linkTo(["validation", event.target.value], { sort: params.sort }))}>
+      ${steps.map((each) => html`<option value=${String(each)}>${each}</option>`)}</select></label>
+      ${params.at && html`<button type="button" onClick=${() => setParams({ at: "" })}>Back to the list</button>`}</div>
+    ${params.at
+      ? html`<${Sample} run=${run} step=${step} at=${params.at} />`
+      : html`<${Scores} run=${run} />
+          <${VirtualRows} source=${JSON.stringify([run.id, step, params.sort])} label="Samples" what="samples" columns=${COLUMNS} fetchPage=${fetchPage} href=${toSample}
+            sort=${params.sort ?? ""} onSort=${(sort) => setParams({ sort })} emptyText="This validation has no samples." />`}`;
+}
+
+/** The scores over the run. */
+function Scores({ run }) {
+  const { names } = useMetricNames([run]);
+  const shown = ["validation/accuracy", "validation/reward", "validation/loss"].filter((name) => names?.includes(name)).slice(0, 3);
+  if (!shown.length) return null;
+  return html`<div class="charts">${shown.map((name) => html`<${MetricChart} key=${name} name=${name} groups=${[[run]]} view=${{ axis: "step", isLog: false, smoothing: 0, zoom: null }} height=${150} />`)}</div><br />`;
+}
+
+function Sample({ run, step, at }) {
+  const [group, sample] = at.split("-");
+  const answer = useApi(["runs", run.id, "rollouts", step, group, sample], { validation: 1 });
+  return html`<${Answer} of=${answer} what="the sample">${(rollout) => html`
+    <h2>${rollout.task}, sample ${rollout.sample}: reward ${formatNumber(rollout.reward, 4)}</h2>
+    <p class="pale">${rollout.ending || "no ending"}${rollout.answer ? html`; reference answer <b class="mono">${printable(rollout.answer)}</b>` : ""}
+      ${Object.entries(rollout.metrics ?? {}).map(([name, value]) => html`; ${name} ${formatNumber(value, 4)}`)}</p>
+    <${Chat} rollout=${rollout} runId=${run.id} />`}<//>`;
+}

@@ -1,0 +1,55 @@
+// A chart of one metric of several runs, drawn once it is in sight.
+import { html, useEffect, useMemo, useRef, useState } from "../lib/ui.js";
+import { useMetrics } from "../lib/metrics.js";
+import { seriesStyle } from "../lib/palette.js";
+import { compact, meanOf, smooth } from "../lib/series.js";
+import { useTheme } from "../lib/theme.js";
+import { Chart } from "./chart.js";
+
+/** `groups` are runs drawn as one line each: [[run, ...], ...]. `view` is {axis, isLog, smoothing, zoom, onZoom}. */
+export function MetricChart({ name, groups, view, actions, height }) {
+  const [element, isSeen] = useSeen();
+  return html`<section class="chart" ref=${element} data-metric=${name}>
+    <header><h3>${name}</h3>${actions}</header>
+    ${isSeen ? html`<${SeenChart} name=${name} groups=${groups} view=${view} height=${height} />` : html`<div class="plot"></div><div class="readout"></div>`}
+  </section>`;
+}
+
+function SeenChart({ name, groups, view, height }) {
+  const theme = useTheme();
+  const columns = useMetrics(groups.flat(), [name]);
+  const parts = groups.flat().map((run) => columns[run.id][name]);
+  const lines = useMemo(
+    () => groups.map((runs, index) => makeLine(runs, index, columns, name, view)),
+    [...parts, parts.length, view.axis, view.smoothing, theme, JSON.stringify(groups.map((runs) => runs.map((run) => run.id)))],
+  );
+  if (parts.some((part) => part === undefined)) return html`<div class="plot"></div><div class="readout">loading</div>`;
+  return html`<${Chart} name=${name} lines=${lines} axis=${view.axis} isLog=${view.isLog} zoom=${view.zoom} onZoom=${view.onZoom} height=${height} />`;
+}
+
+function makeLine(runs, index, columns, name, { axis, smoothing }) {
+  const series = runs
+    .map((run) => columns[run.id][name])
+    .filter(Boolean)
+    .map((column) => {
+      const { x, y, low, high } = compact({ x: axis === "step" ? column.steps : column.seconds, y: column.values, low: column.low, high: column.high });
+      const isRough = low?.some((value, place) => value !== high[place]);
+      return { x, y: smooth(y, smoothing), low: isRough ? low : null, high: isRough ? high : null };
+    });
+  const label = runs.length > 1 ? `${runs[0].name} and ${runs.length - 1} more seeds` : runs[0].name;
+  const line = series.length > 1 ? meanOf(series) : (series[0] ?? { x: [], y: [], low: null, high: null });
+  return { label, style: seriesStyle(index), ...line };
+}
+
+/** [ref, whether the element was ever near the window]. */
+function useSeen() {
+  const element = useRef();
+  const [isSeen, setSeen] = useState(false);
+  useEffect(() => {
+    if (isSeen) return undefined;
+    const observer = new IntersectionObserver((entries) => entries.some((entry) => entry.isIntersecting) && setSeen(true), { rootMargin: "300px" });
+    observer.observe(element.current);
+    return () => observer.disconnect();
+  }, [isSeen]);
+  return [element, isSeen];
+}
