@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 class Tracker(Protocol):
     """Receives the metrics and messages of a run.
 
-    The order of calls is: ``resume`` at most once, then any number of ``log``, ``log_media``, ``log_checkpoint``, ``note`` and ``progress``,
-    then ``close``. Steps ascend; a step's media come before its metrics. Step 0 is the model before training; its metrics are those of a validation. Logging the same step again
-    adds metrics and overwrites those of the same name.
+    The order of calls is: ``resume`` at most once, then any number of ``log``, ``log_media``, ``log_checkpoint``, ``note`` and
+    ``progress``, then ``close``. Steps ascend; a step's media come before its metrics. Step 0 is the model before training; its metrics
+    are those of a validation. Logging the same step again adds metrics and overwrites those of the same name.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""What a tracker gets beside metrics: tables of samples, histograms, images, checkpoints. Texts are a model's own: shown, never rendered."""
+"""What a tracker gets beside metrics: tables of samples, histograms, images, checkpoints. Texts are shown as they are, never rendered."""
 
 from __future__ import annotations
 
