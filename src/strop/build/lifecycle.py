@@ -18,7 +18,7 @@ from strop.config import RolloutRunConfig, TrainingRunConfig, dump_config
 from strop.environments.verifiers.held_out_grader import VerifierGrader, make_grader
 from strop.monitoring.console.console import open_console
 from strop.monitoring.hacking.hacking_monitor import DETECTORS, HackingMonitor
-from strop.monitoring.trackers.background import BackgroundTracker
+from strop.monitoring.trackers.background_tracker import BackgroundTracker
 from strop.monitoring.trackers.base import CompositeTracker, Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE, JsonlTracker, read_metrics
 from strop.monitoring.watchdog.watchdog import Watchdog, WatchdogTimeout, schedule_exit

@@ -12,6 +12,7 @@ from strop.algorithms.base import Outputs
 from strop.checkpointing.base import RunState
 from strop.learner.base import require_token_outputs
 from strop.learner.client import InlineCaller
+from strop.learner.throughput import TrainingPasses
 from strop.metrics import Metrics
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, list_images, make_records, split_by_rollout
 from strop.monitoring.trackers.media import SavedCheckpoint
@@ -21,7 +22,6 @@ from strop.storage.storage_error import StorageError
 from strop.trainer.dropped import describe_drops
 from strop.trainer.run import TooFewTasks, TrainingRun
 from strop.trainer.step_metrics import group_metrics, progress_metrics
-from strop.trainer.throughput import TrainingPasses
 from strop.trainer.update import UpdateResult
 from strop.types import Batch, Group
 

@@ -9,6 +9,7 @@ from typing import Literal
 from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Checkpointer, Restorable
 from strop.learner.client import LearnerClient
+from strop.learner.throughput import Throughput
 from strop.monitoring.hacking.hacking_monitor import HackingMonitor
 from strop.monitoring.rollout_store.rollout_record import DropReason
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
@@ -21,7 +22,6 @@ from strop.trainer.evaluation import Validator
 from strop.trainer.health.health_monitor import HealthMonitor
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.step_timer import StepTimer
-from strop.trainer.throughput import Throughput
 from strop.types import Group
 from strop.weight_sync.base import WeightSync
 

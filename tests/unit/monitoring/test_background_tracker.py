@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from strop.monitoring.trackers.background import BackgroundTracker
+from strop.monitoring.trackers.background_tracker import BackgroundTracker
 from strop.monitoring.trackers.base import CompositeTracker, NullTracker
 from strop.monitoring.trackers.media import StepMedia
 

@@ -170,7 +170,7 @@ def test_wandbs_file_has_the_run_its_settings_samples_and_checkpoint(tmp_path: P
     assert stored["columns"] == list(SampleTable.COLUMNS) and stored["data"][0][3] == HOSTILE
     (saved,) = [record.artifact for record in records if record.artifact.type == "model"]
     assert saved.name == f"{run.run_id}-checkpoint" and "step_2" in saved.aliases
-    assert saved.manifest.contents[0].ref == (tmp_path / "step_2").as_uri()
+    assert saved.manifest.contents[0].ref == (tmp_path / "step_2" / "weights.bin").as_uri()
 
 
 @pytest.mark.slow

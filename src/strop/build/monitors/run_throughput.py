@@ -9,8 +9,8 @@ from strop.config import TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.hardware.devices import find_device
 from strop.hardware.model_dimensions import DecoderDimensions, UnknownDimensions, dimensions_of
+from strop.learner.throughput import Throughput
 from strop.models.loading import read_model_config
-from strop.trainer.throughput import Throughput
 
 logger = logging.getLogger(__name__)
 

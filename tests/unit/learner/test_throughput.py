@@ -10,7 +10,7 @@ import torch
 
 from strop.hardware.flops import PassCounts, forward_flops, training_flops
 from strop.hardware.model_dimensions import DecoderDimensions, LayerDimensions
-from strop.trainer.throughput import Throughput, TrainingPasses, count_batch
+from strop.learner.throughput import Throughput, TrainingPasses, count_batch
 
 LAYER = LayerDimensions(attention=400, mlp=600, resident=600, query_width=8, value_width=8, cache_width=16)
 MODEL = DecoderDimensions(hidden=10, vocabulary=50, tied=True, layers=(LAYER, LAYER))
