@@ -95,8 +95,13 @@ ROLES = (
     "vLLM's engine process",
     "node",
     "SGLang's scheduler process",
+    "SGLang's server process",
 )
-OF_ONE_ENGINE = {"vLLM's engine process": "vLLM", "SGLang's scheduler process": "SGLang"}
+OF_ONE_ENGINE = {
+    "vLLM's engine process": "vLLM",
+    "SGLang's scheduler process": "SGLang",
+    "SGLang's server process": "SGLang",
+}
 HAS_SGLANG = bool(os.environ.get("STROP_SGLANG_PYTHON"))  # otherwise no run of the campaign samples with it
 WORKERS = {
     "learner rank 0": "learner-0",
@@ -113,6 +118,7 @@ ACCOUNTS = {
     "engine": r"engine[- ]0.*(is restarted|is tried again|another process takes)",
     "vLLM's engine process": r"engine[- ]0.*(is restarted|is tried again|another process takes)",
     "SGLang's scheduler process": r"engine[- ]0.*(is restarted|is tried again|another process takes)",
+    "SGLang's server process": r"engine[- ]0.*(is restarted|is tried again|another process takes)",
     "environment host": r"environment-arithmetic-0.*(another process takes its place|on its replacement)",
 }
 
@@ -194,6 +200,9 @@ def find_victim(case: Case, running: Running, mark: str) -> psutil.Process | Non
             return find_program(["VLLM::EngineCore", "EngineCore"], mark)
         case "SGLang's scheduler process":
             return find_program(["sglang::schedul"], mark)
+        case "SGLang's server process":  # it has the interpreter's name: it is the parent of the scheduler
+            scheduler = find_program(["sglang::schedul"], mark)
+            return None if scheduler is None else scheduler.parent()
     return find_worker(WORKERS[case.role], mark)
 
 

@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gateway",),
     ("rollouts",),
     ("checkpointing",),
+    ("ledger",),
     ("trainer",),
     ("distributed",),
     ("config",),

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
+import psutil
 import pytest
 
 from loop.runs import Outcome, metrics_of, overrides, start, tiny_config
@@ -74,3 +80,33 @@ def test_a_run_on_sglang_is_proven_and_earns_what_it_earns_on_vllm(served: Path,
         rewards[backend] = rewards_of(folder)
     error = math.sqrt(sum(pvariance(each) / len(each) for each in rewards.values()))
     assert abs(fmean(rewards["sglang"]) - fmean(rewards["vllm"])) < 4 * error + 1e-9
+
+
+def test_a_scheduler_that_stops_answering_is_named_and_one_that_comes_back_goes_on(served: Path, tmp_path: Path) -> None:
+    limits = {"watchdog.interval_seconds": 0.2, "watchdog.generation_seconds": 4, "watchdog.weight_sync_seconds": 4}
+    changes = {"policy.generation.backend": "sglang", **SHARED, **ENGINES["sglang"], **limits}
+    running = start(["grpo", *overrides({**tiny_config(served), **changes})], tmp_path)
+    try:
+        _wait_until(lambda: (tmp_path / "logs" / "metrics.jsonl").exists(), 300)
+        (scheduler,) = (
+            process
+            for process in psutil.Process(running.process.pid).children(recursive=True)
+            if process.name().startswith("sglang::schedul")
+        )
+        began = len((tmp_path / ".err").read_text())
+        os.kill(scheduler.pid, signal.SIGSTOP)
+        named = re.compile(r"waits longer than the limit of 4 s .*engine")
+        _wait_until(lambda: named.search((tmp_path / ".err").read_text()[began:]) is not None, 60)
+        os.kill(scheduler.pid, signal.SIGCONT)
+    finally:
+        outcome = running.finish(200)
+    assert outcome.code == 0, outcome.err
+    assert sorted(metrics_of(tmp_path / "logs")) == list(range(1, STEPS + 1))
+    assert not scheduler.is_running()
+
+
+def _wait_until(seen: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not seen():
+        assert time.monotonic() < deadline, "not seen in time"
+        time.sleep(0.05)

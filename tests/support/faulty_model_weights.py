@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
+from strop.generation.sglang.server.adapter_slot import AdapterSlot, PublishedAdapters
 from strop.generation.sglang.server.model_weights import ModelWeights
 
 
@@ -31,3 +34,22 @@ class FaultyModelWeights(ModelWeights):
         if self.fault == "killed half way":
             raise RuntimeError("injected fault: this rank fails in the middle of a publish")
         super()._apply(kept)
+
+    def load_adapter(self, files: Any) -> float:
+        if isinstance(self.adapters, AdapterSlot):
+            self.adapters.__class__ = FaultySlot
+            self.adapters.fault = self.fault  # type: ignore[attr-defined]
+        return super().load_adapter(files)
+
+
+class FaultySlot(AdapterSlot):
+    fault = ""
+
+    def write(self, adapters: PublishedAdapters) -> None:
+        if self.fault == "adapter forgotten":
+            return
+        layers = dict(adapters.layers)
+        if self.fault == "stale adapter in one layer":
+            down, up = layers["model.layers.1.mlp.down_proj"]
+            layers["model.layers.1.mlp.down_proj"] = (down, up * 0.5)
+        super().write(replace(adapters, layers=layers))

@@ -12,7 +12,7 @@ import pytest
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.sglang.sglang_config import SglangConfig
 from strop.generation.sglang.sglang_engine import SglangEngine
-from strop.generation.sglang.sglang_launch import PYTHON_VARIABLE, SglangLaunch
+from strop.generation.sglang.sglang_launch import PYTHON_VARIABLE, LaunchedAdapters, SglangLaunch
 
 TESTS = Path(__file__).parents[1]  # on the engines' path, for the faulty weights
 SECONDS = 280.0  # that a server has to start, on a machine with other work
@@ -24,7 +24,9 @@ def needs_sglang() -> None:
         pytest.skip("no interpreter with SGLang is named: make test-sglang", allow_module_level=True)
 
 
-def make_sglang_launch(folder: Path, *, faulty: bool = False, output: str = "engine.log", **keys: Any) -> SglangLaunch:
+def make_sglang_launch(
+    folder: Path, *, faulty: bool = False, output: str = "engine.log", adapters: LaunchedAdapters | None = None, **keys: Any
+) -> SglangLaunch:
     """Return what an engine is launched with. ``keys``: of the configuration's section ``sglang_cfg``."""
     small: dict[str, Any] = {
         "dtype": "float32",
@@ -37,12 +39,21 @@ def make_sglang_launch(folder: Path, *, faulty: bool = False, output: str = "eng
         config=GenerationConfig(backend="sglang", sglang_cfg=SglangConfig(**{**small, **keys})),
         model=str(folder),
         on_cpu=True,
+        adapters=adapters,
         environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
         output_file=folder / output,
     )
     return replace(launch, model_weights="support.faulty_model_weights:FaultyModelWeights") if faulty else launch
 
 
-def make_sglang_engine(folder: Path, tokenizer: Any, *, number: int = 0, faulty: bool = False, **keys: Any) -> SglangEngine:
-    launch = make_sglang_launch(folder, faulty=faulty, output=f"engine_{number}.log", **keys)
+def make_sglang_engine(
+    folder: Path,
+    tokenizer: Any,
+    *,
+    number: int = 0,
+    faulty: bool = False,
+    adapters: LaunchedAdapters | None = None,
+    **keys: Any,
+) -> SglangEngine:
+    launch = make_sglang_launch(folder, faulty=faulty, output=f"engine_{number}.log", adapters=adapters, **keys)
     return SglangEngine(f"engine {number}", launch, tokenizer, stop_ids=(tokenizer.eos_token_id,))

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from strop.algorithms.functional import concatenate_per_rollout
+from strop.algorithms.loss_terms import LossTerms
 from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group, RolloutCredit
@@ -103,9 +105,9 @@ class Algorithm(ABC):
     def group_credit(self, groups: Sequence[Group]) -> RolloutCredit:
         """Collect ``rewards``, ``advantages`` and ``rollout_mask`` of all rollouts. Raises ValueError if one has another length."""
         return RolloutCredit(
-            rewards=_concatenate(self.rewards, groups).double(),
-            advantages=_concatenate(self.advantages, groups).double(),
-            mask=_concatenate(self.rollout_mask, groups),
+            rewards=concatenate_per_rollout(self.rewards, groups).double(),
+            advantages=concatenate_per_rollout(self.advantages, groups).double(),
+            mask=concatenate_per_rollout(self.rollout_mask, groups),
             predict=self.predict,
         )
 
@@ -135,16 +137,10 @@ class Algorithm(ABC):
     def loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the loss to minimize, already divided by ``batch.totals``, and its metrics."""
 
+    def loss_terms(self, outputs: Any, batch: Batch, learner: str = "policy") -> LossTerms | None:
+        """Return the terms that make the loss of ``learner``, for the token ledger; None if the algorithm does not say them."""
+        return None
+
     def losses(self, step: int) -> dict[str, LossFn]:
         """Return one loss for each learner that trains in ``step`` (counted from 0); most algorithms only have a policy."""
         return {"policy": self.loss}
-
-
-def _concatenate(method: Callable[[Group], Tensor], groups: Sequence[Group]) -> Tensor:
-    """Concatenate what a method of an algorithm returns for each group, [S]."""
-    values = [method(group) for group in groups]
-    for group, value in zip(groups, values, strict=True):
-        if value.shape != (len(group.rollouts),):
-            found = f"{method.__qualname__} returned a tensor of shape {tuple(value.shape)} for {len(group.rollouts)} rollouts"
-            raise ValueError(f"{found}; return one value for each rollout of the group")
-    return torch.cat(values)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from strop.lazy_torch import Tensor, torch
-from strop.types import Batch
+from strop.types import Batch, Group
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_length"]
 
@@ -114,3 +115,13 @@ def aggregate(values: Tensor, batch: Batch, how: Aggregation = "token_mean", con
             if not constant_length:
                 raise ValueError("aggregation constant_length needs a positive constant_length")
             return counted.sum() / (max(batch.totals.sequences, 1) * constant_length)
+
+
+def concatenate_per_rollout(method: Callable[[Group], Tensor], groups: Sequence[Group]) -> Tensor:
+    """Concatenate what a method of an algorithm returns for each group, [S]. Raises ValueError if one has another length."""
+    values = [method(group) for group in groups]
+    for group, value in zip(groups, values, strict=True):
+        if value.shape != (len(group.rollouts),):
+            found = f"{method.__qualname__} returned a tensor of shape {tuple(value.shape)} for {len(group.rollouts)} rollouts"
+            raise ValueError(f"{found}; return one value for each rollout of the group")
+    return torch.cat(values)

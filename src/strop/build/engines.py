@@ -16,7 +16,7 @@ from strop.environments.games.policy_client import PastSelvesRule
 from strop.generation.base import Engine
 from strop.generation.quantized_rollouts import make_emulation, make_weight_rounding
 from strop.generation.sglang.local_sglang_engines import make_local_sglang_engines
-from strop.generation.sglang.sglang_launch import SglangLaunch
+from strop.generation.sglang.sglang_launch import LaunchedAdapters, SglangLaunch
 from strop.generation.synced_generator import SyncedGenerator, make_synced_pool
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
@@ -74,7 +74,7 @@ def make_generator(
             generator=engine, weights=InProcessWeights([engine], None if memory is None else TimedMemory(memory), engine)
         )
     on_cpu = network.device.type == "cpu"
-    adapters = generation.uses_vllm and generation.weight_sync.adapters_alone and bool(lora_layers(network.model))
+    adapters = generation.sends_adapters and bool(lora_layers(network.model))
     drafts = generation.uses_vllm and generation.vllm_cfg.speculation.method == "eagle3"
     head = network.draft if drafts else None  # that an engine drafts with
     engines = _make_engines(policy, config, spec, on_cpu=on_cpu, adapters=adapters, head=head)
@@ -106,12 +106,15 @@ def _make_engines(
     generation, model = config.generation, str(write_model_folder(policy, spec.output_folder / "model"))
     if generation.uses_sglang:
         return make_local_sglang_engines(
-            SglangLaunch(config=generation, model=model, on_cpu=on_cpu),
+            SglangLaunch(
+                config=generation, model=model, on_cpu=on_cpu, adapters=_adapters_to_launch(policy) if adapters else None
+            ),
             policy.tokenizer,
             learner=policy.network.device,
             stop_ids=policy.stop_ids,
             threads=config.num_threads,
             output_folder=spec.output_folder,
+            vision=policy.template.vision,
         )
     launch = VllmLaunch(
         config=generation,
@@ -132,6 +135,11 @@ def _make_engines(
         output_folder=spec.output_folder,
         vision=policy.template.vision,
     )
+
+
+def _adapters_to_launch(policy: LoadedPolicy) -> LaunchedAdapters:
+    layers = lora_layers(policy.network.model)
+    return LaunchedAdapters.of_layers(len(layers[0].down), (layer.name for layer in layers))
 
 
 def _with_draft(learner: LearnerClient, head: EagleHead) -> Iterator[tuple[str, Tensor]]:

@@ -26,7 +26,7 @@ from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.reference_store import model_fingerprint
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, offload, without_adapters
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
-from strop.models.adapters import adapter_folder, base_model_name
+from strop.models.adapters import adapter_folder, base_model_name, lora_layers
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import load_classifier, set_pad_token
 from strop.models.draft.draft_config import DraftConfig
@@ -118,6 +118,11 @@ class LoadedPolicy(TokenizerBundle):
     def vocab_size(self) -> int:
         """Size of the output layer; 0 for a network without one."""
         return 0 if isinstance(self.network, ValueNetwork) else int(self.network.head.weight.shape[0])
+
+    @property
+    def adapter_layers(self) -> tuple[str, ...]:
+        """Names of the layers with LoRA adapters."""
+        return tuple(layer.name for layer in lora_layers(self.network.model))
 
     def fingerprint(self) -> str:
         """Return a hash of the current weights."""

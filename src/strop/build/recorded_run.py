@@ -161,7 +161,7 @@ async def build_recorded_run(
     columns = ColumnSources(algorithm.requires, scorers)
 
     checkpoints = make_checkpoints(config, backend.bundle.save)
-    store = RolloutStore(Path(config.logger.log_dir), "none")
+    store = make_recorded_store(config, backend.bundle)
     parts_with_state: dict[str, Restorable] = {DATA: DataState(examples)} if examples.resumable else {}
     parts_with_state |= make_token_budgets(config)
     state = restore_checkpoint(config, checkpoints, {**learners, **parts_with_state}, tracker, store)
@@ -200,6 +200,12 @@ def find_at_start(config: RecordedRunConfig, options: TrainOptions, examples: in
     """Find what most likely is not as intended, before the first step. ``examples``: those of all epochs."""
     yield from check_validation(options, examples, held_out=bool(config.data.validation_entries))
     yield from check_epochs(options, examples, config.training.max_num_epochs)
+
+
+def make_recorded_store(config: RecordedRunConfig, bundle: TokenizerBundle) -> RolloutStore:
+    """Make the store of examples, which the data holds already: it is used where the columns of their tokens are stored."""
+    stored = config.logger.rollouts if config.logger.token_columns == "all" else "none"
+    return RolloutStore(Path(config.logger.log_dir), stored, decode=bundle.tokenizer.decode)
 
 
 def make_recorded_rules(config: RecordedRunConfig, bundle: TokenizerBundle) -> RecordedRules:
@@ -326,5 +332,6 @@ def make_recorded_options(config: RecordedRunConfig, examples: int | None, *, sh
         val_at_end=training.val_at_end,
         save_period=config.checkpointing.save_period,
         share_prefixes=share_prefixes,
+        token_columns=config.logger.rollouts != "none" and config.logger.token_columns == "all",
         tasks_per_epoch=examples,
     )

@@ -178,6 +178,14 @@ class RayCluster:
             await asyncio.to_thread(self._guardian.close)
 
 
+PROCESS_DIED = (
+    exceptions.RayActorError,
+    exceptions.NodeDiedError,
+    exceptions.ObjectLostError,
+    exceptions.OutOfMemoryError,  # killed by Ray, which found too little memory left on the node
+)
+
+
 class RayActor:
     """An object in a Ray actor."""
 
@@ -228,7 +236,7 @@ class RayActor:
             yield
         except exceptions.RayTaskError as error:
             raise _unwrap_cause(error) from None
-        except (exceptions.RayActorError, exceptions.NodeDiedError, exceptions.ObjectLostError) as error:
+        except PROCESS_DIED as error:
             self._ended = True
             where = f"process {self.pid}, on {self.address or 'no node yet'}"
             raise ActorDied(f"{self.name} ({where}) died: {_extract_reason(error)}") from error

@@ -185,6 +185,11 @@ class GenerationConfig(BaseConfig):
         return "SGLang" if self.uses_sglang else "vLLM" if self.uses_vllm else "torch"
 
     @property
+    def sends_adapters(self) -> bool:
+        """Whether a run with LoRA sends engines its adapters alone, over a base that they keep."""
+        return self.weight_sync.adapters_alone and (self.uses_vllm or (self.uses_sglang and self.sglang_cfg.takes_adapters))
+
+    @property
     def weight_format(self) -> RolloutFormat | None:
         """The number format of the engine's weights; None: they are the learner's, in the engine's data type."""
         if self.quantization.format is not None or self.vllm_cfg.precision != "fp8" or self.uses_sglang:

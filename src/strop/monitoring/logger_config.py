@@ -114,6 +114,11 @@ class LoggerConfig(BaseConfig):
     rollouts: Literal["parquet", "jsonl", "none"] = Field(
         "parquet", description="Format of the stored rollouts, those of every step."
     )
+    token_columns: Literal["sampled", "all", "none"] = Field(
+        "sampled",
+        description="What the update says of each token, stored with the rollouts: of sampled ones, of all (recorded data is stored too), "
+        "or none.",
+    )
     wandb_enabled: bool = Field(False, description="Log to Weights & Biases.")
     tensorboard_enabled: bool = Field(False, description="Log to TensorBoard.")
     mlflow_enabled: bool = Field(False, description="Log to MLflow.")

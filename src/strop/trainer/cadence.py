@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from strop import metrics
-from strop.algorithms.base import Outputs
+from strop.algorithms.base import TokenOutputs
 from strop.checkpointing.base import RunState
 from strop.learner.base import require_token_outputs
 from strop.learner.client import InlineCaller
@@ -44,7 +44,7 @@ async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, re
     recorded = bool(run.algorithm.recorded_data)
     with run.timer.span("storing"):
         run.rollouts.write_images(() if recorded else list_images([*groups, *(group for group, _ in run.dropped)]))
-        records = make_step_records(run, groups, batch, result.old_outputs)
+        records = make_step_records(run, groups, batch, result)
         run.rollouts.write(run.step, records)
         show_rollouts(run, records)
     staleness = [] if recorded else [run.step - 1 - group.version for group in groups]
@@ -77,7 +77,7 @@ async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, re
 
 def show_rollouts(run: TrainingRun, records: Sequence[RolloutRecord]) -> None:
     """Hand histograms of the step's rollouts, and a table of some where due, to the services."""
-    if run.options.tracked_samples is None or not records:
+    if run.options.tracked_samples is None or not records or run.algorithm.recorded_data:
         return
     samples = run.options.tracked_samples if run.step % run.options.tracked_samples_period == 0 or run.step == 1 else 0
     run.tracker.log_media(run.step, make_step_media(records, run.rollouts.images, samples=samples))
@@ -123,19 +123,22 @@ async def finish_without_tasks(run: TrainingRun, left_over_groups: int) -> None:
         run.tracker.log(run.step, validated)
 
 
-def make_step_records(run: TrainingRun, groups: Sequence[Group], batch: Batch, old_outputs: Outputs) -> list[RolloutRecord]:
-    """Make the records to store of this step's rollouts, including dropped ones; none for recorded data, which is stored already."""
-    if run.algorithm.recorded_data:
+def make_step_records(run: TrainingRun, groups: Sequence[Group], batch: Batch, result: UpdateResult) -> list[RolloutRecord]:
+    """Make the records to store of this step's rollouts, including dropped ones; of recorded data, which is stored already, only if
+    the columns of its tokens are."""
+    if run.algorithm.recorded_data and result.tokens is None:
         return []
-    learner_logprobs = require_token_outputs(old_outputs).logprobs
+    outputs = result.old_outputs
+    of_tokens = isinstance(outputs, TokenOutputs) and run.algorithm.predict == "tokens"
     credit = split_by_rollout(batch.advantages, batch, groups)
     return make_records(
         run.step,
         [*groups, *(group for group, _ in run.dropped)],
         advantages={key: float(column.mean()) for key, column in credit.items() if len(column)},
-        learner_logprobs=split_by_rollout(learner_logprobs, batch, groups),
+        learner_logprobs=split_by_rollout(require_token_outputs(outputs).logprobs, batch, groups) if of_tokens else {},
         dropped={group.index: reason for group, reason in run.dropped},
         decode=run.decode,
+        tokens=result.tokens,
     )
 
 

@@ -10,6 +10,7 @@ from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Checkpointer, Restorable
 from strop.learner.client import LearnerClient
 from strop.learner.throughput import Throughput
+from strop.ledger.token_trace import TokenTrace
 from strop.monitoring.hacking.hacking_monitor import HackingMonitor
 from strop.monitoring.rollout_store.rollout_record import DropReason
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
@@ -22,7 +23,7 @@ from strop.trainer.evaluation import Validator
 from strop.trainer.health.health_monitor import HealthMonitor
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.step_timer import StepTimer
-from strop.types import Group
+from strop.types import Batch, Group
 from strop.weight_sync.base import WeightSync
 
 
@@ -66,6 +67,7 @@ class TrainOptions:
     tracked_samples: int | None = None  # rollouts of a step that services show; None: there is no service
     tracked_samples_period: int = 10
     tasks_per_epoch: int | None = None  # for the metric train/epoch; None: unknown
+    token_columns: bool = False  # store what the update says of each token, also of recorded data
 
 
 @dataclass(kw_only=True)
@@ -113,6 +115,16 @@ class TrainingRun:
     def collecting(self) -> str:
         """What the run does while it waits for groups."""
         return "reading data" if self.algorithm.recorded_data else "generating"
+
+    def trace_tokens(self, batch: Batch, optimizer_steps: int) -> TokenTrace:
+        """Return what follows the tokens of a batch through its update, if their columns are stored."""
+        return TokenTrace(
+            algorithm=self.algorithm,
+            batch=batch,
+            optimizer_steps=optimizer_steps,
+            note=self.tracker.note,
+            active=self.options.token_columns,
+        )
 
     def begin_step(self) -> None:
         self.timer.start_step()

@@ -11,6 +11,7 @@ from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.data.splitting import split_mini_batches
 from strop.learner.base import require_token_outputs
 from strop.learner.client import PolicyColumns
+from strop.monitoring.rollout_store.token_columns import TokenColumns
 from strop.trainer.mismatch import measure_mismatch
 from strop.trainer.run import TrainingRun
 from strop.trainer.step_metrics import batch_metrics
@@ -23,6 +24,7 @@ class UpdateResult:
 
     old_outputs: Outputs  # the policy's for the batch, from before the first optimizer step
     metrics: Mapping[str, float]
+    tokens: TokenColumns | None = None  # what the update said of each token, if that is stored
 
 
 async def update(run: TrainingRun, batch: Batch) -> UpdateResult:
@@ -34,6 +36,7 @@ async def update(run: TrainingRun, batch: Batch) -> UpdateResult:
         if isinstance(old_outputs, TokenOutputs):
             batch = batch.with_column(POLICY_LOGPROBS, old_outputs.logprobs)
         logged: list[metrics.Metrics] = []
+        trace = run.trace_tokens(batch, steps)
         mini_batches = split_mini_batches(batch, run.options.steps_per_batch)
         for step, mini_batch in enumerate(mini_batches * run.options.update_epochs, 1):
             run.tracker.progress(f"training: optimizer step {step} of {steps}")
@@ -41,6 +44,7 @@ async def update(run: TrainingRun, batch: Batch) -> UpdateResult:
             for name, loss in losses.items():
                 inputs = replace(prepared, zero_gradient=run.algorithm.zero_gradient(prepared, name))
                 result = await run.learners[name].forward_backward(inputs, loss)
+                trace.observe(name, mini_batch.index, inputs, result.outputs, loss)
                 prefix = "" if name == "policy" else f"{name}_"
                 step_metrics = {**result.metrics, **await run.learners[name].step()}
                 logged.append({prefix + key: metrics.to_step_mean(metric) for key, metric in step_metrics.items()})
@@ -50,7 +54,8 @@ async def update(run: TrainingRun, batch: Batch) -> UpdateResult:
         trained = {f"train/{name}": value for name, value in metrics.to_floats(metrics.merge(*logged)).items()}
         measured = batch_metrics(batch, old_outputs, recorded=bool(run.algorithm.recorded_data))
         mismatch = check_mismatch(run, batch, old_outputs)
-        return UpdateResult(old_outputs=old_outputs, metrics={**trained, **run.algorithm.report(batch), **measured, **mismatch})
+        found = {**trained, **run.algorithm.report(batch), **measured, **mismatch}
+        return UpdateResult(old_outputs=old_outputs, metrics=found, tokens=trace.columns())
 
 
 async def prepare_step(run: TrainingRun, batch: Batch) -> Batch:

@@ -83,6 +83,13 @@ class AdapterFiles:
     weights: bytes  # adapter_model.safetensors
     config: str  # adapter_config.json
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the matrices by PEFT's names, on the CPU."""
+        from safetensors.torch import load
+
+        found: dict[str, Tensor] = load(self.weights)
+        return found
+
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 

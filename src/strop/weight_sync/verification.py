@@ -100,6 +100,13 @@ def verify_fingerprints(
     return ReadBackReport(len(verified), tuple(sorted(sent.keys() - verified)))
 
 
+def combine_regions(shards: Sequence[TensorFingerprint]) -> tuple[int, ...]:
+    """Combine the fingerprints of a tensor's regions into one. If replicas of a region differ, return one fingerprint per process."""
+    if not _replicas_agree(shards):
+        return tuple(shard.value for shard in shards)
+    return (combine_fingerprints(shard.value for shard in set(shards)),)
+
+
 def _replicas_agree(shards: Sequence[TensorFingerprint]) -> bool:
     """Whether all processes that hold the same region have the same fingerprint."""
     return len({shard.region for shard in shards}) == len(set(shards))

@@ -6,16 +6,18 @@ import asyncio
 import zipfile
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import OutOfMemoryError
 from tests.unit.distributed.things import AsyncThing, Thing
 
 from strop.distributed.actor_group import ActorGroup, ActorGroupDied
 from strop.distributed.base import ActorDied, ActorOptions
 from strop.distributed.cluster_config import ClusterConfig, RoleConfig
 from strop.distributed.placement import PlacementError
-from strop.distributed.ray import RayCluster, connect, is_process_alive, run_on_every_node
+from strop.distributed.ray import RayActor, RayCluster, connect, is_process_alive, run_on_every_node
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +70,18 @@ def test_a_death_is_told_from_an_error(room: Room) -> None:
     assert not thing.alive
     with pytest.raises(ActorDied):
         room.run(thing.call("add", 1))
+
+
+def test_a_process_that_ray_ended_for_want_of_memory_has_died(room: Room) -> None:
+    """Ray raises an error of another family then, which is no error of the object's."""
+
+    async def end(*_: object) -> None:
+        raise OutOfMemoryError("1 worker(s) were killed due to the node running low on memory\nand more")
+
+    actor = RayActor("thing-8", SimpleNamespace(call=SimpleNamespace(remote=end)))
+    with pytest.raises(ActorDied, match=r"thing-8 .* died: 1 worker.*low on memory$"):
+        room.run(actor.call("add", 1))
+    assert not actor.alive
 
 
 def test_an_urgent_call_does_not_wait_for_the_one_that_runs(room: Room) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from strop import metrics
 from strop.algorithms.base import LossFn, Plan, ValueOutputs
 from strop.algorithms.critic.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae, place_rewards
 from strop.algorithms.functional import aggregate, logprobs_before_update, varies
+from strop.algorithms.loss_terms import LossTerm, LossTerms, add_terms
 from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Objective
@@ -75,7 +77,11 @@ class PPO(PolicyGradient):
         value: dict[str, LossFn] = {"value": self.value_loss}
         return value if step < self.policy_training_start_step else {**value, "policy": self.loss}
 
-    def value_loss(self, outputs: ValueOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+    def loss_terms(self, outputs: Any, batch: Batch, learner: str = "policy") -> LossTerms | None:
+        return LossTerms(self.value_terms(outputs, batch)[0]) if learner == "value" else super().loss_terms(outputs, batch)
+
+    def value_terms(self, outputs: ValueOutputs, batch: Batch) -> tuple[list[LossTerm], dict[str, Tensor]]:
+        """Return what the critic's loss adds up, and columns [N] whose means over counted tokens are logged."""
         values, returns = outputs.values, batch.column(RETURNS)
         errors = (values - returns).square()
         is_clipped = torch.zeros_like(errors)
@@ -84,8 +90,12 @@ class PPO(PolicyGradient):
             clipped_errors = (old_values + (values - old_values).clamp(-self.value_clip, self.value_clip) - returns).square()
             is_clipped = ((values - old_values).abs() > self.value_clip).to(errors.dtype) * (clipped_errors > errors)
             errors = torch.maximum(errors, clipped_errors)
-        loss = self.value_scale * aggregate(errors, batch) / 2
         logged = {"clipped": is_clipped, "error": (values - returns).abs()}
+        return [LossTerm("value_error", self.value_scale / 2, errors, aggregate)], logged
+
+    def value_loss(self, outputs: ValueOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        terms, logged = self.value_terms(outputs, batch)
+        loss = add_terms(terms, batch)
         return loss, {
             **{name: metrics.total(aggregate(column.detach(), batch).item()) for name, column in logged.items()},
             "loss": metrics.total(loss.item()),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from strop import metrics
 from strop.algorithms.base import Algorithm, Plan, TokenOutputs
 from strop.algorithms.functional import Aggregation, aggregate
+from strop.algorithms.loss_terms import LossTerm, LossTerms
 from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group
@@ -66,20 +68,30 @@ class TopKDistillation(Algorithm):
         """Return zeros, because rewards are only logged."""
         return torch.zeros(len(group.rollouts), dtype=torch.float64)
 
-    def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+    def term(self, outputs: TokenOutputs, batch: Batch) -> tuple[LossTerm, dict[str, Tensor]]:
+        """Return what the loss is, and columns [N] whose means over counted tokens are logged."""
         if outputs.candidates is None:
             raise ValueError(
                 "the student's log-probabilities of the teacher's tokens are missing: the batch has no column CANDIDATES"
             )
         teacher, student = batch.column(TEACHER_CANDIDATES).to(outputs.candidates.dtype), outputs.candidates
         p, q = (complete_distribution(logs, self.outside) for logs in (teacher, student))
-        loss = aggregate(self.divergence(p, q), batch, self.aggregation, self.constant_length)
+        reduce = partial(aggregate, how=self.aggregation, constant_length=self.constant_length)
+        term = LossTerm("divergence", 1.0, self.divergence(p, q), reduce)
         logged = {
             "kl_forward": kl_divergence(p, q),
             "kl_reverse": kl_divergence(q, p),
             "teacher_mass": teacher.exp().sum(-1),
             "student_mass": student.exp().sum(-1),
         }
+        return term, logged
+
+    def loss_terms(self, outputs: TokenOutputs, batch: Batch, learner: str = "policy") -> LossTerms:
+        return LossTerms([self.term(outputs, batch)[0]])
+
+    def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        term, logged = self.term(outputs, batch)
+        loss = term.total(batch)
         return loss, {
             **{name: metrics.total(aggregate(column.detach(), batch).item()) for name, column in logged.items()},
             "loss": metrics.total(loss.item()),

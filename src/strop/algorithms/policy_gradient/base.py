@@ -8,17 +8,14 @@ from dataclasses import dataclass, replace
 from strop import metrics
 from strop.algorithms.base import Plan, TokenOutputs
 from strop.algorithms.functional import aggregate, sequence_sum, varies
+from strop.algorithms.loss_terms import LossTerm, LossTerms, add_terms
 from strop.algorithms.policy_gradient.composition import Composition
 from strop.algorithms.policy_gradient.composition_checks import check_composition
-from strop.algorithms.policy_gradient.corrections.step_weights import (
-    correct_step,
-    correction_weights,
-    logged_steps,
-    with_credit_weights,
-)
-from strop.algorithms.policy_gradient.parts import GroupRewards, PolicyTokens
+from strop.algorithms.policy_gradient.corrections import step_weights
+from strop.algorithms.policy_gradient.parts import GroupRewards
 from strop.algorithms.policy_gradient.rewards import compared_rewards, rewards_by_name, shape_rewards, subtract_kl
 from strop.algorithms.policy_gradient.sequence_error import mask_sequence_errors
+from strop.algorithms.policy_gradient.split_terms import split_terms
 from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group
@@ -51,7 +48,7 @@ class PolicyGradient(Composition):
         adjusted = batch
         if self.kl is not None and self.kl.weight and self.kl.place != "loss":
             adjusted = subtract_kl(self.kl, batch, self.advantage)
-        advantages = self.advantage.token_advantages(with_credit_weights(adjusted, self.corrections, self.advantage))
+        advantages = self.advantage.token_advantages(step_weights.with_credit_weights(adjusted, self.corrections, self.advantage))
         return replace(batch, advantages=self.bound_advantages(advantages, batch))
 
     def prepare_step(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
@@ -61,7 +58,9 @@ class PolicyGradient(Composition):
                 batch = mask_sequence_errors(batch, self.old_logprobs(outputs.logprobs, batch)[1], threshold)
             if self.weighs_whole_steps:
                 mismatch, options = self.mismatch(outputs.logprobs, batch), {"normalize": self.normalize_weights}
-                batch = correct_step(batch, mismatch, self.corrections, rejected_in_divisor=self.rejected_in_divisor, **options)
+                batch = step_weights.correct_step(
+                    batch, mismatch, self.corrections, rejected_in_divisor=self.rejected_in_divisor, **options
+                )
             if self.selection is not None:
                 columns["selected"] = self.selection.choose(self.policy_tokens(outputs, batch))
             if self.objective.needs_step_outputs:
@@ -81,36 +80,36 @@ class PolicyGradient(Composition):
             return super().zero_gradient(batch, learner)
         return sequence_sum(batch.advantages.abs(), batch) == 0
 
-    def policy_tokens(self, outputs: TokenOutputs, batch: Batch) -> PolicyTokens:
-        old_logprobs, _ = self.old_logprobs(outputs.logprobs, batch)
-        return PolicyTokens(
-            logprobs=outputs.logprobs, old_logprobs=old_logprobs, rollout_logprobs=batch.rollout_logprobs, entropy=outputs.entropy,
-            advantages=batch.advantages, batch=batch,
-        )  # fmt: skip
-
-    def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+    def terms(self, outputs: TokenOutputs, batch: Batch) -> tuple[list[LossTerm], dict[str, Tensor]]:
+        """Return what the loss adds up, and columns [N] whose means over counted tokens are logged."""
         tokens = self.policy_tokens(outputs, batch)
         objective, columns = self.objective(tokens)
-        weights, correction_columns = correction_weights(self.corrections, self.mismatch(outputs.logprobs, batch))
-        objective, columns = objective * weights, {**columns, **correction_columns}
+        weights, correction_columns = step_weights.correction_weights(self.corrections, self.mismatch(outputs.logprobs, batch))
+        stages, columns = {"objective": objective, "correction": objective * weights}, {**columns, **correction_columns}
         if "selected" in batch.columns:
-            objective, columns = objective * batch.column("selected"), {**columns, "tokens_selected": batch.column("selected")}
-        loss = -self._aggregate(objective, batch)
+            stages["selection"] = stages["correction"] * batch.column("selected")
+            columns["tokens_selected"] = batch.column("selected")
+        terms = [LossTerm("objective", -1.0, [*stages.values()][-1], self.aggregate_tokens, stages=stages)]
         columns = {"probs_ratio": tokens.ratio, **columns}
         if self.kl is not None and self.kl.weight:
             kl = self.kl.estimate(outputs.logprobs, batch)
             columns["kl_penalty"] = kl
             if self.kl.place == "loss":
                 weighed = self.kl.weigh(outputs.logprobs, tokens.sampler_log_ratio, batch) if self.kl.unbiased else kl
-                loss = loss + self.kl.weight * self._aggregate(weighed, batch)
+                terms.append(LossTerm("kl", self.kl.weight, weighed, self.aggregate_tokens))
         if self.entropy_bonus:
-            bonus_mask = batch.columns.get("entropy_bonus", batch.mask)
-            loss = loss - self.entropy_bonus * self._aggregate(outputs.entropy * bonus_mask, batch)
+            bonus = outputs.entropy * batch.columns.get("entropy_bonus", batch.mask)
+            terms.append(LossTerm("entropy", -self.entropy_bonus, bonus, self.aggregate_tokens))
         if self.positive_nll:
-            loss = loss - self.positive_nll * aggregate(outputs.logprobs * batch.column("positive"), batch)
+            terms.append(LossTerm("positive_nll", -self.positive_nll, outputs.logprobs * batch.column("positive"), aggregate))
+        return terms, columns
+
+    def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        terms, columns = self.terms(outputs, batch)
+        loss = add_terms(terms, batch)
         logged = {name: metrics.total(aggregate(column.detach(), batch).item()) for name, column in columns.items()}
         logged["probs_ratio_max"] = metrics.maximum(columns["probs_ratio"].max().item() if len(batch.target) else 0.0)
-        return loss, {**logged, **logged_steps(batch), "loss": metrics.total(loss.item())}
+        return loss, {**logged, **step_weights.logged_steps(batch), "loss": metrics.total(loss.item())}
 
-    def _aggregate(self, values: Tensor, batch: Batch) -> Tensor:
-        return aggregate(values, batch, self.aggregation, self.constant_length)
+    def loss_terms(self, outputs: TokenOutputs, batch: Batch, learner: str = "policy") -> LossTerms | None:
+        return split_terms(self, outputs, batch, *self.terms(outputs, batch))

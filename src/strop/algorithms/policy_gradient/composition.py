@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from strop.algorithms.base import Algorithm
-from strop.algorithms.functional import POLICY_COLUMNS, POLICY_LOGPROBS, Aggregation, bounded_difference
+from strop.algorithms.base import Algorithm, TokenOutputs
+from strop.algorithms.functional import POLICY_COLUMNS, POLICY_LOGPROBS, Aggregation, aggregate, bounded_difference
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.parts import Advantage, Correction, Mismatch, Objective, Selection, Shaping
+from strop.algorithms.policy_gradient.parts import Advantage, Correction, Mismatch, Objective, PolicyTokens, Selection, Shaping
 from strop.algorithms.policy_gradient.process.turn_advantages import replace_advantages
 from strop.lazy_torch import Tensor
 from strop.types import Batch
@@ -82,6 +82,17 @@ class Composition(Algorithm):
             learner = batch.rollout_logprobs + self.proximal_weight * bounded_difference(current, batch.rollout_logprobs)
         older = batch.rollout_logprobs if self.ratio_to == "sampler" else learner
         return current if self.on_policy_ratio else older, learner
+
+    def policy_tokens(self, outputs: TokenOutputs, batch: Batch) -> PolicyTokens:
+        old_logprobs, _ = self.old_logprobs(outputs.logprobs, batch)
+        return PolicyTokens(
+            logprobs=outputs.logprobs, old_logprobs=old_logprobs, rollout_logprobs=batch.rollout_logprobs, entropy=outputs.entropy,
+            advantages=batch.advantages, batch=batch,
+        )  # fmt: skip
+
+    def aggregate_tokens(self, values: Tensor, batch: Batch) -> Tensor:
+        """Reduce a term of the loss from its values for each token, [N] -> []."""
+        return aggregate(values, batch, self.aggregation, self.constant_length)
 
     def mismatch(self, logprobs: Tensor, batch: Batch) -> Mismatch:
         """Return how far the learner is from the sampler, the input of corrections. ``logprobs`` [N] are the current policy's."""

@@ -5,8 +5,7 @@ A pair is a group of two rollouts, the chosen and the rejected completion. A pai
     h(y) = sum over the loss tokens of y of log pi(token) - log pi_ref(token)
     loss = preference_weight x mean over pairs of pair_loss(h(chosen), h(rejected)) + sft_weight x -log pi(chosen)
 
-With ``average_log_probs``, h is the mean over those tokens. Without a reference, h is computed from log pi only. Losses with a reference
-are in ``referenced``.
+With ``average_log_probs``, h is the mean over those tokens; without a reference (see ``referenced``), it is computed from log pi only.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import ClassVar, Literal
 from strop import metrics
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.algorithms.functional import sequence_mean, sequence_sum
+from strop.algorithms.loss_terms import LossTerm, LossTerms, add_terms, sum_tokens
 from strop.algorithms.preference.pairs import mean_over_pairs, pair_advantages, view_as_pairs
 from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
@@ -79,7 +79,8 @@ class PairwisePreference(Algorithm):
                 weight = chosen / max(batch.totals.groups, 1)
         return batch.with_column(SFT_WEIGHT, weight)
 
-    def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+    def terms(self, outputs: TokenOutputs, batch: Batch) -> tuple[list[LossTerm], dict[str, float]]:
+        """Return what the loss adds up, and what is logged."""
         counted = self.as_pairs(batch.sequence_lengths, batch).sum(1) > 0
         logprobs = self.per_completion(outputs.logprobs, batch)
         scores = self.scores(outputs, batch)
@@ -95,11 +96,18 @@ class PairwisePreference(Algorithm):
             "logprobs_rejected": logprobs.detach()[:, 1],
         }
         logged = {name: mean_over_pairs(column * counted, batch).item() for name, column in columns.items()}
-        loss = self.preference_weight * mean_over_pairs(preference * counted, batch)
+        terms = [LossTerm("preference", self.preference_weight, preference * counted, mean_over_pairs, "group")]
         if self.sft_weight:
-            sft = -(outputs.logprobs * batch.column(SFT_WEIGHT)).sum()
-            loss = loss + self.sft_weight * sft
-            logged["sft_loss"] = sft.item()
+            terms.append(LossTerm("sft", self.sft_weight, -(outputs.logprobs * batch.column(SFT_WEIGHT)), sum_tokens))
+            logged["sft_loss"] = terms[1].reduce(terms[1].values, batch).item()
+        return terms, logged
+
+    def loss_terms(self, outputs: TokenOutputs, batch: Batch, learner: str = "policy") -> LossTerms:
+        return LossTerms(self.terms(outputs, batch)[0])
+
+    def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        terms, logged = self.terms(outputs, batch)
+        loss = add_terms(terms, batch)
         return loss, {name: metrics.total(value) for name, value in {**logged, "loss": loss.item()}.items()}
 
     def scores(self, outputs: TokenOutputs, batch: Batch) -> Tensor:
@@ -120,8 +128,7 @@ class PairwisePreference(Algorithm):
 
     def per_completion(self, values: Tensor, batch: Batch) -> Tensor:
         """Reduce to one number per completion, [N] -> [P, 2], in float64 because float32 sums over thousands of tokens are inaccurate."""
-        reduce = sequence_mean if self.average_log_probs else sequence_sum
-        return self.as_pairs(reduce(values.double(), batch), batch)
+        return self.as_pairs((sequence_mean if self.average_log_probs else sequence_sum)(values.double(), batch), batch)
 
 
 def require_positive(name: str, value: float) -> None:

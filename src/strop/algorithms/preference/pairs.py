@@ -22,6 +22,11 @@ def mean_over_pairs(values: Tensor, batch: Batch) -> Tensor:
     return values.sum() / max(batch.totals.groups, 1)
 
 
+def mean_over_rollouts(values: Tensor, batch: Batch) -> Tensor:
+    """Return the contribution of these rollouts [S] to the mean over all rollouts of the optimizer step."""
+    return values.sum() / max(batch.totals.sequences, 1)
+
+
 def pair_advantages(group: Group) -> Tensor:
     """Return placeholder advantages, [2], which the loss does not use. Raises ValueError if the group does not have two rollouts."""
     if len(group.rollouts) != 2:

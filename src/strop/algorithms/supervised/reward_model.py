@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 
 from strop import metrics
 from strop.algorithms.base import Algorithm, ValueOutputs
-from strop.algorithms.preference.pairs import mean_over_pairs, pair_advantages, view_as_pairs
+from strop.algorithms.loss_terms import LossTerm, LossTerms
+from strop.algorithms.preference.pairs import mean_over_pairs, mean_over_rollouts, pair_advantages, view_as_pairs
 from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group
@@ -45,21 +46,28 @@ class RewardModel(Algorithm):
             return pair_advantages(group)
         return torch.ones(len(group.rollouts), dtype=torch.float64)
 
-    def loss(self, outputs: ValueOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+    def loss_terms(self, outputs: ValueOutputs, batch: Batch, learner: str = "policy") -> LossTerms:
+        return LossTerms([self._score(outputs, batch)[0]])
+
+    def _score(self, outputs: ValueOutputs, batch: Batch) -> tuple[LossTerm, Mapping[str, float]]:
         scores = outputs.values.double()
         if len(scores) != batch.num_sequences:
             raise ValueError(
                 f"found {len(scores)} scores for {batch.num_sequences} rollouts, but a reward model must return one score per rollout"
             )
-        loss, logged = (
-            self._bradley_terry_loss(scores, batch) if self.kind == "bradley_terry" else self._regression_loss(scores, batch)
-        )
-        weighted = scores.detach() / max(batch.totals.sequences, 1)
+        if self.kind == "bradley_terry":
+            return self._bradley_terry_term(scores, batch)
+        return LossTerm("regression", 1.0, (scores - batch.rewards).square(), mean_over_rollouts, "rollout"), {}
+
+    def loss(self, outputs: ValueOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        term, logged = self._score(outputs, batch)
+        loss, scores = term.total(batch), outputs.values.detach().double()
+        weighted = scores / max(batch.totals.sequences, 1)
         logged = {"loss": loss.item(), "scores_mean": weighted.sum().item(), **logged}
-        logged["scores_mean_square"] = (weighted * scores.detach()).sum().item()
+        logged["scores_mean_square"] = (weighted * scores).sum().item()
         return loss, {name: metrics.total(value) for name, value in logged.items()}
 
-    def _bradley_terry_loss(self, scores: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, float]]:
+    def _bradley_terry_term(self, scores: Tensor, batch: Batch) -> tuple[LossTerm, Mapping[str, float]]:
         chosen, rejected = view_as_pairs(scores, batch).unbind(1)
         target = view_as_pairs(batch.rewards, batch)
         margin = target[:, 0] - target[:, 1] if self.use_margin else 0.0
@@ -71,7 +79,4 @@ class RewardModel(Algorithm):
             "scores_rejected_mean": rejected.detach(),
         }
         logged = {name: mean_over_pairs(column, batch).item() for name, column in columns.items()}
-        return mean_over_pairs(losses, batch), logged
-
-    def _regression_loss(self, scores: Tensor, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-        return (scores - batch.rewards).square().sum() / max(batch.totals.sequences, 1), {}
+        return LossTerm("ranking", 1.0, losses, mean_over_pairs, "group"), logged

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 from strop import metrics
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.algorithms.functional import aggregate
+from strop.algorithms.loss_terms import LossTerm, LossTerms, add_terms
 from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group
@@ -32,8 +34,12 @@ class SFT(Algorithm):
     def advantages(self, group: Group) -> Tensor:
         return torch.ones(len(group.rollouts), dtype=torch.float64)
 
-    def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+    def loss_terms(self, outputs: TokenOutputs, batch: Batch, learner: str = "policy") -> LossTerms:
         nll = -outputs.logprobs
         weighted = nll * outputs.logprobs.detach().exp() if self.dft else nll
-        loss = aggregate(weighted, batch, self.aggregation)
+        return LossTerms([LossTerm("nll", 1.0, weighted, partial(aggregate, how=self.aggregation))])
+
+    def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        nll = -outputs.logprobs
+        loss = add_terms(self.loss_terms(outputs, batch).terms, batch)
         return loss, {"loss": metrics.total(loss.item()), "nll": metrics.total(aggregate(nll.detach(), batch).item())}

@@ -36,6 +36,7 @@ class MegatronPolicy(TokenizerBundle):
 
     packed = True  # core attention follows the tree of any row
     fallback = None
+    adapter_layers = ()  # Megatron Core's names are not the engines'
 
     def fingerprint(self) -> str:
         return self.files.fingerprint()

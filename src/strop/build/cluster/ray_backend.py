@@ -32,7 +32,7 @@ from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter,
 from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.environments.remote import RemoteEnvironment
 from strop.generation.sglang.sglang_engine import SglangEngine
-from strop.generation.sglang.sglang_launch import SglangLaunch
+from strop.generation.sglang.sglang_launch import DECODER_LAYERS, LaunchedAdapters, SglangLaunch
 from strop.generation.synced_generator import SyncedGenerator
 from strop.generation.vllm.engine_args import NodeRanks, VllmLaunch
 from strop.generation.vllm.vllm_engine import VllmEngine
@@ -117,7 +117,7 @@ class RayBackend:
         assert isinstance(self.config, RolloutRunConfig)
         options, slots = self.config.policy.generation, self.device_plan.generation
         uses_vllm = options.uses_vllm
-        adapters = uses_vllm and options.weight_sync.adapters_alone and self.config.policy.adapter_rank is not None
+        adapters = options.sends_adapters and self.config.policy.adapter_rank is not None
         folder = (spec.output_folder / "model").resolve()
         await self.group.call_one(
             0, "call_with_policy", partial(choose_rank_builders(self.config).write_model_folder, folder=folder)
@@ -188,11 +188,20 @@ class RayBackend:
             config=generation,
             model=str(folder),
             on_cpu=self.policy_info.on_cpu,
+            adapters=self._adapters_to_launch() if adapters else None,
             environment=self._thread_env(generation.sglang_cfg.num_threads, generates=True),
             output_file=outputs / f"engine_{number}.log",
         )
-        make = partial(SglangEngine, f"engine {number}", launch, self.bundle.tokenizer, stop_ids=self.bundle.stop_ids)
+        bundle = self.bundle
+        make = partial(
+            SglangEngine, f"engine {number}", launch, bundle.tokenizer, stop_ids=bundle.stop_ids, vision=bundle.template.vision
+        )
         return self._make_engine(number, slot, launch.receivers, make)
+
+    def _adapters_to_launch(self) -> LaunchedAdapters:
+        config = self.config.policy
+        assert config.adapter_rank is not None
+        return LaunchedAdapters.of_layers(config.adapter_rank, self.policy_info.adapter_layers or DECODER_LAYERS)
 
     def _locate_ranks(self, part: DeviceSlot) -> NodeRanks:
         node, gpus = self.cluster.locate(part.node, part.devices)

@@ -365,12 +365,7 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 "vLLM samples in its batch-invariant mode (VLLM_BATCH_INVARIANT=1), whose agreement with the learner to the last bit is "
                 "unchecked: train/token_mult_prob_error says what is left of the difference",
             )
-        if self.generation.uses_sglang and self.adapter_rank is not None and self.generation.weight_sync.adapters_alone:
-            yield Problem(
-                f"{key}.generation.weight_sync.adapters_alone",
-                "it has no effect: SGLang's engines get merged weights, as large as the model, at every publish",
-                "Set it to false.",
-            )
+        yield from self._warn_merged_adapters(key)
         if self.offload is True and not self.generation.colocated.enabled:
             yield Problem(f"{key}.offload", "it has no effect: the engine has devices of its own")
         if self.router_replay.enabled and self.generation.uses_vllm and not self.generation.vllm_cfg.enable_prefix_caching:
@@ -380,6 +375,18 @@ class PolicyConfig(QuantConfig, ModelConfig):
             )
         yield from self._warn_unused_sleep(f"{key}.generation.vllm_cfg.sleep_level")
         yield from self._warn_unused_draft(key)
+
+    def _warn_merged_adapters(self, key: str) -> Iterator[Problem]:
+        engine = self.generation
+        alone = engine.weight_sync.adapters_alone and not engine.sends_adapters
+        if engine.uses_sglang and self.adapter_rank is not None and alone:
+            option = "speculative_algorithm" if engine.sglang_cfg.weight_loading == "direct" else "weight_loading"
+            yield Problem(
+                f"{key}.generation.weight_sync.adapters_alone",
+                "it has no effect: SGLang's engines get merged weights, as large as the model, at every publish, because "
+                f"{key}.generation.sglang_cfg.{option} is {getattr(engine.sglang_cfg, option)}",
+                "Set it to false.",
+            )
 
     def _warn_unused_draft(self, key: str) -> Iterator[Problem]:
         engine = self.generation

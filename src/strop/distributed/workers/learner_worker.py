@@ -52,6 +52,9 @@ class RankPolicy(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def adapter_layers(self) -> tuple[str, ...]: ...
+
     def fingerprint(self) -> str:
         """Return a hash of the weights before training."""
         ...
@@ -144,6 +147,7 @@ class PolicyInfo:
     stop_ids: tuple[int, ...]
     fingerprint: str  # of the weights before training
     vocab_size: int  # size of the output layer; 0 for a network without one
+    adapter_layers: tuple[str, ...] = ()  # names of the layers with LoRA adapters, where the ranks have PEFT's
 
 
 class LearnerWorker:
@@ -189,6 +193,7 @@ class LearnerWorker:
             stop_ids=policy.stop_ids,
             fingerprint=policy.fingerprint() if self.rank == 0 else "",
             vocab_size=policy.vocab_size,
+            adapter_layers=policy.adapter_layers,
         )
 
     def build_models(self, build: Callable[[RankPolicy, str, int], RankModels]) -> list[str]:

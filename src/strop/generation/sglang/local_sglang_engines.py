@@ -13,6 +13,7 @@ import torch
 from strop.generation.local_launches import make_local_launches
 from strop.generation.sglang.sglang_engine import SglangEngine
 from strop.generation.sglang.sglang_launch import SglangLaunch
+from strop.models.vision.vision_processor import VisionProcessor
 from strop.packages import is_installed
 
 
@@ -24,6 +25,7 @@ def make_local_sglang_engines(
     stop_ids: Sequence[int],
     threads: int | None,
     output_folder: Path | None = None,
+    vision: VisionProcessor | None = None,
 ) -> list[SglangEngine]:
     """Make the configured number of engines, without starting them. Raises ValueError if SGLang is not installed, or GPUs are missing.
 
@@ -34,10 +36,14 @@ def make_local_sglang_engines(
         stop_ids: Token ids that end every request.
         threads: CPU threads of the learner.
         output_folder: For a file of output of each engine; None: they write to that of this process.
+        vision: Of a model that reads images.
     """
     require_sglang(launch.python)
     launches = make_local_launches(launch, learner=learner, threads=threads, output_folder=output_folder)
-    return [SglangEngine(f"engine {number}", each, tokenizer, stop_ids=stop_ids) for number, each in enumerate(launches)]
+    return [
+        SglangEngine(f"engine {number}", each, tokenizer, stop_ids=stop_ids, vision=vision)
+        for number, each in enumerate(launches)
+    ]
 
 
 def require_sglang(python: str) -> None:

@@ -30,16 +30,19 @@ class ServerProcess:
         self.key = secrets.token_urlsafe(32)
         self.port = _free_port()
         # SGLang leaves the files of its sockets behind, in the folder for temporary files
-        self._folder = Path(tempfile.mkdtemp(prefix="strop-sglang-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="strop-sglang-"))
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
         launch, output = self.launch, self._open_output()
-        options = {"arguments": make_server_arguments(launch, port=self.port, key=self.key)}
+        arguments = make_server_arguments(launch, port=self.port, key=self.key)
+        if launch.adapters is not None:
+            arguments |= launch.adapters.write_empty(self.folder / "adapter")
+        options = {"arguments": arguments}
         try:
             process = subprocess.Popen(
                 [launch.python, "-W", "ignore", "-m", "strop.generation.sglang.server.server_entry"],
-                env={**os.environ, **launch.env_vars, "TMPDIR": str(self._folder)},
+                env={**os.environ, **launch.env_vars, "TMPDIR": str(self.folder)},
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -96,7 +99,7 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _free_port() -> int:

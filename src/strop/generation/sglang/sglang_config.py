@@ -128,6 +128,11 @@ class SglangConfig(BaseConfig):
         """The number of engines of a run in one process, where null is 1."""
         return self.num_engines or 1
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the engine can be sent LoRA adapters alone: they are written in place, and SGLang's drafts know none."""
+        return self.weight_loading == "direct" and self.speculative_algorithm is None
+
     def sglang_errors(self, key: str) -> Iterator[Problem]:
         """Yield what cannot work where SGLang is the engine."""
         if self.ep_size not in (1, self.tp_size):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from strop.generation.base import Completion, RequestTooLong
@@ -18,8 +18,10 @@ from strop.generation.sglang.server.engine_calls import decode_answers, encode_c
 from strop.generation.sglang.server_client import ServerClient, ServerError
 from strop.generation.sglang.server_process import ServerProcess
 from strop.generation.sglang.sglang_counters import SglangCounters
-from strop.generation.sglang.sglang_launch import SglangLaunch
+from strop.generation.sglang.sglang_launch import ADAPTER_NAME, SglangLaunch
 from strop.generation.sglang.sglang_requests import to_completion, to_request
+from strop.generation.sglang.shared_pixels import SharedPixels
+from strop.models.vision.vision_processor import VisionProcessor
 from strop.sampling import Sampling
 from strop.types import PromptImage
 from strop.weight_sync.base import (
@@ -31,6 +33,7 @@ from strop.weight_sync.base import (
     Manifest,
     TensorFingerprint,
 )
+from strop.weight_sync.verification import combine_regions
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +44,19 @@ POLL_SECONDS = 0.5  # between two looks at whether the server lives, during a ca
 READY_SECONDS = 0.25  # between two questions whether it is ready
 SHUTDOWN_SECONDS = 8.0  # for which a failed call waits to learn that the server is ending
 FLUSH_SECONDS = 60.0  # that a scheduler without requests has to become idle
+IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl")  # whose log-probabilities were compared with the learner's
 MEMORY_TAGS = ["kv_cache", "weights"]  # what a sleeping engine gives up
 
 
 class SglangEngine:
     """An ``Engine`` on SGLang. It starts without weights, so requests wait until the first ``resume``."""
 
-    def __init__(self, name: str, launch: SglangLaunch, tokenizer: Any, *, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self, name: str, launch: SglangLaunch, tokenizer: Any, *, stop_ids: Sequence[int], vision: VisionProcessor | None = None
+    ) -> None:
+        """``vision``: of a model that reads images."""
         self.name = name
+        self.vision = vision
         self.launch = launch
         self.config = launch.config.sglang_cfg
         self.tokenizer = tokenizer
@@ -62,6 +70,7 @@ class SglangEngine:
         self._idle.set()
         self._server: ServerProcess | None = None
         self._client: ServerClient | None = None
+        self._pixels: SharedPixels | None = None
         self._relay: RelayedWeights | None = None
         self._request_ids = itertools.count()
         self._counters = SglangCounters()
@@ -73,6 +82,7 @@ class SglangEngine:
         await self.close()
         self._server = await asyncio.to_thread(ServerProcess, self.launch)
         self._client = ServerClient(self._server.port, self._server.key)
+        self._pixels = None if self.vision is None else SharedPixels(self.vision, self._server.folder)
         try:
             async with asyncio.timeout(self.config.startup_seconds):
                 await self._await_ready(self._server, self._client)
@@ -113,13 +123,14 @@ class SglangEngine:
     async def generate(
         self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "", images: Sequence[PromptImage] = ()
     ) -> Completion:
-        if images:
-            raise ValueError(
-                f"{self.name}: SGLang engines take no images; set policy.generation.backend to vllm or torch for prompts with some"
-            )
         self._check_length(prompt)
+        self._check_images(images)
         await self._resumed.wait()
-        completion, _ = await self._complete(prompt, sampling, seed)
+        if not images:
+            return (await self._complete(prompt, sampling, seed))[0]
+        assert self._pixels is not None
+        async with self._pixels.hold(images, salt=self._salt()) as said:
+            completion, _ = await self._complete(prompt, sampling, seed, said)
         return completion
 
     async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:
@@ -135,7 +146,25 @@ class SglangEngine:
                 "policy.max_total_sequence_length, or lower data.max_input_seq_length to drop such prompts"
             )
 
-    async def _complete(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> tuple[Completion, int]:
+    def _check_images(self, images: Sequence[PromptImage]) -> None:
+        if not images:
+            return
+        if self.vision is None:
+            raise ValueError(
+                f"a request has {len(images)} images, and the model of {self.name} reads text only; leave out the images, or set "
+                "policy.model_name to a vision-language model (docs/images.md)"
+            )
+        kind = str(self.vision.family.config.model_type)
+        if kind not in IMAGE_FAMILIES:
+            raise ValueError(
+                f"{self.name}: images of {kind} were not compared with the learner's in SGLang, which those of "
+                f"{' and '.join(IMAGE_FAMILIES)} were; set policy.generation.backend to vllm or torch"
+            )
+
+    async def _complete(
+        self, prompt: Sequence[int], sampling: Sampling, seed: int, images: Sequence[str] = ()
+    ) -> tuple[Completion, int]:
+        """``images``: what the request says of each."""
         body = to_request(
             prompt,
             sampling,
@@ -145,6 +174,10 @@ class SglangEngine:
             salt=self._salt(),
             sampler=self.config.sampler,
         )
+        if images:
+            body["image_data"] = list(images)
+        if self.launch.adapters is not None:
+            body["lora_path"] = ADAPTER_NAME
         body["rid"] = f"strop-{next(self._request_ids)}"
         self._counters.begin()
         self._idle.clear()
@@ -158,8 +191,17 @@ class SglangEngine:
             if not self._counters.running:
                 self._idle.set()
         self._counters.add(answer["meta_info"])
+        self._require_prompt(answer["meta_info"], prompt)
         completion = to_completion(answer, sampling, self.tokenizer, sampler=self.config.sampler)
         return completion, int(answer["meta_info"].get("cached_tokens") or 0)
+
+    def _require_prompt(self, info: Mapping[str, Any], prompt: Sequence[int]) -> None:
+        """Raises RuntimeError if SGLang read a longer or shorter prompt than it was sent."""
+        if (found := info.get("prompt_tokens", len(prompt))) != len(prompt):
+            raise RuntimeError(
+                f"{self.name} read {found} prompt tokens, not the {len(prompt)} of the request: its log-probabilities would be of another "
+                "prompt. Set policy.generation.backend=torch"
+            )
 
     def _abort(self, request: str) -> None:
         """Have the server end a request that nobody waits for any more."""
@@ -210,10 +252,12 @@ class SglangEngine:
         return LoadReceipt(version=await self._set_version(version), fingerprints=fingerprints, seconds=seconds)
 
     async def load_adapter(self, adapter: AdapterFiles, version: int) -> LoadReceipt:
-        raise NotImplementedError(
-            f"{self.name}: SGLang's adapters are not proven to arrive, so a run with LoRA sends merged weights; set "
-            "policy.generation.weight_sync.adapters_alone=false"
-        )
+        self.version = self._loaded_version = NO_VERSION
+        self._loads += 1
+        seconds = max(await self._call("load_adapter", adapter))
+        held = _group_shards(await self._call("adapter_fingerprints"))
+        fingerprints = {name: combine_regions(shards) for name, shards in held.items()}
+        return LoadReceipt(version=await self._set_version(version), fingerprints=fingerprints, seconds=seconds)
 
     async def _set_version(self, version: int) -> int:
         """Set the version that SGLang records with every sampled token. Return the one that its ranks report afterwards."""
@@ -233,11 +277,7 @@ class SglangEngine:
         await self.resume(version)
 
     async def read_back_fingerprints(self) -> Mapping[str, tuple[TensorFingerprint, ...]]:
-        found: dict[str, list[TensorFingerprint]] = {}
-        for rank in await self._call("fingerprints"):
-            for name, shard in rank.items():
-                found.setdefault(name, []).append(shard)
-        return {name: tuple(shards) for name, shards in found.items()}
+        return _group_shards(await self._call("fingerprints"))
 
     async def resume(self, version: int) -> None:
         if self._loaded_version != version:
@@ -331,6 +371,15 @@ class SglangEngine:
 
     def counters(self) -> Mapping[str, float]:
         return self._counters.read()
+
+
+def _group_shards(ranks: Iterable[Mapping[str, tuple[TensorFingerprint, ...]]]) -> dict[str, tuple[TensorFingerprint, ...]]:
+    """Return the shards of each tensor, of all ranks."""
+    found: dict[str, list[TensorFingerprint]] = {}
+    for rank in ranks:
+        for name, shards in rank.items():
+            found.setdefault(name, []).extend(shards)
+    return {name: tuple(shards) for name, shards in found.items()}
 
 
 async def _is_ending(server: ServerProcess) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,11 @@ RESERVED_ARGUMENTS = {  # SGLang's arguments that Strop sets itself -> what to s
     "pp_size": "policy.generation.sglang_cfg.tp_size: weights reach one pipeline stage",
     "dp_size": "policy.generation.sglang_cfg.num_engines",
     "ep_size": "policy.generation.sglang_cfg.ep_size",
-    "enable_lora": "nothing: merged weights are sent",
+    "enable_lora": "policy.dtensor_cfg.lora_cfg.enabled",
+    "lora_paths": "nothing: the learner sends the adapters",
+    "max_lora_rank": "policy.dtensor_cfg.lora_cfg.dim",
+    "lora_target_modules": "policy.dtensor_cfg.lora_cfg.target_modules",
+    "max_loras_per_batch": "nothing: all requests use the policy's adapter",
     "host": "nothing: the server is asked from this machine only",
     "port": "nothing: a free one is taken",
     "api_key": "nothing: every engine has a key of its own",
@@ -38,6 +43,44 @@ RESERVED_ARGUMENTS = {  # SGLang's arguments that Strop sets itself -> what to s
     "quantization": "nothing: rollouts use the trained weights unquantized",
     "device": "policy.device",
 }
+
+
+DECODER_LAYERS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)  # where the adapters' are not known
+ADAPTER_NAME = "policy"  # of the only adapter
+
+
+@dataclass(frozen=True)
+class LaunchedAdapters:
+    """What an engine must know of the adapters that are sent to it: their shape."""
+
+    rank: int
+    layers: tuple[str, ...]  # the last parts of their layers' names, such as q_proj
+
+    @classmethod
+    def of_layers(cls, rank: int, names: Iterable[str]) -> LaunchedAdapters:
+        """``names``: of the layers with an adapter."""
+        return cls(rank, tuple(sorted({name.rpartition(".")[2] for name in names})))
+
+    def write_empty(self, folder: Path) -> dict[str, Any]:
+        """Write what SGLang reads of an adapter that has no matrices until the first publish, and return its arguments for it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {"peft_type": "LORA", "r": self.rank, "lora_alpha": self.rank, "target_modules": list(self.layers)}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        return {
+            "enable_lora": True,
+            "max_lora_rank": self.rank,
+            "lora_target_modules": list(self.layers),
+            "lora_paths": [{"lora_name": ADAPTER_NAME, "lora_path": str(folder), "pinned": True}],
+            "max_loras_per_batch": 2,  # this one, and requests without any
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +93,7 @@ class SglangLaunch:
     load_weights: bool = False
     tokenizer: str = ""  # a folder or a name; empty: that of the model
     environment: Mapping[str, str] = field(default_factory=dict)  # where the engine runs: its CPU threads or its GPUs
+    adapters: LaunchedAdapters | None = None  # LoRA adapters that are sent alone; None: merged weights are sent
     model_weights: str = ""  # module:Class that takes the place of ``ModelWeights`` in the engine's processes
     output_file: Path | None = None  # file for the output of the engine's processes; None: that of this process
 
@@ -124,6 +168,7 @@ def make_server_arguments(launch: SglangLaunch, *, port: int, key: str) -> dict[
     if launch.on_cpu:
         arguments |= {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
         arguments |= {"disable_overlap_schedule": True, "max_total_tokens": CPU_TOTAL_TOKENS}
+        arguments |= {"lora_backend": "torch_native"} if launch.adapters is not None else {}
     elif options.sampler == "strop":
         arguments["sampling_backend"] = "pytorch"
     if launch.sleeps:

@@ -37,7 +37,7 @@ from strop.weight_sync.base import (
     Manifest,
     TensorFingerprint,
 )
-from strop.weight_sync.fingerprints import combine_fingerprints
+from strop.weight_sync.verification import combine_regions
 
 log = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ class VllmEngine:
         self._delete_adapter_files()
         self._adapter = folder
         received = {
-            name: _combine_regions(shards)
+            name: combine_regions(shards)
             for name, shards in (await self._read_back("strop_read_adapter_fingerprints", ADAPTER_ID)).items()
         }
         seconds = asyncio.get_running_loop().time() - started
@@ -357,13 +357,6 @@ async def _is_shutting_down(engine: Any) -> bool:
             return True
         await asyncio.sleep(POLL_SECONDS)
     return False
-
-
-def _combine_regions(shards: Sequence[TensorFingerprint]) -> tuple[int, ...]:
-    """Combine the fingerprints of a tensor's regions into one. If replicas of a region differ, return one fingerprint per process."""
-    if len({shard.region for shard in shards}) < len(set(shards)):
-        return tuple(shard.value for shard in shards)
-    return (combine_fingerprints(shard.value for shard in set(shards)),)
 
 
 @contextmanager

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from strop.monitoring.rollout_store.stored_images import image_name
+from strop.monitoring.rollout_store.token_columns import TokenColumns
 from strop.monitoring.rollout_store.turn_record import TurnRecord, make_turn_records
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from strop.types import Batch, Group, Message, PromptImage, Rollout
+    from strop.types import Batch, Group, Message, PromptImage, Rollout, Turn
 
 DropReason = Literal["filtered", "error", "stale"]
 RolloutKey = tuple[int, int]  # (group index, sample): identifies a rollout in a run
@@ -50,6 +51,25 @@ class RolloutRecord:
     output: str = ""  # what an agent printed or returned
     prompt_images: tuple[tuple[int, str], ...] = ()  # of each image of the prompt, its message and its name
 
+    # What the update said of each token (``strop.ledger``), aligned with ``tokens``; 0 or False for tokens of the environment. None where
+    # a run stored none (logger.token_columns), for dropped groups, and for a column that its algorithm does not have.
+    trained_logprobs: tuple[float, ...] | None = None  # by the policy when it was trained on, the last time if there were several
+    entropy: tuple[float, ...] | None = None  # nats, of the policy's distribution then
+    reference_logprobs: tuple[float, ...] | None = None
+    token_advantages: tuple[float, ...] | None = None
+    correction: tuple[float, ...] | None = None  # the weight of the corrections
+    mask: tuple[bool, ...] | None = None  # whether it counts in the loss
+    clipped: tuple[bool, ...] | None = None  # whether a clip or a bound of the objective acted on it
+    mask_reason: tuple[str, ...] | None = None  # why it has no gradient (``token_columns.REASONS``); empty if it has
+    loss_terms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # what each term of the loss was at each token
+    loss_gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # its derivative for the logit of the token
+    # What a step that is replayed needs besides (``strop replay``); None in files of earlier versions.
+    group_version: int | None = None  # weights version when the group was started
+    step_rewards: tuple[tuple[int, float], ...] | None = (
+        None  # of each step, its last token among the sampled ones, and its reward
+    )
+    turn_advantages: tuple[float, ...] | None = None  # of each turn of the policy, what replaces its advantage; empty: nothing
+
 
 def make_records(
     step: int,
@@ -59,14 +79,18 @@ def make_records(
     learner_logprobs: Mapping[RolloutKey, Tensor] | None = None,
     dropped: Mapping[int, DropReason] | None = None,
     decode: Callable[[list[int]], str] | None = None,
+    tokens: TokenColumns | None = None,
 ) -> list[RolloutRecord]:
     """Build the records of a step's groups, including dropped ones.
 
     ``advantages`` and ``learner_logprobs`` are keyed by (group.index, rollout.sample) and omit dropped rollouts. The
     log-probabilities cover the rollout's sampled tokens, or all its tokens after the prompt. ``dropped`` maps group.index to
     the reason. ``decode`` is the tokenizer's, for the prompt exactly as the model reads it; without it the messages are stored.
+    ``tokens``: what the update said of the tokens of the groups that were not dropped, which come first.
     """
     advantages, learner_logprobs, dropped = advantages or {}, learner_logprobs or {}, dropped or {}
+    trained = [rollout for group in groups if group.index not in dropped for rollout in group.rollouts]
+    columns = iter([{}] * len(trained) if tokens is None else tokens.split([_find_sampled(rollout) for rollout in trained]))
     return [
         _make_record(
             step,
@@ -76,6 +100,7 @@ def make_records(
             learner=learner_logprobs.get((group.index, rollout.sample)),
             dropped=dropped.get(group.index),
             prompt=decode(rollout.prompt.tolist()) if decode else _format_prompt(rollout),
+            tokens={} if group.index in dropped else next(columns),
         )
         for group in groups
         for rollout in group.rollouts
@@ -109,9 +134,10 @@ def _make_record(
     learner: Tensor | None,
     dropped: DropReason | None,
     prompt: str,
+    tokens: Mapping[str, Any],
 ) -> RolloutRecord:
-    turns = (*rollout.turns, *(turn for branch in rollout.branches for turn in branch.turns))
-    sampled = tuple(turn.sampled for turn in turns for _ in range(len(turn.tokens)))
+    turns = _all_turns(rollout)
+    sampled = _find_sampled(rollout)
     return RolloutRecord(
         step=step,
         group=group.index,
@@ -140,7 +166,20 @@ def _make_record(
         metrics=storable_metrics(rollout),
         output=rollout.output,
         prompt_images=list_prompt_images(rollout),
+        group_version=group.version,
+        step_rewards=tuple((step.token, step.reward) for step in rollout.step_rewards),
+        turn_advantages=tuple(rollout.turn_advantages),
+        **tokens,
     )
+
+
+def _all_turns(rollout: Rollout) -> tuple[Turn, ...]:
+    return (*rollout.turns, *(turn for branch in rollout.branches for turn in branch.turns))
+
+
+def _find_sampled(rollout: Rollout) -> tuple[bool, ...]:
+    """Return which tokens after the prompt the policy sampled."""
+    return tuple(turn.sampled for turn in _all_turns(rollout) for _ in range(len(turn.tokens)))
 
 
 def list_prompt_images(rollout: Rollout) -> tuple[tuple[int, str], ...]:

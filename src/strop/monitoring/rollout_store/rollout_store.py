@@ -17,7 +17,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts, RolloutFlag, encode_flags, group_flags, read_flags
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace_surrogates
 from strop.monitoring.rollout_store.stored_images import StoredImages
+from strop.monitoring.rollout_store.token_columns import BY_TERM, FLAGS, FLOATS
 from strop.monitoring.rollout_store.token_ratios import Decode, TokenRatio, encode_ratios, find_largest_ratios, read_ratios
 from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.storage.deferred_files import DeferredFiles
@@ -171,8 +172,9 @@ def _encode_parquet(records: Sequence[RolloutRecord]) -> bytes:
         {
             **to_row(record),
             "rewards": list(record.rewards.items()),
-            "metrics": list(record.metrics.items()),
+            **{name: list(getattr(record, name).items()) for name in ("metrics", *BY_TERM)},
             "prompt_images": [{"message": message, "image": image} for message, image in record.prompt_images],
+            "step_rewards": [{"token": token, "reward": reward} for token, reward in record.step_rewards or ()],
         }
         for record in records
     ]
@@ -184,13 +186,14 @@ def _encode_parquet(records: Sequence[RolloutRecord]) -> bytes:
 def _read_parquet(path: Path, task_id: str | None) -> list[RolloutRecord]:
     _, pq = _import_pyarrow()
     rows = pq.read_table(path, filters=None if task_id is None else [("task_id", "==", task_id)]).to_pylist()
-    mappings = ("rewards", "metrics")
+    mappings = ("rewards", "metrics", *BY_TERM)
     return [
         _from_row(
             {
                 **row,
-                **{name: dict(row.get(name, ())) for name in mappings},
+                **{name: dict(row.get(name) or ()) for name in mappings},
                 "prompt_images": [(each["message"], each["image"]) for each in row.get("prompt_images") or ()],
+                "step_rewards": _read_steps(row.get("step_rewards")),
             }
         )
         for row in rows
@@ -224,6 +227,13 @@ def _build_schema(pa: Any) -> pyarrow.Schema:
         "branches": pa.list_(pa.list_(pa.int64())),
         "prompt_images": pa.list_(pa.struct([("message", pa.int64()), ("image", pa.string())])),
         "metrics": pa.map_(pa.string(), pa.float64()),
+        **{name: pa.list_(pa.float32()) for name in FLOATS},
+        **{name: pa.list_(pa.bool_()) for name in FLAGS},
+        "mask_reason": pa.list_(pa.string()),
+        **{name: pa.map_(pa.string(), pa.list_(pa.float32())) for name in BY_TERM},
+        "group_version": pa.int64(),
+        "step_rewards": pa.list_(pa.struct([("token", pa.int64()), ("reward", pa.float64())])),
+        "turn_advantages": pa.list_(pa.float64()),
     }  # fmt: skip
     return pa.schema([(field.name, types.get(field.name, pa.string())) for field in fields(RolloutRecord)])
 
@@ -287,6 +297,7 @@ def _from_row(row: Mapping[str, Any]) -> RolloutRecord:
             "prompt_messages": tuple(row.get("prompt_messages", ())),
             "branches": tuple((parent, start) for parent, start in row.get("branches", ())),
             "prompt_images": tuple((message, image) for message, image in row.get("prompt_images", ())),
+            **_token_columns(row, floats),
             "turns": tuple(
                 TurnRecord(
                     **{
@@ -299,6 +310,24 @@ def _from_row(row: Mapping[str, Any]) -> RolloutRecord:
             ),
         }
     )
+
+
+def _read_steps(steps: Sequence[Mapping[str, Any]] | None) -> list[tuple[int, float]] | None:
+    return None if steps is None else [(step["token"], step["reward"]) for step in steps]
+
+
+def _token_columns(row: Mapping[str, Any], floats: Callable[[Sequence[Any]], tuple[float, ...]]) -> dict[str, Any]:
+    """Return the columns that runs of earlier versions did not store; None or empty where they are not."""
+
+    def read(name: str, convert: Callable[[Any], Any] = tuple) -> Any:
+        return None if row.get(name) is None else convert(row[name])
+
+    return {
+        **{name: read(name, floats) for name in (*FLOATS, "turn_advantages")},
+        **{name: read(name) for name in (*FLAGS, "mask_reason")},
+        **{name: {term: floats(values) for term, values in (row.get(name) or {}).items()} for name in BY_TERM},
+        "step_rewards": read("step_rewards", lambda steps: tuple((token, float(reward)) for token, reward in steps)),
+    }
 
 
 def _describe_steps(steps: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from strop.generation.generation_config import GenerationConfig
 from strop.generation.sglang.local_sglang_engines import require_sglang
 from strop.generation.sglang.server.cpu_stub import CPU_VARIABLE, KernelStubFinder, install_cpu_stub
 from strop.generation.sglang.sglang_config import SglangConfig
-from strop.generation.sglang.sglang_launch import RESERVED_ARGUMENTS, SglangLaunch, make_server_arguments
+from strop.generation.sglang.sglang_launch import RESERVED_ARGUMENTS, LaunchedAdapters, SglangLaunch, make_server_arguments
 
 BASE = ["policy.model_name=m", "data.train.env_name=arithmetic", "env.arithmetic={}", "policy.generation.backend=sglang"]
 KEY = "policy.generation"
@@ -151,3 +152,34 @@ def test_an_evaluation_may_be_sampled_by_sglang() -> None:
     data = ["data.dataset_name=gsm8k", "generation.max_new_tokens=32", "data.max_input_seq_length=64"]
     config = load_config(None, [*given, *data], root=EvalRunConfig).config
     assert config.generation.max_total_sequence_length == 64
+
+
+def test_an_engine_for_adapters_starts_with_an_empty_one_of_their_shape(tmp_path: Path) -> None:
+    names = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj")
+    adapters = LaunchedAdapters.of_layers(12, names)
+    assert adapters.layers == ("down_proj", "q_proj")
+    given = adapters.write_empty(tmp_path / "adapter")
+    assert given["max_lora_rank"] == 12 and given["lora_target_modules"] == ["down_proj", "q_proj"]
+    assert given["lora_paths"][0]["lora_path"] == str(tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 12
+    assert arguments(replace(launch(), adapters=adapters))["lora_backend"] == "torch_native"
+    assert "lora_backend" not in arguments(replace(launch(on_cpu=False), adapters=adapters)), "a GPU's is SGLang's choice"
+
+
+@pytest.mark.parametrize(
+    ("changes", "alone"),
+    [
+        ([], True),
+        (["weight_sync.adapters_alone=false"], False),
+        (["sglang_cfg.weight_loading=disk"], False),
+        (["sglang_cfg.speculative_algorithm=NGRAM"], False),
+    ],
+)
+def test_adapters_are_sent_alone_where_they_can_be_written_in_place(changes: list[str], alone: bool) -> None:
+    overrides = [f"{KEY}.{change}" for change in changes]
+    loaded = load_config(None, [*BASE, "policy.dtensor_cfg.lora_cfg.enabled=true", *overrides], root=GrpoRunConfig)
+    assert loaded.config.policy.generation.sends_adapters is alone
+    said = [warning for warning in map(str, loaded.warnings) if "merged weights" in warning]
+    assert bool(said) is (not alone and "adapters_alone" not in str(changes))
+    if said:
+        assert changes[0].partition("=")[2] in said[0], "it says why"

@@ -12,6 +12,7 @@ from strop.algorithms.base import Plan
 from strop.algorithms.functional import clipped_surrogate
 from strop.algorithms.group_advantages import Deviation, group_advantages
 from strop.algorithms.policy_gradient.base import PolicyGradient
+from strop.algorithms.policy_gradient.bounded_objective import BoundedObjective
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective, PolicyTokens
 from strop.lazy_torch import Tensor
 
@@ -48,7 +49,7 @@ class GroupRelative(Advantage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clip(Objective):
+class Clip(BoundedObjective):
     """PPO's objective (arXiv 1707.06347): min(ratio A, clip(ratio, 1 - low, 1 + high) A).
 
     ``high`` > ``low`` is DAPO's clip-higher (2503.14476). ``dual`` c > 1 bounds the objective from below by c A for A < 0 (1912.09729).
@@ -79,6 +80,9 @@ class Clip(Objective):
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         return self.clipped(tokens.ratio, tokens.advantages)
+
+    def unbounded(self, tokens: PolicyTokens) -> Tensor:
+        return tokens.ratio * tokens.advantages
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         bounded = ratio if self.two_sided is None else ratio.clamp(max=self.two_sided)

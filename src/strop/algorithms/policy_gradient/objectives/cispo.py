@@ -10,12 +10,13 @@ from typing import ClassVar
 
 from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
+from strop.algorithms.policy_gradient.bounded_objective import BoundedObjective
 from strop.algorithms.policy_gradient.parts import Advantage, Objective, PolicyTokens
 from strop.lazy_torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedWeight(Objective):
+class ClippedWeight(BoundedObjective):
     """stop_gradient(clip(ratio, 1 - low, 1 + high)) A log pi.
 
     The paper has no lower bound (``low`` 1) and does not report the upper one; ScaleRL (2510.13786) caps the weight at 5 (``high`` 4).
@@ -23,6 +24,7 @@ class ClippedWeight(Objective):
     """
 
     name: ClassVar[str] = "cispo"
+    bound_columns: ClassVar[tuple[str, ...]] = ("ratio_outside_clip",)
     low: float = 1.0
     high: float = 4.0
 
@@ -36,6 +38,9 @@ class ClippedWeight(Objective):
         ratio = tokens.ratio.detach()
         weight = ratio.clamp(1 - self.low, 1 + self.high)
         return weight * tokens.advantages * tokens.logprobs, {"ratio_outside_clip": (ratio != weight).to(ratio.dtype)}
+
+    def unbounded(self, tokens: PolicyTokens) -> Tensor:
+        return tokens.ratio.detach() * tokens.advantages * tokens.logprobs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ class CovarianceClip(Clip):
     """
 
     needs_step_outputs: ClassVar[bool] = True
+    bound_columns: ClassVar[tuple[str, ...]] = ("ratio_clipped", "covariance_clipped")
     share: float = 2e-4
     lowest: float = 1.0
     highest: float = 5.0

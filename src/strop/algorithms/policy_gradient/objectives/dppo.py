@@ -12,12 +12,13 @@ from typing import ClassVar
 from strop.algorithms.functional import bounded_exp
 from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
+from strop.algorithms.policy_gradient.bounded_objective import BoundedObjective
 from strop.algorithms.policy_gradient.parts import Advantage, Objective, PolicyTokens
 from strop.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class DivergenceMask(Objective):
+class DivergenceMask(BoundedObjective):
     """stop_gradient(min(r, cap)) A log pi where (A > 0 and pi - mu <= high) or (A <= 0 and pi - mu >= -low), else 0; r = pi / mu.
 
     |pi - mu| of the sampled token is a lower bound of the total variation (the paper's Binary-TV). r is relative to the sampler, so no
@@ -26,6 +27,7 @@ class DivergenceMask(Objective):
 
     corrects_for_sampler: ClassVar[bool] = True
     uses_ratio_to: ClassVar[bool] = False
+    bound_columns: ClassVar[tuple[str, ...]] = ("divergence_masked", "ratio_capped")
     low: float = 0.15
     high: float = 0.15
     cap: float = 20.0
@@ -50,6 +52,9 @@ class DivergenceMask(Objective):
             "ratio_capped": (ratio > self.cap).to(ratio.dtype),
             "probs_ratio": ratio,
         }
+
+    def unbounded(self, tokens: PolicyTokens) -> Tensor:
+        return bounded_exp(tokens.logprobs.detach() - tokens.rollout_logprobs) * tokens.advantages * tokens.logprobs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,13 @@ from typing import ClassVar
 from strop.algorithms.functional import Aggregation, geometric_mean
 from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
+from strop.algorithms.policy_gradient.bounded_objective import BoundedObjective
 from strop.algorithms.policy_gradient.parts import Advantage, Objective, PolicyTokens
 from strop.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeometricMean(Objective):
+class GeometricMean(BoundedObjective):
     """A x exp(mean over the rollout of c), c = min(log ratio, high) where A > 0 and max(log ratio, -low) where A < 0.
 
     ``low`` and ``high`` are in nats: the paper clips to (exp(-0.4), exp(0.4)). As in PPO, the clip acts in the direction in which A moves
@@ -42,6 +43,9 @@ class GeometricMean(Objective):
             **{name: column.to(ratio.dtype) for name, column in columns.items()},
             "probs_ratio": ratio,
         }
+
+    def unbounded(self, tokens: PolicyTokens) -> Tensor:
+        return geometric_mean(tokens.log_ratio, tokens.batch) * tokens.advantages
 
 
 @dataclass(frozen=True, kw_only=True)

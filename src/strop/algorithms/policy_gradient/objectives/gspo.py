@@ -32,6 +32,9 @@ class SequenceClip(Clip):
         objective, columns = self.clipped(ratio, tokens.advantages)
         return objective, {**columns, "probs_ratio": ratio}
 
+    def unbounded(self, tokens: PolicyTokens) -> Tensor:
+        return geometric_mean(tokens.log_ratio, tokens.batch) * tokens.advantages
+
 
 @dataclass(frozen=True, kw_only=True)
 class GSPO(PolicyGradient):

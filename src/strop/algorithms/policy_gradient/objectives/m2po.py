@@ -13,12 +13,13 @@ from typing import ClassVar
 from strop.algorithms.functional import bounded_exp
 from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
+from strop.algorithms.policy_gradient.bounded_objective import BoundedObjective
 from strop.algorithms.policy_gradient.parts import Advantage, Objective, PolicyTokens
 from strop.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class SecondMomentMask(Objective):
+class SecondMomentMask(BoundedObjective):
     """M r A with r = pi / mu and a mask M, which is 0 for the tokens with the largest log^2 r.
 
     As many tokens are masked as needed for the mean log^2 r of the others to be at most ``limit``. The mask is computed over the whole
@@ -30,6 +31,7 @@ class SecondMomentMask(Objective):
     corrects_for_sampler: ClassVar[bool] = True
     uses_ratio_to: ClassVar[bool] = False
     needs_step_outputs: ClassVar[bool] = True
+    bound_columns: ClassVar[tuple[str, ...]] = ("second_moment_masked",)
     limit: float = 0.04  # nats^2
     outward_only: bool = True
 
@@ -54,6 +56,9 @@ class SecondMomentMask(Objective):
             "second_moment_masked": 1 - kept,
             "probs_ratio": ratio,
         }
+
+    def unbounded(self, tokens: PolicyTokens) -> Tensor:
+        return bounded_exp(tokens.sampler_log_ratio) * tokens.advantages
 
 
 def smallest_within_mean(squares: Tensor, limit: float) -> Tensor:

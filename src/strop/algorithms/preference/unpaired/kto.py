@@ -9,8 +9,9 @@ from strop import metrics
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.algorithms.functional import sequence_sum
 from strop.algorithms.kl import REFERENCE_LOGPROBS
+from strop.algorithms.loss_terms import LossTerm, LossTerms
 from strop.algorithms.preference.base import require_positive
-from strop.algorithms.preference.pairs import pair_advantages, view_as_pairs
+from strop.algorithms.preference.pairs import mean_over_rollouts, pair_advantages, view_as_pairs
 from strop.lazy_torch import Tensor, torch
 from strop.metrics import Metrics
 from strop.types import Batch, Group
@@ -63,19 +64,27 @@ class KTO(Algorithm):
     def zero_gradient(self, batch: Batch, learner: str = "policy") -> Tensor:
         return batch.sequence_lengths == 0
 
-    def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+    def term(self, outputs: TokenOutputs, batch: Batch) -> tuple[LossTerm, Metrics]:
+        """Return what the loss is, and what is logged."""
         counted = batch.sequence_lengths > 0
         log_ratio = _completion_log_ratios(outputs, batch)
         reference_point = torch.zeros_like(log_ratio).scatter(0, batch.sequence, batch.column(REFERENCE_POINT))
         gain = self.beta * (log_ratio - reference_point)
         desirable = batch.rewards > 0.5
         losses = torch.where(desirable, self.desirable_weight * (-gain).sigmoid(), self.undesirable_weight * gain.sigmoid())
-        loss = (losses * counted).sum() / max(batch.totals.sequences, 1)
-        logged = {"loss": metrics.total(loss.item()), "reference_point": metrics.maximum(reference_point.max().item())}
+        logged = {"reference_point": metrics.maximum(reference_point.max().item())}
         for name, selected in (("desirable", desirable & counted), ("undesirable", ~desirable & counted)):
             if count := int(selected.sum()):
                 logged[f"rewards_{name}"] = metrics.mean(self.beta * log_ratio[selected].mean().item(), count)
-        return loss, logged
+        return LossTerm("preference", 1.0, losses * counted, mean_over_rollouts, "rollout"), logged
+
+    def loss_terms(self, outputs: TokenOutputs, batch: Batch, learner: str = "policy") -> LossTerms:
+        return LossTerms([self.term(outputs, batch)[0]])
+
+    def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        term, logged = self.term(outputs, batch)
+        loss = term.total(batch)
+        return loss, {"loss": metrics.total(loss.item()), **logged}
 
 
 def _completion_log_ratios(outputs: TokenOutputs, batch: Batch) -> Tensor:

@@ -7,12 +7,14 @@ shapes of operators that the missing library would have declared.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -20,6 +22,7 @@ CPU_VARIABLE = "STROP_SGLANG_CPU"  # set in the processes of an engine on a CPU
 CPU_ENVIRONMENT = {CPU_VARIABLE: "1", "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_ENABLE_TORCH_COMPILE": "0"}
 KERNELS = "sgl_kernel"
 KERNELS_VERSION = "99.0.0"  # newer than any that SGLang asks for
+PINNING_MODULES = ("sglang.srt.lora.layers", "sglang.srt.lora.backend.torch_backend")
 TWO_BOXES = ("nms", "qnms")
 OPERATORS = (
     "roi_align", "_roi_align_backward", "ps_roi_align", "_ps_roi_align_backward", "roi_pool", "_roi_pool_backward", "ps_roi_pool",
@@ -43,6 +46,31 @@ def install_cpu_stub() -> None:
         )
     if not any(isinstance(finder, KernelStubFinder | TorchvisionHook) for finder in sys.meta_path):
         sys.meta_path[:0] = [KernelStubFinder(), TorchvisionHook()]
+
+
+def use_unpinned_memory() -> None:
+    """Let SGLang's LoRA layers ask for pinned memory where there is none. Does nothing in a process that is not of an engine on a CPU."""
+    if os.environ.get(CPU_VARIABLE) != "1":
+        return
+    import torch
+
+    torch.Tensor.pin_memory = lambda tensor, *device: tensor  # type: ignore[assignment,misc]
+    for name in PINNING_MODULES:
+        importlib.import_module(name).__dict__["torch"] = UnpinnedTorch()
+
+
+class UnpinnedTorch:
+    """Stands for torch in a module that pins memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        function = getattr(torch, name)
+        return partial(_call_unpinned, function) if name in ("tensor", "zeros") else function
+
+
+def _call_unpinned(function: Any, *arguments: Any, pin_memory: bool = False, **named: Any) -> Any:
+    return function(*arguments, **named)
 
 
 class _MissingKernel:

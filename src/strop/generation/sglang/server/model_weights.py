@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from sglang.srt.runtime_context import get_serving
 from torch import Tensor
 
+from strop.generation.sglang.server.adapter_slot import AdapterSlot, read_adapters, without_adapters
 from strop.generation.sglang.server.sglang_readback import ModelShard, read_model_shards
-from strop.weight_sync.base import ChannelAddress, Manifest, Receiver, TensorFingerprint
+from strop.generation.sglang.server.tower_names import engine_name
+from strop.weight_sync.base import AdapterFiles, ChannelAddress, Manifest, Receiver, TensorFingerprint
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 
 
@@ -24,7 +27,9 @@ class ModelWeights:
         self.runner: Any = manager.tp_worker.model_runner
         self.rank: int = torch.distributed.get_rank(group=manager.tp_cpu_group)
         self.device = torch.device(self.runner.device)
+        self.adapters = None if self.runner.lora_manager is None else AdapterSlot(self.runner.lora_manager, self.rank)
         self._receiver: Receiver | None = None
+        self._names: dict[str, str] = {}  # SGLang's name of each published tensor -> its own, where they differ
 
     def connect(self, address: ChannelAddress, first: int) -> None:
         """Connect to the sender at ``address`` as its receiver number ``first`` + rank."""
@@ -46,6 +51,8 @@ class ModelWeights:
         if self._receiver is None:
             raise RuntimeError("no channel is connected")
         started = time.perf_counter()
+        held = ((engine_name(self.runner.model, name), name) for name in manifest.names)
+        self._names = {name: published for name, published in held if name != published}
         fingerprints: dict[str, int] = {}
         tensors = _fingerprint_each(self._receiver.receive(manifest), fingerprints)
         self._apply(list(tensors) if self.device.type == "cpu" else tensors)
@@ -60,8 +67,16 @@ class ModelWeights:
         loaded = list(tensors) if len(runners) > 1 else tensors
         for runner in runners:
             runner.weight_updater.begin_weight_update()
-            runner.model.load_weights(iter(loaded))
+            with without_adapters(runner.model, getattr(runner, "lora_manager", None)):
+                runner.model.load_weights((engine_name(runner.model, name), tensor) for name, tensor in loaded)
             runner.weight_updater.end_weight_update(run_post_load=False)
+
+    @torch.no_grad()
+    def load_adapter(self, files: AdapterFiles) -> float:
+        """Replace the policy's adapters by those of a publish. Return the seconds that it took."""
+        started = time.perf_counter()
+        self._require_adapters().write(read_adapters(files))
+        return time.perf_counter() - started
 
     def flush(self) -> bool:
         """Drop cached keys and values, and return whether that was possible: not while requests run."""
@@ -72,17 +87,28 @@ class ModelWeights:
         return str(get_serving().weight_version)
 
     @torch.no_grad()
-    def fingerprints(self) -> dict[str, TensorFingerprint]:
-        """Return the fingerprint of this rank's shard of each tensor that it computes with, by canonical name."""
-        return fingerprint_shards(read_model_shards(self.runner.model, self.rank))
+    def fingerprints(self) -> dict[str, tuple[TensorFingerprint, ...]]:
+        """Return the fingerprints of this rank's shards of each tensor that it computes with, by canonical name."""
+        shards = read_model_shards(self.runner.model, self.rank)
+        return fingerprint_shards(replace(shard, name=self._names.get(shard.name, shard.name)) for shard in shards)
+
+    @torch.no_grad()
+    def adapter_fingerprints(self) -> dict[str, tuple[TensorFingerprint, ...]]:
+        """Return the same for the matrices of the adapters, which its kernels add to the base."""
+        return fingerprint_shards(self._require_adapters().read())
+
+    def _require_adapters(self) -> AdapterSlot:
+        if self.adapters is None:
+            raise RuntimeError("the engine was started without adapters")
+        return self.adapters
 
 
-def fingerprint_shards(shards: Iterable[ModelShard]) -> dict[str, TensorFingerprint]:
-    found: dict[str, TensorFingerprint] = {}
+def fingerprint_shards(shards: Iterable[ModelShard]) -> dict[str, tuple[TensorFingerprint, ...]]:
+    found: dict[str, tuple[TensorFingerprint, ...]] = {}
     for shard in shards:
         row, _, column, _ = shard.region
         value = fingerprint(normalize_zeros(shard.tensor), rows=row, columns=column)
-        found[shard.name] = TensorFingerprint(value, shard.region)
+        found[shard.name] = (*found.get(shard.name, ()), TensorFingerprint(value, shard.region))
     return found
 
 

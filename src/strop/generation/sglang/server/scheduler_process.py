@@ -1,9 +1,10 @@
 """The processes of an engine that hold the model: SGLang's scheduler, with what Strop adds to it.
 
-SGLang starts ``run_scheduler`` once for each tensor-parallel rank. It changes three things before the scheduler begins:
+SGLang starts ``run_scheduler`` once for each tensor-parallel rank. It changes four things before the scheduler begins:
 
 - sampling, so that the distribution is Strop's and follows the seed of a request (``seeded_sampler``);
 - stop tokens: those of the request end it and no others, since the run chooses them;
+- adapters, which start empty: a publish writes them in place (``adapter_slot``);
 - the weights checker takes Strop's calls too: they run between two steps, on every rank, and return bytes.
 """
 
@@ -17,12 +18,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sglang.srt.lora.lora import LoRAAdapter
 from sglang.srt.managers import io_struct, scheduler
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
+from strop.generation.sglang.server.cpu_stub import use_unpinned_memory
 from strop.generation.sglang.server.engine_calls import CALL_PREFIX, RESULT, WEIGHTS_VARIABLE
 from strop.generation.sglang.server.model_weights import ModelWeights
+from strop.generation.sglang.server.prepared_images import use_tokenizer_alone
 from strop.generation.sglang.server.seeded_sampler import use_seeded_sampling
 from strop.generation.vllm.launch import exit_with_driver
 
@@ -36,6 +40,9 @@ def run_scheduler(*arguments: Any, **named: Any) -> None:
     Req._check_token_based_finish = stop_at_request_tokens
     SchedulerWeightUpdaterManager.check_weights = take_call
     use_seeded_sampling()
+    use_unpinned_memory()
+    use_tokenizer_alone()
+    LoRAAdapter.initialize_weights = lambda adapter: None  # the only one starts empty, and publishes fill its slot
     scheduler.run_scheduler_process(*arguments, **named)
 
 

@@ -33,7 +33,10 @@ def main() -> None:
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
 
+    from strop.generation.sglang.server.prepared_images import use_prepared_images
     from strop.generation.sglang.server.scheduler_process import run_scheduler
+
+    use_prepared_images()
 
     _check_names(options["arguments"], list(inspect.signature(ServerArgs).parameters))
     arguments = ServerArgs(**options["arguments"])

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.layers.conv import Conv2dLayer, Conv3dLayer
 from sglang.srt.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -21,7 +22,9 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
+PLAIN_LAYERS = (nn.Conv2d, nn.Conv3d, nn.Embedding, Conv2dLayer, Conv3dLayer)
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+TOWER, TOWER_QKV = "visual.", "qkv"  # of models that read images
 _BASE_LAYER_SUFFIX = ".base_layer"  # of the original layer inside SGLang's LoRA layers
 
 
@@ -56,9 +59,9 @@ def read_model_shards(model: Any, rank: int) -> Iterator[ModelShard]:
 
 
 def _read_vectors(path: str, module: nn.Module, done: set[int]) -> Iterator[ModelShard]:
-    """Yield vectors such as norm weights, which are the same on every rank and named as in the checkpoint."""
+    """Yield vectors such as norm weights, and a vision tower's plain layers: the same on every rank and named as in the checkpoint."""
     for name, parameter in module.named_parameters(recurse=False):
-        if id(parameter) not in done and parameter.dim() == 1:
+        if id(parameter) not in done and (parameter.dim() == 1 or isinstance(module, PLAIN_LAYERS)):
             done.add(id(parameter))
             yield ModelShard(f"{path}.{name}", parameter.detach())
 
@@ -69,19 +72,14 @@ def _read_fused(path: str, module: Any, rank: int, done: set[int]) -> Iterator[M
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dtype.itemsize < 2:
         return
     parent, _, leaf = path.rpartition(".")
-    matrix, size = weight.detach(), getattr(module, "tp_size", 1)
-    rank = getattr(module, "tp_rank", rank) if size > 1 else 0
-    if isinstance(module, QKVParallelLinear):
-        names, (sizes, starts) = FUSED.get(leaf, ()), _qkv_rows(module, rank)
-    elif isinstance(module, MergedColumnParallelLinear):
-        sizes = [each // size for each in module.output_sizes]
-        names, starts = FUSED.get(leaf, (leaf,)), [rank * each for each in sizes]
-    else:
-        names, sizes = (leaf,), [matrix.shape[0]]
-        starts = [rank * matrix.shape[0] if isinstance(module, ColumnParallelLinear) else 0]
+    matrix = weight.detach()
+    names = FUSED.get(leaf, (leaf,)) if isinstance(module, QKVParallelLinear | MergedColumnParallelLinear) else (leaf,)
+    sizes, starts = fused_rows(module, rank)
     if len(names) != len(sizes) or sum(sizes) != matrix.shape[0]:
         return
-    column = rank * matrix.shape[1] if isinstance(module, RowParallelLinear) else 0
+    column = own_rank(module, rank) * matrix.shape[1] if isinstance(module, RowParallelLinear) else 0
+    if path.startswith(TOWER) and len(names) == 3:  # one matrix in the checkpoint, with all rows of q before those of k and v
+        names, starts = (TOWER_QKV,) * 3, [start + first for start, first in zip(starts, _part_starts(module), strict=True)]
     bias, first = getattr(module, "bias", None), 0
     for name, rows, start in zip(names, sizes, starts, strict=True):
         full = f"{parent}.{name}" if parent else name
@@ -90,6 +88,29 @@ def _read_fused(path: str, module: Any, rank: int, done: set[int]) -> Iterator[M
             yield ModelShard(f"{full}.bias", bias.detach()[first : first + rows], start)
         first += rows
     done.update(id(parameter) for parameter in module.parameters(recurse=False))
+
+
+def _part_starts(module: Any) -> list[int]:
+    """Return the first row of q, k and v in the checkpoint's matrix of all three."""
+    q, k = module.total_num_heads * module.head_size, module.total_num_kv_heads * module.head_size
+    return [0, q, q + k]
+
+
+def own_rank(module: Any, rank: int) -> int:
+    """Return the rank among those that share a layer: 0 where each has all of it."""
+    return getattr(module, "tp_rank", rank) if getattr(module, "tp_size", 1) > 1 else 0
+
+
+def fused_rows(module: Any, rank: int) -> tuple[list[int], list[int]]:
+    """Return (number of rows on this rank, first row in the full matrix) of each of the parts that a linear layer has in one."""
+    rank, size = own_rank(module, rank), getattr(module, "tp_size", 1)
+    if isinstance(module, QKVParallelLinear):
+        return _qkv_rows(module, rank)
+    if isinstance(module, MergedColumnParallelLinear):
+        sizes = [each // size for each in module.output_sizes]
+        return sizes, [rank * each for each in sizes]
+    rows = module.weight.shape[0]
+    return [rows], [rank * rows if isinstance(module, ColumnParallelLinear) else 0]
 
 
 def _qkv_rows(module: Any, rank: int) -> tuple[list[int], list[int]]:

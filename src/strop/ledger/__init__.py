@@ -1,0 +1,1 @@
+"""The token ledger: what each term of the loss contributed at each token."""

@@ -1,0 +1,82 @@
+"""What the server of ``support.forks`` imports and does once, so that its forks need not: each would import 500 modules of Strop.
+
+It starts no thread, draws no random number and reads no file but those of the packages: a fork begins as a new interpreter would.
+"""
+
+from __future__ import annotations
+
+import gc
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+OTHERS = [
+    "omegaconf",
+    "pandas",
+    "pyarrow.compute",
+    "pyarrow.pandas_compat",
+    "pyarrow.parquet",
+    "pytest",  # that is where the helpers of the tests are imported
+    "ruamel.yaml",
+    "safetensors.torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "transformers.conversion_mapping",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.tokenization_utils_fast",
+    "xxhash",
+]
+STROP = [
+    "strop.build.dry_run.examine",
+    "strop.build.evaluate",
+    "strop.build.training_run",  # with all that it builds
+    "strop.cli",
+    "strop.config",
+    "strop.environments.arithmetic",
+    "strop.models",
+    "strop.monitoring.plot",
+    "strop.monitoring.trackers.jsonl",
+    "strop.sandbox.sandbox_pool",
+]
+
+
+def list_algorithms() -> list[str]:
+    """The modules that the catalogue imports when an algorithm is named."""
+    spec = find_spec("strop.algorithms")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent
+    files = [file.relative_to(folder).with_suffix("") for file in folder.rglob("*.py") if file.stem != "__init__"]
+    return sorted(".".join(["strop.algorithms", *file.parts]) for file in files)
+
+
+def fill_caches() -> None:
+    """transformers compiles a thousand patterns when it first loads weights."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("llama")
+
+
+def load_one_of_each_kind() -> None:
+    """pydantic makes the schema of a section when it is first used, and ruamel.yaml its tables."""
+    from strop.config import TRAINING_RUNS, ConfigError, EvalRunConfig, load_config
+    from strop.config.load.load import dump_config
+
+    for root in (*TRAINING_RUNS.values(), EvalRunConfig):
+        try:
+            loaded = load_config(None, ["policy.model_name=model", "data.train.env_name=arithmetic"], root=root, has_gpus=False)
+        except ConfigError:  # something else is required: the schemas are made nonetheless
+            continue
+        dump_config(loaded.config)
+
+
+try:
+    for name in (*OTHERS, *STROP, *list_algorithms()):
+        import_module(name)
+except ImportError as error:  # of which the server would say nothing, and every run would import it all itself
+    raise RuntimeError("tests/support/fork_preload.py names what is not there") from error
+load_one_of_each_kind()
+fill_caches()
+gc.collect()
+gc.freeze()  # what is here stays: a fork neither looks through it for garbage nor copies its pages to do so
