@@ -62,9 +62,13 @@ PACKAGES_openenv := openenv-core==0.3.0
 PACKAGES_lm-eval := lm-eval==0.4.13
 PACKAGES_nemo-gym := --ignore-requires-python --no-deps nemo-gym==0.7.0 openai==2.44.0 anthropic==0.109.2 hydra-core==1.3.8 \
     omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 itsdangerous yappi pydot pyparsing scipy==1.17.1 GitPython devtools tomlkit
+PACKAGES_mlflow := mlflow==3.17.2
+PACKAGES_swanlab := swanlab==0.10.3
+PACKAGES_trackio := trackio==0.43.0
 
-test-adapters: setup-dev $(foreach name,verifiers openenv lm-eval nemo-gym,$(ADAPTERS)/$(name)/.done) ## adapters with packages that want an environment of their own
-	STROP_ADAPTERS=$(abspath $(ADAPTERS)) $(PYTEST) tests/unit/environments/adapters $(ARGS)
+test-adapters: setup-dev $(foreach name,verifiers openenv lm-eval nemo-gym mlflow swanlab trackio,$(ADAPTERS)/$(name)/.done) ## adapters with packages that want an environment of their own
+	STROP_ADAPTERS=$(abspath $(ADAPTERS)) $(PYTEST) tests/unit/environments/adapters \
+	    tests/unit/monitoring/test_tracker_readers.py $(ARGS)
 
 # vLLM needs torchvision for models that read images. PyPI's is built for CUDA; the tests without it prove that Strop does not need it.
 PACKAGES_torchvision := --no-deps torchvision==0.28.0

@@ -59,6 +59,9 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "tensorboard": ("monitoring/",),
     "torch.utils.tensorboard": ("monitoring/",),
     "mlflow": ("monitoring/",),
+    "swanlab": ("monitoring/",),
+    "trackio": ("monitoring/",),
+    "pynvml": ("monitoring/",),
     "matplotlib": ("monitoring/", "results.py"),  # results.py names its type
     "pyarrow": ("monitoring/", "data/"),
     "math_verify": ("environments/",),

@@ -14,7 +14,7 @@ from typing import Any
 
 from support.forks import forks
 
-NOT_REPEATABLE = ("timing/", "performance/")  # and all metrics in seconds
+NOT_REPEATABLE = ("timing/", "performance/", "perf/", "system/")  # and all metrics in seconds
 
 
 def tiny_config(model: Path, **changes: Any) -> dict[str, Any]:

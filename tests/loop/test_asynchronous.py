@@ -60,7 +60,7 @@ def make_records(run: Any) -> list[RolloutRecord]:
 
 
 def without_clocks(tracker: Any) -> dict[int, dict[str, float]]:
-    unclocked = ("timing/", "performance/", "validation/seconds")
+    unclocked = ("timing/", "performance/", "perf/", "system/", "validation/seconds")
     return {step: {k: v for k, v in logged.items() if not k.startswith(unclocked)} for step, logged in tracker.steps.items()}
 
 

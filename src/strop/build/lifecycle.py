@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from strop.base_config import redact_secrets, to_tree
+from strop.build.monitors.tracker_services import make_services
 from strop.checkpointing.background import BackgroundCheckpointer
 from strop.checkpointing.base import Checkpointer
 from strop.checkpointing.folders import FolderCheckpointer
@@ -20,6 +20,7 @@ from strop.environments.verifiers.held_out_grader import VerifierGrader, make_gr
 from strop.monitoring.console.console import open_console
 from strop.monitoring.hacking.hacking_monitor import DETECTORS, HackingMonitor
 from strop.monitoring.profiling.step_profiler import StepProfiler
+from strop.monitoring.trackers.background_tracker import BackgroundTracker
 from strop.monitoring.trackers.base import CompositeTracker, Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE, JsonlTracker, read_metrics
 from strop.monitoring.watchdog.watchdog import Watchdog, WatchdogTimeout, schedule_exit
@@ -57,26 +58,16 @@ def resolve_metric(name: str, default: str = "train") -> str:
 
 
 def make_tracker(config: TrainingRunConfig) -> CompositeTracker:
-    """Make the enabled trackers. Weights & Biases and TensorBoard are imported only if enabled."""
+    """Make the enabled trackers. Services are imported only if enabled, and called in threads of their own."""
     logger, folder = config.logger, Path(config.logger.log_dir)
     steps = config.training.last_step if config.training.last_step < 1_000_000 else None
-    trackers: list[Tracker] = [
-        open_console(logger.console, max_steps=steps, title=config.policy.model_name, section=config.section),
-        JsonlTracker(folder),
-    ]
-    if logger.tensorboard_enabled:
-        from strop.monitoring.trackers.tensorboard import TensorBoardTracker
-
-        events = Path(logger.tensorboard.log_dir) if logger.tensorboard.log_dir else folder / "tensorboard"
-        trackers.append(TensorBoardTracker(events, aliases=logger.metric_aliases))
-    if logger.wandb_enabled:
-        from strop.monitoring.trackers.wandb import WandbTracker
-
-        project, name = logger.wandb.project, logger.wandb.name or config.run_name
-        settings = redact_secrets(to_tree(config))
-        options = {"entity": logger.wandb.entity, "config": settings, "aliases": logger.metric_aliases}
-        trackers.append(WandbTracker(folder, project=project, name=name, **options))
-    return CompositeTracker(trackers)
+    return CompositeTracker(
+        [
+            open_console(logger.console, max_steps=steps, title=config.policy.model_name, section=config.section),
+            JsonlTracker(folder),
+            *(BackgroundTracker(service, close_seconds=logger.close_timeout) for service in make_services(config)),
+        ]
+    )
 
 
 def make_checkpoints(config: TrainingRunConfig, save_tokenizer: Callable[[Path], object]) -> FolderCheckpointer:

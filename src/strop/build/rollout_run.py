@@ -321,6 +321,7 @@ def make_evaluator(
         past=past,
         name_set=source.name_set,
         samples_to_print=config.logger.num_val_samples_to_print,
+        samples_to_track=config.logger.shown_samples,
         on_sampled=choose_forgetting(config, generator),
         make_clock=None if clock is None else lambda: EngineClock(clock.engine, FixedDelay()),
     )
@@ -375,6 +376,8 @@ def make_train_options(
         val_at_end=training.val_at_end,
         save_period=config.checkpointing.save_period,
         share_prefixes=share_prefixes,
+        tracked_samples=config.logger.shown_samples,
+        tracked_samples_period=config.logger.tracked_samples_period,
         token_columns=config.logger.rollouts != "none" and config.logger.token_columns != "none",
         tasks_per_epoch=tasks,
     )

@@ -15,6 +15,8 @@ from strop.build.algorithm.run_algorithm import make_run_algorithm
 from strop.build.cluster.cluster_run import open_cluster, run_with_restarts
 from strop.build.exit_codes import run_command
 from strop.build.lifecycle import make_profiler, make_tracker, seed_everything, watch_run
+from strop.build.monitors.machine_monitors import watch_machines
+from strop.build.monitors.run_throughput import make_throughput
 from strop.build.recorded_run import build_recorded_run
 from strop.build.resume.restore import finish_run
 from strop.build.rollout_run import build_rollout_run
@@ -31,6 +33,7 @@ from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.wandb import is_wandb_offline
 from strop.safety.remote_code import trust_remote_code
 from strop.stopping import RunStopped
+from strop.trainer.cadence import announce_checkpoint
 from strop.trainer.run import TrainingRun
 from strop.trainer.stop_signal import SignalHandler, handle_stop_signals
 from strop.trainer.train import train
@@ -65,7 +68,7 @@ async def train_as_configured(config: TrainingRunConfig) -> Closing | str:
 async def _train_in_folders(config: TrainingRunConfig, algorithm: Algorithm, started: float) -> Closing:
     tracker = make_tracker(config)
     try:
-        if config.logger.wandb_enabled and is_wandb_offline():
+        if config.logger.wandb_enabled and is_wandb_offline(config.logger.wandb.mode):
             tracker.note(describe_offline(config))
         attempts = chain([config], repeat(continue_from_newest(config)))
         with (
@@ -92,13 +95,15 @@ def make_closing(config: TrainingRunConfig, run: TrainingRun, failures: Sequence
         tokens=run.last_metrics.get("train/total_tokens", 0.0),
         warnings=[str(finding) for finding in run.health.findings],
         failed_trackers=failures,
-        hints=[describe_offline(config)] if config.logger.wandb_enabled and is_wandb_offline() else [],
+        hints=[describe_offline(config)] if config.logger.wandb_enabled and is_wandb_offline(config.logger.wandb.mode) else [],
     )
 
 
 def describe_offline(config: TrainingRunConfig) -> str:
-    folder = Path(config.logger.log_dir) / "wandb" / "offline-run-*"
-    return f"Weights & Biases is offline (WANDB_MODE): nothing is sent; to send it later: wandb sync {folder}"
+    section = config.logger.wandb
+    folder = Path(section.dir or config.logger.log_dir) / "wandb" / "offline-run-*"
+    why = "WANDB_MODE" if section.mode is None else f"logger.wandb.mode={section.mode}"
+    return f"Weights & Biases is offline ({why}): nothing is sent; to send it later: wandb sync {folder}"
 
 
 def continue_from_newest(config: TrainingRunConfig) -> TrainingRunConfig:
@@ -114,6 +119,9 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
         if cluster is not None:
             config = resolve_auto_backend(config, has_gpus=not cluster.on_cpu)
         run, generator = await build_run(config, tracker, cluster, algorithm)
+        machines = await watch_machines(config, cluster)
+        run.read_machines = machines.metrics
+        run.throughput = make_throughput(config, machines.gpu_names)
         run.stop_request = signals.stop_request
         run.profiler = make_profiler(config, tracker, cluster)
         check_checkpoint_space(config, run.learners, tracker)
@@ -121,7 +129,9 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
             await train(run)
             if run.checkpoints is not None:
                 await asyncio.to_thread(run.checkpoints.finish)
+            announce_checkpoint(run)
         finally:
+            machines.stop()
             if run.checkpoints is not None:
                 with suppress(Exception):  # may fail for the same reason; but no write may overlap with the next attempt
                     await asyncio.to_thread(run.checkpoints.finish)

@@ -12,6 +12,8 @@ from strop.base_config import BaseConfig, subsection
 from strop.monitoring.profiling.profile_config import ProfileConfig
 from strop.problems import Problem
 
+SERVICES = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")  # names of their packages, too
+
 
 class WandbConfig(BaseConfig):
     """Weights & Biases."""
@@ -21,6 +23,14 @@ class WandbConfig(BaseConfig):
     project: str = Field("strop", description="Project name.")
     entity: str | None = Field(None, description="Team or user that the project belongs to; null is the one that is logged in.")
     name: str | None = Field(None, description="Run name; null is run_name, and without one Weights & Biases chooses.")
+    group: str | None = Field(None, description="Group of runs that belong together, such as the seeds of one experiment.")
+    tags: list[str] = Field(default_factory=list, description="Words to find the run by.")
+    notes: str | None = Field(None, description="A longer description, as people write into a commit.")
+    job_type: str | None = Field(None, description="Kind of run within the group, such as train.")
+    mode: Literal["online", "offline", "disabled"] | None = Field(
+        None, description="offline keeps the run on this machine for a later wandb sync; null is WANDB_MODE, or else online."
+    )
+    dir: str | None = Field(None, description="Folder of its wandb folder; null is the run's log folder.")
 
 
 class TensorboardConfig(BaseConfig):
@@ -29,6 +39,67 @@ class TensorboardConfig(BaseConfig):
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
     log_dir: str | None = Field(None, description="Folder of the event files; null is tensorboard in the run's log folder.")
+
+
+class MlflowConfig(BaseConfig):
+    """MLflow."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
+
+    experiment_name: str = Field("strop", min_length=1, description="Experiment, which is made if there is none of this name.")
+    run_name: str | None = Field(None, description="Run name; null is run_name, and without one MLflow chooses.")
+    run_id: str | None = Field(None, description="A run that exists, to log into; null is that of the log folder, or a new one.")
+    tracking_uri: str | None = Field(
+        None, description="Server or database; null is MLFLOW_TRACKING_URI, or else mlflow.db in the run's log folder."
+    )
+    artifact_location: str | None = Field(
+        None, description="Where a new experiment keeps its artifacts; null: the server decides."
+    )
+    tags: dict[str, str] = Field(default_factory=dict, description="Tags of the run.")
+
+
+class SwanlabConfig(BaseConfig):
+    """SwanLab."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
+
+    project: str = Field("strop", description="Project name.")
+    name: str | None = Field(None, description="Run name; null is run_name, and without one SwanLab chooses.")
+    workspace: str | None = Field(
+        None, description="Team or user that the project belongs to; null is the one that is logged in."
+    )
+    group: str | None = Field(None, description="Group of runs that belong together.")
+    tags: list[str] = Field(default_factory=list, description="Words to find the run by.")
+    notes: str | None = Field(None, description="A longer description.")
+    mode: Literal["online", "offline", "local", "disabled"] | None = Field(
+        None, description="offline keeps the run on this machine for a later swanlab sync; null is SWANLAB_MODE, or else online."
+    )
+
+
+class TrackioConfig(BaseConfig):
+    """Trackio."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
+
+    project: str = Field("strop", description="Project name.")
+    name: str | None = Field(None, description="Run name, to which an id is added; null is run_name.")
+    group: str | None = Field(None, description="Group of runs that belong together.")
+    space_id: str | None = Field(
+        None, description="Space of the Hugging Face hub that gets the run too, as user/space; null: none."
+    )
+
+
+class GpuMonitoringConfig(BaseConfig):
+    """How often GPUs and machines are looked at."""
+
+    unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
+
+    collection_interval: float = Field(10, gt=0, description="Seconds between two samples of each machine (s).")
+    flush_interval: float = Field(
+        10,
+        gt=0,
+        description="Seconds between two reports of a machine to the driver (s). A step logs the means since the last one.",
+    )
 
 
 class LoggerConfig(BaseConfig):
@@ -51,16 +122,46 @@ class LoggerConfig(BaseConfig):
     )
     wandb_enabled: bool = Field(False, description="Log to Weights & Biases.")
     tensorboard_enabled: bool = Field(False, description="Log to TensorBoard.")
+    mlflow_enabled: bool = Field(False, description="Log to MLflow.")
+    swanlab_enabled: bool = Field(False, description="Log to SwanLab.")
+    trackio_enabled: bool = Field(False, description="Log to Trackio.")
+    monitor_gpus: bool = Field(
+        True, description="Log what GPUs, processors, memory, disk and network of each machine do, as system/...."
+    )
+    tracked_samples: int = Field(
+        8,
+        ge=0,
+        description="Rollouts that these services show of a validation and of a step (rollouts); 0: none, and no histograms.",
+    )
+    tracked_samples_period: int = Field(10, ge=1, description="Training rollouts are shown every so many steps (steps).")
+    tracked_checkpoints: Literal["none", "reference", "upload"] = Field(
+        "none", description="Checkpoints in Weights & Biases and MLflow: not at all, only where they are, or their files."
+    )
+    close_timeout: float = Field(60, gt=0, description="How long the end of a run waits for each service (s).")
     metric_aliases: bool = Field(
         True, description="Log metrics to these two under the names of TRL and verl too, such as train/completions/mean_length."
     )
     wandb: WandbConfig = subsection(WandbConfig)
     tensorboard: TensorboardConfig = subsection(TensorboardConfig)
     profile: ProfileConfig = subsection(ProfileConfig)
+    mlflow: MlflowConfig = subsection(MlflowConfig)
+    swanlab: SwanlabConfig = subsection(SwanlabConfig)
+    trackio: TrackioConfig = subsection(TrackioConfig)
+    gpu_monitoring: GpuMonitoringConfig = subsection(GpuMonitoringConfig)
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """The services that are enabled."""
+        return tuple(name for name in SERVICES if getattr(self, f"{name}_enabled"))
+
+    @property
+    def shown_samples(self) -> int | None:
+        """How many rollouts services show; None: there is no service, or it is to show none."""
+        return self.tracked_samples if self.services and self.tracked_samples else None
 
     def errors(self, key: str) -> Iterator[Problem]:
-        for name in ("wandb", "tensorboard"):
-            if getattr(self, f"{name}_enabled") and not packages.is_installed(name):
+        for name in self.services:
+            if not packages.is_installed(name):
                 yield Problem(
                     f"{key}.{name}_enabled",
                     f"found true, but the package {name} is not installed",

@@ -12,8 +12,11 @@ from strop.algorithms.base import TokenOutputs
 from strop.checkpointing.base import RunState
 from strop.learner.base import require_token_outputs
 from strop.learner.client import InlineCaller
+from strop.learner.throughput import TrainingPasses
 from strop.metrics import Metrics
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, list_images, make_records, split_by_rollout
+from strop.monitoring.trackers.media import SavedCheckpoint
+from strop.monitoring.trackers.rollout_media import make_step_media
 from strop.rollouts.stream import StreamState
 from strop.storage.storage_error import StorageError
 from strop.trainer.dropped import describe_drops
@@ -41,7 +44,9 @@ async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, re
     recorded = bool(run.algorithm.recorded_data)
     with run.timer.span("storing"):
         run.rollouts.write_images(() if recorded else list_images([*groups, *(group for group, _ in run.dropped)]))
-        run.rollouts.write(run.step, make_step_records(run, groups, batch, result), result.tokens)
+        records = make_step_records(run, groups, batch, result)
+        run.rollouts.write(run.step, records, result.tokens)
+        show_rollouts(run, records)
     staleness = [] if recorded else [run.step - 1 - group.version for group in groups]
     collected = group_metrics(groups, run.dropped, staleness, recorded=recorded)
     progress = progress_metrics(run.last_metrics, result.metrics, groups, run.options.tasks_per_epoch)
@@ -63,9 +68,30 @@ async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, re
     sampled = len(batch.target) + sum(rollout.sampled_tokens for group, _ in run.dropped for rollout in group.rollouts)
     timing = run.timer.metrics(tokens_read=len(batch.tokens), tokens_sampled=None if recorded else sampled)
     await run.profiler.finish(run.step, run.timer.started, run.timer.ended)
-    run.tracker.log(run.step, {**run.last_metrics, **timing})
+    if run.throughput is not None:
+        timing |= run.throughput.metrics(batch, describe_passes(run, batch), timing)
+    run.tracker.log(run.step, {**run.last_metrics, **timing, **run.read_machines()})
+    announce_checkpoint(run)
     run.health.check_skipped()
     run.monitor.check_stop()
+
+
+def show_rollouts(run: TrainingRun, records: Sequence[RolloutRecord]) -> None:
+    """Hand histograms of the step's rollouts, and a table of some where due, to the services."""
+    if run.options.tracked_samples is None or not records or run.algorithm.recorded_data:
+        return
+    samples = run.options.tracked_samples if run.step % run.options.tracked_samples_period == 0 or run.step == 1 else 0
+    run.tracker.log_media(run.step, make_step_media(records, run.rollouts.images, samples=samples))
+
+
+def describe_passes(run: TrainingRun, batch: Batch) -> TrainingPasses:
+    """Describe what this step's update did with the policy: ``update`` read the batch before where it took several optimizer steps."""
+    trained = "policy" in run.algorithm.losses(run.step - 1)
+    return TrainingPasses(
+        epochs=run.options.update_epochs if trained else 0,
+        scored_before=not trained or run.options.steps_per_batch * run.options.update_epochs > 1,
+        zero_gradient=run.algorithm.zero_gradient(batch, "policy"),
+    )
 
 
 async def finish_without_tasks(run: TrainingRun, left_over_groups: int) -> None:
@@ -149,7 +175,15 @@ def save_if_due(run: TrainingRun, stream: StreamState) -> None:
             return
         path = run.checkpoints.save(state, run.saved_parts)  # the error may be of an earlier save, in the background
     run.saved_step, run.save_failed = run.step, False
+    run.unannounced = SavedCheckpoint(step=run.step, folder=path.absolute())
     run.tracker.note(f"checkpoint: {path}" if path.exists() else f"checkpoint, written in the background: {path}")
+
+
+def announce_checkpoint(run: TrainingRun) -> None:
+    """Tell the trackers of the newest checkpoint once it is whole on disk: one that is written beside training is so later."""
+    if run.unannounced is not None and run.unannounced.folder.exists():
+        run.tracker.log_checkpoint(run.unannounced)
+        run.unannounced = None
 
 
 def is_save_due(run: TrainingRun) -> bool:

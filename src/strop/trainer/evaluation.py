@@ -17,6 +17,7 @@ from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_record import encodable, list_images
 from strop.monitoring.rollout_store.stored_images import StoredImages
 from strop.monitoring.trackers.base import Tracker
+from strop.monitoring.trackers.rollout_media import make_validation_media
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.repeat.engine_clock import EngineClock
 from strop.rollouts.repeat.group_clock import OWN_TIME
@@ -66,6 +67,7 @@ class Evaluator:
     concurrent_tasks: int | None = None  # tasks sampled concurrently; None: all
     past: PastSelves | None = None  # earlier selves of the policy, for environments that play against them
     samples_to_print: int = 0  # samples to print at each evaluation
+    samples_to_track: int | None = None  # samples that services show of each evaluation; None: there is no service
     finished: FinishedTasks | None = None  # tasks of an evaluation that was interrupted, and where those of this one are kept
     name_set: Callable[[int], str] | None = None  # from the index of a task to the name of its data set
     identity: Mapping[str, Any] | None = None  # what the samples depend on, for the file
@@ -87,6 +89,8 @@ class Evaluator:
             write_results(path, step, metrics, self.last_tasks, identity=self.identity, files=self.files)
         if tracker is not None:
             self._print_samples(tracker)
+            if self.samples_to_track is not None:
+                tracker.log_media(step, make_validation_media(self.last_tasks, samples=self.samples_to_track))
         metrics["seconds"] = time.perf_counter() - started
         return {f"validation/{name}": value for name, value in metrics.items()}
 

@@ -9,12 +9,14 @@ from typing import Literal
 from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Checkpointer, Restorable
 from strop.learner.client import LearnerClient
+from strop.learner.throughput import Throughput
 from strop.ledger.token_trace import TokenTrace
 from strop.monitoring.hacking.hacking_monitor import HackingMonitor
 from strop.monitoring.profiling.step_profiler import StepProfiler
 from strop.monitoring.rollout_store.rollout_record import DropReason
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
+from strop.monitoring.trackers.media import SavedCheckpoint
 from strop.rollouts.stream import GroupStream, StreamState
 from strop.stopping import EarlyStop, RunEnding, StopRequest
 from strop.trainer.column_sources import ColumnSources
@@ -63,6 +65,8 @@ class TrainOptions:
     val_at_end: bool = False
     save_period: int = 0
     share_prefixes: bool = True
+    tracked_samples: int | None = None  # rollouts of a step that services show; None: there is no service
+    tracked_samples_period: int = 10
     tasks_per_epoch: int | None = None  # for the metric train/epoch; None: unknown
     token_columns: bool = False  # store what the update says of each token, also of recorded data
 
@@ -88,11 +92,14 @@ class TrainingRun:
     health: HealthMonitor = field(default_factory=HealthMonitor)
     monitor: HackingMonitor = field(default_factory=HackingMonitor)
     checkpoints: Checkpointer | None = None
+    throughput: Throughput | None = None  # how fast training is for the devices it has
+    read_machines: Callable[[], Mapping[str, float]] = dict  # what the machines did since it was last called
     on_close: list[Callable[[], Awaitable[None]]] = field(default_factory=list)  # called when the run has ended
     step: int = 0
     ending: RunEnding | None = None  # None: there is a further step
     stop_noted: bool = False  # the stop request has been logged
     saved_step: int = -1  # the step of the newest checkpoint
+    unannounced: SavedCheckpoint | None = None  # the newest checkpoint, until the trackers know of it
     save_failed: bool = False  # the last save did: the next step is saved
     last_metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
     timer: StepTimer = field(default_factory=StepTimer)  # of the current step

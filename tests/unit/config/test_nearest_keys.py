@@ -59,7 +59,7 @@ NOTHING = [  # keys of recipes that Strop does not have, and one of no library
     "grpo.combined_training_weight",
     "loss_fn.xtoken_loss",
     "cluster.segment_size",
-    "logger.swanlab",
+    "logger.clearml",
     "async_rl",
     "xyzzy",
 ]

@@ -155,7 +155,7 @@ def test_a_recipe_loads_and_one_warning_names_what_was_left_out(section: str) ->
     first, *others = map(str, loaded.warnings)
     assert first.startswith("ignored keys of NeMo-RL that have no effect here: ")
     assert " more\n" in first and "`strop translate` says why" in first
-    left_out = {"logger.mlflow", "logger.swanlab", "policy.megatron_cfg.optimizer", "policy.sequence_packing.algorithm"}
+    left_out = {"policy.megatron_cfg.optimizer", "policy.sequence_packing.algorithm"}
     assert left_out <= {difference.key for difference in loaded.differences if difference.effect is Effect.UNUSED}
     assert not any("NeMo-RL" in warning for warning in others)
 
@@ -189,7 +189,6 @@ def test_what_is_saved_with_a_run_of_any_kind_loads_back_equal(section: str, tmp
 @pytest.mark.parametrize(
     ("section", "key", "said"),
     [
-        ("sft", "logger.mlflow_enabled=true", "MLflow is not in this version"),
         ("ppo", "value.dtensor_cfg.tensor_parallel_size=2", "a multiple of 2 devices must train"),
         ("ppo", "value.dtensor_cfg.context_parallel_size=2", "a multiple of 2 devices must train"),
         ("ppo", "value.dtensor_cfg.cpu_offload=true", "Set it to false"),

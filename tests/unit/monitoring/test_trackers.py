@@ -74,7 +74,8 @@ def loaded_by(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["trackers.base", "console.console", "trackers.jsonl", "plot", "trackers.tensorboard", "trackers.wandb"]
+    "module",
+    ["trackers.base", "console.console", "trackers.jsonl", "plot", "trackers.tensorboard", "trackers.wandb", "trackers.mlflow"],
 )
 def test_importing_a_tracker_loads_no_heavy_library(module: str) -> None:
     heavy = {"torch", "numpy", "rich", "tensorboard", "wandb", "matplotlib", "pyarrow"}

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from strop.monitoring.trackers.media import SavedCheckpoint, StepMedia
 from strop.storage.storage_error import OUT_OF_SPACE
 
 logger = logging.getLogger(__name__)
@@ -14,13 +15,19 @@ logger = logging.getLogger(__name__)
 class Tracker(Protocol):
     """Receives the metrics and messages of a run.
 
-    The order of calls is: ``resume`` at most once, then any number of ``log``, ``note`` and ``progress``, then ``close``.
-    Steps ascend. Step 0 is the model before training; its metrics are those of a validation. Logging the same step again
-    adds metrics and overwrites those of the same name.
+    The order of calls is: ``resume`` at most once, then any number of ``log``, ``log_media``, ``log_checkpoint``, ``note`` and
+    ``progress``, then ``close``. Steps ascend; a step's media come before its metrics. Step 0 is the model before training; its metrics
+    are those of a validation. Logging the same step again adds metrics and overwrites those of the same name.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a finished step. A tracker that writes files has them on disk when this returns."""
+
+    def log_media(self, step: int, media: StepMedia) -> None:
+        """Show samples, histograms and images of a step."""
+
+    def log_checkpoint(self, saved: SavedCheckpoint) -> None:
+        """Record that a checkpoint is on disk."""
 
     def note(self, text: str) -> None:
         """Show a message to the user: a checkpoint was saved, a fallback was taken, training has finished."""
@@ -42,6 +49,12 @@ class NullTracker:
     """A tracker that does nothing. Inherit from it to implement only some of the methods."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def log_media(self, step: int, media: StepMedia) -> None:
+        pass
+
+    def log_checkpoint(self, saved: SavedCheckpoint) -> None:
         pass
 
     def note(self, text: str) -> None:
@@ -71,11 +84,19 @@ class CompositeTracker:
     @property
     def failures(self) -> list[str]:
         """What was not recorded, since a tracker failed, one message for each."""
-        inner = (failure for tracker in self._active for failure in getattr(tracker, "failures", ()))
-        return [*self._failures, *inner]
+        return [*self._failures, *self._inner_failures()]
+
+    def _inner_failures(self) -> list[str]:
+        return [failure for tracker in self._active for failure in getattr(tracker, "failures", ())]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._call_each(lambda tracker: tracker.log(step, metrics))
+
+    def log_media(self, step: int, media: StepMedia) -> None:
+        self._call_each(lambda tracker: tracker.log_media(step, media) if hasattr(tracker, "log_media") else None)
+
+    def log_checkpoint(self, saved: SavedCheckpoint) -> None:
+        self._call_each(lambda tracker: tracker.log_checkpoint(saved) if hasattr(tracker, "log_checkpoint") else None)
 
     def note(self, text: str) -> None:
         self._call_each(lambda tracker: tracker.note(text))
@@ -88,6 +109,7 @@ class CompositeTracker:
 
     def close(self) -> None:
         self._call_each(lambda tracker: tracker.close())
+        self._failures += self._inner_failures()
         self._active = ()
 
     def _call_each(self, call: Callable[[Tracker], None]) -> None:

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from strop.monitoring.trackers.aliases import add_aliases
 from strop.monitoring.trackers.base import NullTracker
+from strop.monitoring.trackers.media import StepMedia
+from strop.monitoring.trackers.tracked_settings import flatten_settings
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
+RESULTS = ("train/reward", "validation/accuracy")  # columns of the page of hyperparameters
+
+
 class TensorBoardTracker(NullTracker):
     """Writes events to ``folder``, with metric names as tags, and with ``aliases`` those of other libraries too.
 
-    A resumed run discards later events with ``purge_step``.
+    A resumed run discards later events with ``purge_step``. Texts are shown as they are: TensorBoard would render Markdown.
     """
 
-    def __init__(self, folder: Path, *, aliases: bool = False) -> None:
+    def __init__(self, folder: Path, *, aliases: bool = False, config: Mapping[str, Any] | None = None) -> None:
         self._folder = Path(folder).absolute()  # a reward may change the working directory
         self._aliases = aliases
+        self._config = dict(config or {})  # the page of hyperparameters
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
         self._step = 0
@@ -34,8 +40,20 @@ class TensorBoardTracker(NullTracker):
         writer.flush()
         self._step = step
 
+    def log_media(self, step: int, media: StepMedia) -> None:
+        import numpy as np
+
+        writer = self._get_writer()
+        for histogram in media.histograms:
+            writer.add_histogram(histogram.name, np.asarray(histogram.values), step)
+        for table in media.tables:
+            writer.add_text(table.name, verbatim(table.as_text()), step)
+        for number, image in enumerate(media.images):
+            _add_image_file(writer, f"{image.name}/{number}", image.path.read_bytes(), step)
+        writer.flush()
+
     def note(self, text: str) -> None:
-        self._get_writer().add_text("notes", text, self._step)
+        self._get_writer().add_text("notes", verbatim(text), self._step)
 
     def resume(self, step: int) -> None:
         self.close()  # the purge is written at the start of a new event file
@@ -50,7 +68,31 @@ class TensorBoardTracker(NullTracker):
     def _get_writer(self) -> SummaryWriter:
         if self._writer is None:
             self._writer = _import_summary_writer()(str(self._folder), purge_step=self._purge_step)
+            if self._config:
+                _add_settings(self._writer, self._config)
         return self._writer
+
+
+def verbatim(text: str) -> str:
+    """Return Markdown that shows ``text`` as it is: a block of code by its indentation, which no text can close."""
+    return "\n".join(f"    {line}" for line in text.split("\n"))
+
+
+def _add_settings(writer: SummaryWriter, config: Mapping[str, Any]) -> None:
+    from torch.utils.tensorboard.summary import hparams
+
+    assert writer.file_writer is not None
+    for summary in hparams(dict(flatten_settings(config)), dict.fromkeys(RESULTS, 0.0)):
+        writer.file_writer.add_summary(summary)
+
+
+def _add_image_file(writer: SummaryWriter, name: str, data: bytes, step: int) -> None:
+    """Write an image file as it is, without decoding it."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    assert writer.file_writer is not None
+    image = Summary.Image(encoded_image_string=data, colorspace=3)
+    writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
 
 
 def _import_summary_writer() -> type[SummaryWriter]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from strop.monitoring.trackers.aliases import add_aliases
 from strop.monitoring.trackers.base import NullTracker
-from strop.storage.atomic_file import atomic_write
+from strop.monitoring.trackers.media import SampleTable, SavedCheckpoint, StepMedia
+from strop.monitoring.trackers.run_ids import create_run_id, read_run_id
 
 if TYPE_CHECKING:
     import wandb
@@ -36,17 +36,46 @@ class WandbTracker(NullTracker):
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
         aliases: bool = False,  # log metrics under the names of other libraries too
-        **options: Any,  # further arguments of wandb.init: entity, group, tags, notes, ...
+        checkpoints: Literal["none", "reference", "upload"] = "none",  # as artifacts
+        **options: Any,  # further arguments of wandb.init: entity, group, tags, notes, job_type, mode, dir, ...
     ) -> None:
         self._log_dir = Path(log_dir).absolute()
-        self._init = {"project": project, "name": name, "config": dict(config or {}), "dir": str(self._log_dir), **options}
-        self._aliases = aliases
+        self._init: dict[str, Any] = {"project": project, "name": name, "config": dict(config or {}), "dir": str(self._log_dir)}
+        self._init |= {key: value for key, value in options.items() if value not in (None, ())}
+        self._aliases, self._checkpoints = aliases, checkpoints
         self._run: wandb.Run | None = None
         self._check_available()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         shown = add_aliases(metrics) if self._aliases else metrics
         self._get_run().log({name: float(value) for name, value in shown.items()}, step=step)
+
+    def log_media(self, step: int, media: StepMedia) -> None:
+        import wandb
+
+        shown: dict[str, Any] = {each.name: wandb.Histogram(list(each.values)) for each in media.histograms}
+        shown |= {each.name: wandb.Table(columns=list(SampleTable.COLUMNS), data=each.values()) for each in media.tables}
+        for name in sorted({image.name for image in media.images}):
+            images = [image for image in media.images if image.name == name]
+            shown[name] = [wandb.Image(str(image.path), caption=image.caption) for image in images]
+        if shown:
+            self._get_run().log(shown, step=step)
+
+    def log_checkpoint(self, saved: SavedCheckpoint) -> None:
+        """Log an artifact ``RUN-checkpoint`` with the alias ``step_N``: the files, or only where they are."""
+        if self._checkpoints == "none":
+            return
+        import wandb
+
+        run = self._get_run()
+        artifact = wandb.Artifact(
+            f"{run.id}-checkpoint", type="model", metadata={"step": saved.step, "folder": str(saved.folder)}
+        )
+        if self._checkpoints == "upload":
+            artifact.add_dir(str(saved.folder))
+        else:
+            artifact.add_reference(saved.folder.as_uri(), checksum=False)  # or it reads every file
+        run.log_artifact(artifact, aliases=[f"step_{saved.step}"])
 
     def resume(self, step: int) -> None:
         self._get_run(resume_step=step)
@@ -61,12 +90,13 @@ class WandbTracker(NullTracker):
             import wandb
 
             self._log_dir.mkdir(parents=True, exist_ok=True)
+            Path(self._init["dir"]).mkdir(parents=True, exist_ok=True)
             from_scratch = resume_step is not None and resume_step < 0
-            run_id = None if from_scratch else _read_run_id(self._log_dir)
+            run_id = None if from_scratch else read_run_id(self._log_dir, ID_FILE)
             # Console capture would record every redraw of the live console.
             common = {**self._init, "settings": wandb.Settings(console="off")}
             if run_id is None or resume_step is None or self._is_offline():
-                self._run = wandb.init(id=run_id or _create_run_id(self._log_dir), resume="allow", **common)
+                self._run = wandb.init(id=run_id or create_run_id(self._log_dir, ID_FILE), resume="allow", **common)
             else:
                 self._run = _resume_rewound(run_id, resume_step, common)
         return self._run
@@ -106,16 +136,3 @@ def _resume_rewound(run_id: str, step: int, common: Mapping[str, Any]) -> wandb.
             run_id, step, error,
         )  # fmt: skip
         return wandb.init(id=run_id, resume="allow", **common)
-
-
-def _read_run_id(log_dir: Path) -> str | None:
-    path = log_dir / ID_FILE
-    return path.read_text(encoding="utf-8").strip() or None if path.exists() else None
-
-
-def _create_run_id(log_dir: Path) -> str:
-    """Create and store a run id, before the service uses it: a kill in between wastes an id but never creates a second run."""
-    run_id = secrets.token_hex(4)
-    with atomic_write(log_dir / ID_FILE) as temporary:
-        temporary.write_text(run_id + "\n", encoding="utf-8")
-    return run_id

@@ -1,0 +1,1 @@
+"""What the machines of a run do: GPUs, processors, memory, disk and network."""

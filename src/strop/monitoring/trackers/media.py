@@ -1,0 +1,80 @@
+"""What a tracker gets beside metrics: tables of samples, histograms, images, checkpoints. Texts are shown as they are, never rendered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRow:
+    """One rollout of a table. Texts are printable: control characters stand as codes."""
+
+    environment: str
+    task: str
+    prompt: str
+    completion: str
+    answer: str
+    reward: float
+    ending: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleTable:
+    """Rollouts of a step: ``samples/train`` or ``samples/validation``."""
+
+    COLUMNS = ("environment", "task", "prompt", "completion", "answer", "reward", "ending")
+
+    name: str
+    rows: tuple[SampleRow, ...]
+
+    def values(self) -> list[list[str | float]]:
+        """Return the rows as lists, in the order of ``COLUMNS``."""
+        return [[getattr(row, column) for column in self.COLUMNS] for row in self.rows]
+
+    def as_text(self) -> str:
+        """Return the rows as plain text, for services without tables."""
+        parts = []
+        for row in self.rows:
+            head = f"[{row.environment}] {row.task}: reward {row.reward:.4g}, {row.ending}"
+            parts.append("\n".join((head, "--- prompt", row.prompt, "--- completion", row.completion, "--- answer", row.answer)))
+        return "\n\n".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricHistogram:
+    """Values of a step by their size: ``histograms/reward``."""
+
+    name: str
+    values: tuple[float, ...]
+
+    def quantiles(self) -> dict[str, float]:
+        """Return NAME/p0, p10, p50, p90, p100, for services without histograms."""
+        ordered = sorted(self.values)
+        return {f"{self.name}/p{share}": ordered[round(share / 100 * (len(ordered) - 1))] for share in (0, 10, 50, 90, 100)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleImage:
+    """An image that a rollout shows."""
+
+    name: str
+    caption: str
+    path: Path  # a file of the log folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMedia:
+    """What is shown of a step."""
+
+    tables: tuple[SampleTable, ...] = ()
+    histograms: tuple[MetricHistogram, ...] = ()
+    images: tuple[SampleImage, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that is whole on disk."""
+
+    step: int
+    folder: Path

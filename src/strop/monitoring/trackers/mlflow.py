@@ -1,0 +1,135 @@
+"""Log to MLflow: a server, or a database file in the log folder. The log folder keeps the run's id."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from strop import packages
+from strop.monitoring.trackers.base import NullTracker
+from strop.monitoring.trackers.media import SavedCheckpoint, StepMedia
+from strop.monitoring.trackers.run_ids import read_run_id, store_run_id
+from strop.monitoring.trackers.tracked_settings import flatten_settings
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+ID_FILE = "mlflow_run_id"
+BATCH = 100  # parameters in a request
+LONGEST = 500  # characters of a parameter, in every version of MLflow
+_FORBIDDEN = re.compile(r"[^\w\-. :/]")
+
+
+class MlflowTracker(NullTracker):
+    """Logs to the MLflow server at ``tracking_uri``; None: MLFLOW_TRACKING_URI, or else ``<log_dir>/mlflow.db``.
+
+    A resumed run stays the same run. MLflow cannot forget: steps that run again are in it twice, and its charts show both.
+    MLflow has no histograms: quantiles are metrics instead (``histograms/reward/p50``). Samples are text files among the artifacts.
+    """
+
+    def __init__(
+        self,
+        log_dir: Path,
+        *,
+        experiment: str,
+        name: str | None = None,
+        run_id: str | None = None,  # of a run that exists; None: that of the log folder, or a new one
+        tracking_uri: str | None = None,
+        artifact_location: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        checkpoints: Literal["none", "reference", "upload"] = "none",
+    ) -> None:
+        self._log_dir = Path(log_dir).absolute()
+        self._experiment, self._name, self._run_id = experiment, name, run_id
+        own = None if tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") else self._log_dir
+        self._uri = f"sqlite:///{own / 'mlflow.db'}" if own else tracking_uri
+        self._artifacts = artifact_location or ((own / "mlflow_artifacts").as_uri() if own else None)
+        self._tags, self._config, self._checkpoints = dict(tags or {}), dict(config or {}), checkpoints
+        self._client: MlflowClient | None = None
+        if not packages.is_installed("mlflow"):
+            raise ImportError(
+                "logger.mlflow_enabled is true, but mlflow is not installed; "
+                "install it (pip install 'strop[mlflow]') or set logger.mlflow_enabled=false"
+            )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        client, now = self._get_client(), int(time.time() * 1000)
+        values = [Metric(_FORBIDDEN.sub("_", name), float(value), now, step) for name, value in metrics.items()]
+        for start in range(0, len(values), 1000):
+            client.log_batch(self._id, metrics=values[start : start + 1000])
+
+    def log_media(self, step: int, media: StepMedia) -> None:
+        client = self._get_client()
+        for histogram in media.histograms:
+            self.log(step, histogram.quantiles())
+        for table in media.tables:
+            client.log_text(self._id, table.as_text(), f"{table.name}/step_{step:06d}.txt")
+        for image in media.images:
+            client.log_artifact(self._id, str(image.path), f"{image.name}/step_{step:06d}")
+
+    def log_checkpoint(self, saved: SavedCheckpoint) -> None:
+        client = self._get_client()
+        if self._checkpoints == "upload":
+            client.log_artifacts(self._id, str(saved.folder), f"checkpoints/step_{saved.step}")
+        elif self._checkpoints == "reference":
+            client.set_tag(self._id, f"checkpoint.step_{saved.step}", str(saved.folder))
+
+    def resume(self, step: int) -> None:
+        self._get_client(from_scratch=step < 0)
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.set_terminated(self._id)
+            self._client = None
+
+    @property
+    def _id(self) -> str:
+        assert self._run_id is not None
+        return self._run_id
+
+    def _get_client(self, from_scratch: bool = False) -> MlflowClient:
+        if self._client is None:
+            from mlflow import MlflowClient
+
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._client = MlflowClient(tracking_uri=self._uri)
+            known = self._run_id or (None if from_scratch else read_run_id(self._log_dir, ID_FILE))
+            if known is None or not self._reopen(self._client, known):
+                self._run_id = store_run_id(self._log_dir, ID_FILE, self._create_run(self._client))
+        return self._client
+
+    def _reopen(self, client: MlflowClient, run_id: str) -> bool:
+        try:
+            client.update_run(run_id, status="RUNNING")
+        except Exception as error:
+            if self._run_id is not None:
+                raise  # the user named it
+            logger.warning("MLflow does not know the run %s of this log folder (%s): a new one begins", run_id, error)
+            return False
+        self._run_id = run_id
+        return True
+
+    def _create_run(self, client: MlflowClient) -> str:
+        from mlflow.entities import Param
+
+        found = client.get_experiment_by_name(self._experiment)
+        experiment = found.experiment_id if found else client.create_experiment(self._experiment, self._artifacts)
+        run_id: str = client.create_run(experiment, run_name=self._name, tags=self._tags).info.run_id
+        settings = [
+            Param(_FORBIDDEN.sub("_", name), str(value)[:LONGEST])
+            for name, value in flatten_settings(self._config)
+            if value != ""
+        ]
+        for start in range(0, len(settings), BATCH):
+            client.log_batch(run_id, params=settings[start : start + BATCH])
+        return run_id
