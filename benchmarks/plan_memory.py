@@ -26,7 +26,7 @@ from strop.learner.budget.full_rollouts import make_full_rollouts  # noqa: E402
 from strop.learner.budget.peak_memory import measure_peak  # noqa: E402
 from strop.models.loading import cast_weights  # noqa: E402
 from strop.models.network import Network  # noqa: E402
-from strop.planning.learner_memory import LearnerMemory, LearnerSetup  # noqa: E402
+from strop.planning.learner_memory import LearnerFootprint, LearnerSetup  # noqa: E402
 from strop.planning.model_size import ModelSize  # noqa: E402
 from strop.sampling import Sampling  # noqa: E402
 
@@ -130,7 +130,7 @@ def measure(case: Case) -> Peak:
         checkpointed_share=float(case.checkpointed),
         micro_batches=case.micro_batches,
     )
-    return Peak(case, measured, LearnerMemory(ModelSize.from_config(case.family, config.to_dict()), setup).training_peak)
+    return Peak(case, measured, LearnerFootprint(ModelSize.from_config(case.family, config.to_dict()), setup).training_peak)
 
 
 def make_table(peaks: Sequence[Peak]) -> Iterator[str]:

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "strop"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("lazy_torch", "safety"),
     ("types", "metrics", "sampling", "stopping", "problems", "packages", "gpus", "user_code", "statistics", "hardware"),
-    ("base_config", "storage"),
+    ("base_config", "storage", "planning"),
     ("algorithms",),
     ("algorithm_factory",),
     ("data", "sandbox"),
@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("config",),
     ("build",),
-    ("results", "view", "planning"),
+    ("results", "view"),
     ("cli", "api"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -67,20 +67,21 @@ def plan(arguments: Sequence[str], command_line: str) -> int:
 
     print(json.dumps(made.to_dict(), indent=1) if options.json else format_plan(made))
     if options.picture is not None:
-        from strop.planning.plan_picture import draw_plan
+        from strop.monitoring.plan_picture import draw_plan
 
         print(draw_plan(made, options.picture), file=sys.stderr if options.json else sys.stdout)
     return 0 if made.fits else 1
 
 
 def _make(options: argparse.Namespace) -> Any:
+    from strop.build.dry_run.run_plan_inputs import read_inputs
     from strop.planning.make_plan import make_plan
-    from strop.planning.plan_inputs import Lengths, read_inputs
+    from strop.planning.plan_inputs import AverageLengths
 
     config = _load(options)
     device = _find_device(config, options.hardware)
     model = _read_model(config, options.model_config)
-    lengths = Lengths(prompt=options.prompt_tokens, completion=options.completion_tokens)
+    lengths = AverageLengths(prompt=options.prompt_tokens, completion=options.completion_tokens)
     return make_plan(read_inputs(config, model, device, lengths), options.price)
 
 

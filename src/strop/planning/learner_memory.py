@@ -59,7 +59,7 @@ class LearnerSetup:
 
 
 @dataclass(frozen=True)
-class LearnerMemory:
+class LearnerFootprint:
     """Bytes of a learner on one rank."""
 
     model: ModelSize

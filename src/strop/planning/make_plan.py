@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from strop.planning.engine_memory import EngineMemory
-from strop.planning.learner_memory import FLOAT32, LearnerMemory, LearnerSetup
+from strop.planning.learner_memory import FLOAT32, LearnerFootprint, LearnerSetup
 from strop.planning.plan_inputs import PlanInputs
 from strop.planning.run_plan import GIB, Advice, PhaseMemory, RunCost, RunPlan
 from strop.planning.step_time import StepClock, StepTime
@@ -38,7 +38,7 @@ def make_plan(inputs: PlanInputs, price: float | None = None) -> RunPlan:
 def plan_memory(inputs: PlanInputs) -> Iterator[PhaseMemory]:
     """Yield the memory of each phase. Learner and engines that take turns on a device leave it to each other (weights and optimizer of the
     learner go to CPU memory); in one process on a CPU nothing leaves."""
-    learner = LearnerMemory(inputs.model, inputs.learner)
+    learner = LearnerFootprint(inputs.model, inputs.learner)
     beside = _beside(inputs, learner)
     held = {"weights": 0.0 if inputs.learner.offloads_weights else learner.weights, "optimizer": 0.0, **beside}
     held["optimizer"] = 0.0 if inputs.learner.offloads_weights else learner.optimizer
@@ -69,7 +69,7 @@ def _phase(inputs: PlanInputs, name: str, devices: str, parts: Mapping[str, floa
     )
 
 
-def _beside(inputs: PlanInputs, learner: LearnerMemory) -> dict[str, float]:
+def _beside(inputs: PlanInputs, learner: LearnerFootprint) -> dict[str, float]:
     """Return the models beside the policy on a learner's device."""
     each = inputs.learner.compute_bytes if inputs.learner.weight_bytes == 2 else FLOAT32
     found = {"reference": inputs.references * each * learner.rank_weights}
@@ -117,7 +117,7 @@ def _advise(inputs: PlanInputs) -> Iterator[Advice]:
 def _advise_learner(inputs: PlanInputs) -> Iterator[Advice]:
     """Yield what makes training fit, or a larger micro-batch where there is room."""
     setup, longest = inputs.learner, inputs.learner.longest
-    room = limit_of(inputs) - sum(_beside(inputs, LearnerMemory(inputs.model, setup)).values())
+    room = limit_of(inputs) - sum(_beside(inputs, LearnerFootprint(inputs.model, setup)).values())
     if inputs.device.measured and inputs.engine is not None:
         room -= EngineMemory(inputs.model, inputs.engine, limit_of(inputs)).weights
     if _fits(inputs, setup, room):
@@ -160,7 +160,7 @@ def _advise_learner(inputs: PlanInputs) -> Iterator[Advice]:
 
 
 def _fits(inputs: PlanInputs, setup: LearnerSetup, room: float) -> bool:
-    return LearnerMemory(inputs.model, setup).training_peak <= room
+    return LearnerFootprint(inputs.model, setup).training_peak <= room
 
 
 def find_weakest(inputs: PlanInputs, phases: tuple[PhaseMemory, ...]) -> str:
@@ -173,7 +173,7 @@ def find_weakest(inputs: PlanInputs, phases: tuple[PhaseMemory, ...]) -> str:
     share = tightest.peak / tightest.limit
     tokens = inputs.learner.tokens
     room = tightest.limit - tightest.peak
-    learner = LearnerMemory(inputs.model, inputs.learner)
+    learner = LearnerFootprint(inputs.model, inputs.learner)
     per_token = (learner.activations + learner.output_layer) / tokens
     most = tokens + room / per_token if per_token else tokens
     return (

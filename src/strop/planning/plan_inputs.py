@@ -1,36 +1,18 @@
-"""What a plan is made from: a run's configuration in the words of ``LearnerMemory``, ``EngineMemory`` and ``StepClock``."""
+"""What a plan is made from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from strop.build.algorithm.run_algorithm import count_steps_per_batch, make_run_algorithm
-from strop.build.cluster.device_plan import choose_dims
-from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
-from strop.config.checks.device_counts import count_devices
-from strop.config.schema.run_config import PpoRunConfig
-from strop.distributed.placement import plan_devices
-from strop.generation.generation_config import GenerationConfig
 from strop.hardware.devices import Device
-from strop.learner.megatron.megatron_dims import MegatronDims
-from strop.learner.model_config import ModelConfig
-from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.planning.engine_memory import EngineSetup
-from strop.planning.learner_memory import LearnerSetup, Sharding
+from strop.planning.learner_memory import LearnerSetup
 from strop.planning.model_size import ModelSize
 from strop.planning.step_time import StepLayout, StepWork
 
-PROMPT_SHARE = 0.25  # of the longest conversation: its prompt, where nothing is said
-COMPLETION_SHARE = 0.5  # of the longest completion: the average one
-RECORDED_SHARE = 0.5  # of the longest example: the average one
-OPTIMIZER_NUMBERS = {"SGD": 0, "Adafactor": 0, "AdamW8bit": 0.5, "Adam8bit": 0.5, "Lion": 1, "Muon": 1}
-LOGICAL_STEPS = 1_000_000  # the default of max_num_steps: the epochs end the run
-DEFAULT_BATCH = 32  # examples of an optimizer step on recorded data
-ADAPTER_SHARE = 0.01  # of the weights, that adapters train
-
 
 @dataclass(frozen=True, kw_only=True)
-class Lengths:
+class AverageLengths:
     """Tokens of a rollout or an example, on average; None where the configuration says nothing and shares are assumed."""
 
     prompt: float | None = None
@@ -54,181 +36,3 @@ class PlanInputs:
     learner_key: str  # prefix of the learner's keys
     batch_key: str
     assumptions: tuple[str, ...]
-
-
-def read_inputs(config: TrainingRunConfig, model: ModelSize, device: Device, lengths: Lengths) -> PlanInputs:
-    """Read a run. Raises PlacementError, ValueError for a layout that does not fit the devices."""
-    counts = count_devices(config)
-    placed = plan_devices(counts, on_cpu=False)
-    training = max(1, len(placed.training))
-    engines = len(placed.generation)
-    rollouts = isinstance(config, RolloutRunConfig)
-    generation = config.policy.generation if isinstance(config, RolloutRunConfig) else None
-    shared = placed.colocated or not counts.uses_ray
-    learner = _read_learner(config, device, training, counts.uses_ray)
-    engine = None if generation is None else _read_engine(generation, config.policy, device, uses_ray=counts.uses_ray)
-    work, assumptions = _read_work(config, lengths)
-    size = 1 if engine is None else engine.size
-    in_process = generation.engine_options.num_local_engines if generation is not None and generation.uses_engines else 1
-    generating = size * (max(1, engines) if counts.uses_ray else in_process)
-    layout = StepLayout(
-        device=device,
-        training_devices=training,
-        generation_devices=generating,
-        shared=shared,
-        engine_size=size,
-        stages=learner.sharding.stages,
-        replicas=max(1, training // (learner.sharding.tensor * learner.sharding.context * learner.sharding.stages)),
-        packed_tokens=learner.tokens,
-        precision=config.policy.precision,
-        cache_precision_bytes=int(engine.cache_bytes) if engine is not None else 2,
-    )
-    ahead = "" if not rollouts else ", colocated" if shared else ", beside each other"
-    dims = str(choose_dims(config.policy, training)) if counts.uses_ray else "one process"
-    return PlanInputs(
-        model=model,
-        device=device,
-        learner=learner,
-        engine=engine,
-        work=work,
-        layout=layout,
-        layout_text=f"{dims}{ahead}",
-        references=_count_references(config),
-        critics=1 if isinstance(config, PpoRunConfig) and not config.value.head_only else 0,
-        steps=None if config.training.last_step >= LOGICAL_STEPS else config.training.last_step,
-        learner_key="policy.megatron_cfg" if config.policy.uses_megatron else "policy.dtensor_cfg",
-        batch_key=f"policy.{config.policy.batching_key}.train_mb_tokens",
-        assumptions=assumptions,
-    )
-
-
-def _read_learner(config: TrainingRunConfig, device: Device, training: int, uses_ray: bool) -> LearnerSetup:
-    policy = config.policy
-    dims = choose_dims(policy, training) if uses_ray else None
-    budget = policy.batching.train_mb_tokens
-    longest = policy.max_total_sequence_length
-    tokens = policy.train_micro_batch_size * longest if budget == "auto" else budget
-    sharding = _read_sharding(dims)
-    setup = LearnerSetup(
-        tokens=tokens,
-        longest=longest,
-        on_cpu=device.measured,
-        compute_bytes=2 if policy.precision == "bfloat16" else 4,
-        weight_bytes=2 if policy.weights_dtype == "bfloat16" or policy.uses_megatron else 4,
-        optimizer_numbers=_count_optimizer_numbers(policy),
-        trained_share=1.0 if policy.adapter_rank is None else ADAPTER_SHARE,
-        checkpointed_share=float(policy.dtensor_cfg.activation_checkpointing),
-        offloads_activations=policy.dtensor_cfg.activation_offload,
-        offloads_weights=policy.dtensor_cfg.cpu_offload,
-        logit_rows=policy.logprob_chunk_size or tokens,
-        micro_batches=2,
-        sharding=sharding,
-    )
-    if not policy.uses_megatron:
-        return setup
-    megatron = policy.megatron_cfg
-    return replace(
-        setup, checkpointed_share=float(megatron.activation_checkpointing), offloads_activations=False, offloads_weights=False
-    )
-
-
-def _read_sharding(dims: ParallelDims | MegatronDims | None) -> Sharding:
-    if dims is None:
-        return Sharding()
-    if isinstance(dims, MegatronDims):
-        return Sharding(
-            optimizer_shards=max(1, dims.data * dims.context),
-            tensor=dims.tensor,
-            context=dims.context,
-            stages=dims.pipeline,
-            expert=dims.expert * dims.expert_tensor,
-            sequence=dims.sequence,
-        )
-    return Sharding(
-        shards=dims.shard * dims.context,
-        tensor=dims.tensor,
-        context=dims.context,
-        stages=dims.pipeline,
-        expert=dims.expert,
-        sequence=dims.sequence,
-    )
-
-
-def _count_optimizer_numbers(policy: ModelConfig) -> float:
-    name = policy.optimizer.name.rpartition(".")[2]
-    if name == "SGD" and policy.optimizer.kwargs.get("momentum"):
-        return 1
-    return OPTIMIZER_NUMBERS.get(name, 2)
-
-
-def _read_engine(generation: GenerationConfig, policy: ModelConfig, device: Device, *, uses_ray: bool) -> EngineSetup:
-    longest = policy.max_total_sequence_length
-    if not generation.uses_engines:
-        each = 2 if policy.precision == "bfloat16" else 4
-        return EngineSetup(
-            name="torch",
-            on_cpu=device.measured,
-            weight_bytes=each,
-            cache_bytes=each,
-            shares_weights=not uses_ray,
-            cache_limit=generation.torch_cfg.cache_memory_gb(None if device.measured else device.memory_gib) * 2**30,
-            most_sequences=generation.torch_cfg.max_num_seqs,
-            longest=longest,
-        )
-    options = generation.engine_options
-    share = generation.sglang_cfg.mem_fraction_static if generation.uses_sglang else generation.vllm_cfg.gpu_memory_utilization
-    fp8 = not generation.uses_sglang and generation.vllm_cfg.precision == "fp8"
-    return EngineSetup(
-        name=generation.engine_name,
-        size=options.engine_size,
-        on_cpu=device.measured,
-        weight_bytes=1 if fp8 else 4 if options.dtype == "float32" else 2,
-        cache_bytes=1 if not generation.uses_sglang and generation.vllm_cfg.fp8_cache else 2,
-        memory_share=None if device.measured else share or 0.85,
-        most_sequences=256,
-        longest=longest,
-    )
-
-
-def _count_references(config: TrainingRunConfig) -> int:
-    """Return how many frozen copies of the policy stay on the learner's devices."""
-    if "reference_logprobs" not in make_run_algorithm(config).requires or config.policy.adapter_rank is not None:
-        return 0
-    reference = getattr(config.policy, "reference", None)
-    return 0 if reference is not None and reference.offload else 1
-
-
-def _read_work(config: TrainingRunConfig, lengths: Lengths) -> tuple[StepWork, tuple[str, ...]]:
-    longest = config.policy.max_total_sequence_length
-    scores = float("reference_logprobs" in make_run_algorithm(config).requires)
-    recomputes = float(config.policy.dtensor_cfg.activation_checkpointing or config.policy.megatron_cfg.activation_checkpointing)
-    frozen = config.policy.adapter_rank is not None
-    if not isinstance(config, RolloutRunConfig):
-        assert isinstance(config, RecordedRunConfig)
-        length = lengths.completion or RECORDED_SHARE * longest
-        assumed = () if lengths.completion else (f"an example has {length:,.0f} tokens on average (--completion-tokens)",)
-        examples = (config.policy.train_global_batch_size or DEFAULT_BATCH) * (1 if config.section == "sft" else 2)
-        work = StepWork(
-            rollouts=examples, prompt=lengths.prompt or 0.0, completion=length, longest=longest, scores=scores,
-            recomputes=recomputes, generates=False, frozen=frozen,
-        )  # fmt: skip
-        return work, assumed
-    training = config.rollout_training
-    most = min(config.policy.generation.max_new_tokens, longest)
-    prompt = lengths.prompt or min(longest - most, PROMPT_SHARE * longest) or PROMPT_SHARE * longest
-    completion = lengths.completion or COMPLETION_SHARE * most
-    said = [] if lengths.prompt else [f"a prompt has {prompt:,.0f} tokens (--prompt-tokens)"]
-    said += [] if lengths.completion else [f"a completion has {completion:,.0f} tokens on average (--completion-tokens)"]
-    steps = count_steps_per_batch(config)
-    work = StepWork(
-        rollouts=training.rollouts_per_step,
-        prompt=prompt,
-        completion=completion,
-        longest=most,
-        passes=training.epochs_per_batch,
-        scores=scores + (1 if steps * training.epochs_per_batch > 1 else 0),
-        recomputes=recomputes,
-        steps_ahead=training.max_staleness,
-        frozen=frozen,
-    )
-    return work, tuple(said)

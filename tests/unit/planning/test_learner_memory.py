@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from strop.planning.learner_memory import LearnerMemory, LearnerSetup, Sharding
+from strop.planning.learner_memory import LearnerFootprint, LearnerSetup, Sharding
 from strop.planning.model_size import ModelSize
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
@@ -62,7 +62,7 @@ def test_weights_of_the_shape_are_those_of_the_model():
 
 
 def test_shards_divide_weights_gradients_and_optimizer():
-    whole, sharded = (LearnerMemory(MODEL, replace(SETUP, sharding=Sharding(shards=shards))) for shards in (1, 8))
+    whole, sharded = (LearnerFootprint(MODEL, replace(SETUP, sharding=Sharding(shards=shards))) for shards in (1, 8))
 
     assert sharded.static == pytest.approx(whole.static / 8)
     assert sharded.gradients == pytest.approx(whole.gradients / 8)
@@ -70,7 +70,7 @@ def test_shards_divide_weights_gradients_and_optimizer():
 
 
 def test_checkpointed_layers_keep_their_inputs_alone():
-    kept, recomputed = (LearnerMemory(MODEL, replace(SETUP, checkpointed_share=share)) for share in (0.0, 1.0))
+    kept, recomputed = (LearnerFootprint(MODEL, replace(SETUP, checkpointed_share=share)) for share in (0.0, 1.0))
 
     assert recomputed.activations == 32 * 8192 * 4096 * 4
     assert recomputed.training_peak < kept.training_peak
@@ -79,7 +79,7 @@ def test_checkpointed_layers_keep_their_inputs_alone():
 def test_experts_are_divided_over_their_ranks_and_the_rest_is_not():
     values = LLAMA_8B | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
     model = ModelSize.from_config("mixtral", values)
-    one, four = (LearnerMemory(model, replace(SETUP, sharding=Sharding(expert=expert))) for expert in (1, 4))
+    one, four = (LearnerFootprint(model, replace(SETUP, sharding=Sharding(expert=expert))) for expert in (1, 4))
 
     assert one.rank_weights - four.rank_weights == pytest.approx(0.75 * model.expert_weights)
     assert model.expert_weights == pytest.approx(32 * 8 * 3 * 4096 * 14336)
