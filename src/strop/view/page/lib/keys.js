@@ -1,5 +1,5 @@
 // Keys of the page. A component says which it takes; the newest one that takes a key gets it. `?` lists them.
-import { useEffect, useRef } from "./ui.js";
+import { useLayoutEffect, useRef } from "./ui.js";
 
 const layers = []; // [{keys: {current: {key: [help, action]}}}], the newest last
 
@@ -9,7 +9,7 @@ const isTyping = (element) => element.matches("input:not([type=checkbox]):not([t
 export function useKeys(keys) {
   const latest = useRef(keys);
   latest.current = keys;
-  useEffect(() => {
+  useLayoutEffect(() => { // before anything can be pressed
     const layer = { keys: latest };
     layers.push(layer);
     return () => layers.splice(layers.indexOf(layer), 1);
