@@ -20,7 +20,7 @@ import torch
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.build.algorithm.run_algorithm import make_rollout_algorithm
-from strop.cli import plot_command, rollouts_command, translate_command, view_command
+from strop.cli import plan_command, plot_command, rollouts_command, translate_command, view_command
 from strop.cli.checks import env_command
 from strop.cli.checks.data_command import make_data_parser
 from strop.cli.checks.sandbox_command import make_sandbox_parser
@@ -221,6 +221,10 @@ def test_commands_name_configurations_that_load(
     if words[1:3] == ["env", "check"]:
         options = env_command.make_env_parser().parse_intermixed_args(words[2:])
         load_any_kind(options.config, options.overrides)
+        return
+    if words[1] == "plan":
+        planned = plan_command.make_parser().parse_intermixed_args(words[2:])
+        load_any_kind(planned.config, planned.overrides)
         return
     if words[1:3] == ["data", "check"]:
         options = make_data_parser().parse_intermixed_args(words[2:])
