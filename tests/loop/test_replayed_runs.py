@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from loop.kinds import train_to_end
 from strop.build.replay.replay import ReplayResult, replay
 from strop.cli.commands import main
-from strop.ledger.token_ledger import make_ledger
+from strop.ledger.token_ledger import TokenLedger, make_ledger
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.view.view_server import ViewOptions, ViewServer
 
 STEPS = 6
 EVERY = {"checkpointing__save_period": 1, "checkpointing__keep_top_k": None, "logger__token_columns": "all"}
@@ -59,6 +61,25 @@ def sum_of_terms(logs: Path, step: int, learner: str) -> float:
     return math.fsum(value for each in ledgers for name, value in each.totals.items() if ("/" in name) == (learner != "policy"))
 
 
+def make_first_ledger(logs: Path, step: int) -> TokenLedger:
+    group, sample, _ = next(iter(RolloutStore(logs, "none").read_keys(step)))
+    return make_ledger(logs, step, group, sample)
+
+
+def read_viewed_ledger(logs: Path, step: int) -> dict[str, float]:
+    """Return the sums of the terms of a step's first rollout, as the page of ``strop view`` asks for them."""
+    group, sample, _ = next(iter(RolloutStore(logs, "none").read_keys(step)))
+    server = ViewServer([logs], ViewOptions(token=None), lambda text: {})
+    client = TestClient(server.app, base_url=f"http://127.0.0.1:{server.guard.port}")
+    (run,) = client.get("/api/runs").json()
+    answer = client.get(f"/api/runs/{run['id']}/ledger/{step}/{group}/{sample}")
+    missing = client.get(f"/api/runs/{run['id']}/ledger/{step}/9999/0")
+    server.close()
+    assert missing.status_code == 404 and "stored no rollout" in missing.json()["error"]
+    totals: dict[str, float] = answer.json()["totals"]
+    return totals
+
+
 def replay_steps(logs: Path, monkeypatch: pytest.MonkeyPatch, *steps: int) -> list[ReplayResult]:
     monkeypatch.chdir(logs.parent)  # data is named relative to it
     return [asyncio.run(replay(logs, step)) for step in steps]
@@ -69,6 +90,7 @@ def test_a_step_is_replayed_to_the_last_digit_and_its_ledger_sums_to_its_loss(
 ) -> None:
     logs = run_kind("gspo", tiny, tmp_path, grpo__max_num_steps=2)
     assert sum_of_terms(logs, 2, "policy") == pytest.approx(logged(logs, 2)["train/loss"], abs=1e-6)
+    assert read_viewed_ledger(logs, 2) == pytest.approx(make_first_ledger(logs, 2).totals)
     monkeypatch.chdir(tmp_path)
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
     assert main(["replay", "logs", "--step", "2", "policy.optimizer.kwargs.lr=0.006", "--json", "--no-store"]) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from strop.ledger.token_ledger import LedgerError, make_ledger
 from strop.monitoring.rollout_index.rollout_filter import RolloutFilter
 from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER
 from strop.monitoring.rollout_store.stored_images import StoredImages
-from strop.packages import is_installed
 from strop.safety.printable import make_printable
 from strop.view.access_guard import LONGEST_BODY
 from strop.view.http_answers import answer_json, answering, read_count, read_filter, read_int, read_order, read_place
@@ -35,7 +34,6 @@ from strop.view.viewed_run import ViewedRun, flatten
 
 log = logging.getLogger(__name__)
 
-LEDGER = "strop.ledger.token_ledger"
 POINTS = 2000
 WARM_RUNS = 3
 IMAGE_TYPES = ((b"\x89PNG\r\n\x1a\n", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (b"RIFF", "image/webp"))
@@ -170,11 +168,9 @@ class ViewRoutes:
 
     def ledger(self, request: Request) -> Any:
         run = self.run(request)
-        if not is_installed(LEDGER):
-            raise ViewError("this version of Strop has no token ledger")
         try:
-            made = import_module(LEDGER).make_ledger(run.folder, *read_place(request))
-        except (ValueError, LookupError, OSError, ImportError, AttributeError) as error:
+            made = make_ledger(run.folder, *read_place(request))
+        except (LedgerError, OSError) as error:
             raise ViewError(f"no ledger of this rollout: {str(error)[:500]}") from None
         return clean_json(made.to_dict())
 

@@ -174,6 +174,7 @@ def make_server_arguments(launch: SglangLaunch, *, port: int, key: str) -> dict[
     if launch.on_cpu:
         arguments |= {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
         arguments |= {"disable_overlap_schedule": True, "max_total_tokens": CPU_TOTAL_TOKENS}
+        arguments |= {"sleep_on_idle": True}  # an idle scheduler would poll, and take a core from the learner
         arguments |= {"lora_backend": "torch_native"} if launch.adapters is not None else {}
     elif options.sampler == "strop":
         arguments["sampling_backend"] = "pytorch"
