@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from strop.monitoring.profiling.quiet_profiler import quiet_profiler
 
 
 def measure_peak(work: Callable[[], object], device: torch.device) -> int:
@@ -22,7 +22,7 @@ def measure_peak(work: Callable[[], object], device: torch.device) -> int:
         work()
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device)) - before
-    with _quiet_profiler(), torch.autograd.profiler.profile(profile_memory=True) as profile:
+    with quiet_profiler(), torch.autograd.profiler.profile(profile_memory=True) as profile:
         work()
     events: Any = profile.kineto_results
     held = peak = 0
@@ -30,16 +30,3 @@ def measure_peak(work: Callable[[], object], device: torch.device) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
-
-
-@contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    """Keep the profiler's library from writing when it starts and stops."""
-    name = "KINETO_LOG_LEVEL"
-    before = os.environ.get(name)
-    os.environ[name] = before or "6"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]

@@ -6,10 +6,11 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from strop.monitoring.profiling.quiet_profiler import quiet_profiler
 
 MARK = "strop clock"  # ranges whose times are known on our clock, by which torch's are aligned
 MARKS = 8
@@ -31,7 +32,7 @@ class OperatorTrace:
         kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         settings = _ExperimentalConfig(profile_all_threads=True, trace_only=True)
         profile = torch.profiler.profile(activities=kinds, experimental_config=settings)
-        with _quiet_library():
+        with quiet_profiler():
             profile.start()
         self._marks = []
         for _ in range(MARKS):
@@ -46,7 +47,7 @@ class OperatorTrace:
         if self._profile is None:
             return None
         profile, self._profile = self._profile, None
-        with _quiet_library():
+        with quiet_profiler():
             profile.stop()
         handle, name = tempfile.mkstemp(suffix=".json")
         os.close(handle)
@@ -55,19 +56,6 @@ class OperatorTrace:
             return json.dumps(align_events(json.loads(Path(name).read_text(encoding="utf-8", errors="replace")), self._marks))
         finally:
             Path(name).unlink(missing_ok=True)
-
-
-@contextmanager
-def _quiet_library() -> Iterator[None]:
-    """Keep the profiler's library from writing lines of its own."""
-    name = "KINETO_LOG_LEVEL"
-    before = os.environ.get(name)
-    os.environ[name] = before or "6"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
 
 
 def align_events(trace: dict[str, Any], marks: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:

@@ -40,8 +40,7 @@ class SwanlabTracker(NullTracker):
         self._log_dir = Path(log_dir).absolute()
         options = {"workspace": workspace, "mode": mode, "group": group, "tags": list(tags) or None, "description": notes}
         given = {key: value for key, value in options.items() if value is not None}
-        self._init = {"project": project, "experiment_name": name, "config": dict(config or {}), **given}
-        self._init["name"] = self._init.pop("experiment_name")
+        self._init = {"project": project, "name": name, "config": dict(config or {}), **given}
         self._run: swanlab.Run | None = None
         if not packages.is_installed("swanlab"):
             raise ImportError(
