@@ -73,6 +73,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """At its end the interpreter clears what is left: libraries say of frozen objects that they leaked."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests under gpu/ need a CUDA device."""
     wanted = [item for item in items if "gpu" in item.path.parts or item.get_closest_marker("gpu")]

@@ -90,7 +90,8 @@ def _serve(options: argparse.Namespace, places: Sequence[Path]) -> int:
     if options.host not in LOOPBACK:
         who = "whoever reaches it" if options.no_token else "whoever has this address"
         print(f"warning: {options.host} is reached by other machines, over plain HTTP: {who} reads these runs", file=sys.stderr)
-    print(f"{len(server.catalogue.list_runs())} runs in {', '.join(map(str, places))}")
+    count = len(server.catalogue.list_runs())
+    print(f"{count} run{'' if count == 1 else 's'} in {', '.join(map(str, places))}")
     print(f"Open {server.address}", flush=True)
     if options.open:
         import webbrowser

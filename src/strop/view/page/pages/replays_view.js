@@ -15,7 +15,7 @@ export function ReplaysView({ runs, run }) {
   return html`<${Title} text=${`Replays: ${run.name}`} note="steps run again under other settings"><${RunSelect} runs=${runs} /><//>
     <${Answer} of=${replays} what="the replays">${(rows) => {
       if (!rows.length) return html`<${Empty}>No replay is stored. <code>strop replay ${run.folder ?? "RUN"} --step N loss_fn.ratio_clip_max=0.28</code> runs a step again, and what came out is shown here.<//>`;
-      return [...rows].reverse().map(({ name, replay }) => html`<${Replay} key=${name} name=${name} replay=${replay} />`);
+      return [...rows].reverse().map(({ file, ...replay }) => html`<${Replay} key=${file} name=${file} replay=${replay} />`);
     }}<//>`;
 }
 
