@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import aiohttp
 
+# Seconds that an unused connection is kept: less than the 5 after which SGLang's server closes it, perhaps while a request is being sent.
+KEEP_ALIVE = 2.0
+
 
 class ServerError(RuntimeError):
     """The server answered that it cannot do what was asked; the message is its own."""
@@ -28,7 +31,7 @@ class ServerClient:
                 self.address,
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=None),  # a completion takes as long as it takes
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
                 read_bufsize=1 << 20,
             )
         return self._session
