@@ -15,6 +15,7 @@ from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.step_sums import StepSums, read_step_sums
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
+from strop.storage.json_values import clean_json
 
 COLUMNS = (  # of a RolloutRecord, aligned with its tokens
     "sampled", "sampler_logprobs", "learner_logprobs", "trained_logprobs", "entropy", "reference_logprobs", "token_advantages",
@@ -62,7 +63,7 @@ class TokenLedger:
     def to_dict(self) -> dict[str, Any]:
         """Return the ledger as JSON holds it; numbers that are not finite are None."""
         values = {**vars(self), "difference": self.difference}
-        return {name: _jsonable(value) for name, value in values.items()}
+        return {name: clean_json(value) for name, value in values.items()}
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dict for each token: ``position``, ``token``, the columns, each term, ``gradient/TERM``, gradient and share."""
@@ -154,11 +155,3 @@ def _read_losses(run_folder: Path, step: int) -> dict[str, float]:
     names = ("train/loss", "train/value_loss")
     found = [values for logged, values in read_metrics(run_folder / METRICS_FILE) if logged == step]
     return {name: values[name] for values in found for name in names if name in values}
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _jsonable(each) for name, each in value.items()}
-    return [_jsonable(each) for each in value] if isinstance(value, list | tuple) else value

@@ -40,25 +40,20 @@ def plan_memory(inputs: PlanInputs) -> Iterator[PhaseMemory]:
     learner go to CPU memory); in one process on a CPU nothing leaves."""
     learner = LearnerFootprint(inputs.model, inputs.learner)
     beside = _beside(inputs, learner)
-    held = {"weights": 0.0 if inputs.learner.offloads_weights else learner.weights, "optimizer": 0.0, **beside}
-    held["optimizer"] = 0.0 if inputs.learner.offloads_weights else learner.optimizer
+    static = {} if inputs.learner.offloads_weights else {"weights": learner.weights, "optimizer": learner.optimizer}
+    held = {**static, **beside}
     engine = None if inputs.engine is None else EngineMemory(inputs.model, inputs.engine, limit_of(inputs))
-    shared, leaves = (
-        inputs.layout.shared,
-        not inputs.device.measured and inputs.engine is not None and not inputs.engine.shares_weights,
-    )
-    stays = {} if engine is None or not shared else engine.parts if not leaves else {}
+    shared, own_weights = inputs.layout.shared, engine is not None and not engine.setup.shares_weights
+    together = shared and (inputs.device.measured or not own_weights)  # neither leaves the device to the other
+    stays = engine.parts if engine is not None and together else {}
     devices = "all" if shared else "learner"
     if engine is not None:
-        yield _phase(
-            inputs, "generation", "all" if shared else "engines", {**({} if leaves or not shared else held), **engine.parts}
-        )
-    passing = learner.weight_copies
+        yield _phase(inputs, "generation", "all" if shared else "engines", {**(held if together else {}), **engine.parts})
     yield _phase(inputs, "logprobs", devices, {**held, **stays, "pass": learner.scoring_peak - learner.static})
-    activations = {"gradients": learner.gradients, "activations": learner.activations, "weight copies": passing}
+    activations = {"gradients": learner.gradients, "activations": learner.activations, "weight copies": learner.weight_copies}
     activations["output layer"] = learner.training_peak - learner.static - sum(activations.values())
     yield _phase(inputs, "training", devices, {**held, **stays, **activations})
-    if engine is not None and not inputs.engine.shares_weights:  # type: ignore[union-attr]
+    if engine is not None and own_weights:
         sent = {**held, "engine weights": engine.weights if shared else 0.0, "weights on their way": TRANSFER_BUFFER}
         yield _phase(inputs, "weight sync", devices, sent)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.safety.printable import make_printable, shorten
-from strop.view.view_error import clean_json, clean_number
+from strop.storage.json_values import clean_json
+from strop.view.view_error import clean_number
 
 PREVIEW = 200  # characters
 GROUP_TEXT = 4000  # characters of a completion beside others

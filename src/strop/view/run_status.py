@@ -9,7 +9,7 @@ from typing import Any
 from strop.monitoring.watchdog.doctor import ALIVE, find_newest_checkpoint, find_verdict
 from strop.monitoring.watchdog.status import LogEntry, Status
 from strop.safety.printable import make_printable
-from strop.view.view_error import clean_json
+from strop.storage.json_values import clean_json
 from strop.view.viewed_run import ViewedRun, hide_secret_words
 
 HEALTH = "health/"  # metrics that are 1 in a step in which a warning holds

@@ -20,14 +20,3 @@ def clean_number(value: Any) -> float | None:
         return None
     number = float(value)
     return number if math.isfinite(number) else None
-
-
-def clean_json(value: Any) -> Any:
-    """Return nested values with None for numbers that are not finite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(name): clean_json(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [clean_json(item) for item in value]
-    return value

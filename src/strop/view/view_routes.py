@@ -20,6 +20,7 @@ from strop.monitoring.rollout_index.rollout_filter import RolloutFilter
 from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER
 from strop.monitoring.rollout_store.stored_images import StoredImages
 from strop.safety.printable import make_printable
+from strop.storage.json_values import clean_json
 from strop.view.access_guard import LONGEST_BODY
 from strop.view.http_answers import answer_json, answering, read_count, read_filter, read_int, read_order, read_place
 from strop.view.page_files import read_page_file
@@ -29,7 +30,7 @@ from strop.view.run_status import describe_status
 from strop.view.star_file import STARS_FILE, change_star, read_stars
 from strop.view.token_texts import TokenTexts
 from strop.view.validation_browser import ValidationBrowser
-from strop.view.view_error import ViewError, clean_json
+from strop.view.view_error import ViewError
 from strop.view.viewed_run import ViewedRun, flatten
 
 log = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ class ViewRoutes:
             made = make_ledger(run.folder, *read_place(request))
         except (LedgerError, OSError) as error:
             raise ViewError(f"no ledger of this rollout: {str(error)[:500]}") from None
-        return clean_json(made.to_dict())
+        return made.to_dict()
 
     def replays(self, request: Request) -> Any:
         found = []

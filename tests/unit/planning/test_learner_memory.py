@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from strop.models.attention import kernel_choice, plain_attention
+from strop.models.logprobs import logit_tiles, tiled_logprobs
+from strop.planning import learner_memory
 from strop.planning.learner_memory import LearnerFootprint, LearnerSetup, Sharding
 from strop.planning.model_size import ModelSize
 
@@ -55,6 +59,16 @@ def test_the_peak_of_every_shape_of_the_grid_is_planned_within_a_tenth(bench):
 
     assert len(peaks) >= 20
     assert {str(peak.case): round(peak.error, 3) for peak in peaks if abs(peak.error) > BOUND} == {}
+
+
+def test_the_plan_counts_with_the_sizes_that_the_models_use():
+    """The plan imports no torch, so it has them as numbers."""
+    kernels = {planned: kernel_choice.PLAIN_SCORES["cpu", dtype] for planned, dtype in ((4, torch.float32), (2, torch.bfloat16))}
+
+    assert kernels == learner_memory.PLAIN_SCORES
+    assert learner_memory.EAGER_SCORES == plain_attention.MAX_EAGER_SCORES
+    assert learner_memory.MOST_KEPT_LOGITS == tiled_logprobs.MOST_KEPT_LOGITS
+    assert (learner_memory.TILE_ROWS, learner_memory.TILE_COLUMNS) == (logit_tiles.CPU_ROWS, logit_tiles.CPU_COLUMNS)
 
 
 def test_weights_of_the_shape_are_those_of_the_model():

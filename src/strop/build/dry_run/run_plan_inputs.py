@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.build.algorithm.run_algorithm import count_steps_per_batch, make_run_algorithm
 from strop.build.cluster.device_plan import choose_dims
+from strop.build.summary import UNLIMITED_STEPS
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import PpoRunConfig
@@ -25,7 +27,6 @@ PROMPT_SHARE = 0.25  # of the longest conversation: its prompt, where nothing is
 COMPLETION_SHARE = 0.5  # of the longest completion: the average one
 RECORDED_SHARE = 0.5  # of the longest example: the average one
 OPTIMIZER_NUMBERS = {"SGD": 0, "Adafactor": 0, "AdamW8bit": 0.5, "Adam8bit": 0.5, "Lion": 1, "Muon": 1}
-LOGICAL_STEPS = 1_000_000  # the default of max_num_steps: the epochs end the run
 DEFAULT_BATCH = 32  # examples of an optimizer step on recorded data
 ADAPTER_SHARE = 0.01  # of the weights, that adapters train
 
@@ -39,9 +40,11 @@ def read_inputs(config: TrainingRunConfig, model: ModelSize, device: Device, len
     rollouts = isinstance(config, RolloutRunConfig)
     generation = config.policy.generation if isinstance(config, RolloutRunConfig) else None
     shared = placed.colocated or not counts.uses_ray
-    learner = _read_learner(config, device, training, counts.uses_ray)
+    dims = choose_dims(config.policy, training) if counts.uses_ray else None
+    scored = REFERENCE_LOGPROBS in make_run_algorithm(config).requires
+    learner = _read_learner(config, device, dims)
     engine = None if generation is None else _read_engine(generation, config.policy, device, uses_ray=counts.uses_ray)
-    work, assumptions = _read_work(config, lengths)
+    work, assumptions = _read_work(config, lengths, float(scored))
     size = 1 if engine is None else engine.size
     in_process = generation.engine_options.num_local_engines if generation is not None and generation.uses_engines else 1
     generating = size * (max(1, engines) if counts.uses_ray else in_process)
@@ -58,7 +61,6 @@ def read_inputs(config: TrainingRunConfig, model: ModelSize, device: Device, len
         cache_precision_bytes=int(engine.cache_bytes) if engine is not None else 2,
     )
     ahead = "" if not rollouts else ", colocated" if shared else ", beside each other"
-    dims = str(choose_dims(config.policy, training)) if counts.uses_ray else "one process"
     return PlanInputs(
         model=model,
         device=device,
@@ -66,19 +68,18 @@ def read_inputs(config: TrainingRunConfig, model: ModelSize, device: Device, len
         engine=engine,
         work=work,
         layout=layout,
-        layout_text=f"{dims}{ahead}",
-        references=_count_references(config),
+        layout_text=f"{dims or 'one process'}{ahead}",
+        references=_count_references(config) if scored else 0,
         critics=1 if isinstance(config, PpoRunConfig) and not config.value.head_only else 0,
-        steps=None if config.training.last_step >= LOGICAL_STEPS else config.training.last_step,
+        steps=None if config.training.last_step >= UNLIMITED_STEPS else config.training.last_step,
         learner_key="policy.megatron_cfg" if config.policy.uses_megatron else "policy.dtensor_cfg",
         batch_key=f"policy.{config.policy.batching_key}.train_mb_tokens",
         assumptions=assumptions,
     )
 
 
-def _read_learner(config: TrainingRunConfig, device: Device, training: int, uses_ray: bool) -> LearnerSetup:
+def _read_learner(config: TrainingRunConfig, device: Device, dims: ParallelDims | MegatronDims | None) -> LearnerSetup:
     policy = config.policy
-    dims = choose_dims(policy, training) if uses_ray else None
     budget = policy.batching.train_mb_tokens
     longest = policy.max_total_sequence_length
     tokens = policy.train_micro_batch_size * longest if budget == "auto" else budget
@@ -165,16 +166,15 @@ def _read_engine(generation: GenerationConfig, policy: ModelConfig, device: Devi
 
 
 def _count_references(config: TrainingRunConfig) -> int:
-    """Return how many frozen copies of the policy stay on the learner's devices."""
-    if "reference_logprobs" not in make_run_algorithm(config).requires or config.policy.adapter_rank is not None:
-        return 0
+    """Return how many frozen copies of the policy stay on the learner's devices, of a run that scores with a reference."""
+    if config.policy.adapter_rank is not None:
+        return 0  # the policy without its adapters
     reference = getattr(config.policy, "reference", None)
     return 0 if reference is not None and reference.offload else 1
 
 
-def _read_work(config: TrainingRunConfig, lengths: AverageLengths) -> tuple[StepWork, tuple[str, ...]]:
+def _read_work(config: TrainingRunConfig, lengths: AverageLengths, scores: float) -> tuple[StepWork, tuple[str, ...]]:
     longest = config.policy.max_total_sequence_length
-    scores = float("reference_logprobs" in make_run_algorithm(config).requires)
     recomputes = float(config.policy.dtensor_cfg.activation_checkpointing or config.policy.megatron_cfg.activation_checkpointing)
     frozen = config.policy.adapter_rank is not None
     if not isinstance(config, RolloutRunConfig):

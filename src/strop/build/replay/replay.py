@@ -17,6 +17,7 @@ from strop.build.replay.replayed_run import open_replayed_run
 from strop.build.replay.replayed_step import MovedRollout, ReplayedStep, replay_step
 from strop.safety.remote_code import trust_remote_code
 from strop.storage.atomic_file import atomic_write
+from strop.storage.json_values import clean_json
 
 REPLAYS_FOLDER = "replays"  # in the log folder of the run
 LISTED = 10  # rollouts that moved most
@@ -62,7 +63,7 @@ class ReplayResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON holds it; numbers that are not finite are None."""
-        found: dict[str, Any] = _jsonable(
+        found: dict[str, Any] = clean_json(
             {**asdict(self), "gradient_degrees": _degrees(self.gradient_cosine), "change_degrees": _degrees(self.change_cosine)}
         )
         return found
@@ -147,11 +148,3 @@ def _ratio(first: Tensor, second: Tensor) -> float | None:
 
 def _degrees(cosine: float | None) -> float | None:
     return None if cosine is None else math.degrees(math.acos(cosine))
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _jsonable(each) for name, each in value.items()}
-    return [_jsonable(each) for each in value] if isinstance(value, list | tuple) else value
