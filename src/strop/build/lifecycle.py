@@ -20,7 +20,7 @@ from strop.distributed.base import Cluster
 from strop.environments.verifiers.held_out_grader import VerifierGrader, make_grader
 from strop.monitoring.console.console import open_console
 from strop.monitoring.hacking.hacking_monitor import DETECTORS, HackingMonitor
-from strop.monitoring.profiling.step_profiler import StepProfiler
+from strop.monitoring.profiling.step_profiler import ProfiledProcess, StepProfiler
 from strop.monitoring.roofline.decode_work import DecodeWork
 from strop.monitoring.trackers.background_tracker import BackgroundTracker
 from strop.monitoring.trackers.base import CompositeTracker, Tracker
@@ -111,11 +111,16 @@ def make_profiler(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster 
         steps=frozenset(profile.steps),
         operators=profile.operators,
         note=tracker.note,
-        processes=cluster.list_processes if cluster is not None else tuple,
+        processes=(lambda: _list_working(cluster)) if cluster is not None else tuple,
         decode_work=None
         if model is None
         else DecodeWork(model=model, itemsize=2 if precision == "bfloat16" else 4, precision=precision),
     )
+
+
+def _list_working(cluster: Cluster) -> list[ProfiledProcess]:
+    """Return the processes of a run that take part in its steps: all but those that watch the machines."""
+    return [process for process in cluster.list_processes() if not process.name.startswith("monitor-")]
 
 
 def make_hacking_monitor(config: RolloutRunConfig) -> HackingMonitor:

@@ -128,14 +128,12 @@ class DecodeKernels:
         out = x.new_empty(*x.shape[:-1], weight.outputs)
         rows = x.numel() // max(weight.inputs, 1)
         matrix = matrix_struct(weight, bias)
+        half = x.dtype == torch.bfloat16
+        arguments = (ctypes.byref(matrix), x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads(), half)
         _call(
             self.library.strop_linear,
-            ctypes.byref(matrix),
-            x.data_ptr(),
-            rows,
-            out.data_ptr(),
-            torch.get_num_threads(),
-            x.dtype == torch.bfloat16,
+            *arguments,
+            product=(rows, weight.inputs, weight.outputs, "bfloat16" if half else "float32"),
         )
         return out
 
@@ -237,12 +235,15 @@ class DecodeKernels:
         return logits
 
 
-def _call(function: Any, *arguments: Any) -> None:
-    """Call a function of the library: while a step is recorded as a span, as torch's profiler sees nothing of it."""
-    if RECORDER.is_recording:
-        with RECORDER.span("kernels", function.__name__):
-            function(*arguments)
-    else:
+def _call(function: Any, *arguments: Any, product: tuple[int, int, int, str] | None = None) -> None:
+    """Call a function of the library: while a step is recorded as a span, as torch's profiler sees nothing of it.
+
+    ``product``: rows, inputs and outputs of a product of matrices, and the format of its numbers."""
+    if not RECORDER.is_recording:
+        function(*arguments)
+        return
+    detail = "" if product is None else "[{0}, {1}] x [{2}, {1}]^T {3}".format(*product)
+    with RECORDER.span("kernels", function.__name__, detail):
         function(*arguments)
 
 

@@ -122,9 +122,9 @@ def _list_marks(each: ProcessRoofline) -> list[_Mark]:
 def _make_mark(row: OperatorRow, each: ProcessRoofline, share: float) -> _Mark:
     place = find_place(row, each.ceilings)
     group = next((index for index, (_, kinds, _) in enumerate(GROUPS) if row.kind in kinds), len(GROUPS) - 1)
-    near = f", {100 * place.share:.0f} % of the roof ({place.bound})" if place.bound else ""
+    near = f", {100 * place.share:.0f} % of the roof" if place.bound else ""
     phase = f"{PASS_NAMES.get(row.phase, row.phase)}: " if row.phase else ""
-    text = f"{phase}{name_row(row)}: {100 * share:.1f} % of the time, {format_rate(place.rate)}FLOP/s{near}"
+    text = f"{phase}{name_row(row)}: {100 * share:.1f} % of the time{near}"
     return _Mark(place.intensity, place.rate, share, group, text)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from strop.monitoring.profiling.operator_trace import OperatorTrace
 from strop.monitoring.profiling.span_recorder import RECORDER, RecordedSpans, Span
 from strop.monitoring.roofline.operator_rows import TimedPass
-from strop.monitoring.roofline.process_roofline import RecordedPass, find_ceilings, make_roofline
+from strop.monitoring.roofline.process_roofline import PASSES, find_ceilings, make_roofline
 from strop.monitoring.roofline.step_roofline import ProcessRoofline
 
 KERNELS_TRACK = "kernels"  # spans of calls in which torch sees nothing
@@ -46,7 +46,7 @@ def end_profile() -> RecordedSpans:
     """End the recording of this process and return it."""
     global _spans
     recorded = RECORDER.end()
-    _spans = [span for span in recorded.spans if span.track in PASS_TRACKS]
+    _spans = [span for span in recorded.spans if span.track in PASS_TRACKS or (span.track == "calls" and span.name in PASSES)]
     return recorded._replace(operators=_operators.end())
 
 
@@ -56,7 +56,6 @@ def take_roofline() -> ProcessRoofline:
     events, _operators.events = _operators.events, []
     spans, _spans = _spans, []
     passes = [
-        RecordedPass(TimedPass(span.name, span.started, span.ended, span.thread, span.track == KERNELS_TRACK), span.detail)
-        for span in spans
+        TimedPass(span.name, span.started, span.ended, span.thread, span.track == KERNELS_TRACK, span.detail) for span in spans
     ]
     return make_roofline(events, _operators.shift, passes)

@@ -24,6 +24,7 @@ from strop.monitoring.roofline.operator_work import (
     PRODUCTS,
     SOFTMAX,
     OperatorWork,
+    count_kernel,
     count_work,
 )
 
@@ -50,6 +51,7 @@ class TimedPass:
     ended: float
     thread: int  # native id
     is_kernel: bool = False  # a call of Strop's own kernels, in which torch sees nothing
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _open(
     phase, part = outer.phase, outer.part
     if isinstance(event, TimedPass):
         counted, name = event.is_kernel, event.name if event.is_kernel else "Python and what torch does not report"
-        work = OperatorWork(KERNELS if counted else OUTSIDE, counted=False)
+        work = count_kernel(event.detail) if counted else OperatorWork(OUTSIDE, counted=False)
         phase = outer.phase if counted else event.name
     else:
         name = str(event["name"])

@@ -33,6 +33,7 @@ class OperatorWork:
     counted: bool = True  # False: only the kind is known
 
 
+PRODUCT = re.compile(r"\[(\d+), (\d+)\] x \[(\d+), \2\]\^T (bfloat16|float32)")
 Rule = Callable[[OperatorInputs], OperatorWork]
 
 
@@ -47,6 +48,17 @@ def count_work(name: str, inputs: OperatorInputs) -> OperatorWork | None:
         return rule(inputs)
     except (KeyError, IndexError, ValueError):  # called with other arguments than are known here
         return None
+
+
+def count_kernel(detail: str) -> OperatorWork:
+    """Return the work of one of Strop's own kernels: of a product that says so, "[4, 8] x [16, 8]^T bfloat16"; else its kind."""
+    found = PRODUCT.fullmatch(detail)
+    if found is None:
+        return OperatorWork(KERNELS, counted=False)
+    rows, inner, columns = (int(found[place]) for place in (1, 2, 3))
+    itemsize = 2 if found[4] == "bfloat16" else 4
+    moved = float(itemsize * (rows * inner + inner * columns + rows * columns))
+    return OperatorWork(PRODUCTS, 2.0 * rows * inner * columns, moved, found[4], detail.rpartition(" ")[0])
 
 
 # --- products --------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from strop.hardware.devices import find_device
@@ -17,14 +16,6 @@ PASSES = ("prefill", "decode", "forward", "backward", "step")
 DECODED = re.compile(r"([\d,]+) sequences, ([\d,]+) tokens")  # the detail of a decode span
 
 
-@dataclass(frozen=True)
-class RecordedPass:
-    """A span of the recording, with what it says of itself."""
-
-    timed: TimedPass
-    detail: str = ""
-
-
 def find_ceilings() -> DeviceCeilings | None:
     """Return the ceilings of what this process computes on: its GPU's of the table, or its processors', measured once."""
     import torch
@@ -35,9 +26,9 @@ def find_ceilings() -> DeviceCeilings | None:
     return None if device is None else DeviceCeilings.of_device(device)
 
 
-def make_roofline(events: Sequence[Mapping[str, Any]], shift: float, passes: Sequence[RecordedPass]) -> ProcessRoofline:
+def make_roofline(events: Sequence[Mapping[str, Any]], shift: float, passes: Sequence[TimedPass]) -> ProcessRoofline:
     """Return the roofline of this process, from torch's events and its own passes (``list_rows``)."""
-    rows = list_rows(events, shift, [each.timed for each in passes])
+    rows = list_rows(events, shift, passes)
     return ProcessRoofline(
         ceilings=find_ceilings() if rows else None,
         on_device=any(event.get("cat") in DEVICE for event in events),
@@ -46,8 +37,8 @@ def make_roofline(events: Sequence[Mapping[str, Any]], shift: float, passes: Seq
     )
 
 
-def _sum_pass(name: str, passes: Sequence[RecordedPass], rows: Sequence[OperatorRow]) -> PassTotals | None:
-    mine = [each for each in passes if each.timed.name == name and not each.timed.is_kernel]
+def _sum_pass(name: str, passes: Sequence[TimedPass], rows: Sequence[OperatorRow]) -> PassTotals | None:
+    mine = [each for each in passes if each.name == name and not each.is_kernel]
     if not mine:
         return None
     inside = [row for row in rows if row.phase == name]
@@ -56,7 +47,7 @@ def _sum_pass(name: str, passes: Sequence[RecordedPass], rows: Sequence[Operator
     return PassTotals(
         name=name,
         calls=len(mine),
-        seconds=sum(each.timed.ended - each.timed.started for each in mine),
+        seconds=sum(each.ended - each.started for each in mine),
         flops=sum(row.flops for row in inside),
         moved=sum(row.moved for row in inside),
         precision=max(inside, key=lambda row: row.flops).precision if inside else "",

@@ -141,7 +141,7 @@ def read_roofline(path: Path) -> StepRoofline:
             raise ValueError(
                 f"{path} is of another version of Strop: found format {values['version']}, and this one reads {VERSION}"
             )
-        processes = [_read_process(each) for each in values["processes"]]
+        processes = tuple(_read_process(each) for each in values["processes"])
         return StepRoofline(step=int(values["step"]), seconds=float(values["seconds"]), processes=processes)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
@@ -154,8 +154,8 @@ def _read_process(values: Mapping[str, Any]) -> ProcessRoofline:
         ceilings=None if ceilings is None else DeviceCeilings.from_dict(ceilings),
         on_device=bool(values["on_device"]),
         note=str(values["note"]),
-        passes=[_read_entry(PassTotals, each) for each in values["passes"]],
-        rows=[_read_entry(OperatorRow, each) for each in values["rows"]],
+        passes=tuple(_read_entry(PassTotals, each) for each in values["passes"]),
+        rows=tuple(_read_entry(OperatorRow, each) for each in values["rows"]),
     )
 
 
