@@ -89,6 +89,7 @@ def test_two_vllm_engines_over_ray_say_what_two_on_this_machine_say(tiny: Path, 
         count = {"generation__vllm_cfg__num_engines": 1 if name == "one" else 2}
         outcome = evaluate(tiny, tmp_path / name, timeout=400, **greedy, **changes, **count)
         assert outcome.code == 0, outcome.out + outcome.err
+        assert "vllm" not in outcome.out  # what engines say is in their files
         found.append([[sample["completion"] for sample in task["samples"]] for task in read(tmp_path / name)["tasks"]])
     assert found[0] == found[1] == found[2]
 
