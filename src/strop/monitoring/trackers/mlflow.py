@@ -40,7 +40,7 @@ class MlflowTracker(NullTracker):
         *,
         experiment: str,
         name: str | None = None,
-        run_id: str | None = None,  # of a run that exists; None: that of the log folder, or a new one
+        run_id: str | None = None,  # of a run that exists; None: that of the log folder, or MLFLOW_RUN_ID, or a new one
         tracking_uri: str | None = None,
         artifact_location: str | None = None,
         tags: Mapping[str, str] | None = None,
@@ -104,6 +104,7 @@ class MlflowTracker(NullTracker):
             self._log_dir.mkdir(parents=True, exist_ok=True)
             self._client = MlflowClient(tracking_uri=self._uri)
             known = self._run_id or (None if from_scratch else read_run_id(self._log_dir, ID_FILE))
+            known = known or os.environ.get("MLFLOW_RUN_ID")  # set by platforms that have begun the run
             if known is None or not self._reopen(self._client, known):
                 self._run_id = store_run_id(self._log_dir, ID_FILE, self._create_run(self._client))
         return self._client
