@@ -71,7 +71,7 @@ class SwanlabConfig(BaseConfig):
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
-    project: str | None = Field(None, min_length=1, description="Project name; null is SWANLAB_PROJECT, or else strop.")
+    project: str | None = Field(None, min_length=1, description="Project name; null is SWANLAB_PROJ_NAME, or else strop.")
     name: str | None = Field(None, description="Run name; null is run_name, and without one SwanLab chooses.")
     workspace: str | None = Field(
         None, description="Team or user that the project belongs to; null is the one that is logged in."

@@ -73,7 +73,7 @@ def _make_swanlab(config: TrainingRunConfig, folder: Path, settings: dict[str, A
     section = config.logger.swanlab
     return SwanlabTracker(
         folder,
-        project=_name_project(section.project, "SWANLAB_PROJECT", "SWANLAB_PROJ_NAME"),
+        project=_name_project(section.project, "SWANLAB_PROJ_NAME"),
         name=section.name or config.run_name,
         workspace=section.workspace,
         mode=section.mode,
@@ -94,8 +94,8 @@ def _make_trackio(config: TrainingRunConfig, folder: Path, settings: dict[str, A
     )
 
 
-def _name_project(configured: str | None, *variables: str) -> str:
-    return configured or next(filter(None, map(os.environ.get, variables)), "strop")
+def _name_project(configured: str | None, variable: str) -> str:
+    return configured or os.environ.get(variable) or "strop"
 
 
 MAKE_SERVICE: Mapping[str, Callable[[TrainingRunConfig, Path, dict[str, Any]], Tracker]] = {

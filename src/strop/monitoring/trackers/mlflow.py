@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -10,14 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from strop import packages
 from strop.monitoring.trackers.base import NullTracker
-from strop.monitoring.trackers.media import SavedCheckpoint, StepMedia
+from strop.monitoring.trackers.media import MetricHistogram, SavedCheckpoint, StepMedia
 from strop.monitoring.trackers.run_ids import read_run_id, store_run_id
+from strop.monitoring.trackers.service_tracker import check_package
 from strop.monitoring.trackers.tracked_settings import flatten_settings
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from PIL.Image import Image
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,8 @@ class MlflowTracker(NullTracker):
     """Logs to the MLflow server at ``tracking_uri``; None: MLFLOW_TRACKING_URI, or else ``<log_dir>/mlflow.db``.
 
     A resumed run stays the same run. MLflow cannot forget: steps that run again are in it twice, and its charts show both.
-    MLflow has no histograms: quantiles are metrics instead (``histograms/reward/p50``). Samples are text files among the artifacts.
+    MLflow has no histograms: their quantiles are metrics (``histograms/reward/p50``), and where samples are shown they are drawn as an
+    image with a step. Samples are text files among the artifacts.
     """
 
     def __init__(
@@ -54,11 +57,7 @@ class MlflowTracker(NullTracker):
         self._artifacts = artifact_location or ((own / "mlflow_artifacts").as_uri() if own else None)
         self._tags, self._config, self._checkpoints = dict(tags or {}), dict(config or {}), checkpoints
         self._client: MlflowClient | None = None
-        if not packages.is_installed("mlflow"):
-            raise ImportError(
-                "logger.mlflow_enabled is true, but mlflow is not installed; "
-                "install it (pip install 'strop[mlflow]') or set logger.mlflow_enabled=false"
-            )
+        check_package("mlflow")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
@@ -72,6 +71,8 @@ class MlflowTracker(NullTracker):
         client = self._get_client()
         for histogram in media.histograms:
             self.log(step, histogram.quantiles())
+            if media.tables:  # two files each among the artifacts, so not at every step
+                client.log_image(self._id, _draw_bars(histogram), key=histogram.name, step=step)
         for table in media.tables:
             client.log_text(self._id, table.as_text(), f"{table.name}/step_{step:06d}.txt")
         for image in media.images:
@@ -134,3 +135,19 @@ class MlflowTracker(NullTracker):
         for start in range(0, len(settings), BATCH):
             client.log_batch(run_id, params=settings[start : start + BATCH])
         return run_id
+
+
+def _draw_bars(histogram: MetricHistogram) -> Image:
+    """Return a picture of 480 x 300 pixels. No pyplot: it keeps figures, and is not for threads."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    figure = Figure(figsize=(4.8, 3), dpi=100, layout="constrained")
+    axes = figure.add_subplot()
+    middles, counts = histogram.count()
+    width = (middles[-1] - middles[0]) / (len(middles) - 1) if len(middles) > 1 else 1.0
+    axes.bar(middles, counts, width=width * 0.92)
+    axes.set(title=histogram.name, ylabel=f"of {sum(counts)} values")
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    return Image.open(content).convert("RGB")
