@@ -52,9 +52,9 @@ class MlflowTracker(NullTracker):
     ) -> None:
         self._log_dir = Path(log_dir).absolute()
         self._experiment, self._name, self._run_id = experiment, name, run_id
-        own = None if tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") else self._log_dir
-        self._uri = f"sqlite:///{own / 'mlflow.db'}" if own else tracking_uri
-        self._artifacts = artifact_location or ((own / "mlflow_artifacts").as_uri() if own else None)
+        self._own = None if tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") else self._log_dir / "mlflow.db"
+        self._uri = f"sqlite:///{self._own}" if self._own else tracking_uri
+        self._artifacts = artifact_location or ((self._log_dir / "mlflow_artifacts").as_uri() if self._own else None)
         self._tags, self._config, self._checkpoints = dict(tags or {}), dict(config or {}), checkpoints
         self._client: MlflowClient | None = None
         check_package("mlflow")
@@ -103,11 +103,15 @@ class MlflowTracker(NullTracker):
             from mlflow import MlflowClient
 
             self._log_dir.mkdir(parents=True, exist_ok=True)
-            self._client = MlflowClient(tracking_uri=self._uri)
+            if self._own is not None:
+                self._own.open("ab").close()  # or MLflow tries for minutes what will not be allowed
+            client = MlflowClient(tracking_uri=self._uri)
             known = self._run_id or (None if from_scratch else read_run_id(self._log_dir, ID_FILE))
             known = known or os.environ.get("MLFLOW_RUN_ID")  # set by platforms that have begun the run
-            if known is None or not self._reopen(self._client, known):
-                self._run_id = store_run_id(self._log_dir, ID_FILE, self._create_run(self._client))
+            if known is None or not self._reopen(client, known):
+                self._run_id = store_run_id(self._log_dir, ID_FILE, self._create_run(client))
+                self._log_settings(client)
+            self._client = client
         return self._client
 
     def _reopen(self, client: MlflowClient, run_id: str) -> bool:
@@ -122,19 +126,21 @@ class MlflowTracker(NullTracker):
         return True
 
     def _create_run(self, client: MlflowClient) -> str:
-        from mlflow.entities import Param
-
         found = client.get_experiment_by_name(self._experiment)
         experiment = found.experiment_id if found else client.create_experiment(self._experiment, self._artifacts)
         run_id: str = client.create_run(experiment, run_name=self._name, tags=self._tags).info.run_id
+        return run_id
+
+    def _log_settings(self, client: MlflowClient) -> None:
+        from mlflow.entities import Param
+
         settings = [
             Param(_FORBIDDEN.sub("_", name), str(value)[:LONGEST])
             for name, value in flatten_settings(self._config)
             if value != ""
         ]
         for start in range(0, len(settings), BATCH):
-            client.log_batch(run_id, params=settings[start : start + BATCH])
-        return run_id
+            client.log_batch(self._id, params=settings[start : start + BATCH])
 
 
 def _draw_bars(histogram: MetricHistogram) -> Image:

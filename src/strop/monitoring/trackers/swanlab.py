@@ -64,7 +64,13 @@ class SwanlabTracker(ServiceTracker["swanlab.Run"]):
         run_id = known or create_run_id(self._log_dir, ID_FILE, bytes=10)
         # A question could not be answered, the terminal's record would be of every redraw, and Strop has monitors of its own.
         settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}, probe={"monitor": False})
-        return swanlab.init(id=run_id, resume="allow", log_dir=str(folder), settings=settings, **self._init)
+        try:
+            return swanlab.init(id=run_id, resume="allow", log_dir=str(folder), settings=settings, **self._init)
+        except RuntimeError as error:
+            if "API key" not in str(error):
+                raise
+            fix = "run `swanlab login`, set SWANLAB_API_KEY, or set logger.swanlab.mode=offline to keep the run on this machine"
+            raise RuntimeError(f"there is no API key of SwanLab: {fix}") from error
 
 
 def _draw_bars(histogram: MetricHistogram) -> swanlab.echarts.Bar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,5 +58,14 @@ class TrackioTracker(ServiceTracker["trackio.Run"]):
         if name is None:
             made = create_run_id(self._log_dir, NAME_FILE)
             name = store_run_id(self._log_dir, NAME_FILE, f"{self._name}-{made}" if self._name else made)
+        if not self._init["space_id"]:
+            _check_folder(Path(trackio.TRACKIO_DIR))  # what cannot be written there is only a warning of Trackio's
         off = {"auto_log_gpu": False, "auto_log_cpu": False, "embed": False}  # Strop has monitors of its own
         return trackio.init(project=self._project, name=name, resume="allow", **off, **self._init)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise OSError if no file can be written in a folder, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"x")

@@ -12,6 +12,7 @@ from strop.monitoring.trackers.aliases import add_aliases
 from strop.monitoring.trackers.media import SampleTable, SavedCheckpoint, StepMedia
 from strop.monitoring.trackers.run_ids import create_run_id, read_run_id
 from strop.monitoring.trackers.service_tracker import ServiceTracker
+from strop.monitoring.trackers.tracker_error import describe_error
 
 if TYPE_CHECKING:
     import wandb
@@ -95,13 +96,13 @@ class WandbTracker(ServiceTracker["wandb.Run"]):
     def _check_available(self) -> None:
         """Check package and API key when the run starts, instead of at an interactive prompt. Raises ImportError or ValueError."""
         try:
-            import wandb
+            import wandb  # noqa: F401
         except ImportError as error:
             raise ImportError(
                 f"logger.wandb_enabled is true, but wandb cannot be imported ({error}); "
                 "install it (pip install wandb) or set logger.wandb_enabled=false"
             ) from error
-        if not self._is_offline() and not wandb.api.api_key:
+        if not self._is_offline() and not _has_key():
             raise ValueError(
                 "logger.wandb_enabled is true, but there is no Weights & Biases API key: run `wandb login` or set "
                 "WANDB_API_KEY, or set WANDB_MODE=offline to keep the run on this machine, or logger.wandb_enabled=false"
@@ -111,6 +112,21 @@ class WandbTracker(ServiceTracker["wandb.Run"]):
 def is_wandb_offline(mode: str | None = None) -> bool:
     """Return whether Weights & Biases keeps runs on this machine. ``mode`` None: as the environment says."""
     return str(mode or os.environ.get("WANDB_MODE", "")).lower() in ("offline", "dryrun", "disabled")
+
+
+def _has_key() -> bool:
+    """Return whether there is a key, or another way to log in. Raises ValueError for one that cannot be right; nobody is asked."""
+    import wandb
+
+    try:
+        return bool(wandb.login(prompt=False, verify=False))
+    except (AttributeError, TypeError):  # a version that would ask
+        return bool(wandb.api.api_key)
+    except wandb.Error as error:
+        raise ValueError(
+            f"logger.wandb_enabled is true, but Weights & Biases refuses the key: {describe_error(error)}. Run `wandb login`, "
+            "correct WANDB_API_KEY, or set logger.wandb_enabled=false"
+        ) from error
 
 
 def _resume_rewound(run_id: str, step: int, common: Mapping[str, Any]) -> wandb.Run:
