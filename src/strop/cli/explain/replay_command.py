@@ -64,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--retrain",
         type=_count,
         metavar="K",
-        help="train at most K steps again on the way to the step; 0: none, so it needs a checkpoint of the step before (default: any)",
+        help="train at most K steps again on the way; 0: none, so a checkpoint of the step before is needed (default: any)",
     )
     parser.add_argument(
         "--weights",
