@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="strop replay",
         description="Train a step of a run again, from its checkpoint and what it trained on, as it was or under another algorithm, clip, "
         "correction or learning rate, and compare. Nothing of the run changes.",
-        epilog="The step begins with the weights of the step before. Where no checkpoint of that step is kept, the steps between are trained "
+        epilog="A step begins with the weights of the step before. Where no checkpoint of it is kept, the steps between are trained "
         "again from the newest one before it, or from the initial model, and each is compared with what it logged.",
         allow_abbrev=False,
     )
