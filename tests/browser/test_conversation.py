@@ -50,16 +50,16 @@ def test_long_reasoning_is_folded_and_opens_for_a_token_in_it(address: str, open
 
 def test_images_stand_where_they_were_shown(address: str, open_page: Callable[..., Any]) -> None:
     page = open_page(address)
-    show(page, "rollout/3/1/2?run=quickstart&colour=none", "And here?")
+    show(page, "rollout/3/2/2?run=quickstart&colour=none", "And here?")
     page.wait_for_function(LOADED)
     assert page.locator("#main img").count() == 2
     assert "[image:" not in page.inner_text("#main")
     said = page.locator(".message", has_text="And here?").locator("pre, img")
     assert said.evaluate_all("all => all.map((one) => one.tagName)") == ["PRE", "IMG", "PRE"]
-    show(page, "rollout/3/1/2?run=quickstart&colour=advantage", "I see two numbers.")
+    show(page, "rollout/3/2/2?run=quickstart&colour=advantage", "I see two numbers.")
     page.wait_for_function(LOADED)
     assert page.locator("#main img").count() == 2
-    show(page, "group/3/1?run=quickstart", "4 rollouts")
+    show(page, "group/3/2?run=quickstart", "4 rollouts")
     page.wait_for_function("() => document.querySelectorAll('.columns img').length === 1")
 
 

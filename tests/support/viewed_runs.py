@@ -143,8 +143,8 @@ def _load_encoder(folder: Path | None) -> Any:
 
 
 def _make_record(step: int, group: int, sample: int, chance: random.Random, encode: Any) -> RolloutRecord:
-    """The first group talks with a tool and has a branch; of the second one sample is hostile, one reasons at length and one is shown
-    images; the third was dropped in even steps."""
+    """The first group talks with a tool and has a branch; of the second one sample is hostile and one reasons at length; of the third,
+    which was dropped in even steps, one is shown images."""
     left, right = 10 + group, 7 + group
     right_answer = chance.random() < step / STEPS
     answer = f"The answer is {left + right if right_answer else left - right}."
@@ -161,7 +161,7 @@ def _make_record(step: int, group: int, sample: int, chance: random.Random, enco
     if (group, sample) == (1, 1):
         texts = [("assistant", f"<think>\n{THOUGHT * 12}\n</think>\n\n{answer}", True, 0)]
     question = f"What is {left} plus {right}?"
-    if (group, sample) == (1, 2):
+    if (group, sample) == (2, 2):
         question = f"[image: numbers.png]{question}"
         texts = [
             ("assistant", "I see two numbers.", True, 0),
