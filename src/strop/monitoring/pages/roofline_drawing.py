@@ -33,10 +33,11 @@ GROUPS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 STYLE = (
     "svg{background:#fff;color-scheme:light dark;font:11px system-ui,sans-serif}text{fill:#5b6068}.strong{fill:#1d1f22}"
+    ".on{paint-order:stroke;stroke:#fff;stroke-width:3px;stroke-linejoin:round}"
     ".grid{stroke:#d5d8dc}.roof{stroke:#1d1f22;fill:none;stroke-width:1.6}.near{stroke:#5b6068;fill:none;stroke-dasharray:5 4}"
     ".mark{fill-opacity:.75;stroke:#fff;stroke-width:.8}.pass{fill:none;stroke:#1d1f22;stroke-width:1.8}"
     ".f0{fill:#0072b2}.f1{fill:#c25400}.f2{fill:#007a5a}.f3{fill:#9c4f85}.f4{fill:#8a6d00}.f5{fill:#6b6b6b}"
-    "@media(prefers-color-scheme:dark){svg{background:#16181b}text{fill:#a3a8b0}.strong{fill:#e6e7e9}.grid{stroke:#3a3e45}"
+    "@media(prefers-color-scheme:dark){svg{background:#16181b}text{fill:#a3a8b0}.strong{fill:#e6e7e9}.on{stroke:#16181b}.grid{stroke:#3a3e45}"
     ".roof,.pass{stroke:#e6e7e9}.near{stroke:#a3a8b0}.mark{stroke:#16181b}"
     ".f0{fill:#5fb0e6}.f1{fill:#f0944d}.f2{fill:#3fc59b}.f3{fill:#dc9bc8}.f4{fill:#dcc04a}.f5{fill:#a8a8a8}}"
 )
@@ -105,8 +106,9 @@ def draw_process(each: ProcessRoofline, title: str) -> tuple[str, float]:
         f'<text x="{LEFT:g}" y="34">{escape(device)}; the area of a mark is its share of the operators&#39; time</text>',
         _draw_grid(axes),
         _draw_roofs(each, axes, {row.precision for row in each.rows if row.flops}),
-        *(_draw_mark(mark, axes, number) for number, mark in enumerate(marks)),
+        *(_draw_mark(mark, axes) for mark in marks),
         *(_draw_pass(one, axes) for one in passes),
+        *(_draw_number(mark, axes, number) for number, mark in enumerate(marks[:NUMBERED])),
     ]
     key, height = _draw_key(marks, TOP + PLOT + BOTTOM)
     return "".join((*drawn, key)), height
@@ -185,18 +187,22 @@ def _draw_roofs(each: ProcessRoofline, axes: _Axes, used: set[str]) -> str:
         x, y = axes.left(rate / ceilings.bandwidth), axes.top(rate)
         drawn.append(
             f'<path class="roof" d="M{x:.1f} {y:.1f}L{axes.left(high):.1f} {y:.1f}"/>'
-            f'<text x="{axes.left(high) - 4:.1f}" y="{y - 5:.1f}" text-anchor="end">{name} {format_rate(rate)}FLOP/s</text>'
+            f'<text x="{x + 8:.1f}" y="{y - 5:.1f}">{name} {format_rate(rate)}FLOP/s</text>'
         )
     return "".join(drawn)
 
 
-def _draw_mark(mark: _Mark, axes: _Axes, number: int) -> str:
+def _draw_mark(mark: _Mark, axes: _Axes) -> str:
     x, y, size = axes.left(mark.x), axes.top(mark.y), 3.0 + 16.0 * math.sqrt(mark.share)
     shape = _form(GROUPS[mark.group][2], x, y, size)
-    drawn = f'<g class="mark f{mark.group}"><title>{escape(mark.text)}</title>{shape}</g>'
-    if number < NUMBERED:
-        drawn += f'<text class="strong" x="{x + size + 2:.1f}" y="{y + 4:.1f}">{number + 1}</text>'
-    return drawn
+    return f'<g class="mark f{mark.group}"><title>{escape(mark.text)}</title>{shape}</g>'
+
+
+def _draw_number(mark: _Mark, axes: _Axes, number: int) -> str:
+    size = 3.0 + 16.0 * math.sqrt(mark.share)
+    side = -1 if number % 2 else 1  # so that those of neighbours are apart
+    x, anchor = axes.left(mark.x) + side * (size + 2), "end" if side < 0 else "start"
+    return f'<text class="strong on" x="{x:.1f}" y="{axes.top(mark.y) + 4:.1f}" text-anchor="{anchor}">{number + 1}</text>'
 
 
 def _form(form: str, x: float, y: float, size: float) -> str:
@@ -221,10 +227,10 @@ def _draw_pass(one: PassTotals, axes: _Axes) -> str:
     x, y = axes.left(place.intensity), axes.top(place.rate)
     said = f"{PASS_NAMES[one.name]}, the whole pass: {one.seconds:.3g} s, {format_rate(place.rate)}FLOP/s"
     corners = f"M{x:.1f} {y - 8:.1f}L{x + 8:.1f} {y:.1f}L{x:.1f} {y + 8:.1f}L{x - 8:.1f} {y:.1f}Z"
-    label = f'x="{x:.1f}" y="{y + 21:.1f}" text-anchor="middle" font-weight="600"'
+    label = f'x="{x + 11:.1f}" y="{y + 4:.1f}" font-weight="600"'
     return (
         f'<path class="pass" d="{corners}"><title>{escape(said)}</title></path>'
-        f'<text class="strong" {label}>{escape(PASS_NAMES[one.name])}</text>'
+        f'<text class="strong on" {label}>{escape(PASS_NAMES[one.name])}</text>'
     )
 
 

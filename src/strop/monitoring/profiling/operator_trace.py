@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.monitoring.profiling.quiet_profiler import quiet_profiler
+from strop.monitoring.roofline.operator_rows import shrink_event
 
 MARK = "strop clock"  # ranges whose times are known on our clock, by which torch's are aligned
 MARKS = 8
@@ -22,7 +23,7 @@ class OperatorTrace:
     def __init__(self) -> None:
         self._profile: Any = None
         self._marks: list[tuple[float, float]] = []
-        self.events: list[dict[str, Any]] = []  # the last recording's, with the shapes of inputs; whoever reads them empties it
+        self.events: list[dict[str, Any]] = []  # the last recording's, with the work of each; whoever reads them empties it
         self.shift = 0.0  # what to add to their ``ts`` for our clock, in microseconds
 
     def begin(self) -> None:
@@ -55,7 +56,7 @@ class OperatorTrace:
         os.close(handle)
         try:
             profile.export_chrome_trace(name)
-            trace = json.loads(Path(name).read_text(encoding="utf-8", errors="replace"))
+            trace = json.loads(Path(name).read_text(encoding="utf-8", errors="replace"), object_hook=shrink_event)
         finally:
             Path(name).unlink(missing_ok=True)
         self.events, self.shift = align_events(trace, self._marks)

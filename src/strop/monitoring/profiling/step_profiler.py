@@ -29,6 +29,8 @@ from strop.monitoring.roofline.step_roofline import (
 PROFILES_FOLDER = "profiles"
 ANSWER_SECONDS = 20.0  # that another process has to answer; without an answer it is left out of the trace
 
+ROOFLINE_SECONDS = 120.0  # that it has to go through its operators: some 20 us for each
+
 
 class ProfiledProcess(Protocol):
     """Another process of the run."""
@@ -120,7 +122,7 @@ class StepProfiler:
         if process.name not in self._clocks:
             return ProcessRoofline(name=process.name, note=self._notes.get(process.name, "not recorded"))
         try:
-            taken: ProcessRoofline = await asyncio.wait_for(_as_awaitable(process.control_profile("roofline")), ANSWER_SECONDS)
+            taken: ProcessRoofline = await asyncio.wait_for(_as_awaitable(process.control_profile("roofline")), ROOFLINE_SECONDS)
         except Exception as error:
             return ProcessRoofline(name=process.name, note=f"not known: {type(error).__name__}: {error}")
         return replace(taken, name=process.name)

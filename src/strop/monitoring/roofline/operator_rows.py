@@ -12,9 +12,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
-from strop.monitoring.roofline.operator_event import read_inputs
 from strop.monitoring.roofline.operator_work import (
     ATTENTION,
     DISPATCH,
@@ -131,6 +131,17 @@ def list_rows(events: Iterable[Mapping[str, Any]], shift: float, passes: Sequenc
     return _sum_rows(walk.entries, on_device=bool(device))
 
 
+def shrink_event(event: dict[str, Any]) -> dict[str, Any]:
+    """Return an event with its work in place of the shapes that it is counted from, which take kilobytes. For ``json.loads``."""
+    if event.get("ph") != "X":
+        return event
+    arguments = event.pop("args", None) or {}
+    identity = arguments.get("External id")
+    if event.get("cat") == "cpu_op":
+        event["work"] = count_work(event.get("name", ""), arguments)
+    return event if identity is None else {**event, "args": {"External id": identity}}
+
+
 def _walk_thread(thread: int, items: Sequence[tuple[float, float, Mapping[str, Any] | TimedPass]], walk: _Walk) -> None:
     """Add the entries of one thread, whose events are in the order in which they began, outer ones first."""
     stack: list[_Node] = []
@@ -141,7 +152,7 @@ def _walk_thread(thread: int, items: Sequence[tuple[float, float, Mapping[str, A
         if outer.counted:
             if not isinstance(event, TimedPass):
                 _own(walk, event, outer.row)
-            stack.append(replace(outer, end=end))
+            stack.append(_Node(end, outer.phase, outer.part, outer.row, True))
             continue
         if outer.row >= 0:
             walk.entries[outer.row].seconds -= min(end, outer.end) - start
@@ -163,14 +174,19 @@ def _open(
         phase = outer.phase if counted else event.name
     else:
         name = str(event["name"])
-        part = next((PARTS[each] for each in PARTS if each in name), part)
-        found = count_work(name, read_inputs(event.get("args") or {}))
+        part = _find_part(name) or part
+        found = event["work"] if "work" in event else count_work(name, event.get("args") or {})
         counted = found is not None
         work = found or OperatorWork(DISPATCH, counted=False)
         if part and counted and (work.kind != PRODUCTS or part == ATTENTION):
             work = replace(work, kind=part)
     entry = _Entry(phase, name, work, end - start, thread, (start + end) / 2)
     return _Node(end, phase, part, row, counted), entry
+
+
+@cache
+def _find_part(name: str) -> str:
+    return next((PARTS[each] for each in PARTS if each in name), "")
 
 
 def _own(walk: _Walk, event: Mapping[str, Any], row: int) -> None:

@@ -11,9 +11,11 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from strop.hardware.flops import causal_pairs
-from strop.monitoring.roofline.operator_event import OperatorInputs, TensorShape
+from strop.monitoring.roofline.operator_event import OperatorInputs, TensorShape, read_inputs
 
 PRODUCTS, ATTENTION, SOFTMAX, ELEMENTWISE = "matrix products", "attention", "norms and softmax", "elementwise"
 REDUCTIONS, COPIES, OPTIMIZER, CONVOLUTIONS = "reductions", "copies and gathers", "optimizer", "convolutions"
@@ -37,17 +39,22 @@ PRODUCT = re.compile(r"\[(\d+), (\d+)\] x \[(\d+), \2\]\^T (bfloat16|float32)")
 Rule = Callable[[OperatorInputs], OperatorWork]
 
 
-def count_work(name: str, inputs: OperatorInputs) -> OperatorWork | None:
-    """Return the work of a call; None for an operator that only calls others, or that has no rule."""
-    if name.startswith(("c10d::", "gloo:", "nccl:", "record_param_comms")):
-        return OperatorWork(COMMUNICATION, counted=False)
-    rule = RULES.get(name) or RULES.get(name.rstrip("_"))
+def count_work(name: str, arguments: Mapping[str, Any]) -> OperatorWork | None:
+    """Return the work of a call with the ``args`` of its event; None for an operator that only calls others, or that has no rule."""
+    rule = _find_rule(name)
     if rule is None:
         return None
     try:
-        return rule(inputs)
+        return rule(read_inputs(arguments))
     except (KeyError, IndexError, ValueError):  # called with other arguments than are known here
         return None
+
+
+@cache
+def _find_rule(name: str) -> Rule | None:
+    if name.startswith(("c10d::", "gloo:", "nccl:", "record_param_comms")):
+        return _only(COMMUNICATION)
+    return RULES.get(name) or RULES.get(name.rstrip("_"))
 
 
 def count_kernel(detail: str) -> OperatorWork:

@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from strop.monitoring.profiling.quiet_profiler import quiet_profiler
-from strop.monitoring.roofline.operator_event import read_inputs
 from strop.monitoring.roofline.operator_rows import OperatorRow, list_rows
 from strop.monitoring.roofline.operator_work import count_kernel, count_work
 
@@ -78,7 +77,7 @@ def test_attention_counts_pairs_that_are_attended_to_and_scores_that_are_compute
 def of(name: str, *tensors: tuple[str, list[int]], texts: tuple[str, ...] = (), strides: Any = None) -> Any:
     types, shapes = [kind for kind, _ in tensors], [shape for _, shape in tensors]
     values = {"Input type": types, "Input Dims": shapes, "Concrete Inputs": list(texts)}
-    return count_work(name, read_inputs({**values, **({"Input Strides": strides} if strides else {})}))
+    return count_work(name, {**values, **({"Input Strides": strides} if strides else {})})
 
 
 def test_bytes_are_those_of_inputs_and_outputs() -> None:
