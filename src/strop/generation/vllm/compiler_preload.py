@@ -1,4 +1,4 @@
-"""What the server of engines asks torch's compiler once, before it forks: which instructions this machine has, and which Triton is installed.
+"""What the server of engines asks torch's compiler once, before it forks: the instructions of this machine, and the Triton it has.
 
 vLLM compiles the look-up of divided embeddings and the choice of drafts, also in eager mode, and each worker would compile and start four
 small programs and read all of Triton for it.
