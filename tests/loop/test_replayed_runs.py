@@ -39,6 +39,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {}),
     "rm": ("rm", {}),
     "distillation": ("distillation", {}),
+    "remax": ("grpo", {"algorithm__name": "remax"}),
+    "sampling_mask": (
+        "grpo",
+        {"policy__generation__top_p": 0.9, "policy__generation__top_k": 20, "policy__generation__keep_sampling_mask": True},
+    ),
+    "adapted_kl": ("grpo", {"algorithm__name": "grpo", "algorithm__kwargs": {"kl": {"name": "adaptive", "target": 0.01}}}),
+    "asynchronous": ("grpo", {"grpo__async_grpo__enabled": True, "grpo__async_grpo__max_staleness": 2}),
+    "averaged": ("grpo", {"policy__ema__enabled": True}),
 }
 
 
