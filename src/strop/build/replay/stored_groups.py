@@ -119,7 +119,9 @@ class GroupBuilder:
             content = path.read_bytes()
             digest = sha256(content).hexdigest()
             if image_name(digest) != name:
-                raise ReplayError(f"{path} is not the image that step {step} showed: its content was changed; put the file of the run back")
+                raise ReplayError(
+                    f"{path} is not the image that step {step} showed: its content was changed; put the file of the run back"
+                )
             self._contents[name] = content, digest
         return self._contents[name]
 
