@@ -12,7 +12,7 @@ import { Chart, HEIGHT } from "./chart.js";
 export function MetricChart({ name, groups, view, actions, height }) {
   const [element, isSeen] = useSeen();
   return html`<section class="chart" ref=${element} data-metric=${name}>
-    <header><h3><${BreakableName} name=${name} /></h3>${actions}</header>
+    <header><h2><${BreakableName} name=${name} /></h2>${actions}</header>
     ${isSeen ? html`<${SeenChart} name=${name} groups=${groups} view=${view} height=${height} />` : html`<${Room} height=${height} />`}
   </section>`;
 }
