@@ -25,8 +25,10 @@ SETTINGS = {
 }  # fmt: skip
 
 
-VIEWS = {"overview": "The run", "time": "policy_training", "configuration": "max_operand", "tasks": "mean reward", "validation": "after step",
-         "starred": "Nothing is starred yet", "replays": "No replay is stored"}  # fmt: skip
+VIEWS = {
+    "overview": "The run", "time": "policy_training", "configuration": "max_operand", "tasks": "mean reward", "validation": "after step",
+    "starred": "Nothing is starred yet", "replays": "No replay is stored",
+}  # fmt: skip
 
 
 @pytest.mark.slow
