@@ -125,7 +125,7 @@ def test_a_token_tells_its_numbers_on_hover_and_by_keyboard(address: str, open_p
     page.hover("[data-token='2']")
     page.wait_for_function("() => document.querySelector('.token-panel').textContent.includes('token 2')")
     panel = page.inner_text(".token-panel")
-    assert all(name in panel for name in ("sampler", "learner", "ratio", "advantage"))
+    assert all(name in panel for name in ("sampler", "learner", "ratio", "advantage", "entropy", "KL to reference"))
     page.keyboard.press("ArrowRight")
     page.wait_for_selector("[data-token='3'].at")
     page.keyboard.press("ArrowLeft")

@@ -128,6 +128,7 @@ def _write_metrics(folder: Path, seed: int, num_extra: int) -> None:
                 "validation/accuracy": 0.2 + 0.7 * progress,
                 "validation/reward": progress,
                 "timing/train/validation": 0.8,
+                "timing/train/total_step_time": sum(times.values()) + 1.0,
             }
         if step == STEPS:
             metrics |= {"health/entropy_collapsed": 1.0, "train/kl_penalty": None, "nonfinite": {"train/kl_penalty": "nan"}}

