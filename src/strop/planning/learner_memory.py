@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 
 from strop.planning.model_size import ModelSize
+from strop.planning.sharding import Sharding
 
 FLOAT32, BFLOAT16 = 4, 2  # bytes
 MOST_KEPT_LOGITS = 512 * 2**20  # as models.logprobs.tiled_logprobs keeps for the backward pass
@@ -19,24 +21,6 @@ EAGER_SCORES = 1 << 25  # up to which plain products in bfloat16 keep the scores
 MLP_TENSORS = 4  # of a gated MLP's width that are kept: gate, up, activation, product
 MLP_GRADIENTS = 3  # of its width in the backward pass: of the product, gate and up
 JOINED_ALREADY = 0.4  # share of the weights that need no joined copy where they have the dtype of the products
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """Over how many ranks the parts of a learner are divided."""
-
-    shards: int = 1  # of weights, gradients and optimizer over data-parallel ranks
-    optimizer_shards: int = 1  # further ones of the optimizer alone (Megatron's distributed optimizer)
-    tensor: int = 1
-    context: int = 1
-    stages: int = 1
-    expert: int = 1
-    sequence: bool = False  # norms and residuals are divided over tensor ranks too
-
-    @property
-    def dense(self) -> int:
-        """Ranks that share a dense weight."""
-        return self.shards * self.tensor * self.stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,24 +52,29 @@ class LearnerFootprint:
     @cached_property
     def rank_weights(self) -> float:
         """Weights that this rank holds."""
-        model, sharding = self.model, self.setup.sharding
-        experts = model.expert_weights / (sharding.stages * sharding.expert * sharding.shards)
-        return (model.weights - model.expert_weights) / sharding.dense + experts
+        return self.model.rank_weights(self.setup.sharding)
+
+    @cached_property
+    def rank_states(self) -> float:
+        """Weights whose optimizer state and masters this rank holds."""
+        sharding = self.setup.sharding
+        experts = self.model.expert_weights / sharding.experts
+        dense = (self.rank_weights - experts) / sharding.optimizer_shards
+        return self.setup.trained_share * (dense + experts / sharding.expert_optimizer_shards)
 
     @property
     def weights(self) -> float:
         """Bytes of the weights, with float32 masters of weights of lower precision."""
-        masters = FLOAT32 * self.setup.trained_share if self.setup.weight_bytes < FLOAT32 else 0
-        return self.rank_weights * (self.setup.weight_bytes + masters / self.setup.sharding.optimizer_shards)
+        masters = FLOAT32 * self.rank_states if self.setup.weight_bytes < FLOAT32 else 0.0
+        return self.setup.weight_bytes * self.rank_weights + masters
 
     @property
     def gradients(self) -> float:
-        return FLOAT32 * self.rank_weights * self.setup.trained_share
+        return 0.0 if self.setup.offloads_weights else FLOAT32 * self.rank_weights * self.setup.trained_share
 
     @property
     def optimizer(self) -> float:
-        numbers = self.setup.optimizer_numbers / self.setup.sharding.optimizer_shards
-        return FLOAT32 * numbers * self.rank_weights * self.setup.trained_share
+        return FLOAT32 * self.setup.optimizer_numbers * self.rank_states
 
     @property
     def static(self) -> float:
@@ -93,8 +82,9 @@ class LearnerFootprint:
         return 0.0 if self.setup.offloads_weights else self.weights + self.optimizer
 
     @property
-    def stage_layers(self) -> float:
-        return self.model.num_layers / self.setup.sharding.stages
+    def stage_layers(self) -> int:
+        """Layers of the largest stage."""
+        return ceil(self.model.num_layers / self.setup.sharding.stages)
 
     @property
     def layer_weights(self) -> float:
@@ -165,11 +155,17 @@ class LearnerFootprint:
         setup, sharding = self.setup, self.setup.sharding
         if setup.offloads_activations and not setup.on_cpu:
             return 2 * self.layer_activations  # two layers on their way
+        held = sharding.stages if setup.micro_batches > 1 else 1  # micro-batches on their way through a pipeline (1F1B)
+        return held * self.kept_activations
+
+    @cached_property
+    def kept_activations(self) -> float:
+        """What all layers of this rank keep of a micro-batch (bytes), wherever."""
+        setup, sharding = self.setup, self.setup.sharding
         kept = setup.weight_bytes * self.model.hidden * setup.tokens / sharding.context
         kept /= sharding.tensor if sharding.sequence else 1
         recomputed = round(self.stage_layers * setup.checkpointed_share)
-        held = min(sharding.stages, setup.micro_batches)  # micro-batches on their way through a pipeline
-        return held * ((self.stage_layers - recomputed) * self.layer_activations + recomputed * kept)
+        return (self.stage_layers - recomputed) * self.layer_activations + recomputed * kept
 
     @cached_property
     def layer_backward(self) -> float:

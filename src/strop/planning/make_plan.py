@@ -19,7 +19,7 @@ LEAST_SEQUENCES = 8  # of the greatest length that an engine should hold
 def make_plan(inputs: PlanInputs, price: float | None = None) -> RunPlan:
     """Return the plan of a run. ``price``: of a device for an hour."""
     phases = tuple(plan_memory(inputs))
-    time = StepClock(inputs.model, inputs.work, inputs.layout).time_step()
+    time = plan_time(inputs)
     return RunPlan(
         model=inputs.model.name,
         device=inputs.device,
@@ -35,11 +35,25 @@ def make_plan(inputs: PlanInputs, price: float | None = None) -> RunPlan:
     )
 
 
+def plan_time(inputs: PlanInputs) -> StepTime:
+    """Return the time of a step."""
+    return make_clock(inputs).time_step()
+
+
+def make_clock(inputs: PlanInputs) -> StepClock:
+    """Return what times the step: its engines decode at most as many sequences at a time as their cache has room for."""
+    layout = inputs.layout
+    if inputs.engine is not None:
+        context = inputs.work.prompt + inputs.work.completion / 2  # of a sequence that is being decoded, on average
+        layout = replace(layout, room=EngineMemory(inputs.model, inputs.engine, limit_of(inputs)).count_sequences(context))
+    return StepClock(inputs.model, inputs.work, layout, inputs.learner)
+
+
 def plan_memory(inputs: PlanInputs) -> Iterator[PhaseMemory]:
     """Yield the memory of each phase. Learner and engines that take turns on a device leave it to each other (weights and optimizer of the
     learner go to CPU memory); in one process on a CPU nothing leaves."""
     learner = LearnerFootprint(inputs.model, inputs.learner)
-    beside = _beside(inputs, learner)
+    beside = count_beside(inputs, learner)
     static = {} if inputs.learner.offloads_weights else {"weights": learner.weights, "optimizer": learner.optimizer}
     held = {**static, **beside}
     engine = None if inputs.engine is None else EngineMemory(inputs.model, inputs.engine, limit_of(inputs))
@@ -64,7 +78,7 @@ def _phase(inputs: PlanInputs, name: str, devices: str, parts: Mapping[str, floa
     )
 
 
-def _beside(inputs: PlanInputs, learner: LearnerFootprint) -> dict[str, float]:
+def count_beside(inputs: PlanInputs, learner: LearnerFootprint) -> dict[str, float]:
     """Return the models beside the policy on a learner's device."""
     each = inputs.learner.compute_bytes if inputs.learner.weight_bytes == 2 else FLOAT32
     found = {"reference": inputs.references * each * learner.rank_weights}
@@ -112,7 +126,7 @@ def _advise(inputs: PlanInputs) -> Iterator[Advice]:
 def _advise_learner(inputs: PlanInputs) -> Iterator[Advice]:
     """Yield what makes training fit, or a larger micro-batch where there is room."""
     setup, longest = inputs.learner, inputs.learner.longest
-    room = limit_of(inputs) - sum(_beside(inputs, LearnerFootprint(inputs.model, setup)).values())
+    room = limit_of(inputs) - sum(count_beside(inputs, LearnerFootprint(inputs.model, setup)).values())
     if inputs.device.measured and inputs.engine is not None:
         room -= EngineMemory(inputs.model, inputs.engine, limit_of(inputs)).weights
     if _fits(inputs, setup, room):

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from strop.hardware.model_dimensions import DecoderDimensions, UnknownDimensions, dimensions_of
+from strop.planning.sharding import Sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,7 @@ class ModelSize:
     name: str
     dimensions: DecoderDimensions
     heads: int
+    key_value_heads: int = 0  # 0: as many as heads
     experts: int = 0  # of a layer
     active_experts: int = 0  # that a token is multiplied with
 
@@ -34,6 +36,7 @@ class ModelSize:
             name=name,
             dimensions=dimensions,
             heads=int(text["num_attention_heads"]),
+            key_value_heads=0 if text.get("kv_lora_rank") else int(text.get("num_key_value_heads") or 0),
             experts=int(experts),
             active_experts=int(text.get("num_experts_per_tok") or 0) if experts else 0,
         )
@@ -66,6 +69,10 @@ class ModelSize:
     @property
     def embedding_weights(self) -> int:
         return self.dimensions.hidden * self.dimensions.vocabulary
+
+    def rank_weights(self, sharding: Sharding) -> float:
+        """Weights that a rank of a learner holds."""
+        return (self.weights - self.expert_weights) / sharding.dense + self.expert_weights / sharding.experts
 
     def weights_read(self, tokens: float) -> float:
         """Weights that a step over so many tokens of different sequences reads: of experts those that some token chooses."""

@@ -1,0 +1,112 @@
+"""Choose a layout: of those that fit, the ones with the shortest steps.
+
+Learner and engines are searched apart, since each has its own memory and time; the best of both are put together and planned as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from strop.planning.engine_memory import EngineMemory
+from strop.planning.layout_candidates import list_budgets, list_engines, list_memory_settings, list_sizes, list_splits
+from strop.planning.layout_choice import ChoiceSpace, DeviceSplit, EngineChoice, LayoutChoice, LearnerChoice, apply_choice
+from strop.planning.learner_memory import LearnerFootprint
+from strop.planning.make_plan import LEAST_SEQUENCES, count_beside, limit_of, make_clock, plan_memory, plan_time
+from strop.planning.plan_inputs import PlanInputs
+
+MARGIN = 0.95  # of the memory that can be used: what a choice may take
+CHANGE_COST = 0.005  # of a step, for each setting that differs: a longer command must be worth it
+KEPT_LEARNERS, KEPT_ENGINES = 6, 3  # of each split, that are put together
+
+
+@dataclass(frozen=True)
+class RankedLayout:
+    """A layout that fits, and the seconds of its step with what its changes cost."""
+
+    choice: LayoutChoice
+    score: float
+
+
+def rank_layouts(inputs: PlanInputs, space: ChoiceSpace) -> list[RankedLayout]:
+    """Return the layouts that fit, the best first; of equal parallel sizes, engines and splits the best alone."""
+    ranked: list[RankedLayout] = []
+    for split in list_splits(inputs, space):
+        learners = _rank_learners(inputs, space, split)
+        engines = _rank_engines(inputs, space, split)
+        for learner in learners:
+            for engine in engines:
+                choice = LayoutChoice(split=split, learner=learner, engine=engine)
+                if (score := _score(inputs, space, choice)) is not None:
+                    ranked.append(RankedLayout(choice, score))
+    ranked.sort(key=lambda each: each.score)
+    best: dict[object, RankedLayout] = {}
+    for each in ranked:
+        size = None if each.choice.engine is None else each.choice.engine.size
+        best.setdefault((each.choice.split, each.choice.learner.sizes, size), each)
+    return list(best.values())
+
+
+def _score(inputs: PlanInputs, space: ChoiceSpace, choice: LayoutChoice) -> float | None:
+    """Return the seconds of a step, more for each change; None for a layout that does not fit."""
+    changed = apply_choice(inputs, choice, space)
+    if any(phase.peak > MARGIN * phase.limit for phase in plan_memory(changed)):
+        return None
+    return plan_time(changed).total * (1 + CHANGE_COST * choice.count_changes(space.given))
+
+
+def _rank_learners(inputs: PlanInputs, space: ChoiceSpace, split: DeviceSplit) -> list[LearnerChoice]:
+    """Return the learners with the shortest passes whose training fits, of each parallel sizes one."""
+    devices = space.count_training(split)
+    found: list[tuple[float, LearnerChoice]] = []
+    for sizes in list_sizes(inputs, space, devices):
+        best: tuple[float, LearnerChoice] | None = None
+        for choice in _list_fitting(inputs, space, split, sizes):
+            changed = apply_choice(inputs, LayoutChoice(split=split, learner=choice, engine=None), space)
+            layout = LayoutChoice(split=split, learner=choice, engine=None)
+            seconds = make_clock(changed).time_learner() * (1 + CHANGE_COST * layout.count_changes(space.given))
+            if best is None or seconds < best[0]:
+                best = (seconds, choice)
+        if best is not None:
+            found.append(best)
+    return [choice for _, choice in sorted(found, key=lambda each: each[0])[:KEPT_LEARNERS]]
+
+
+def _list_fitting(inputs: PlanInputs, space: ChoiceSpace, split: DeviceSplit, sizes: LearnerChoice) -> Iterator[LearnerChoice]:
+    """Yield the settings of some parallel sizes with which training fits: the largest micro-batch, and the configured one; with a pipeline,
+    which has to wait for its first and last micro-batch, all of them."""
+    devices = space.count_training(split)
+    for setting in list_memory_settings(sizes, inputs, space):
+        fitting = []
+        for tokens in list_budgets(setting, inputs, space, devices):
+            choice = replace(setting, tokens=tokens)
+            if not _training_fits(inputs, space, split, choice):
+                break
+            fitting.append(choice)
+        few = [choice for choice in fitting if choice.tokens == sizes.tokens]
+        yield from fitting if sizes.stages > 1 else dict.fromkeys([*few, *fitting[-1:]])
+
+
+def _training_fits(inputs: PlanInputs, space: ChoiceSpace, split: DeviceSplit, choice: LearnerChoice) -> bool:
+    changed = apply_choice(inputs, LayoutChoice(split=split, learner=choice, engine=None), space)
+    footprint = LearnerFootprint(changed.model, changed.learner)
+    beside = sum(count_beside(changed, footprint).values())
+    return max(footprint.training_peak, footprint.scoring_peak) + beside <= MARGIN * limit_of(inputs)
+
+
+def _rank_engines(inputs: PlanInputs, space: ChoiceSpace, split: DeviceSplit) -> list[EngineChoice | None]:
+    """Return the engines with the shortest generation that have room for a few of the longest conversations."""
+    found: list[tuple[float, EngineChoice | None]] = []
+    for engine in list_engines(inputs, space, split):
+        if engine is None:
+            return [None]
+        layout = LayoutChoice(split=split, learner=space.given.learner, engine=engine)
+        training = space.count_training(split)
+        changed = apply_choice(inputs, replace(layout, learner=LearnerChoice(tokens=inputs.learner.tokens)), space) if training else inputs
+        assert changed.engine is not None
+        memory = EngineMemory(changed.model, changed.engine, limit_of(changed))
+        if memory.sequences < LEAST_SEQUENCES and engine != space.given.engine:
+            continue
+        changes = replace(layout, engine=engine).count_changes(space.given)
+        found.append((make_clock(changed).time_generation() * (1 + CHANGE_COST * changes), engine))
+    return [engine for _, engine in sorted(found, key=lambda each: each[0])[:KEPT_ENGINES]]
