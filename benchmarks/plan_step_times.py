@@ -22,7 +22,7 @@ from strop.hardware.devices import device_named
 from strop.planning.learner_memory import LearnerSetup
 from strop.planning.model_size import ModelSize
 from strop.planning.sharding import Sharding
-from strop.planning.step_time import GPU_RATES, StepClock, StepLayout, StepRates, StepTime, StepWork, rates_of
+from strop.planning.step_time import GPU_RATES, StepClock, StepLayout, StepRates, StepTime, StepWork
 
 MODELS = {
     "DeepSeek-V3": ModelSize.from_config(
@@ -77,10 +77,6 @@ class PublishedStep:
         shared = self.steps_ahead == 0
         training = self.gpus if shared else self.gpus - self.generating
         device = device_named(self.device)
-        if rates is not None:
-            rates = replace(
-                rates, sequence_seconds=rates.sequence_seconds * rates_of(device).sequence_seconds / GPU_RATES.sequence_seconds
-            )
         work = StepWork(
             rollouts=self.rollouts,
             prompt=0,
@@ -137,8 +133,9 @@ STEPS = (
     PublishedStep("GB200", SMALL, 1, 4096, 3197, 16, 8, 2048, 1, (1, 1, 8, 1), 301, recomputes=0),
 )
 FITTED = (
-    "sparse_training_share", "bandwidth_share", "layer_seconds", "remote_seconds", "sequence_seconds", "sync_bytes_per_second",
-    "exposed_sync", "fixed_seconds",
+    "sparse_training_share", "bandwidth_share", "layer_seconds", "remote_seconds", "sequence_seconds", "arm_sequence_seconds",
+    "sync_bytes_per_second",
+    "exposed_sync",
 )  # fmt: skip
 
 
@@ -185,7 +182,7 @@ def fit(steps: Sequence[PublishedStep]) -> StepRates:
     found = least_squares(
         lambda values: [math.log(1 + error(step, rates_at(values))) for step in steps],
         start,
-        bounds=(start - 1.5, np.minimum(start + 1.5, np.log([0.6, 1, 1, 1, 1, 1e13, 1, 60]))),
+        bounds=(start - 1.5, np.minimum(start + 1.5, np.log([0.6, 1, 1, 1, 1, 1, 1e13, 1]))),
         loss="soft_l1",
         f_scale=0.15,
     )

@@ -6,7 +6,7 @@ here). On a CPU they are shares of its measured rates (docs/performance.md).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
 
@@ -30,6 +30,7 @@ class StepRates:
     layer_seconds: float  # of a decoding step: launches and reductions that cannot be hidden, within a node
     remote_seconds: float  # further ones of a layer whose reductions leave the node
     sequence_seconds: float  # of a decoding step for each sequence: sampling and scheduling on the host
+    arm_sequence_seconds: float  # the same of a host with Arm cores, as GB200 has
     sync_bytes_per_second: float  # of all weights, from learner to engines
     exposed_sync: float  # share of it that generation and training beside each other wait for
     fixed_seconds: float  # of each step
@@ -39,17 +40,17 @@ class StepRates:
 # model is among the rows.
 GPU_RATES = StepRates(
     training_share=0.35,
-    sparse_training_share=0.088,
-    bandwidth_share=0.65,
+    sparse_training_share=0.096,
+    bandwidth_share=0.53,
     decoding_share=0.5,
-    layer_seconds=2.2e-4,
-    remote_seconds=1.0e-4,
-    sequence_seconds=5.7e-5,
-    sync_bytes_per_second=2.3e10,
-    exposed_sync=0.38,
-    fixed_seconds=3.3,
+    layer_seconds=2.3e-4,
+    remote_seconds=9.3e-5,
+    sequence_seconds=5.5e-5,
+    arm_sequence_seconds=2.35e-4,
+    sync_bytes_per_second=2.0e10,
+    exposed_sync=0.45,
+    fixed_seconds=0.2,
 )
-GRACE_SEQUENCE_SECONDS = 1.8e-4  # of a host with Arm cores, as GB200 has
 CPU_RATES = StepRates(
     training_share=0.8,
     sparse_training_share=0.4,
@@ -58,6 +59,7 @@ CPU_RATES = StepRates(
     layer_seconds=2e-5,
     remote_seconds=0.0,
     sequence_seconds=2e-5,
+    arm_sequence_seconds=2e-5,
     sync_bytes_per_second=5e9,
     exposed_sync=1.0,
     fixed_seconds=0.05,
@@ -66,11 +68,7 @@ CPU_RATES = StepRates(
 
 def rates_of(device: Device) -> StepRates:
     """Return the constants of a device of the table, or of this machine."""
-    if device.measured:
-        return CPU_RATES
-    if device.name.startswith("GB"):
-        return replace(GPU_RATES, sequence_seconds=GRACE_SEQUENCE_SECONDS)
-    return GPU_RATES
+    return CPU_RATES if device.measured else GPU_RATES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +171,8 @@ class StepClock:
         products = flops / (layout.device.peak_flops(layout.precision) * rates.decoding_share)
         remote = rates.remote_seconds if layout.engine_size > linked_devices(layout.device) else 0.0
         latency = self.model.num_layers * (rates.layer_seconds + remote)
-        return max(memory, products, latency) + rates.sequence_seconds * sequences
+        host = rates.arm_sequence_seconds if layout.device.name.startswith("GB") else rates.sequence_seconds
+        return max(memory, products, latency) + host * sequences
 
     def time_generation(self) -> float:
         """Return the seconds of all decoding steps of a batch.
@@ -186,7 +185,8 @@ class StepClock:
         room = sequences * max(1, work.steps_ahead) if self.layout.room is None else max(1.0, self.layout.room)
         if work.steps_ahead < 2:
             together = min(sequences, room)
-            return (work.longest + (sequences - together) / together * work.completion) * self.decoding_step(together)
+            steps = work.longest + (sequences - together) / together * work.completion
+            return steps * self.decoding_step(sequences * work.completion / steps)  # finished ones leave: so many on average
         together = min(sequences * work.steps_ahead, room)
         return work.completion * sequences / together * self.decoding_step(together)
 
@@ -224,13 +224,15 @@ class StepClock:
         counts, model, learner = self._counts(), self.model.dimensions, self.learner
         recomputed = learner.checkpointed_share
         flops = training_flops(model, counts, frozen=self.work.frozen) + recomputed * forward_flops(model, counts)
+        each = FLOAT32 if self.layout.precision == "float32" else BFLOAT16
+        updated = 0 if self.work.frozen else 2 * FLOAT32  # its gradient, read and written
         gradients = 0.0 if self.work.frozen else self.traffic.gather(FLOAT32) + self.traffic.copies()
         hidden = self.traffic.gather(2 * BFLOAT16) + gradients
         if learner.offloads_weights:
             hidden += (2 + learner.trained_share) * FLOAT32 * self.model.rank_weights(learner.sharding) / HOST_RATE
         if learner.offloads_activations and not learner.on_cpu:
             hidden += 2 * self._footprint.kept_activations / HOST_RATE
-        once = self._pass(flops, 2 + recomputed, hidden) + self.work.optimizer_steps * self._optimizer_step()
+        once = self._pass(flops, 2 + recomputed, (2 + recomputed) * each + updated, hidden) + self.work.optimizer_steps * self._optimizer_step()
         return self.work.passes * once
 
     @cached_property
@@ -246,24 +248,45 @@ class StepClock:
     def _scoring(self) -> float:
         if not self.work.scores:
             return 0.0
-        hidden = self.traffic.gather(BFLOAT16)
+        each = FLOAT32 if self.layout.precision == "float32" else BFLOAT16
+        flops, hidden = forward_flops(self.model.dimensions, self._counts()), self.traffic.gather(BFLOAT16)
         if self.learner.offloads_weights:
             hidden += FLOAT32 * self.model.rank_weights(self.learner.sharding) / HOST_RATE
-        return self.work.scores * self._pass(forward_flops(self.model.dimensions, self._counts()), 1, hidden)
+        return self.work.scores * self._pass(flops, 1, each, hidden)
 
-    def _pass(self, flops: float, crossings: float, hidden: float) -> float:
-        """Return the seconds of passes over the batch, with the pipeline's bubble. ``crossings``: of the layers' collectives, which
-        the products wait for; ``hidden``: seconds of a micro-batch's transfers that are beside the products."""
-        layout, learner = self.layout, self.learner
+    def _pass(self, flops: float, crossings: float, touched: float, hidden: float) -> float:
+        """Return the seconds of passes over the batch, with the pipeline's bubble.
+
+        ``crossings``: of the layers' collectives, which the products wait for; ``touched``: bytes of memory that a micro-batch reads and
+        writes for a weight; ``hidden``: seconds of a micro-batch's transfers that are beside the products."""
+        layout, stages, micro_batches = self.layout, self.learner.sharding.stages, self.micro_batches
         share = self.rates.sparse_training_share if self.model.experts else self.rates.training_share
         precision = "bfloat16" if layout.precision == "fp8" else layout.precision
-        micro_batches = self.micro_batches
-        all_micro_batches = micro_batches * self.work.optimizer_steps
-        products = self.busiest * flops / (layout.training_devices * layout.device.peak_flops(precision) * share)
         tokens = self.busiest * self.work.rollouts * (self.work.prompt + self.work.completion) / self.replicas
-        exposed = crossings * self.traffic.forward(tokens)
-        bubble = 1 + (learner.sharding.stages - 1) / micro_batches
-        return bubble * max(products + exposed, hidden * all_micro_batches)
+        products = self.busiest * flops / (layout.training_devices * layout.device.peak_flops(precision) * share)
+        read = touched * self._multiplied / (layout.device.bandwidth_gb * 1e9 * self.rates.bandwidth_share)
+        all_micro_batches = micro_batches * self.work.optimizer_steps
+        busy = max(self._largest_stage * products, read * all_micro_batches) + crossings * self.traffic.forward(tokens)
+        return (1 + (stages - 1) / micro_batches) * max(busy, hidden * all_micro_batches)
+
+    @cached_property
+    def _multiplied(self) -> float:
+        """Weights that a rank multiplies with."""
+        model, sharding = self.model, self.learner.sharding
+        dense = (model.weights - model.expert_weights - (0 if model.dimensions.tied else model.embedding_weights)) / sharding.tensor
+        return (dense + model.expert_weights / sharding.expert) / sharding.stages
+
+    @cached_property
+    def _largest_stage(self) -> float:
+        """The products of the slowest stage over those of the average one: layers do not divide evenly, and the last has the output."""
+        stages, model = self.learner.sharding.stages, self.model.dimensions
+        if stages == 1:
+            return 1.0
+        layers = len(model.layers)
+        output = model.hidden * model.vocabulary * layers / (model.active_parameters - model.hidden * model.vocabulary)
+        most = ceil(layers / stages)
+        last = most if layers % stages == 0 else max(1, (layers - most * (stages - 2)) // 2)
+        return stages * max(most, last + output) / (layers + output)
 
     def _weight_sync(self) -> float:
         return BFLOAT16 * self.model.weights / self.rates.sync_bytes_per_second

@@ -38,7 +38,7 @@ def add_choices(given: RunPlan, inputs: PlanInputs, config: TrainingRunConfig, l
         if not overrides:
             break  # what follows is slower than the configuration
         plan = _try(overrides, load, make, known)
-        if plan is not None and plan.fits and _is_faster(plan, given):
+        if plan is not None and plan.fits and _is_faster(plan, given) and not _adds_nothing(overrides, plan, choices):
             choices.append(PlanChoice(overrides=overrides, plan=plan))
         if len(choices) == MOST_CHOICES:
             break
@@ -48,6 +48,11 @@ def add_choices(given: RunPlan, inputs: PlanInputs, config: TrainingRunConfig, l
 
 def _is_faster(plan: RunPlan, given: RunPlan) -> bool:
     return not given.fits or plan.time.total <= LEAST_GAIN * given.time.total
+
+
+def _adds_nothing(overrides: Sequence[str], plan: RunPlan, choices: Sequence[PlanChoice]) -> bool:
+    """Whether a better choice gets as far with fewer changes: some of these."""
+    return any(set(each.overrides) < set(overrides) and plan.time.total > 0.99 * each.plan.time.total for each in choices)
 
 
 def _try(overrides: Sequence[str], load: Load, make: MakePlan, known: frozenset[tuple[str, str]]) -> RunPlan | None:
