@@ -17,7 +17,7 @@ from strop.planning.plan_inputs import PlanInputs
 
 MARGIN = 0.95  # of the memory that can be used: what a choice may take
 CHANGE_COST = 0.005  # of a step, for each setting that differs: a longer command must be worth it
-KEPT_LEARNERS, KEPT_ENGINES = 6, 3  # of each split, that are put together
+KEPT_LEARNERS = 6  # of each split, that are put together with its engines
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def _training_fits(inputs: PlanInputs, space: ChoiceSpace, split: DeviceSplit, c
 
 
 def _rank_engines(inputs: PlanInputs, space: ChoiceSpace, split: DeviceSplit) -> list[EngineChoice | None]:
-    """Return the engines with the shortest generation that have room for a few of the longest conversations."""
-    found: list[tuple[float, EngineChoice | None]] = []
+    """Return the engine of each size with the shortest generation that has room for a few of the longest conversations."""
+    found: list[tuple[float, EngineChoice]] = []
     for engine in list_engines(inputs, space, split):
         if engine is None:
             return [None]
@@ -109,4 +109,7 @@ def _rank_engines(inputs: PlanInputs, space: ChoiceSpace, split: DeviceSplit) ->
             continue
         changes = replace(layout, engine=engine).count_changes(space.given)
         found.append((make_clock(changed).time_generation() * (1 + CHANGE_COST * changes), engine))
-    return [engine for _, engine in sorted(found, key=lambda each: each[0])[:KEPT_ENGINES]]
+    best: dict[int, EngineChoice] = {}
+    for _, engine in sorted(found, key=lambda each: each[0]):
+        best.setdefault(engine.size, engine)
+    return list(best.values())

@@ -91,12 +91,14 @@ def _divides_heads(model: ModelSize, ranks: int, *, megatron: bool) -> bool:
 
 def list_memory_settings(choice: LearnerChoice, inputs: PlanInputs, space: ChoiceSpace) -> list[LearnerChoice]:
     """Return a layout with each way to save memory, the fastest first."""
-    plain = replace(choice, checkpointed=0.0, offloads_weights=False, offloads_activations=False)
+    plain = replace(choice, checkpointed=0.0, offloads_weights=False, offloads_activations=False, offloads_reference=False)
     found = [choice, plain, replace(plain, checkpointed=1.0)]
     if not space.megatron and not inputs.device.measured:
         found[2:2] = [replace(plain, checkpointed=0.5), replace(plain, offloads_activations=True)]
         if space.ranks:
             found += [replace(plain, checkpointed=1.0, offloads_weights=True)]
+    if space.references:
+        found += [replace(each, offloads_reference=True) for each in found]
     return list(dict.fromkeys(found))
 
 

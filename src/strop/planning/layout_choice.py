@@ -32,6 +32,7 @@ class LearnerChoice:
     checkpointed: float = 0.0
     offloads_weights: bool = False
     offloads_activations: bool = False
+    offloads_reference: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -103,6 +104,7 @@ class ChoiceSpace:
     given: LayoutChoice  # what the configuration says
     ranks: bool  # the learner is on ranks of a cluster; False: in one process, whose sizes are all 1
     spans_nodes: bool = False  # an engine may be larger than a node
+    references: int = 0  # frozen models beside the policy, wherever they are kept
     budget_is_measured: bool = False  # train_mb_tokens: auto, which the run chooses itself
 
     @property
@@ -143,4 +145,8 @@ def apply_choice(inputs: PlanInputs, choice: LayoutChoice, space: ChoiceSpace) -
         engine = replace(engine, size=choice.engine.size, memory_share=choice.engine.memory_share)
         generating = space.count_generating(choice.split, choice.engine.size)
         layout = replace(layout, engine_size=choice.engine.size, generation_devices=generating)
-    return replace(inputs, learner=learner, engine=engine, layout=layout)
+    kept = 0 if choice.learner.offloads_reference else space.references
+    moved = (space.references - kept) * inputs.reference_bytes
+    return replace(
+        inputs, learner=learner, engine=engine, layout=layout, references=kept, work=replace(inputs.work, moved_bytes=moved)
+    )

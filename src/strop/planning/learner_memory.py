@@ -32,6 +32,7 @@ class LearnerSetup:
     on_cpu: bool = True
     compute_bytes: int = FLOAT32  # of a number in the products
     weight_bytes: int = FLOAT32  # of a weight that the network reads
+    gradient_bytes: int = FLOAT32  # of a gradient that is kept over micro-batches
     optimizer_numbers: float = 2  # that the optimizer keeps for a weight
     trained_share: float = 1.0  # of the weights
     checkpointed_share: float = 0.0  # of the layers, which compute their activations again
@@ -70,7 +71,7 @@ class LearnerFootprint:
 
     @property
     def gradients(self) -> float:
-        return 0.0 if self.setup.offloads_weights else FLOAT32 * self.rank_weights * self.setup.trained_share
+        return 0.0 if self.setup.offloads_weights else self.setup.gradient_bytes * self.rank_weights * self.setup.trained_share
 
     @property
     def optimizer(self) -> float:

@@ -86,11 +86,11 @@ class LearnerTraffic:
             return 0.0
         return 2 * FLOAT32 * self.model.rank_weights(sharding) / self.rate(sharding.replicate, sharding.tensor * sharding.shards)
 
-    def optimizer_step(self) -> float:
+    def optimizer_step(self, gradient_bytes: int) -> float:
         """Return the seconds in which Megatron's ranks add gradients and gather the weights, once for an optimizer step."""
         sharding, model = self.sharding, self.model
         dense = (model.weights - model.expert_weights) / sharding.dense if sharding.optimizer_shards > 1 else 0.0
         experts = model.expert_weights / (sharding.stages * sharding.expert) if sharding.expert_optimizer_shards > 1 else 0.0
         moved = dense / self.rate(sharding.optimizer_shards, sharding.tensor)
         moved += experts / self.rate(sharding.expert_optimizer_shards, sharding.expert)
-        return (FLOAT32 + BFLOAT16) * moved
+        return (gradient_bytes + BFLOAT16) * moved

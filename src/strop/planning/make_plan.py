@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from strop.planning.engine_memory import EngineMemory
-from strop.planning.learner_memory import FLOAT32, LearnerFootprint, LearnerSetup
+from strop.planning.learner_memory import LearnerFootprint, LearnerSetup
 from strop.planning.plan_inputs import PlanInputs
 from strop.planning.run_plan import GIB, Advice, PhaseMemory, RunCost, RunPlan
 from strop.planning.step_time import StepClock, StepTime
@@ -58,7 +58,7 @@ def plan_memory(inputs: PlanInputs) -> Iterator[PhaseMemory]:
     held = {**static, **beside}
     engine = None if inputs.engine is None else EngineMemory(inputs.model, inputs.engine, limit_of(inputs))
     shared, own_weights = inputs.layout.shared, engine is not None and not engine.setup.shares_weights
-    together = shared and (inputs.device.measured or not own_weights)  # neither leaves the device to the other
+    together = shared and (inputs.device.measured or not own_weights or not inputs.leaves)  # neither leaves the device to the other
     stays = engine.parts if engine is not None and together else {}
     devices = "all" if shared else "learner"
     if engine is not None:
@@ -68,7 +68,8 @@ def plan_memory(inputs: PlanInputs) -> Iterator[PhaseMemory]:
     activations["output layer"] = learner.training_peak - learner.static - sum(activations.values())
     yield _phase(inputs, "training", devices, {**held, **stays, **activations})
     if engine is not None and own_weights:
-        sent = {**held, "engine weights": engine.weights if shared else 0.0, "weights on their way": TRANSFER_BUFFER}
+        stays_here = held if together or not shared else {}  # weights are sent from CPU memory where the learner has left
+        sent = {**stays_here, **(engine.parts if shared else {}), "weights on their way": TRANSFER_BUFFER}
         yield _phase(inputs, "weight sync", devices, sent)
 
 
@@ -80,8 +81,7 @@ def _phase(inputs: PlanInputs, name: str, devices: str, parts: Mapping[str, floa
 
 def count_beside(inputs: PlanInputs, learner: LearnerFootprint) -> dict[str, float]:
     """Return the models beside the policy on a learner's device."""
-    each = inputs.learner.compute_bytes if inputs.learner.weight_bytes == 2 else FLOAT32
-    found = {"reference": inputs.references * each * learner.rank_weights}
+    found = {"reference": inputs.references * inputs.reference_bytes * learner.rank_weights}
     found["critic"] = inputs.critics * (learner.static + learner.gradients)
     return {name: size for name, size in found.items() if size}
 

@@ -76,8 +76,8 @@ class RunPlan:
 
     @property
     def learner_peak(self) -> float:
-        """The most bytes of a device that trains, outside of generation."""
-        return max(phase.peak for phase in self.phases if phase.phase != "generation")
+        """The most bytes of a device while the learner computes."""
+        return max(phase.peak for phase in self.phases if phase.phase in ("logprobs", "training"))
 
     @property
     def engine_peak(self) -> float | None:

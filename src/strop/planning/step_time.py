@@ -85,6 +85,7 @@ class StepWork:
     generates: bool = True
     steps_ahead: int = 0  # 0: synchronous
     frozen: bool = False  # adapters are trained
+    moved_bytes: float = 0.0  # for each weight of a rank, from CPU memory to the device: a reference that is kept there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,7 @@ class StepClock:
             logprobs=self._scoring(),
             training=self._training(),
             weight_sync=self._weight_sync() if work.generates else 0.0,
-            other=self.rates.fixed_seconds,
+            other=self.rates.fixed_seconds + work.moved_bytes * self.model.rank_weights(self.learner.sharding) / HOST_RATE,
             overlaps=overlaps,
             exposed_sync=self.rates.exposed_sync if overlaps else 1.0,
         )
@@ -240,7 +241,7 @@ class StepClock:
         return LearnerFootprint(self.model, self.learner)
 
     def _optimizer_step(self) -> float:
-        seconds = self.traffic.optimizer_step()
+        seconds = self.traffic.optimizer_step(self.learner.gradient_bytes)
         if self.learner.offloads_weights:
             seconds += UPDATED * self._footprint.rank_states / HOST_UPDATE_RATE
         return seconds

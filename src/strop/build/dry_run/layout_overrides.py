@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
-from strop.build.dry_run.run_plan_inputs import read_learner_choice
+from strop.build.dry_run.run_plan_inputs import count_references, read_learner_choice
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.distributed.placement import count_engines
@@ -49,6 +49,7 @@ def read_space(config: TrainingRunConfig, inputs: PlanInputs) -> ChoiceSpace:
         megatron=config.policy.uses_megatron,
         given=LayoutChoice(split=_read_split(config), learner=read_learner_choice(config.policy), engine=engine),
         ranks=counts.uses_ray,
+        references=count_references(config),
         spans_nodes=generation is not None and generation.uses_vllm,
         budget_is_measured=config.policy.batching.train_mb_tokens == "auto",
     )
@@ -91,6 +92,8 @@ def _of_learner(choice: LearnerChoice, space: ChoiceSpace, config: TrainingRunCo
             yield f"policy.{section}.{key}={_format(value, is_share=name == 'checkpointed')}"
     if space.megatron and choice.stages != given.stages:
         yield from _of_uneven_stages(choice.stages, config, layers)
+    if choice.offloads_reference != given.offloads_reference:
+        yield f"policy.reference.offload={str(choice.offloads_reference).lower()}"
     if choice.tokens != given.tokens:
         yield f"policy.{policy.batching_key}.train_mb_tokens={choice.tokens}"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.build.algorithm.run_algorithm import count_steps_per_batch, make_run_algorithm
 from strop.build.cluster.device_plan import choose_dims
@@ -18,7 +20,7 @@ from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.planning.engine_memory import EngineSetup
 from strop.planning.layout_choice import LearnerChoice
-from strop.planning.learner_memory import LearnerSetup
+from strop.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup
 from strop.planning.model_size import ModelSize
 from strop.planning.plan_inputs import AverageLengths, PlanInputs
 from strop.planning.sharding import Sharding
@@ -44,6 +46,8 @@ def read_inputs(config: TrainingRunConfig, model: ModelSize, device: Device, len
     dims = choose_dims(config.policy, training) if counts.uses_ray else None
     scored = REFERENCE_LOGPROBS in make_run_algorithm(config).requires
     learner = _read_learner(config, device, dims)
+    references = count_references(config)
+    kept = 0 if offloads_reference(config.policy) else references
     engine = None if generation is None else _read_engine(generation, config.policy, device, uses_ray=counts.uses_ray)
     work, assumptions = _read_work(config, lengths, float(scored))
     size = 1 if engine is None else engine.size
@@ -58,6 +62,8 @@ def read_inputs(config: TrainingRunConfig, model: ModelSize, device: Device, len
         precision=config.policy.precision,
         cache_precision_bytes=int(engine.cache_bytes) if engine is not None else 2,
     )
+    each = learner.compute_bytes if learner.weight_bytes == BFLOAT16 else FLOAT32
+    work = replace(work, moved_bytes=(references - kept) * each)
     ahead = "" if not rollouts else ", colocated" if shared else ", beside each other"
     return PlanInputs(
         model=model,
@@ -67,7 +73,8 @@ def read_inputs(config: TrainingRunConfig, model: ModelSize, device: Device, len
         work=work,
         layout=layout,
         layout_text=f"{dims or 'one process'}{ahead}",
-        references=_count_references(config) if scored else 0,
+        leaves=config.policy.offload is not False,
+        references=kept,
         critics=1 if isinstance(config, PpoRunConfig) and not config.value.head_only else 0,
         steps=None if config.training.last_step >= UNLIMITED_STEPS else config.training.last_step,
         learner_key="policy.megatron_cfg" if config.policy.uses_megatron else "policy.dtensor_cfg",
@@ -85,6 +92,7 @@ def _read_learner(config: TrainingRunConfig, device: Device, dims: ParallelDims 
         on_cpu=device.measured,
         compute_bytes=2 if policy.precision == "bfloat16" else 4,
         weight_bytes=2 if policy.weights_dtype == "bfloat16" or policy.uses_megatron else 4,
+        gradient_bytes=BFLOAT16 if _keeps_short_gradients(policy) else FLOAT32,
         optimizer_numbers=_count_optimizer_numbers(policy),
         trained_share=1.0 if policy.adapter_rank is None else ADAPTER_SHARE,
         checkpointed_share=choice.checkpointed,
@@ -94,6 +102,10 @@ def _read_learner(config: TrainingRunConfig, device: Device, dims: ParallelDims 
         micro_batches=2,
         sharding=_read_sharding(policy, dims),
     )
+
+
+def _keeps_short_gradients(policy: ModelConfig) -> bool:
+    return policy.uses_megatron and not policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32
 
 
 def _read_sharding(policy: ModelConfig, dims: ParallelDims | MegatronDims | None) -> Sharding:
@@ -117,6 +129,7 @@ def read_learner_choice(policy: ModelConfig) -> LearnerChoice:
             sequence=sizes.sequence_parallel and sizes.tensor_model_parallel_size > 1,
             tokens=tokens,
             checkpointed=float(sizes.activation_checkpointing),
+            offloads_reference=offloads_reference(policy),
         )
     own = policy.dtensor_cfg
     return LearnerChoice(
@@ -130,6 +143,7 @@ def read_learner_choice(policy: ModelConfig) -> LearnerChoice:
         checkpointed=float(own.activation_checkpointing),
         offloads_weights=own.cpu_offload,
         offloads_activations=own.activation_offload,
+        offloads_reference=offloads_reference(policy),
     )
 
 
@@ -169,12 +183,17 @@ def _read_engine(generation: GenerationConfig, policy: ModelConfig, device: Devi
     )
 
 
-def _count_references(config: TrainingRunConfig) -> int:
-    """Return how many frozen copies of the policy stay on the learner's devices, of a run that scores with a reference."""
-    if config.policy.adapter_rank is not None:
-        return 0  # the policy without its adapters
-    reference = getattr(config.policy, "reference", None)
-    return 0 if reference is not None and reference.offload else 1
+def count_references(config: TrainingRunConfig) -> int:
+    """Return how many frozen copies of the policy there are beside it: one of a run that scores with a reference."""
+    if REFERENCE_LOGPROBS not in make_run_algorithm(config).requires or config.policy.adapter_rank is not None:
+        return 0  # with adapters it is the policy without them
+    return 1
+
+
+def offloads_reference(policy: ModelConfig) -> bool:
+    """Whether a frozen copy is kept in CPU memory between uses."""
+    reference = getattr(policy, "reference", None)
+    return reference is not None and bool(reference.offload)
 
 
 def _read_work(config: TrainingRunConfig, lengths: AverageLengths, scores: float) -> tuple[StepWork, tuple[str, ...]]:
