@@ -325,7 +325,8 @@ def make_recorded_options(config: RecordedRunConfig, examples: int | None, *, sh
         section=config.section,
         batch_key="policy.train_global_batch_size",
         max_steps=training.last_step,
-        groups_per_step=config.policy.train_global_batch_size or min(MOST_EXAMPLES, MOST_EXAMPLES if examples is None else examples),
+        groups_per_step=config.policy.train_global_batch_size
+        or min(MOST_EXAMPLES, MOST_EXAMPLES if examples is None else examples),
         max_errors_in_a_row=training.max_errors_in_a_row,
         val_period=training.val_period,
         val_at_start=training.val_at_start,

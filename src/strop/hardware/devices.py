@@ -40,8 +40,9 @@ class Device:
 
 
 # Sources: the data sheets of A100, H100, H200, L40S, HGX B200 and GB200 NVL72, and the architecture paper of Ada (RTX 4090, with
-# sums in float32). Memory is what nvidia-smi shows. Network cards are those of the vendors' own systems (DGX A100, DGX H100, DGX B200: one
-# of 200 or 400 Gbit/s for each GPU); those of other cards are what such servers often have. Order matters: "NVIDIA H100 PCIe" is found before "NVIDIA H100".
+# sums in float32). Memory is what nvidia-smi shows. Network cards are those of the vendors' own systems (DGX A100, DGX H100, DGX B200:
+# one of 200 or 400 Gbit/s for each GPU), and of other devices what their servers often have. Order matters: "NVIDIA H100 PCIe" is
+# found before "NVIDIA H100".
 DEVICES: tuple[Device, ...] = (
     Device(
         name="A100-40GB", names=("A100-SXM4-40GB", "A100-PCIE-40GB"), bf16_tflops=312, fp8_tflops=None, fp32_tflops=19.5,

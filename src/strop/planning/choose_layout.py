@@ -7,13 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from strop.planning.engine_memory import EngineMemory
 from strop.planning.layout_candidates import list_budgets, list_engines, list_memory_settings, list_sizes, list_splits
-from strop.planning.layout_choice import ChoiceSpace, DeviceSplit, EngineChoice, LayoutChoice, LearnerChoice, apply_choice
+from strop.planning.layout_choice import (
+    ChoiceSpace,
+    DeviceSplit,
+    EngineChoice,
+    LayoutChoice,
+    LearnerChoice,
+    apply_choice,
+    apply_engine,
+    apply_learner,
+)
 from strop.planning.learner_memory import LearnerFootprint
 from strop.planning.make_plan import LEAST_SEQUENCES, count_beside, limit_of, make_clock, plan_memory, plan_time
 from strop.planning.plan_inputs import PlanInputs
+from strop.planning.step_time import StepClock
 
 MARGIN = 0.95  # of the memory that can be used: what a choice may take
 CHANGE_COST = 0.005  # of a step, for each setting that differs: a longer command must be worth it
@@ -58,40 +69,47 @@ def _score(inputs: PlanInputs, space: ChoiceSpace, choice: LayoutChoice) -> floa
 def _rank_learners(inputs: PlanInputs, space: ChoiceSpace, split: DeviceSplit) -> list[LearnerChoice]:
     """Return the learners with the shortest passes whose training fits, of each parallel sizes one."""
     devices = space.count_training(split)
+    placed = apply_engine(inputs, split, None, space)
     found: list[tuple[float, LearnerChoice]] = []
     for sizes in list_sizes(inputs, space, devices):
-        best: tuple[float, LearnerChoice] | None = None
-        for choice in _list_fitting(inputs, space, split, sizes):
-            changed = apply_choice(inputs, LayoutChoice(split=split, learner=choice, engine=None), space)
-            layout = LayoutChoice(split=split, learner=choice, engine=None)
-            seconds = make_clock(changed).time_learner() * (1 + CHANGE_COST * layout.count_changes(space.given))
-            if best is None or seconds < best[0]:
-                best = (seconds, choice)
-        if best is not None:
+        timed = (
+            (_time_learner(placed, choice, space, devices), choice) for choice in _list_fitting(placed, space, sizes, devices)
+        )
+        if (best := min(timed, key=lambda each: each[0], default=None)) is not None:
             found.append(best)
     return [choice for _, choice in sorted(found, key=lambda each: each[0])[:KEPT_LEARNERS]]
 
 
-def _list_fitting(inputs: PlanInputs, space: ChoiceSpace, split: DeviceSplit, sizes: LearnerChoice) -> Iterator[LearnerChoice]:
+def _time_learner(placed: PlanInputs, choice: LearnerChoice, space: ChoiceSpace, devices: int) -> float:
+    """Return the seconds of a learner's passes, more for each change."""
+    learner = apply_learner(placed.learner, choice, space, devices)
+    seconds = StepClock(placed.model, placed.work, placed.layout, learner).time_learner()
+    return seconds * (1 + CHANGE_COST * choice.count_changes(space.given.learner))
+
+
+def _list_fitting(placed: PlanInputs, space: ChoiceSpace, sizes: LearnerChoice, devices: int) -> Iterator[LearnerChoice]:
     """Yield the settings of some parallel sizes with which training fits: the largest micro-batch, and the configured one; with a pipeline,
-    which has to wait for its first and last micro-batch, all of them."""
-    devices = space.count_training(split)
-    for setting in list_memory_settings(sizes, inputs, space):
-        fitting = []
-        for tokens in list_budgets(setting, inputs, space, devices):
-            choice = replace(setting, tokens=tokens)
-            if not _training_fits(inputs, space, split, choice):
-                break
-            fitting.append(choice)
+    which has to wait for its first and last micro-batch, all of them. What saves memory that is not needed is left out."""
+    roomy: list[LearnerChoice] = []
+    for setting in list_memory_settings(sizes, placed, space):
+        if setting.offloads_reference and replace(setting, offloads_reference=False) in roomy:
+            continue
+        budgets = list_budgets(setting, placed, space, devices)
+        choices = (replace(setting, tokens=tokens) for tokens in budgets)
+        fitting = list(takewhile(lambda choice: _training_fits(placed, space, choice, devices), choices))
         few = [choice for choice in fitting if choice.tokens == sizes.tokens]
         yield from fitting if sizes.stages > 1 else dict.fromkeys([*few, *fitting[-1:]])
+        if len(fitting) == len(budgets):
+            roomy.append(setting)
+            if setting.saves_nothing:
+                return
 
 
-def _training_fits(inputs: PlanInputs, space: ChoiceSpace, split: DeviceSplit, choice: LearnerChoice) -> bool:
-    changed = apply_choice(inputs, LayoutChoice(split=split, learner=choice, engine=None), space)
-    footprint = LearnerFootprint(changed.model, changed.learner)
-    beside = sum(count_beside(changed, footprint).values())
-    return max(footprint.training_peak, footprint.scoring_peak) + beside <= MARGIN * limit_of(inputs)
+def _training_fits(placed: PlanInputs, space: ChoiceSpace, choice: LearnerChoice, devices: int) -> bool:
+    footprint = LearnerFootprint(placed.model, apply_learner(placed.learner, choice, space, devices))
+    references = 0 if choice.offloads_reference else space.references
+    beside = sum(count_beside(placed, footprint, references).values())
+    return max(footprint.training_peak, footprint.scoring_peak) + beside <= MARGIN * limit_of(placed)
 
 
 def _rank_engines(inputs: PlanInputs, space: ChoiceSpace, split: DeviceSplit) -> list[EngineChoice | None]:
@@ -100,16 +118,13 @@ def _rank_engines(inputs: PlanInputs, space: ChoiceSpace, split: DeviceSplit) ->
     for engine in list_engines(inputs, space, split):
         if engine is None:
             return [None]
-        layout = LayoutChoice(split=split, learner=space.given.learner, engine=engine)
-        training = space.count_training(split)
-        changed = apply_choice(inputs, replace(layout, learner=LearnerChoice(tokens=inputs.learner.tokens)), space) if training else inputs
+        changed = apply_engine(inputs, split, engine, space)
         assert changed.engine is not None
         memory = EngineMemory(changed.model, changed.engine, limit_of(changed))
         if memory.sequences < LEAST_SEQUENCES and engine != space.given.engine:
             continue
-        changes = replace(layout, engine=engine).count_changes(space.given)
-        found.append((make_clock(changed).time_generation() * (1 + CHANGE_COST * changes), engine))
+        found.append((make_clock(changed).time_generation(), engine))
     best: dict[int, EngineChoice] = {}
-    for _, engine in sorted(found, key=lambda each: each[0]):
+    for _, engine in sorted(found, key=lambda each: each[0] * (1 + CHANGE_COST * (each[1] != space.given.engine))):
         best.setdefault(engine.size, engine)
     return list(best.values())

@@ -44,7 +44,7 @@ class EngineMemory:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of the cache for a token, on one device."""
-        return self.setup.cache_bytes * self.model.dimensions.cache_width / self.setup.size
+        return self.setup.cache_bytes * self.model.cache_width / self.setup.size
 
     @property
     def cache(self) -> float:

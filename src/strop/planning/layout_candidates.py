@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from fractions import Fraction
 from math import ceil
 
 from strop.planning.layout_choice import ChoiceSpace, DeviceSplit, EngineChoice, LearnerChoice
 from strop.planning.model_size import ModelSize
 from strop.planning.plan_inputs import PlanInputs
 
-MOST_STAGES, MOST_CONTEXT, MOST_EXPERT, MOST_ENGINE = 32, 16, 64, 64
+MOST_STAGES, MOST_TORCH_STAGES, MOST_CONTEXT, MOST_EXPERT, MOST_ENGINE = 32, 4, 16, 64, 64
+NODES_OF_A_COPY = (1, 4, 16)  # of FSDP's shards, with several copies
 LEAST_CONTEXT_TOKENS = 1024  # of a rollout that a context-parallel rank should have
 MOST_TOKENS = 1 << 17  # of a micro-batch
-SHARES_OF_NODES = (Fraction(1, 8), Fraction(1, 4), Fraction(1, 3), Fraction(3, 8), Fraction(1, 2), Fraction(5, 8), Fraction(2, 3), Fraction(3, 4))  # fmt: skip
+SHARES_OF_NODES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # that generate
 MEMORY_SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 MOST_SHARED = 0.8  # of a device's memory for an engine beside a learner that waits
 
@@ -45,7 +45,7 @@ def list_sizes(inputs: PlanInputs, space: ChoiceSpace, devices: int) -> Iterator
         if not _divides_heads(model, tensor, megatron=space.megatron):
             continue
         for context in _powers(min(MOST_CONTEXT, max(1, inputs.learner.longest // LEAST_CONTEXT_TOKENS))):
-            for stages in _powers(min(MOST_STAGES, model.num_layers // 2)):
+            for stages in _powers(min(MOST_STAGES if space.megatron else MOST_TORCH_STAGES, model.num_layers // 2)):
                 if devices % (tensor * context * stages):
                     continue
                 choice = replace(
@@ -62,12 +62,13 @@ def _divide_further(choice: LearnerChoice, model: ModelSize, space: ChoiceSpace,
     stage = devices // choice.stages
     for expert in _list_expert_sizes(choice.tensor, model, stage, megatron=space.megatron):
         yield replace(choice, expert=expert)
-        if space.megatron or space.nodes == 1:
+        if space.megatron or space.nodes == 1 or choice.stages > 1:
             continue
-        for copies in _powers(stage)[1:]:
-            one_copy = stage // copies
-            if stage % copies == 0 and one_copy % max(expert, choice.tensor * choice.context, space.per_node) == 0:
-                yield replace(choice, expert=expert, replicate=copies)
+        for nodes in NODES_OF_A_COPY:
+            ranks = nodes * space.per_node
+            whole = ranks % max(expert, choice.tensor) == 0 and ranks % (choice.tensor * choice.context) == 0
+            if whole and ranks < stage and stage % ranks == 0:
+                yield replace(choice, expert=expert, replicate=stage // ranks)
 
 
 def _list_expert_sizes(tensor: int, model: ModelSize, stage: int, *, megatron: bool) -> list[int]:
@@ -92,7 +93,7 @@ def _divides_heads(model: ModelSize, ranks: int, *, megatron: bool) -> bool:
 def list_memory_settings(choice: LearnerChoice, inputs: PlanInputs, space: ChoiceSpace) -> list[LearnerChoice]:
     """Return a layout with each way to save memory, the fastest first."""
     plain = replace(choice, checkpointed=0.0, offloads_weights=False, offloads_activations=False, offloads_reference=False)
-    found = [choice, plain, replace(plain, checkpointed=1.0)]
+    found = [plain, choice, replace(plain, checkpointed=1.0)]
     if not space.megatron and not inputs.device.measured:
         found[2:2] = [replace(plain, checkpointed=0.5), replace(plain, offloads_activations=True)]
         if space.ranks:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
+from strop.planning.learner_memory import LearnerSetup
 from strop.planning.plan_inputs import PlanInputs
 from strop.planning.sharding import Sharding
 
@@ -39,6 +41,15 @@ class LearnerChoice:
         """The parallel sizes alone."""
         return (self.tensor, self.context, self.stages, self.expert, self.replicate)
 
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether it recomputes nothing, and keeps nothing in CPU memory."""
+        return not (self.checkpointed or self.offloads_weights or self.offloads_activations or self.offloads_reference)
+
+    def count_changes(self, given: LearnerChoice) -> int:
+        """Return how many settings differ."""
+        return sum(mine != theirs for mine, theirs in zip(_values(self), _values(given), strict=True))
+
     def shard(self, devices: int, *, megatron: bool) -> Sharding:
         """Return how this divides the learner over ``devices``."""
         stage = devices // self.stages
@@ -67,6 +78,9 @@ class LearnerChoice:
         )
 
 
+_values = attrgetter(*(each.name for each in fields(LearnerChoice)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineChoice:
     """The devices of an engine, and the share of their memory that it reserves."""
@@ -85,13 +99,8 @@ class LayoutChoice:
 
     def count_changes(self, given: LayoutChoice) -> int:
         """Return how many settings differ."""
-        pairs = ((self.split, given.split), (self.learner, given.learner), (self.engine, given.engine))
-        return sum(
-            getattr(mine, each.name) != getattr(theirs, each.name)
-            for mine, theirs in pairs
-            if mine is not None and theirs is not None
-            for each in fields(mine)
-        )
+        engine = self.engine is not None and given.engine is not None and self.engine != given.engine
+        return (self.split != given.split) + self.learner.count_changes(given.learner) + engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,25 +137,34 @@ class ChoiceSpace:
         return nodes // (size // per_node) * size if per_node and size % per_node == 0 else 0
 
 
+def apply_learner(setup: LearnerSetup, choice: LearnerChoice, space: ChoiceSpace, devices: int) -> LearnerSetup:
+    """Return the learner of a choice on ``devices`` devices."""
+    return replace(
+        setup,
+        tokens=choice.tokens,
+        checkpointed_share=choice.checkpointed,
+        offloads_weights=choice.offloads_weights,
+        offloads_activations=choice.offloads_activations,
+        sharding=choice.shard(devices, megatron=space.megatron) if space.ranks else Sharding(),
+    )
+
+
 def apply_choice(inputs: PlanInputs, choice: LayoutChoice, space: ChoiceSpace) -> PlanInputs:
     """Return the inputs of a plan of a run with another layout."""
-    training = space.count_training(choice.split)
-    learner = replace(
-        inputs.learner,
-        tokens=choice.learner.tokens,
-        checkpointed_share=choice.learner.checkpointed,
-        offloads_weights=choice.learner.offloads_weights,
-        offloads_activations=choice.learner.offloads_activations,
-        sharding=choice.learner.shard(training, megatron=space.megatron) if space.ranks else Sharding(),
-    )
-    layout = replace(inputs.layout, training_devices=training, shared=choice.split.shared)
-    engine = inputs.engine
-    if engine is not None and choice.engine is not None:
-        engine = replace(engine, size=choice.engine.size, memory_share=choice.engine.memory_share)
-        generating = space.count_generating(choice.split, choice.engine.size)
-        layout = replace(layout, engine_size=choice.engine.size, generation_devices=generating)
     kept = 0 if choice.learner.offloads_reference else space.references
-    moved = (space.references - kept) * inputs.reference_bytes
-    return replace(
-        inputs, learner=learner, engine=engine, layout=layout, references=kept, work=replace(inputs.work, moved_bytes=moved)
+    changed = replace(
+        inputs,
+        learner=apply_learner(inputs.learner, choice.learner, space, space.count_training(choice.split)),
+        references=kept,
+        work=replace(inputs.work, moved_bytes=(space.references - kept) * inputs.reference_bytes),
     )
+    return apply_engine(changed, choice.split, choice.engine, space)
+
+
+def apply_engine(inputs: PlanInputs, split: DeviceSplit, choice: EngineChoice | None, space: ChoiceSpace) -> PlanInputs:
+    """Return the inputs of a plan with the engines, and the devices that train and generate, of a choice."""
+    layout, engine = replace(inputs.layout, training_devices=space.count_training(split), shared=split.shared), inputs.engine
+    if engine is not None and choice is not None:
+        engine = replace(engine, size=choice.size, memory_share=choice.memory_share)
+        layout = replace(layout, engine_size=choice.size, generation_devices=space.count_generating(split, choice.size))
+    return replace(inputs, engine=engine, layout=layout)

@@ -6,7 +6,7 @@ compared with what torch's allocator holds by ``benchmarks/plan_memory.py`` (doc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
 
@@ -40,7 +40,7 @@ class LearnerSetup:
     offloads_weights: bool = False  # weights and optimizer stay in CPU memory
     logit_rows: int = 1024  # policy.logprob_chunk_size
     micro_batches: int = 2  # of an optimizer step
-    sharding: Sharding = Sharding()
+    sharding: Sharding = field(default_factory=Sharding)
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,8 @@ class LearnerFootprint:
         residual = (2 * self.model.hidden * (setup.weight_bytes + each) + 2 * FLOAT32) / (
             sharding.tensor if sharding.sequence else 1
         )
-        divided = (self._attention_numbers() + MLP_TENSORS * self.mlp_width) * each + FLOAT32 * self.model.heads
+        divided = (self._attention_numbers() + MLP_TENSORS * self.model.mlp_width) * each + FLOAT32 * self.model.heads
         return tokens * (residual + divided / sharding.tensor) + self.kept_scores
-
-    @cached_property
-    def mlp_width(self) -> float:
-        """Inner width of a layer's MLP, of experts those that a token goes through, on average over the layers."""
-        model = self.model
-        return sum(layer.mlp for layer in model.dimensions.layers) / (3 * model.hidden * model.num_layers)
 
     def _attention_numbers(self) -> float:
         """Numbers that a token's queries, keys, values and output keep."""
@@ -172,7 +166,7 @@ class LearnerFootprint:
     def layer_backward(self) -> float:
         """What the backward pass of a layer holds besides (bytes): gradients of an MLP, and a layer's activations computed again."""
         setup, sharding = self.setup, self.setup.sharding
-        gradients = MLP_GRADIENTS * self.mlp_width * setup.compute_bytes / sharding.tensor + 2 * self.model.hidden * FLOAT32
+        gradients = MLP_GRADIENTS * self.model.mlp_width * setup.compute_bytes / sharding.tensor + 2 * self.model.hidden * FLOAT32
         again = self.layer_activations if setup.checkpointed_share > 0 else 0.0
         return again + gradients * setup.tokens / sharding.context
 
@@ -211,6 +205,6 @@ class LearnerFootprint:
         setup, hidden = self.setup, self.model.hidden
         rows, each = setup.tokens / setup.sharding.context, setup.compute_bytes
         columns = self.model.dimensions.vocabulary / setup.sharding.tensor
-        mlp = rows * (hidden * (setup.weight_bytes + each) + MLP_TENSORS * self.mlp_width * each / setup.sharding.tensor)
+        mlp = rows * (hidden * (setup.weight_bytes + each) + MLP_TENSORS * self.model.mlp_width * each / setup.sharding.tensor)
         head = rows * hidden * (setup.weight_bytes + each) + columns * hidden * (each if each < setup.weight_bytes else 0)
         return self.static + self.weight_copies + max(mlp + self.kept_scores, head + 2 * self._tile(rows, columns))

@@ -53,12 +53,14 @@ def plan_memory(inputs: PlanInputs) -> Iterator[PhaseMemory]:
     """Yield the memory of each phase. Learner and engines that take turns on a device leave it to each other (weights and optimizer of the
     learner go to CPU memory); in one process on a CPU nothing leaves."""
     learner = LearnerFootprint(inputs.model, inputs.learner)
-    beside = count_beside(inputs, learner)
+    beside = count_beside(inputs, learner, inputs.references)
     static = {} if inputs.learner.offloads_weights else {"weights": learner.weights, "optimizer": learner.optimizer}
     held = {**static, **beside}
     engine = None if inputs.engine is None else EngineMemory(inputs.model, inputs.engine, limit_of(inputs))
     shared, own_weights = inputs.layout.shared, engine is not None and not engine.setup.shares_weights
-    together = shared and (inputs.device.measured or not own_weights or not inputs.leaves)  # neither leaves the device to the other
+    together = shared and (
+        inputs.device.measured or not own_weights or not inputs.leaves
+    )  # neither leaves the device to the other
     stays = engine.parts if engine is not None and together else {}
     devices = "all" if shared else "learner"
     if engine is not None:
@@ -79,9 +81,9 @@ def _phase(inputs: PlanInputs, name: str, devices: str, parts: Mapping[str, floa
     )
 
 
-def count_beside(inputs: PlanInputs, learner: LearnerFootprint) -> dict[str, float]:
+def count_beside(inputs: PlanInputs, learner: LearnerFootprint, references: int) -> dict[str, float]:
     """Return the models beside the policy on a learner's device."""
-    found = {"reference": inputs.references * inputs.reference_bytes * learner.rank_weights}
+    found = {"reference": references * inputs.reference_bytes * learner.rank_weights}
     found["critic"] = inputs.critics * (learner.static + learner.gradients)
     return {name: size for name, size in found.items() if size}
 
@@ -126,7 +128,7 @@ def _advise(inputs: PlanInputs) -> Iterator[Advice]:
 def _advise_learner(inputs: PlanInputs) -> Iterator[Advice]:
     """Yield what makes training fit, or a larger micro-batch where there is room."""
     setup, longest = inputs.learner, inputs.learner.longest
-    room = limit_of(inputs) - sum(count_beside(inputs, LearnerFootprint(inputs.model, setup)).values())
+    room = limit_of(inputs) - sum(count_beside(inputs, LearnerFootprint(inputs.model, setup), inputs.references).values())
     if inputs.device.measured and inputs.engine is not None:
         room -= EngineMemory(inputs.model, inputs.engine, limit_of(inputs)).weights
     if _fits(inputs, setup, room):

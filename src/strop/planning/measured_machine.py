@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import median
 
 from strop.hardware.devices import Device
-from strop.hardware.host_memory import total_memory
+from strop.hardware.machine_memory import total_memory
 
 SIDE = 1536  # of the square matrices
 BUFFER = 1 << 28  # bytes that are read to measure bandwidth: more than a cache holds

@@ -11,9 +11,9 @@ from strop.hardware.model_dimensions import DecoderDimensions, UnknownDimensions
 from strop.planning.sharding import Sharding
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ModelSize:
-    """A decoder's dimensions with its name, its heads and its experts."""
+    """A decoder's dimensions with its name, its heads and its experts. Two are equal if they are the same object, which hashes fast."""
 
     name: str
     dimensions: DecoderDimensions
@@ -61,7 +61,22 @@ class ModelSize:
         missed = sum(layer.resident - layer.mlp for layer in self.dimensions.layers)
         return missed * self.experts / (self.experts - self.active_experts)
 
-    @property
+    @cached_property
+    def active_weights(self) -> int:
+        """Weights that a predicted token is multiplied with."""
+        return self.dimensions.active_parameters
+
+    @cached_property
+    def cache_width(self) -> int:
+        """Numbers that a token leaves in the cache of all layers."""
+        return self.dimensions.cache_width
+
+    @cached_property
+    def mlp_width(self) -> float:
+        """Inner width of a layer's MLP, of experts those that a token goes through, on average over the layers."""
+        return sum(layer.mlp for layer in self.dimensions.layers) / (3 * self.hidden * self.num_layers)
+
+    @cached_property
     def layer_weights(self) -> float:
         """Weights of all layers: without the embedding and the output layer."""
         return float(sum(layer.attention + layer.resident for layer in self.dimensions.layers))

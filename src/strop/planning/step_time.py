@@ -7,7 +7,7 @@ here). On a CPU they are shares of its measured rates (docs/performance.md).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import ceil
 
 from strop.hardware.devices import Device, linked_devices
@@ -123,6 +123,22 @@ class StepTime:
 
 
 @dataclass(frozen=True)
+class BatchFlops:
+    """FLOPs of passes over a batch."""
+
+    forward: float
+    training: float
+
+
+@lru_cache(maxsize=64)
+def _count_flops(model: ModelSize, rollouts: int, length: int, predicted: int, frozen: bool) -> BatchFlops:
+    one = PassCounts.of_lengths([length], model.dimensions, predicted=predicted)
+    pairs = {window: count * rollouts for window, count in one.pairs.items()}
+    counts = PassCounts(read=one.read * rollouts, predicted=one.predicted * rollouts, pairs=pairs)
+    return BatchFlops(forward_flops(model.dimensions, counts), training_flops(model.dimensions, counts, frozen=frozen))
+
+
+@dataclass(frozen=True)
 class StepClock:
     """Computes the time of a step of a model."""
 
@@ -164,10 +180,10 @@ class StepClock:
         """Return the seconds in which an engine decodes a token of each of its sequences."""
         layout, rates = self.layout, self.rates
         context = self.work.prompt + self.work.completion / 2
-        cache = layout.cache_precision_bytes * self.model.dimensions.cache_width * context * sequences
+        cache = layout.cache_precision_bytes * self.model.cache_width * context * sequences
         each = 4 if layout.precision == "float32" else 1 if layout.precision == "fp8" else BFLOAT16
         read = (each * self.model.weights_read(sequences) + cache) / layout.engine_size
-        flops = 2.0 * self.model.dimensions.active_parameters * sequences / layout.engine_size
+        flops = 2.0 * self.model.active_weights * sequences / layout.engine_size
         memory = read / (layout.device.bandwidth_gb * 1e9 * rates.bandwidth_share)
         products = flops / (layout.device.peak_flops(layout.precision) * rates.decoding_share)
         remote = rates.remote_seconds if layout.engine_size > linked_devices(layout.device) else 0.0
@@ -211,20 +227,19 @@ class StepClock:
         return max(1.0, self.busiest * tokens / self.learner.tokens)
 
     @cached_property
+    def _flops(self) -> BatchFlops:
+        work = self.work
+        return _count_flops(self.model, work.rollouts, round(work.prompt + work.completion), round(work.completion), work.frozen)
+
+    @cached_property
     def traffic(self) -> LearnerTraffic:
         return LearnerTraffic(self.model, self.layout.device, self.learner.sharding)
 
-    def _counts(self) -> PassCounts:
-        length = round(self.work.prompt + self.work.completion)
-        one = PassCounts.of_lengths([length], self.model.dimensions, predicted=round(self.work.completion))
-        pairs = {window: count * self.work.rollouts for window, count in one.pairs.items()}
-        return PassCounts(read=one.read * self.work.rollouts, predicted=one.predicted * self.work.rollouts, pairs=pairs)
-
     def _training(self) -> float:
         """Return the seconds of forward and backward passes over the batch and of its optimizer steps."""
-        counts, model, learner = self._counts(), self.model.dimensions, self.learner
+        learner = self.learner
         recomputed = learner.checkpointed_share
-        flops = training_flops(model, counts, frozen=self.work.frozen) + recomputed * forward_flops(model, counts)
+        flops = self._flops.training + recomputed * self._flops.forward
         each = FLOAT32 if self.layout.precision == "float32" else BFLOAT16
         updated = 0 if self.work.frozen else 2 * FLOAT32  # its gradient, read and written
         gradients = 0.0 if self.work.frozen else self.traffic.gather(FLOAT32) + self.traffic.copies()
@@ -233,7 +248,10 @@ class StepClock:
             hidden += (2 + learner.trained_share) * FLOAT32 * self.model.rank_weights(learner.sharding) / HOST_RATE
         if learner.offloads_activations and not learner.on_cpu:
             hidden += 2 * self._footprint.kept_activations / HOST_RATE
-        once = self._pass(flops, 2 + recomputed, (2 + recomputed) * each + updated, hidden) + self.work.optimizer_steps * self._optimizer_step()
+        once = (
+            self._pass(flops, 2 + recomputed, (2 + recomputed) * each + updated, hidden)
+            + self.work.optimizer_steps * self._optimizer_step()
+        )
         return self.work.passes * once
 
     @cached_property
@@ -250,7 +268,7 @@ class StepClock:
         if not self.work.scores:
             return 0.0
         each = FLOAT32 if self.layout.precision == "float32" else BFLOAT16
-        flops, hidden = forward_flops(self.model.dimensions, self._counts()), self.traffic.gather(BFLOAT16)
+        flops, hidden = self._flops.forward, self.traffic.gather(BFLOAT16)
         if self.learner.offloads_weights:
             hidden += FLOAT32 * self.model.rank_weights(self.learner.sharding) / HOST_RATE
         return self.work.scores * self._pass(flops, 1, each, hidden)
@@ -274,17 +292,19 @@ class StepClock:
     def _multiplied(self) -> float:
         """Weights that a rank multiplies with."""
         model, sharding = self.model, self.learner.sharding
-        dense = (model.weights - model.expert_weights - (0 if model.dimensions.tied else model.embedding_weights)) / sharding.tensor
+        dense = (
+            model.weights - model.expert_weights - (0 if model.dimensions.tied else model.embedding_weights)
+        ) / sharding.tensor
         return (dense + model.expert_weights / sharding.expert) / sharding.stages
 
     @cached_property
     def _largest_stage(self) -> float:
         """The products of the slowest stage over those of the average one: layers do not divide evenly, and the last has the output."""
-        stages, model = self.learner.sharding.stages, self.model.dimensions
+        stages, layers = self.learner.sharding.stages, self.model.num_layers
         if stages == 1:
             return 1.0
-        layers = len(model.layers)
-        output = model.hidden * model.vocabulary * layers / (model.active_parameters - model.hidden * model.vocabulary)
+        head = self.model.embedding_weights
+        output = head * layers / (self.model.active_weights - head)  # in layers
         most = ceil(layers / stages)
         last = most if layers % stages == 0 else max(1, (layers - most * (stages - 2)) // 2)
         return stages * max(most, last + output) / (layers + output)

@@ -66,7 +66,11 @@ def _read_split(config: TrainingRunConfig) -> DeviceSplit:
 
 def list_overrides(choice: LayoutChoice, space: ChoiceSpace, config: TrainingRunConfig, layers: int) -> tuple[str, ...]:
     """Return ``key=value`` for each setting of a choice that differs from the configuration. ``layers``: of the model."""
-    return (*_of_split(choice, space, config), *_of_learner(choice.learner, space, config, layers), *_of_engine(choice, space, config))
+    return (
+        *_of_split(choice, space, config),
+        *_of_learner(choice.learner, space, config, layers),
+        *_of_engine(choice, space, config),
+    )
 
 
 def _of_split(choice: LayoutChoice, space: ChoiceSpace, config: TrainingRunConfig) -> Iterator[str]:

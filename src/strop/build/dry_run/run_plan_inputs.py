@@ -91,7 +91,7 @@ def _read_learner(config: TrainingRunConfig, device: Device, dims: ParallelDims 
         longest=policy.max_total_sequence_length,
         on_cpu=device.measured,
         compute_bytes=2 if policy.precision == "bfloat16" else 4,
-        weight_bytes=2 if policy.weights_dtype == "bfloat16" or policy.uses_megatron else 4,
+        weight_bytes=2 if policy.weights_dtype == "bfloat16" or policy.megatron_cfg.enabled else 4,
         gradient_bytes=BFLOAT16 if _keeps_short_gradients(policy) else FLOAT32,
         optimizer_numbers=_count_optimizer_numbers(policy),
         trained_share=1.0 if policy.adapter_rank is None else ADAPTER_SHARE,
@@ -105,20 +105,20 @@ def _read_learner(config: TrainingRunConfig, device: Device, dims: ParallelDims 
 
 
 def _keeps_short_gradients(policy: ModelConfig) -> bool:
-    return policy.uses_megatron and not policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32
+    return policy.megatron_cfg.enabled and not policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32
 
 
 def _read_sharding(policy: ModelConfig, dims: ParallelDims | MegatronDims | None) -> Sharding:
     if dims is None:
         return Sharding()
-    return read_learner_choice(policy).shard(dims.world_size, megatron=policy.uses_megatron)
+    return read_learner_choice(policy).shard(dims.world_size, megatron=policy.megatron_cfg.enabled)
 
 
 def read_learner_choice(policy: ModelConfig) -> LearnerChoice:
     """Return what a configuration says of a learner that may be on several ranks."""
     budget, longest = policy.batching.train_mb_tokens, policy.max_total_sequence_length
     tokens = policy.train_micro_batch_size * longest if budget == "auto" else budget
-    if policy.uses_megatron:
+    if policy.megatron_cfg.enabled:
         sizes = policy.megatron_cfg
         return LearnerChoice(
             tensor=sizes.tensor_model_parallel_size,

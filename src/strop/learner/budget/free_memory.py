@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from strop.hardware.host_memory import CGROUPS, PROC, iter_limits, read_meminfo
+from strop.hardware.machine_memory import CGROUPS, PROC, iter_limits, read_meminfo
 
 
 def measure_free(device: torch.device) -> int:
