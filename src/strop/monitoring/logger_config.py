@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -135,6 +135,11 @@ class LoggerConfig(BaseConfig):
     trackio_enabled: bool = Field(False, description="Log to Trackio.")
     monitor_gpus: bool = Field(
         True, description="Log what GPUs, processors, memory, disk and network of each machine do, as system/...."
+    )
+    peak_tflops: Annotated[float, Field(gt=0)] | Literal["measure"] | None = Field(
+        None,
+        description="Peak of one device that trains, for perf/mfu (10^12 FLOPs a second). null: of the table of devices, which has no "
+        "processors; measure: this machine's processors are measured, about a second, once.",
     )
     tracked_samples: int = Field(
         8,
