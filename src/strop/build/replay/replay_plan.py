@@ -151,9 +151,10 @@ class _Beginnings:
                 f"(logger.rollouts){_count_more(missing)}; {self._describe_replayable()}{nearest}"
             )
         if self.retrain is not None and len(between) > self.retrain:
+            count = f"{len(between)} steps" if len(between) > 1 else "1 step"
             raise ReplayError(
                 f"step {step} began with the weights of step {step - 1}, and there is no checkpoint of them (checkpointing.save_period, "
-                f"checkpointing.keep_top_k): {len(between)} steps would be trained again from {_name(begin)}, and --retrain "
+                f"checkpointing.keep_top_k): {count} would be trained again from {_name(begin)}, and --retrain "
                 f"allows {self.retrain}; {self._describe_replayable()}{nearest}"
             )
         return begin
