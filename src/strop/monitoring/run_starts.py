@@ -83,7 +83,7 @@ def describe_hardware() -> dict[str, str]:
     """Return what this process computes on: processor, cores, threads, memory, system, and GPUs with their memory and driver's runtime."""
     torch = sys.modules.get("torch")  # not imported for this
     found = {
-        "processor": _find_processor(),
+        "processor": find_processor(),
         "threads": "" if torch is None else str(torch.get_num_threads()),
         "cores": f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} of {os.cpu_count()}",
         "memory": _find_memory(),
@@ -93,7 +93,8 @@ def describe_hardware() -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def _find_processor() -> str:
+def find_processor() -> str:
+    """Return what this machine's processor calls itself."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
