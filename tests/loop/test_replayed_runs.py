@@ -189,6 +189,20 @@ def test_a_run_that_went_on_with_other_settings_is_replayed_through_the_change(
 
 
 @pytest.mark.exhaustive
+def test_a_damaged_checkpoint_is_passed_over(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_kind("grpo", tiny, tmp_path, grpo__max_num_steps=4)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results" / "step_3" / "state.pt").write_bytes(b"")
+    (tmp_path / "results" / "step_2" / "files.json").unlink()
+    assert main(["replay", "logs", "--step", "4"]) == 0
+    output = capsys.readouterr()
+    assert "step_3 is damaged, or was removed meanwhile, and is passed over" in output.err
+    assert "steps 2 to 3 were trained again on the way" in output.out
+
+
+@pytest.mark.exhaustive
 def test_a_step_on_the_way_that_differs_is_named_and_the_result_is_not_exact(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

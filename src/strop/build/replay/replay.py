@@ -28,6 +28,7 @@ from strop.build.replay.retrained_steps import (
     summarize_retrained,
     train_between,
 )
+from strop.checkpointing.folders import CheckpointError, is_damaged
 from strop.config import ConfigError, RolloutRunConfig
 from strop.safety.remote_code import trust_remote_code
 from strop.storage.atomic_file import atomic_write
@@ -101,7 +102,20 @@ async def replay(
 
     Raises ReplayError, which says which steps can be replayed, ConfigError, CheckpointError, ModelNotFound, StorageError.
     """
-    plan = plan_replay(folder, step, weights, retrain=retrain)
+    damaged: list[Path] = []
+    while True:
+        plan = plan_replay(folder, step, weights, retrain=retrain, damaged=damaged)
+        try:
+            return await _replay(plan, overrides, note)
+        except CheckpointError as error:
+            if plan.checkpoint is None or not is_damaged(plan.checkpoint):
+                raise
+            damaged.append(plan.checkpoint)
+            note(f"{plan.checkpoint} is damaged, or was removed meanwhile, and is passed over: {error}")
+
+
+async def _replay(plan: ReplayPlan, overrides: Sequence[str], note: Note) -> ReplayResult:
+    folder, step = plan.folder, plan.step
     configured = plan.load(step)
     changed_config = plan.load(step, overrides) if overrides else None
     _check(plan, [configured] if changed_config is None else [configured, changed_config])
