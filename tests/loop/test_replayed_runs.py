@@ -14,13 +14,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from loop.kinds import train_to_end
-from loop.test_router_replay_runs import build_mixture
 from strop.build.replay.replay import ReplayResult, replay
 from strop.cli.commands import main
 from strop.ledger.token_ledger import TokenLedger, make_ledger
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.view.view_server import ViewOptions, ViewServer
-from support.vision_models import save_vision_model
 
 STEPS = 6
 EVERY = {"checkpointing__save_period": 1, "checkpointing__keep_top_k": None, "logger__token_columns": "all"}
@@ -136,6 +134,8 @@ def test_random_steps_of_every_kind_of_run_are_replayed_to_the_last_digit(
 @pytest.mark.exhaustive
 def test_steps_that_read_images_are_replayed_to_the_last_digit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images in prompts and in observations, from the files beside the rollouts."""
+    from support.vision_models import save_vision_model
+
     model = save_vision_model("qwen2_5_vl", tmp_path / "model")
     shown = {"data__train__env_name": "shown", "data__validation__env_name": "shown", "env__graded__type": ...}
     own = {
@@ -154,6 +154,8 @@ def test_steps_that_read_images_are_replayed_to_the_last_digit(tmp_path: Path, m
 def test_steps_with_the_experts_of_the_rollouts_are_replayed_to_the_last_digit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from loop.test_router_replay_runs import build_mixture
+
     mixture = build_mixture(tmp_path / "mixture")
     own = {"policy__router_replay__enabled": True, "checkpointing__save_period": 3}
     logs = run_kind("grpo", mixture, tmp_path, logger__routes=True, **own)
