@@ -20,6 +20,10 @@ CHROMIUM = os.environ.get("STROP_CHROMIUM", "")
 def chromium() -> Iterator[Any]:
     if not CHROMIUM:
         pytest.skip("needs a Chromium: `make test-browser` installs one and runs these tests")
+    if not os.access(CHROMIUM, os.X_OK):
+        pytest.fail(
+            f"STROP_CHROMIUM is {CHROMIUM}, which is no program: `make test-browser` installs one, or name another", pytrace=False
+        )
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(
