@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,14 @@ def address(chromium: Any, stored_runs: Path) -> Iterator[str]:
     """The page on stored runs."""
     with serve_view(stored_runs) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def axe() -> str:
+    """The script of axe-core, which finds what is wrong for assistive technology."""
+    if importlib.util.find_spec("axe_playwright_python") is None:
+        pytest.skip("needs axe-playwright-python: `make test-browser` installs it")
+    return (resources.files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
 
 
 @pytest.fixture
