@@ -14,11 +14,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from loop.kinds import train_to_end
+from loop.test_router_replay_runs import build_mixture
 from strop.build.replay.replay import ReplayResult, replay
 from strop.cli.commands import main
 from strop.ledger.token_ledger import TokenLedger, make_ledger
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.view.view_server import ViewOptions, ViewServer
+from support.vision_models import save_vision_model
 
 STEPS = 6
 EVERY = {"checkpointing__save_period": 1, "checkpointing__keep_top_k": None, "logger__token_columns": "all"}
@@ -39,6 +41,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {}),
     "rm": ("rm", {}),
     "distillation": ("distillation", {}),
+    "remax": ("grpo", {"algorithm__name": "remax"}),
+    "sampling_mask": (
+        "grpo",
+        {"policy__generation__top_p": 0.9, "policy__generation__top_k": 20, "policy__generation__keep_sampling_mask": True},
+    ),
+    "adapted_kl": ("ppo", {"algorithm__kwargs": {"kl": {"weight": 0.1, "place": "token_reward", "target": 0.05, "horizon": 64}}}),
+    "asynchronous": ("grpo", {"grpo__async_grpo__enabled": True, "grpo__async_grpo__max_trajectory_age_steps": 2}),
+    "averaged": ("grpo", {"policy__ema__enabled": True}),
 }
 
 
@@ -121,6 +131,37 @@ def test_random_steps_of_every_kind_of_run_are_replayed_to_the_last_digit(
     for result in replay_steps(logs, monkeypatch, *steps):
         assert result.exact and not result.failed and result.reproduction.compared > 10, (result.step, name)
         assert (result.step - 1) % 5 == (0 if result.retrained is None else result.retrained.count)
+
+
+@pytest.mark.exhaustive
+def test_steps_that_read_images_are_replayed_to_the_last_digit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images in prompts and in observations, from the files beside the rollouts."""
+    model = save_vision_model("qwen2_5_vl", tmp_path / "model")
+    shown = {"data__train__env_name": "shown", "data__validation__env_name": "shown", "env__graded__type": ...}
+    own = {
+        "policy__max_total_sequence_length": 160,
+        "grpo__max_rollout_turns": 2,
+        "env__shown__type": f"{Path(__file__).with_name('shown.py')}:Shown",
+        "env__shown__turns": 2,
+        "checkpointing__save_period": 3,
+    }
+    logs = run_kind("grpo", model, tmp_path, **shown, **own)
+    for result in replay_steps(logs, monkeypatch, 1, 4, 6):
+        assert result.exact and not result.failed and result.reproduction.compared > 40, result.step
+
+
+@pytest.mark.exhaustive
+def test_steps_with_the_experts_of_the_rollouts_are_replayed_to_the_last_digit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixture = build_mixture(tmp_path / "mixture")
+    own = {"policy__router_replay__enabled": True, "checkpointing__save_period": 3}
+    logs = run_kind("grpo", mixture, tmp_path, logger__routes=True, **own)
+    for result in replay_steps(logs, monkeypatch, 1, 4, 6):
+        assert result.exact and not result.failed and result.as_it_was.metrics["train/tokens_without_routes"] == 0.0, result.step
+    other = run_kind("grpo", mixture, tmp_path / "without", grpo__max_num_steps=1, **own)
+    assert main(["replay", str(other), "--step", "1"]) == 2
+    assert "set logger.routes=true in a run whose steps are to be replayed" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

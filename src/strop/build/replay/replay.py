@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from strop.build.replay.replay_plan import ReplayPlan, Weights, plan_replay
-from strop.build.replay.replayed_run import Beginning, ReplayedRun, open_replayed_run
+from strop.build.replay.replay_plan import Configured, ReplayPlan, Weights, plan_replay
+from strop.build.replay.replayed_run import Beginning, ReplayedRun, open_replayed_run, read_stored
 from strop.build.replay.replayed_step import MovedRollout, ReplayedStep, replay_step
 from strop.build.replay.retrained_steps import (
     ComparedMetrics,
@@ -26,6 +26,8 @@ from strop.build.replay.retrained_steps import (
     summarize_retrained,
     train_between,
 )
+from strop.config import RolloutRunConfig
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.safety.remote_code import trust_remote_code
 from strop.storage.atomic_file import atomic_write
 from strop.storage.json_values import clean_json
@@ -99,9 +101,8 @@ async def replay(
     """
     plan = plan_replay(folder, step, weights, retrain=retrain)
     configured = plan.load(step)
-    changed_config = plan.load(step, overrides) if overrides else None  # mistakes are found before a model is loaded
-    for part in plan.parts:
-        plan.load(part.start)
+    changed_config = plan.load(step, overrides) if overrides else None
+    _check(plan, [configured] if changed_config is None else [configured, changed_config])
     with trust_remote_code(configured[0].policy.trust_remote_code), TemporaryDirectory(prefix="strop-replay-") as scratch:
         way = _Way(plan, Path(scratch), note)
         beginning = await way.reach_part()
@@ -115,6 +116,16 @@ async def replay(
             async with open_replayed_run(folder, beginning, *changed_config) as opened:
                 changed = await replay_step(opened.run, await opened.read_step())
     return _compare(plan, overrides, way.summarize(), base, changed)
+
+
+def _check(plan: ReplayPlan, at_step: Sequence[Configured]) -> None:
+    """Find before a model is loaded what a later part of the replay would not read. Raises ReplayError, ConfigError."""
+    on_the_way = [plan.load(part.start) for part in plan.parts]
+    readers = {plan.step: at_step, **({plan.between.start: on_the_way[:1]} if plan.between else {})}
+    for step, configured in readers.items():
+        for config, algorithm in configured:
+            if isinstance(config, RolloutRunConfig):
+                read_stored(RolloutStore(plan.folder, "none"), step, config, algorithm)
 
 
 class _Way:

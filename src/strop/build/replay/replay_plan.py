@@ -20,6 +20,7 @@ from strop.monitoring.run_starts import read_run_starts
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 
 Weights = Literal["exact", "nearest"]
+Configured = tuple[TrainingRunConfig, Algorithm]
 FIXED = (  # what a step was made with before it was trained on
     "policy.model_name", "policy.tokenizer", "policy.generation", "policy.max_total_sequence_length", "policy.dtensor_cfg.lora_cfg",
     "policy.megatron_cfg", "data", "env", "cluster", "logger", "checkpointing", "run_name", "sandbox",
@@ -55,7 +56,7 @@ class ReplayPlan:
         phases = [f"timing/train/{phase}" for phase in TRAINING_PHASES]
         return sum(self.logged.get(step, {}).get(phase, 0.0) for step in self.between for phase in phases)
 
-    def load(self, step: int, overrides: Sequence[str] = ()) -> tuple[TrainingRunConfig, Algorithm]:
+    def load(self, step: int, overrides: Sequence[str] = ()) -> Configured:
         """Return the configuration of a step with overrides, and its algorithm. Raises ReplayError, ConfigError, ValueError."""
         fixed = (*FIXED, *(f"{self.section}.{name}" for name in FIXED_IN_SECTION))
         for override in overrides:

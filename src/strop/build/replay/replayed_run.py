@@ -13,7 +13,7 @@ from strop.build.lifecycle import make_checkpoints, seed_everything
 from strop.build.models import TokenizerBundle
 from strop.build.recorded_run import join_examples, make_recorded_options, make_recorded_stream, read_examples
 from strop.build.replay.replay_error import ReplayError
-from strop.build.replay.stored_groups import StoredStep, rebuild_groups
+from strop.build.replay.stored_groups import LearnerReads, StoredStep, rebuild_groups
 from strop.build.resume.token_budgets import make_token_budgets, settle_token_budgets
 from strop.build.rollout_run import make_train_options
 from strop.build.scorers import count_optimizer_steps, make_scorers
@@ -55,7 +55,7 @@ class ReplayedRun:
     async def read_step(self) -> StoredStep:
         """Return what the next step trains on. Raises ReplayError, FileNotFoundError."""
         if isinstance(self.config, RolloutRunConfig):
-            return rebuild_groups(self.store.read(self.run.step + 1, ledger=False))
+            return read_stored(self.store, self.run.step + 1, self.config, self.run.algorithm)
         groups = await collect(self.run)
         return StoredStep(tuple(groups), tuple(self.run.dropped))
 
@@ -77,7 +77,6 @@ async def open_replayed_run(
     seed_everything(config.training.seed)
     tracker = NullTracker()
     if isinstance(config, RolloutRunConfig):
-        refuse_unstored(config, algorithm)
         run, bundle = await _build_rollouts(beginning, config, algorithm, tracker)
     else:
         assert isinstance(config, RecordedRunConfig)
@@ -88,20 +87,19 @@ async def open_replayed_run(
         await run.stream.close()
 
 
-def refuse_unstored(config: RolloutRunConfig, algorithm: Algorithm) -> None:
-    """Raise ReplayError if the step read something that its rollouts do not hold."""
-    policy = config.policy
-    if policy.router_replay.enabled:
-        raise ReplayError("policy.router_replay.enabled is true, and the experts of each token are not stored with the rollouts")
-    if getattr(policy.generation, "keep_sampling_mask", False):
-        raise ReplayError(
-            "policy.generation.keep_sampling_mask is true, and the sets that tokens were sampled from are not stored with the rollouts"
-        )
-    if algorithm.greedy_baseline:
-        raise ReplayError(
-            "the algorithm compares with a greedy rollout of each group, which is not stored with the others, so the step cannot be "
-            "replayed under it; choose another algorithm or advantage"
-        )
+def read_stored(store: RolloutStore, step: int, config: RolloutRunConfig, algorithm: Algorithm) -> StoredStep:
+    """Return what a step trained on from its stored rollouts. Raises ReplayError, FileNotFoundError."""
+    return rebuild_groups(store.read(step, ledger=False), find_reads(config, algorithm), store.images)
+
+
+def find_reads(config: RolloutRunConfig, algorithm: Algorithm) -> LearnerReads:
+    """Return what the learner of a run reads besides tokens."""
+    sampling = Sampling(**config.policy.generation.sampling_options())
+    return LearnerReads(
+        routes=config.policy.router_replay.enabled,
+        kept_tokens=sampling.records_sampling_mask,
+        baseline=algorithm.greedy_baseline,
+    )
 
 
 async def _build_rollouts(
