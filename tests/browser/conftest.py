@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from support.chromium import SIZES, serve_view
-from support.viewed_runs import write_runs
+from support.viewed_runs import write_runs, write_tokenizer
 
+TIMEOUT = 90_000  # milliseconds that a loaded machine may take for what is there at once on a free one
 CHROMIUM = os.environ.get("STROP_CHROMIUM", "")
 
 
@@ -29,10 +30,9 @@ def chromium() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def stored_runs(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    model, folder = tmp_path_factory.mktemp("tokenizer"), tmp_path_factory.mktemp("logs")
-    tokenizer.save_pretrained(model)
-    write_runs(folder, model, num_extra_metrics=500)
+def stored_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logs")
+    write_runs(folder, write_tokenizer(tmp_path_factory.mktemp("tokenizer")), num_extra_metrics=500)
     return folder
 
 
@@ -49,12 +49,14 @@ def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
     problems: list[str] = []
     contexts = []
 
-    def open_it(url: str, size: str = "wide", theme: str = "light", wait: bool = True) -> Any:
+    def open_it(url: str, size: str = "wide", theme: str = "light", wait: bool = True, script: str = "") -> Any:
         width, height = SIZES[size]
         context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
         contexts.append(context)
+        if script:
+            context.add_init_script(script)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(TIMEOUT)
         page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("response", lambda answer: problems.append(f"{answer.status} {answer.url}") if answer.status >= 400 else None)

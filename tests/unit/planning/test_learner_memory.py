@@ -14,8 +14,9 @@ import torch
 from strop.models.attention import kernel_choice, plain_attention
 from strop.models.logprobs import logit_tiles, tiled_logprobs
 from strop.planning import learner_memory
-from strop.planning.learner_memory import LearnerFootprint, LearnerSetup, Sharding
+from strop.planning.learner_memory import LearnerFootprint, LearnerSetup
 from strop.planning.model_size import ModelSize
+from strop.planning.sharding import Sharding
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 BOUND = 0.1
