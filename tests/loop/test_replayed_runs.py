@@ -46,7 +46,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "adapted_kl": ("ppo", {"algorithm__kwargs": {"kl": {"weight": 0.1, "place": "token_reward", "target": 0.05, "horizon": 64}}}),
     "asynchronous": ("grpo", {"grpo__async_grpo__enabled": True, "grpo__async_grpo__max_trajectory_age_steps": 2}),
+    "stale groups dropped": (
+        "grpo",
+        {**SUMS, "algorithm__name": "dapo", "grpo__async_grpo__enabled": True, "grpo__async_grpo__order": "drop_too_old"},
+    ),
     "averaged": ("grpo", {"policy__ema__enabled": True}),
+    "adapters": ("grpo", {"policy__dtensor_cfg__lora_cfg__enabled": True, "policy__dtensor_cfg__lora_cfg__dim": 4}),
+    "draft head": ("grpo", {"policy__draft__enabled": True}),
+    "stored reference": ("dpo", {"dpo__precompute_reference": True}),
+    "unpaired": ("dpo", {"algorithm__name": "kto"}),
+    "streamed": ("sft", {"data__train__streaming": True}),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,8 +67,10 @@ class ReplayPlan:
                     f"{key}: the rollouts of a step, its model and its data are what they are, so this cannot be changed; a replay changes "
                     f"the algorithm and its parts, the loss (loss_fn), optimizer, schedule and clipping of the gradient"
                 )
-        root, settings = TRAINING_RUNS[self.section], [*find_earlier_settings(self.folder, step), *overrides]
-        config: TrainingRunConfig = load_config(self.folder / "config.yaml", settings, root=root, check=False).config
+        here = f"logger.log_dir={json.dumps(str(self.folder))}"  # which may have been written relative to another folder
+        settings = [*find_earlier_settings(self.folder, step), *overrides, here]
+        file, root = self.folder / "config.yaml", TRAINING_RUNS[self.section]
+        config: TrainingRunConfig = load_config(file, settings, root=root, check=False).config
         return config, make_run_algorithm(config)
 
 
