@@ -14,13 +14,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from loop.kinds import train_to_end
-from loop.test_router_replay_runs import build_mixture
 from strop.build.replay.replay import ReplayResult, replay
 from strop.cli.commands import main
 from strop.ledger.token_ledger import TokenLedger, make_ledger
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.view.view_server import ViewOptions, ViewServer
-from support.vision_models import save_vision_model
 
 STEPS = 6
 EVERY = {"checkpointing__save_period": 1, "checkpointing__keep_top_k": None, "logger__token_columns": "all"}
@@ -136,6 +134,8 @@ def test_random_steps_of_every_kind_of_run_are_replayed_to_the_last_digit(
 @pytest.mark.exhaustive
 def test_steps_that_read_images_are_replayed_to_the_last_digit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images in prompts and in observations, from the files beside the rollouts."""
+    from support.vision_models import save_vision_model
+
     model = save_vision_model("qwen2_5_vl", tmp_path / "model")
     shown = {"data__train__env_name": "shown", "data__validation__env_name": "shown", "env__graded__type": ...}
     own = {
@@ -154,6 +154,8 @@ def test_steps_that_read_images_are_replayed_to_the_last_digit(tmp_path: Path, m
 def test_steps_with_the_experts_of_the_rollouts_are_replayed_to_the_last_digit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from loop.test_router_replay_runs import build_mixture
+
     mixture = build_mixture(tmp_path / "mixture")
     own = {"policy__router_replay__enabled": True, "checkpointing__save_period": 3}
     logs = run_kind("grpo", mixture, tmp_path, logger__routes=True, **own)
@@ -186,6 +188,20 @@ def test_a_run_that_went_on_with_other_settings_is_replayed_through_the_change(
     for result in replay_steps(logs, monkeypatch, 2, 3, 5):
         assert result.exact and not result.failed, result.step
         assert result.as_it_was.metrics["train/lr"] == (0.003 if result.step < 3 else 0.001)
+
+
+@pytest.mark.exhaustive
+def test_a_damaged_checkpoint_is_passed_over(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_kind("grpo", tiny, tmp_path, grpo__max_num_steps=4)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results" / "step_3" / "state.pt").write_bytes(b"")
+    (tmp_path / "results" / "step_2" / "files.json").unlink()
+    assert main(["replay", "logs", "--step", "4"]) == 0
+    output = capsys.readouterr()
+    assert "step_3 is damaged, or was removed meanwhile, and is passed over" in output.err
+    assert "steps 2 to 3 were trained again on the way" in output.out
 
 
 @pytest.mark.exhaustive

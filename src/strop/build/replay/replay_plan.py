@@ -71,9 +71,12 @@ class ReplayPlan:
         return config, make_run_algorithm(config)
 
 
-def plan_replay(folder: Path, step: int, weights: Weights = "exact", *, retrain: int | None = None) -> ReplayPlan:
-    """Find what a replay of ``step`` needs. ``retrain``: the most steps to train again on the way to it; None: any number.
+def plan_replay(
+    folder: Path, step: int, weights: Weights = "exact", *, retrain: int | None = None, damaged: Collection[Path] = ()
+) -> ReplayPlan:
+    """Find what a replay of ``step`` needs.
 
+    ``retrain``: the most steps to train again on the way to it; None: any number. ``damaged``: checkpoints that cannot be begun with.
     Raises ReplayError, which says which steps can be replayed."""
     try:
         values, _ = yaml_text.parse((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -87,9 +90,10 @@ def plan_replay(folder: Path, step: int, weights: Weights = "exact", *, retrain:
         trained = sorted(logged for logged in metrics if logged > 0)
         raise ReplayError(f"the run has not trained step {step}; {_describe(trained, 'it trained')}")
     saved = find_checkpoints(folder, values)
+    steps = [each for each in list_steps(saved) if saved / f"step_{each}" not in damaged]
     beginnings = _Beginnings(
-        saved=(0, *list_steps(saved)),
-        exact=_find_exact(folder, values, list_steps(saved)),
+        saved=(0, *steps),
+        exact=_find_exact(folder, values, steps),
         readable=frozenset(RolloutStore(folder, "none").steps() if _samples(section) else metrics),
         retrain=retrain,
     )
@@ -151,9 +155,10 @@ class _Beginnings:
                 f"(logger.rollouts){_count_more(missing)}; {self._describe_replayable()}{nearest}"
             )
         if self.retrain is not None and len(between) > self.retrain:
+            count = f"{len(between)} steps" if len(between) > 1 else "1 step"
             raise ReplayError(
                 f"step {step} began with the weights of step {step - 1}, and there is no checkpoint of them (checkpointing.save_period, "
-                f"checkpointing.keep_top_k): {len(between)} steps would be trained again from {_name(begin)}, and --retrain "
+                f"checkpointing.keep_top_k): {count} would be trained again from {_name(begin)}, and --retrain "
                 f"allows {self.retrain}; {self._describe_replayable()}{nearest}"
             )
         return begin

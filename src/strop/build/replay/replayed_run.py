@@ -12,6 +12,7 @@ from strop.build.backend import make_backend
 from strop.build.lifecycle import make_checkpoints, seed_everything
 from strop.build.models import TokenizerBundle
 from strop.build.recorded_run import join_examples, make_recorded_options, make_recorded_stream, read_examples
+from strop.build.replay.original_machine import find_start, use_threads
 from strop.build.replay.replay_error import ReplayError
 from strop.build.replay.stored_groups import LearnerReads, StoredStep, rebuild_groups
 from strop.build.resume.token_budgets import make_token_budgets, settle_token_budgets
@@ -47,15 +48,16 @@ class Beginning:
 class ReplayedRun:
     """A run as it was before a step, ready to train on what it trained on."""
 
+    folder: Path  # the log folder
     run: TrainingRun
     config: TrainingRunConfig
-    store: RolloutStore
     save_tokenizer: Callable[[Path], object]
 
     async def read_step(self) -> StoredStep:
-        """Return what the next step trains on. Raises ReplayError, FileNotFoundError."""
+        """Return what the next step trains on, and compute with its threads from here on. Raises ReplayError, FileNotFoundError."""
+        use_threads(find_start(self.folder, self.run.step + 1), self.config)
         if isinstance(self.config, RolloutRunConfig):
-            return read_stored(self.store, self.run.step + 1, self.config, self.run.algorithm)
+            return read_stored(self.folder, self.run.step + 1, self.config, self.run.algorithm)
         groups = await collect(self.run)
         return StoredStep(tuple(groups), tuple(self.run.dropped))
 
@@ -82,13 +84,14 @@ async def open_replayed_run(
         assert isinstance(config, RecordedRunConfig)
         run, bundle = await _build_recorded(beginning, config, algorithm, tracker)
     try:
-        yield ReplayedRun(run=run, config=config, store=RolloutStore(folder, "none"), save_tokenizer=bundle.save)
+        yield ReplayedRun(folder=folder, run=run, config=config, save_tokenizer=bundle.save)
     finally:
         await run.stream.close()
 
 
-def read_stored(store: RolloutStore, step: int, config: RolloutRunConfig, algorithm: Algorithm) -> StoredStep:
+def read_stored(folder: Path, step: int, config: RolloutRunConfig, algorithm: Algorithm) -> StoredStep:
     """Return what a step trained on from its stored rollouts. Raises ReplayError, FileNotFoundError."""
+    store = RolloutStore(folder, "none")
     return rebuild_groups(store.read(step, ledger=False), find_reads(config, algorithm), store.images)
 
 

@@ -205,7 +205,7 @@ def _build_turn(
 ) -> Turn:
     tokens = slice(turn.start, turn.end)
     author: Literal["policy", "environment"] = "policy" if turn.sampled else "environment"
-    kept = record.kept_tokens[tokens] if record.kept_tokens is not None and turn.sampled and reads.kept_tokens else ()
+    kept = record.kept_tokens.split()[tokens] if record.kept_tokens is not None and turn.sampled and reads.kept_tokens else ()
     routes = [each for each in record.routes or () if turn.sampled and reads.routes and each.turn == turn.start]
     return Turn(
         author=author,
@@ -213,7 +213,7 @@ def _build_turn(
         text=turn.text,
         logprobs=torch.tensor(record.sampler_logprobs[tokens], dtype=torch.float32),
         versions=torch.tensor(record.versions[tokens], dtype=torch.int32),
-        kept=pad_kept_tokens([torch.tensor(ids, dtype=torch.int32) for ids in kept]) if kept else None,
+        kept=pad_kept_tokens([torch.tensor(ids) for ids in kept]) if kept else None,
         routes=read_routes(routes[0]) if routes else None,
         images=tuple(images.get(turn.start, ())) if turn.end > turn.start else (),
     )

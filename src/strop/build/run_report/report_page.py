@@ -10,6 +10,7 @@ from typing import Any
 
 from strop import __version__
 from strop.build.run_report.report_facts import ReportFacts, list_repeat_commands
+from strop.build.run_report.report_profiles import write_profiles
 from strop.build.run_report.sample_pairs import TEXT_LIMIT, SamplePair, score
 from strop.monitoring.console.columns import TOTAL_TIME, format_duration, format_number, format_seconds, phase_times
 from strop.monitoring.pages.curve_drawing import draw_curve, draw_phases
@@ -41,6 +42,7 @@ def make_report(facts: ReportFacts) -> str:
         PageSection("validation", "Validation", _write_validation(facts)),
         PageSection("samples", "Samples before and after", _write_samples(facts)),
         PageSection("mismatch", "Sampler and learner", _write_mismatch(facts)),
+        PageSection("profiles", "Profiles", write_profiles(facts.folder)),
         PageSection("incidents", "Incidents", _write_incidents(facts)),
         PageSection("configuration", "Configuration", _write_configuration(facts)),
         PageSection("environment", "Packages, hardware and data", _write_environment(facts)),

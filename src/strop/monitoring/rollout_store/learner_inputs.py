@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+import numpy
 
 from strop.monitoring.rollout_store.stored_images import image_name
 
@@ -45,6 +48,51 @@ class StoredRoutes:
     data: bytes  # little-endian integers of one or two bytes, row by row
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeptTokens:
+    """The ids that each token of a record was sampled from; none for tokens of the environment.
+
+    In a file they are a list of lists. Here they are the bytes of arrays: a step has millions of ids, which should not be Python's."""
+
+    sizes: bytes  # int32, of each token
+    ids: bytes  # int32, one set after the other
+
+    @classmethod
+    def of(cls, sets: Sequence[Sequence[int]]) -> KeptTokens:
+        sizes = numpy.fromiter(map(len, sets), dtype=numpy.int32, count=len(sets))
+        ids = numpy.fromiter(chain.from_iterable(sets), dtype=numpy.int32, count=int(sizes.sum()))
+        return cls(sizes=sizes.tobytes(), ids=ids.tobytes())
+
+    @property
+    def lengths(self) -> Any:
+        return numpy.frombuffer(self.sizes, dtype=numpy.int32)
+
+    def split(self) -> list[Any]:
+        """Return the set of each token as an array."""
+        found: list[Any] = numpy.split(numpy.frombuffer(self.ids, dtype=numpy.int32), numpy.cumsum(self.lengths)[:-1])
+        return found if len(self.lengths) else []
+
+    def to_lists(self) -> list[list[int]]:
+        return [each.tolist() for each in self.split()]
+
+
+def make_kept_column(kept: Sequence[KeptTokens | None]) -> Any:
+    """Return the column of records as an Arrow array, list<list<int32>>; no value passes through Python."""
+    import pyarrow as pa
+
+    known = [each for each in kept if each is not None]
+    ids = pa.array(numpy.frombuffer(b"".join(each.ids for each in known), dtype=numpy.int32))
+    sizes = numpy.frombuffer(b"".join(each.sizes for each in known), dtype=numpy.int32)
+    sets = pa.ListArray.from_arrays(pa.array(_offsets(sizes)), ids)
+    ends = _offsets([0 if each is None else len(each.lengths) for each in kept])
+    absent = [each is None for each in kept]
+    return pa.ListArray.from_arrays(pa.array(ends, mask=numpy.array([*absent, False])), sets)
+
+
+def _offsets(sizes: Any) -> Any:
+    return numpy.concatenate([[0], numpy.cumsum(sizes)]).astype(numpy.int32)
+
+
 def make_baseline(group: Group) -> StoredBaseline | None:
     """Return the greedy rollout of a group; None if it has none."""
     baseline = group.baseline
@@ -63,12 +111,16 @@ def list_image_places(rollout: Rollout) -> tuple[ImagePlace, ...]:
     )
 
 
-def list_kept_tokens(rollout: Rollout) -> tuple[tuple[int, ...], ...] | None:
+def list_kept_tokens(rollout: Rollout) -> KeptTokens | None:
     """Return the ids that each token was sampled from, none for tokens of the environment; None if nothing was recorded."""
     turns = [turn for _, turn in _list_turns(rollout)]
     if all(turn.kept is None for turn in turns):
         return None
-    return tuple(ids for turn in turns for ids in _list_kept(turn))
+    parts = [_find_kept(turn) for turn in turns]
+    return KeptTokens(
+        sizes=numpy.concatenate([sizes for sizes, _ in parts]).tobytes(),
+        ids=numpy.concatenate([ids for _, ids in parts]).tobytes(),
+    )
 
 
 def list_routes(rollout: Rollout) -> tuple[StoredRoutes, ...]:
@@ -97,7 +149,7 @@ def decode_inputs(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "baseline": None if baseline is None else StoredBaseline(**{**baseline, "reward": float(baseline["reward"])}),
         "image_places": None if places is None else tuple(ImagePlace(**each) for each in places),
-        "kept_tokens": None if kept is None else tuple(tuple(ids) for ids in kept),
+        "kept_tokens": None if kept is None else KeptTokens.of(kept),
         "routes": None if routes is None else tuple(_decode_routes(each) for each in routes),
     }
 
@@ -118,10 +170,12 @@ def _list_turns(rollout: Rollout) -> list[tuple[int, Turn]]:
     return found
 
 
-def _list_kept(turn: Turn) -> list[tuple[int, ...]]:
+def _find_kept(turn: Turn) -> tuple[Any, Any]:
+    """Return the sizes of the sets of a turn, and their ids, one set after the other."""
     if turn.kept is None:
-        return [()] * len(turn.tokens)
-    return [tuple(token for token in row if token >= 0) for row in turn.kept.tolist()]
+        return numpy.zeros(len(turn.tokens), dtype=numpy.int32), numpy.zeros(0, dtype=numpy.int32)
+    kept = turn.kept.numpy().astype(numpy.int32, copy=False)
+    return (kept >= 0).sum(1, dtype=numpy.int32), kept[kept >= 0]
 
 
 def _shape(routes: Tensor) -> tuple[int, int, int]:

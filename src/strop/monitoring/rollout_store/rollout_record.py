@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from strop.monitoring.rollout_store.learner_inputs import (
     ImagePlace,
+    KeptTokens,
     StoredBaseline,
     StoredRoutes,
     list_image_places,
@@ -81,9 +82,7 @@ class RolloutRecord:
     turn_advantages: tuple[float, ...] | None = None  # of each turn of the policy, what replaces its advantage; empty: nothing
     baseline: StoredBaseline | None = None  # the greedy rollout of its group, if there is one
     image_places: tuple[ImagePlace, ...] | None = None
-    kept_tokens: tuple[tuple[int, ...], ...] | None = (
-        None  # of each token, the ids that it was sampled from, with policy.generation.keep_sampling_mask; empty for the environment
-    )
+    kept_tokens: KeptTokens | None = None  # with policy.generation.keep_sampling_mask
     routes: tuple[StoredRoutes, ...] | None = None  # the experts that the engine chose, with logger.routes
 
 

@@ -23,7 +23,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from strop.monitoring.rollout_store.learner_inputs import decode_inputs
+from strop.monitoring.rollout_store.learner_inputs import decode_inputs, make_kept_column
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts, RolloutFlag, encode_flags, group_flags, read_flags
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace_surrogates
 from strop.monitoring.rollout_store.stored_images import StoredImages
@@ -199,7 +199,7 @@ def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | Non
     pa, pq = _import_pyarrow()
     rows = [
         {
-            **to_row(record),
+            **to_row(replace(record, kept_tokens=None)),
             "rewards": list(record.rewards.items()),
             **{name: list(getattr(record, name).items()) for name in ("metrics", *BY_TERM)},
             "prompt_images": [{"message": message, "image": image} for message, image in record.prompt_images],
@@ -212,6 +212,9 @@ def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | Non
     if tokens is not None:
         for name, column in make_arrow_columns(tokens, [record.sampled for record in records]).items():
             table = table.set_column(table.column_names.index(name), name, column)
+    if any(record.kept_tokens is not None for record in records):
+        column = make_kept_column([record.kept_tokens for record in records])
+        table = table.set_column(table.column_names.index("kept_tokens"), "kept_tokens", column)
     pq.write_table(table, content, compression="zstd")
     return content.getvalue()
 
@@ -331,6 +334,7 @@ def to_row(record: RolloutRecord) -> dict[str, Any]:
         **vars(record),
         **{name: None if each is None else [dict(vars(item)) for item in each] for name, each in lists.items()},
         "baseline": None if record.baseline is None else dict(vars(record.baseline)),
+        "kept_tokens": None if record.kept_tokens is None else record.kept_tokens.to_lists(),
     }
 
 
