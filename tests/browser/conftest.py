@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,10 @@ CHROMIUM = os.environ.get("STROP_CHROMIUM", "")
 def chromium() -> Iterator[Any]:
     if not CHROMIUM:
         pytest.skip("needs a Chromium: `make test-browser` installs one and runs these tests")
+    if not os.access(CHROMIUM, os.X_OK):
+        pytest.fail(
+            f"STROP_CHROMIUM is {CHROMIUM}, which is no program: `make test-browser` installs one, or name another", pytrace=False
+        )
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(
@@ -41,6 +47,14 @@ def address(chromium: Any, stored_runs: Path) -> Iterator[str]:
     """The page on stored runs."""
     with serve_view(stored_runs) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def axe() -> str:
+    """The script of axe-core, which finds what is wrong for assistive technology."""
+    if importlib.util.find_spec("axe_playwright_python") is None:
+        pytest.skip("needs axe-playwright-python: `make test-browser` installs it")
+    return (resources.files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import resources
 from typing import Any
 
 import pytest
@@ -47,8 +46,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize(("size", "theme"), LOOKS)
-def test_every_view_shows_what_is_stored(address: str, open_page: Callable[..., Any], size: str, theme: str) -> None:
-    axe = resources.files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
+def test_every_view_shows_what_is_stored(address: str, open_page: Callable[..., Any], axe: str, size: str, theme: str) -> None:
     page = open_page(address, size, theme, script=axe)
     assert page.evaluate("document.documentElement.dataset.theme") == theme
     for view, text in VIEWS.items():

@@ -147,7 +147,7 @@ function makeSeries(lines) {
   for (const line of lines) {
     const { colour, dash } = line.style;
     places.push(series.length);
-    series.push({ label: line.label, stroke: colour, width: line.width ?? 1.75, dash, spanGaps: true, points: { show: line.x.length < 40, size: 5 } });
+    series.push({ label: line.label, stroke: colour, width: line.width ?? 1.75, dash, spanGaps: true, points: { show: line.shade === undefined && line.x.length < 40, size: 5 } });
     if (line.low) {
       const edge = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
       series.push({ ...edge, label: `${line.label}, lowest` }, { ...edge, label: `${line.label}, highest` });

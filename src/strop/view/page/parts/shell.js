@@ -1,5 +1,6 @@
 // What surrounds every view: the list of views, the theme, the keys.
 import { html, useEffect, useErrorBoundary, useRef, useState } from "../lib/ui.js";
+import { scrollTo, wantHeading } from "../lib/focus.js";
 import { useKeys } from "../lib/keys.js";
 import { goTo, linkTo, useRoute } from "../lib/route.js";
 import { useRuns } from "../lib/runs.js";
@@ -26,6 +27,14 @@ export function Shell() {
   useEffect(() => {
     document.title = `${view?.title ?? "Strop"}${runs.run ? " of " + runs.run.name : ""}`;
   }, [view, runs.run?.name]);
+  const place = route.path.join("/");
+  const shown = useRef(place);
+  useEffect(() => {
+    if (shown.current !== place) wantHeading();
+    shown.current = place;
+    const list = document.querySelector(".side nav");
+    scrollTo(list.querySelector("[aria-current]"), list);
+  }, [place]);
 
   return html`<a class="skip" href="#main" onClick=${skipToMain}>to the content</a>
     <div class="shell">
@@ -50,12 +59,6 @@ export function Shell() {
 /** The view; a mistake in one leaves the others usable. */
 function Content({ route, runs, view }) {
   const [mistake] = useErrorBoundary((error) => console.error(error));
-  const seen = useRef(false);
-  useEffect(() => {
-    if (seen.current) document.querySelector("h1")?.focus({ preventScroll: true });
-    seen.current = true;
-    document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
-  }, [route.path.join("/")]);
   if (mistake) return html`<${Title} text=${view?.title ?? "Strop"} /><${ErrorNotice} error=${{ message: `This view failed: ${mistake.message}` }} />`;
   if (!view) return html`<${Title} text="Not found" /><${Empty}>There is no view "${route.path[0]}".<//>`;
   if (!runs.all.length) {
