@@ -33,10 +33,16 @@ KEPT_LEARNERS = 6  # of each split, that are put together with its engines
 
 @dataclass(frozen=True)
 class RankedLayout:
-    """A layout that fits, and the seconds of its step with what its changes cost."""
+    """A layout that fits."""
 
     choice: LayoutChoice
-    score: float
+    seconds: float  # of its step
+    changes: int  # from the configuration
+
+    @property
+    def score(self) -> float:
+        """The seconds of its step, more for each change."""
+        return self.seconds * (1 + CHANGE_COST * self.changes)
 
 
 def rank_layouts(inputs: PlanInputs, space: ChoiceSpace) -> list[RankedLayout]:
@@ -48,8 +54,8 @@ def rank_layouts(inputs: PlanInputs, space: ChoiceSpace) -> list[RankedLayout]:
         for learner in learners:
             for engine in engines:
                 choice = LayoutChoice(split=split, learner=learner, engine=engine)
-                if (score := _score(inputs, space, choice)) is not None:
-                    ranked.append(RankedLayout(choice, score))
+                if (seconds := _time_if_it_fits(inputs, space, choice)) is not None:
+                    ranked.append(RankedLayout(choice, seconds, choice.count_changes(space.given)))
     ranked.sort(key=lambda each: each.score)
     best: dict[object, RankedLayout] = {}
     for each in ranked:
@@ -58,12 +64,12 @@ def rank_layouts(inputs: PlanInputs, space: ChoiceSpace) -> list[RankedLayout]:
     return list(best.values())
 
 
-def _score(inputs: PlanInputs, space: ChoiceSpace, choice: LayoutChoice) -> float | None:
-    """Return the seconds of a step, more for each change; None for a layout that does not fit."""
+def _time_if_it_fits(inputs: PlanInputs, space: ChoiceSpace, choice: LayoutChoice) -> float | None:
+    """Return the seconds of a step; None for a layout that does not fit."""
     changed = apply_choice(inputs, choice, space)
     if any(phase.peak > MARGIN * phase.limit for phase in plan_memory(changed)):
         return None
-    return plan_time(changed).total * (1 + CHANGE_COST * choice.count_changes(space.given))
+    return plan_time(changed).total
 
 
 def _rank_learners(inputs: PlanInputs, space: ChoiceSpace, split: DeviceSplit) -> list[LearnerChoice]:

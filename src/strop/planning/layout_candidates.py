@@ -12,7 +12,7 @@ from strop.planning.plan_inputs import PlanInputs
 
 MOST_STAGES, MOST_TORCH_STAGES, MOST_CONTEXT, MOST_EXPERT, MOST_ENGINE = 32, 4, 16, 64, 64
 NODES_OF_A_COPY = (1, 4, 16)  # of FSDP's shards, with several copies
-LEAST_CONTEXT_TOKENS = 1024  # of a rollout that a context-parallel rank should have
+LEAST_CONTEXT_TOKENS = 4096  # of a rollout that a context-parallel rank should have
 MOST_TOKENS = 1 << 17  # of a micro-batch
 SHARES_OF_NODES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # that generate
 MEMORY_SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -40,7 +40,7 @@ def list_sizes(inputs: PlanInputs, space: ChoiceSpace, devices: int) -> Iterator
     if not space.ranks:
         yield given
         return
-    found = {given.sizes: given} if _divides(given, devices) else {}
+    found = {(given.sizes, given.sequence): given} if _divides(given, devices) else {}
     for tensor in _powers(space.per_node):
         if not _divides_heads(model, tensor, megatron=space.megatron):
             continue
@@ -50,10 +50,10 @@ def list_sizes(inputs: PlanInputs, space: ChoiceSpace, devices: int) -> Iterator
                     continue
                 choice = replace(
                     given, tensor=tensor, context=context, stages=stages, expert=1, expert_tensor=1, replicate=1,
-                    sequence=tensor > 1 and (space.megatron or given.sequence or tensor != given.tensor),
+                    sequence=tensor > 1,
                 )  # fmt: skip
                 for sizes in _divide_further(choice, model, space, devices):
-                    found.setdefault(sizes.sizes, sizes)
+                    found.setdefault((sizes.sizes, sizes.sequence), sizes)
     yield from found.values()
 
 

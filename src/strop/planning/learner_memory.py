@@ -20,6 +20,8 @@ PLAIN_SCORES = {FLOAT32: 1 << 20, BFLOAT16: 1 << 22}  # up to which a CPU comput
 EAGER_SCORES = 1 << 25  # up to which plain products in bfloat16 keep the scores
 MLP_TENSORS = 4  # of a gated MLP's width that are kept: gate, up, activation, product
 MLP_GRADIENTS = 3  # of its width in the backward pass: of the product, gate and up
+EXPERT_ROWS = 3  # of the hidden width that a layer keeps for each expert of a token: sorted inputs, outputs, weighted ones
+GATHERED_LAYERS = 2  # that FSDP gathers at a time
 JOINED_ALREADY = 0.4  # share of the weights that need no joined copy where they have the dtype of the products
 
 
@@ -96,16 +98,32 @@ class LearnerFootprint:
 
     @property
     def weight_copies(self) -> float:
-        """Bytes of weights in the dtype of the products: cast once for a pass, on a CPU packed once more, gathered by FSDP two layers at
-        a time."""
+        """Bytes of weights in the dtype of the products: cast once for a pass, on a CPU packed once more; of FSDP's those of two layers."""
         setup = self.setup
-        layers = 2.0 if setup.sharding.shards > 1 else self.stage_layers
+        layers = float(GATHERED_LAYERS) if setup.sharding.shards > 1 else self.stage_layers
         same = setup.weight_bytes == setup.compute_bytes
         if setup.on_cpu:
             copies = 0.0 if setup.compute_bytes == FLOAT32 else 2.0 - (JOINED_ALREADY if same else 0.0)
         else:
-            copies = 1.0 if setup.sharding.shards > 1 or not same else 0.0
+            copies = 0.0 if same else 1.0
         return copies * setup.compute_bytes * self.layer_weights * layers
+
+    @cached_property
+    def gathered(self) -> float:
+        """Bytes of weights that FSDP gathers: embedding and output layer for a whole pass, and two layers."""
+        model, sharding = self.model, self.setup.sharding
+        if sharding.shards == 1:
+            return 0.0
+        ends = (model.weights - model.layer_weights) / sharding.tensor
+        layer = (model.layer_weights - model.expert_weights) / sharding.tensor
+        layer += model.expert_weights / sharding.expert if sharding.expert_shards > 1 else 0.0
+        return self.setup.weight_bytes * (ends + GATHERED_LAYERS * layer / model.num_layers)
+
+    @property
+    def head_gradient(self) -> float:
+        """Bytes of the output layer's gradient, which FSDP keeps whole until the end of a backward pass."""
+        sharded = self.setup.sharding.shards > 1 and self.setup.trained_share == 1
+        return self.setup.weight_bytes * self.model.embedding_weights / self.setup.sharding.tensor if sharded else 0.0
 
     @cached_property
     def layer_activations(self) -> float:
@@ -116,7 +134,11 @@ class LearnerFootprint:
             sharding.tensor if sharding.sequence else 1
         )
         divided = (self._attention_numbers() + MLP_TENSORS * self.model.mlp_width) * each + FLOAT32 * self.model.heads
-        return tokens * (residual + divided / sharding.tensor) + self.kept_scores
+        rows = EXPERT_ROWS * self.model.active_experts * self.model.hidden * setup.weight_bytes
+        return (
+            tokens * (residual + divided / sharding.tensor + rows / (sharding.tensor if sharding.sequence else 1))
+            + self.kept_scores
+        )
 
     def _attention_numbers(self) -> float:
         """Numbers that a token's queries, keys, values and output keep."""
@@ -193,8 +215,8 @@ class LearnerFootprint:
     @property
     def training_peak(self) -> float:
         """The most bytes at once in a step: gradients of earlier micro-batches, activations and the output layer."""
-        passing = self.static + self.weight_copies
-        at_output = self.activations + max(self.output_layer, self.layer_backward)
+        passing = self.static + self.weight_copies + self.gathered
+        at_output = self.activations + max(self.output_layer, self.layer_backward + self.head_gradient)
         if self.setup.micro_batches > 1:
             return passing + self.gradients + at_output
         return passing + max(at_output, self.gradients + self.layer_activations + self.layer_backward)
@@ -207,4 +229,6 @@ class LearnerFootprint:
         columns = self.model.dimensions.vocabulary / setup.sharding.tensor
         mlp = rows * (hidden * (setup.weight_bytes + each) + MLP_TENSORS * self.model.mlp_width * each / setup.sharding.tensor)
         head = rows * hidden * (setup.weight_bytes + each) + columns * hidden * (each if each < setup.weight_bytes else 0)
-        return self.static + self.weight_copies + max(mlp + self.kept_scores, head + 2 * self._tile(rows, columns))
+        return (
+            self.static + self.weight_copies + self.gathered + max(mlp + self.kept_scores, head + 2 * self._tile(rows, columns))
+        )

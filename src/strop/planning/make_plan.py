@@ -67,6 +67,7 @@ def plan_memory(inputs: PlanInputs) -> Iterator[PhaseMemory]:
         yield _phase(inputs, "generation", "all" if shared else "engines", {**(held if together else {}), **engine.parts})
     yield _phase(inputs, "logprobs", devices, {**held, **stays, "pass": learner.scoring_peak - learner.static})
     activations = {"gradients": learner.gradients, "activations": learner.activations, "weight copies": learner.weight_copies}
+    activations["gathered weights"] = learner.gathered
     activations["output layer"] = learner.training_peak - learner.static - sum(activations.values())
     yield _phase(inputs, "training", devices, {**held, **stays, **activations})
     if engine is not None and own_weights:

@@ -84,8 +84,14 @@ class StepWork:
     optimizer_steps: float = 1.0  # that a pass over the batch takes
     generates: bool = True
     steps_ahead: int = 0  # 0: synchronous
+    sharing: float = 1.0  # rollouts that share a prompt, which the learner reads once for them
     frozen: bool = False  # adapters are trained
     moved_bytes: float = 0.0  # for each weight of a rank, from CPU memory to the device: a reference that is kept there
+
+    @property
+    def trained_tokens(self) -> float:
+        """Tokens that the learner reads in a pass."""
+        return self.rollouts * (self.completion + self.prompt / self.sharing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +137,18 @@ class BatchFlops:
 
 
 @lru_cache(maxsize=64)
-def _count_flops(model: ModelSize, rollouts: int, length: int, predicted: int, frozen: bool) -> BatchFlops:
-    one = PassCounts.of_lengths([length], model.dimensions, predicted=predicted)
-    pairs = {window: count * rollouts for window, count in one.pairs.items()}
-    counts = PassCounts(read=one.read * rollouts, predicted=one.predicted * rollouts, pairs=pairs)
-    return BatchFlops(forward_flops(model.dimensions, counts), training_flops(model.dimensions, counts, frozen=frozen))
+def _count_flops(model: ModelSize, work: StepWork) -> BatchFlops:
+    """Count a group of rollouts: each reads its completion, and attends to the prompt that they share."""
+    prompt, completion = round(work.prompt), round(work.completion)
+    whole = PassCounts.of_lengths([prompt + completion], model.dimensions, predicted=completion)
+    shared = PassCounts.of_lengths([prompt] if prompt else [], model.dimensions, predicted=0)
+    again = (work.sharing - 1) / work.sharing  # of a prompt's work, which is not done
+    counts = PassCounts(
+        read=round(work.trained_tokens),
+        predicted=whole.predicted * work.rollouts,
+        pairs={window: round((count - again * shared.pairs[window]) * work.rollouts) for window, count in whole.pairs.items()},
+    )
+    return BatchFlops(forward_flops(model.dimensions, counts), training_flops(model.dimensions, counts, frozen=work.frozen))
 
 
 @dataclass(frozen=True)
@@ -176,6 +189,14 @@ class StepClock:
         engines = max(1.0, self.layout.generation_devices / self.layout.engine_size)
         return self.work.rollouts / engines
 
+    def read_prompts(self) -> float:
+        """Return the seconds in which the engines read the prompts, each once for the rollouts that share it."""
+        work, layout = self.work, self.layout
+        flops = 2.0 * self.model.active_weights * work.rollouts * work.prompt / work.sharing
+        return flops / (
+            max(1, layout.generation_devices) * layout.device.peak_flops(layout.precision) * self.rates.decoding_share
+        )
+
     def decoding_step(self, sequences: float) -> float:
         """Return the seconds in which an engine decodes a token of each of its sequences."""
         layout, rates = self.layout, self.rates
@@ -203,9 +224,9 @@ class StepClock:
         if work.steps_ahead < 2:
             together = min(sequences, room)
             steps = work.longest + (sequences - together) / together * work.completion
-            return steps * self.decoding_step(sequences * work.completion / steps)  # finished ones leave: so many on average
+            return self.read_prompts() + steps * self.decoding_step(sequences * work.completion / steps)  # finished ones leave
         together = min(sequences * work.steps_ahead, room)
-        return work.completion * sequences / together * self.decoding_step(together)
+        return self.read_prompts() + work.completion * sequences / together * self.decoding_step(together)
 
     # --- the learner's passes ------------------------------------------------------------------------------------------------
 
@@ -223,13 +244,12 @@ class StepClock:
     @property
     def micro_batches(self) -> float:
         """Micro-batches of a replica in an optimizer step."""
-        tokens = self.work.rollouts * (self.work.prompt + self.work.completion) / self.work.optimizer_steps / self.replicas
+        tokens = self.work.trained_tokens / self.work.optimizer_steps / self.replicas
         return max(1.0, self.busiest * tokens / self.learner.tokens)
 
     @cached_property
     def _flops(self) -> BatchFlops:
-        work = self.work
-        return _count_flops(self.model, work.rollouts, round(work.prompt + work.completion), round(work.completion), work.frozen)
+        return _count_flops(self.model, self.work)
 
     @cached_property
     def traffic(self) -> LearnerTraffic:
@@ -243,7 +263,7 @@ class StepClock:
         each = FLOAT32 if self.layout.precision == "float32" else BFLOAT16
         updated = 0 if self.work.frozen else 2 * FLOAT32  # its gradient, read and written
         gradients = 0.0 if self.work.frozen else self.traffic.gather(FLOAT32) + self.traffic.copies()
-        hidden = self.traffic.gather(2 * BFLOAT16) + gradients
+        hidden = self.traffic.gather(2 * learner.weight_bytes) + gradients
         if learner.offloads_weights:
             hidden += (2 + learner.trained_share) * FLOAT32 * self.model.rank_weights(learner.sharding) / HOST_RATE
         if learner.offloads_activations and not learner.on_cpu:
@@ -268,7 +288,7 @@ class StepClock:
         if not self.work.scores:
             return 0.0
         each = FLOAT32 if self.layout.precision == "float32" else BFLOAT16
-        flops, hidden = self._flops.forward, self.traffic.gather(BFLOAT16)
+        flops, hidden = self._flops.forward, self.traffic.gather(self.learner.weight_bytes)
         if self.learner.offloads_weights:
             hidden += FLOAT32 * self.model.rank_weights(self.learner.sharding) / HOST_RATE
         return self.work.scores * self._pass(flops, 1, each, hidden)
@@ -281,7 +301,7 @@ class StepClock:
         layout, stages, micro_batches = self.layout, self.learner.sharding.stages, self.micro_batches
         share = self.rates.sparse_training_share if self.model.experts else self.rates.training_share
         precision = "bfloat16" if layout.precision == "fp8" else layout.precision
-        tokens = self.busiest * self.work.rollouts * (self.work.prompt + self.work.completion) / self.replicas
+        tokens = self.busiest * self.work.trained_tokens / self.replicas
         products = self.busiest * flops / (layout.training_devices * layout.device.peak_flops(precision) * share)
         read = touched * self._multiplied / (layout.device.bandwidth_gb * 1e9 * self.rates.bandwidth_share)
         all_micro_batches = micro_batches * self.work.optimizer_steps

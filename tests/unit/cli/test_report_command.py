@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,7 +23,7 @@ from strop.monitoring.pages.curve_drawing import thin
 from strop.monitoring.roofline.step_roofline import roofline_path, write_roofline
 from strop.monitoring.run_starts import describe_hardware, find_versions, read_run_starts
 from strop.monitoring.trackers.jsonl import read_metrics
-from strop.monitoring.watchdog.status import read_status
+from strop.monitoring.watchdog.status import read_status, write_status
 from strop.safety.printable import make_printable
 from strop.statistics.intervals import confidence_interval
 from support.html_pages import ParsedPage, check_page
@@ -155,6 +156,21 @@ def test_a_log_folder_is_the_run_wherever_its_configuration_says_that_it_was(
     assert find_log_folder(copied) == copied and cli.main(["report", str(copied)]) == 2
     assert "copied has no metrics yet" in capsys.readouterr().err
     assert find_log_folder(copied / "config.yaml") == other
+
+
+def test_a_run_that_was_killed_is_said_to_have_died(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "mine", steps=2)
+    (run / "config_history.jsonl").unlink(missing_ok=True)
+    status = read_status(run)
+    assert status is not None
+    write_status(run, replace(status, state="running", host=socket.gethostname(), pid=2**30))
+    page = make_page(capsys, run)
+    assert "2 steps; died before its end." in page and "died without a final status" in page
+    (run / "metrics.jsonl").unlink()
+    for command in ("report", "plot"):
+        assert cli.main([command, str(run)]) == 2
+        assert "has no metrics yet: the run has not finished its first step; " in (said := capsys.readouterr().err)
+        assert f"see strop doctor {run}" in said
 
 
 def test_a_sample_that_became_better_says_so_in_colour_and_one_that_did_not_does_not(

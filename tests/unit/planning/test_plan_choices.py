@@ -113,8 +113,7 @@ def test_the_search_plans_what_the_loaded_configuration_is_planned_as(case):
     for ranked in rank_layouts(inputs, space)[:3]:
         changed = load(list_overrides(ranked.choice, space, config, model.num_layers))
         made = make_plan(read_inputs(changed, model, device, AverageLengths()))
-        changes = ranked.choice.count_changes(space.given)
-        assert made.time.total * (1 + 0.005 * changes) == pytest.approx(ranked.score)
+        assert made.time.total == pytest.approx(ranked.seconds)
         assert all(phase.peak <= MARGIN * phase.limit for phase in made.phases)
 
 
@@ -134,7 +133,7 @@ def test_candidates_divide_devices_heads_and_experts(values, megatron, devices):
     inputs = read_inputs(config, model, device_named("h100"), AverageLengths())
     found = list(list_sizes(inputs, read_space(config, inputs), devices))
 
-    assert len(found) == len({choice.sizes for choice in found}) > 3
+    assert len(found) == len({(choice.sizes, choice.sequence) for choice in found}) > 3
     for choice in found:
         stage = devices // choice.stages
         assert devices % (choice.tensor * choice.context * choice.stages * choice.replicate) == 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from strop.build.dry_run.layout_overrides import list_overrides, read_space
 from strop.config import TrainingRunConfig
 from strop.config.checks import run_checks
 from strop.planning.choose_layout import rank_layouts
+from strop.planning.layout_choice import ChoiceSpace
 from strop.planning.plan_inputs import PlanInputs
 from strop.planning.plan_text import format_seconds
 from strop.planning.run_plan import PlanChoice, RunPlan
@@ -33,12 +34,9 @@ def add_choices(given: RunPlan, inputs: PlanInputs, config: TrainingRunConfig, l
         return replace(given, verdict="one device trains: there is nothing to divide, and the run fits as it is configured")
     known = _find_problems(config)
     choices: list[PlanChoice] = []
-    for ranked in rank_layouts(inputs, space)[:MOST_LOADED]:
-        overrides = list_overrides(ranked.choice, space, config, inputs.model.num_layers)
-        if not overrides:
-            break  # what follows is slower than the configuration
+    for overrides in list(_list_better(given, inputs, space, config))[:MOST_LOADED]:
         plan = _try(overrides, load, make, known)
-        if plan is not None and plan.fits and _is_faster(plan, given) and not _adds_nothing(overrides, plan, choices):
+        if plan is not None and plan.fits and _is_faster(plan.time.total, given) and not _adds_nothing(overrides, plan, choices):
             choices.append(PlanChoice(overrides=overrides, plan=plan))
         if len(choices) == MOST_CHOICES:
             break
@@ -46,8 +44,17 @@ def add_choices(given: RunPlan, inputs: PlanInputs, config: TrainingRunConfig, l
     return replace(given, choices=tuple(choices), verdict=_judge(given, choices))
 
 
-def _is_faster(plan: RunPlan, given: RunPlan) -> bool:
-    return not given.fits or plan.time.total <= LEAST_GAIN * given.time.total
+def _list_better(given: RunPlan, inputs: PlanInputs, space: ChoiceSpace, config: TrainingRunConfig) -> Iterator[tuple[str, ...]]:
+    """Yield the overrides of layouts that seem better than the configured one, the best first."""
+    for ranked in rank_layouts(inputs, space):
+        overrides = list_overrides(ranked.choice, space, config, inputs.model.num_layers)
+        if overrides and _is_faster(ranked.seconds, given):
+            yield overrides
+
+
+def _is_faster(seconds: float, given: RunPlan) -> bool:
+    """Whether a step is worth changes: a configuration that does not fit is worth any."""
+    return not given.fits or seconds <= LEAST_GAIN * given.time.total
 
 
 def _adds_nothing(overrides: Sequence[str], plan: RunPlan, choices: Sequence[PlanChoice]) -> bool:

@@ -196,6 +196,11 @@ def offloads_reference(policy: ModelConfig) -> bool:
     return reference is not None and bool(reference.offload)
 
 
+def _shares_prompts(config: RolloutRunConfig) -> bool:
+    packing = config.policy.sequence_packing
+    return packing.enabled and packing.prefix_sharing
+
+
 def _read_work(config: TrainingRunConfig, lengths: AverageLengths, scores: float) -> tuple[StepWork, tuple[str, ...]]:
     longest = config.policy.max_total_sequence_length
     frozen = config.policy.adapter_rank is not None
@@ -224,6 +229,7 @@ def _read_work(config: TrainingRunConfig, lengths: AverageLengths, scores: float
         passes=training.epochs_per_batch,
         scores=scores + (1 if steps * training.epochs_per_batch > 1 else 0),
         optimizer_steps=steps,
+        sharing=training.num_generations_per_prompt if _shares_prompts(config) else 1,
         steps_ahead=training.max_staleness,
         frozen=frozen,
     )
