@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,13 +16,14 @@ from strop.build.run_report.config_difference import list_changed_settings
 from strop.build.run_report.report_facts import read_report_facts
 from strop.build.run_report.run_incidents import list_incidents
 from strop.build.run_report.validation_results import read_validations
+from strop.cli.log_folder import find_log_folder
 from strop.config.source import yaml_text
 from strop.monitoring.pages.axis_ticks import find_range, make_ticks
 from strop.monitoring.pages.curve_drawing import thin
 from strop.monitoring.roofline.step_roofline import roofline_path, write_roofline
 from strop.monitoring.run_starts import describe_hardware, find_versions, read_run_starts
 from strop.monitoring.trackers.jsonl import read_metrics
-from strop.monitoring.watchdog.status import read_status
+from strop.monitoring.watchdog.status import read_status, write_status
 from strop.safety.printable import make_printable
 from strop.statistics.intervals import confidence_interval
 from support.html_pages import ParsedPage, check_page
@@ -119,6 +121,65 @@ def test_a_folder_without_a_run_and_one_without_steps_get_a_sentence(tmp_path: P
     assert "did you mean --output?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["logs/minee"], "there is no logs/minee; name a run's log folder (logger.log_dir); did you mean logs/mine?"),
+        (["logs/mine", "logs/other"], "a report is of one run, found logs/other too: strop compare A B --html FILE compares two"),
+        (["logs/mine", "--output", "logs"], "logs cannot be written: it is a folder; name the file to write"),
+        (["logs/mine", "--outptu", "x"], "did you mean --output?"),
+    ],
+    ids=["typo in the folder", "two runs", "output is a folder", "typo in an option"],
+)
+def test_a_command_that_cannot_work_says_what_to_write_instead(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "logs" / "mine", steps=1, validations=False)
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = cli.main(["report", *arguments])
+    except SystemExit as exit:  # as argparse ends
+        code = exit.code
+    assert code == 2 and said in capsys.readouterr().err
+    assert not (tmp_path / ".logs.tmp").exists()
+
+
+def test_a_log_folder_is_the_run_wherever_its_configuration_says_that_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that was copied, or that has no step yet, is not taken for the folder that its configuration names."""
+    other = write_run(tmp_path / "other", steps=1, validations=False)
+    copied = write_run(tmp_path / "copied", steps=1, validations=False)
+    (copied / "config.yaml").write_text(f"logger: {{log_dir: {other}}}\n")
+    assert find_log_folder(copied) == copied
+    (copied / "metrics.jsonl").unlink()
+    assert find_log_folder(copied) == copied and cli.main(["report", str(copied)]) == 2
+    assert "copied has no metrics yet" in capsys.readouterr().err
+    assert find_log_folder(copied / "config.yaml") == other
+
+
+def test_a_run_that_was_killed_is_said_to_have_died(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "mine", steps=2)
+    (run / "config_history.jsonl").unlink(missing_ok=True)
+    status = read_status(run)
+    assert status is not None
+    write_status(run, replace(status, state="running", host=socket.gethostname(), pid=2**30))
+    page = make_page(capsys, run)
+    assert "2 steps; died before its end." in page and "died without a final status" in page
+    (run / "metrics.jsonl").unlink()
+    for command in ("report", "plot"):
+        assert cli.main([command, str(run)]) == 2
+        assert "has no metrics yet: the run has not finished its first step; " in (said := capsys.readouterr().err)
+        assert f"see strop doctor {run}" in said
+
+
+def test_a_sample_that_became_better_says_so_in_colour_and_one_that_did_not_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = make_page(capsys, write_run(tmp_path / "mine"))
+    assert '<h4 class="good">' in page and page.count("<h4>") >= page.count('<h4 class="good">')
+
+
 def test_intervals_of_validations_are_those_of_the_statistics_and_equal_the_tasks(tmp_path: Path) -> None:
     results = read_validations(write_run(tmp_path / "mine"))
     assert results is not None and results.steps == (0, STEPS) and results.is_share
@@ -176,7 +237,7 @@ def test_a_thinned_curve_keeps_its_spikes_and_its_order() -> None:
 )
 def test_ticks_are_few_and_inside(low: float, high: float) -> None:
     ticks = make_ticks(low, high)
-    assert 1 <= len(ticks) <= 6 and all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
+    assert 2 <= len(ticks) <= 5 and all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
 
 
 def test_an_axis_has_a_width_where_all_values_are_equal() -> None:
