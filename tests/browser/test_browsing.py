@@ -126,3 +126,17 @@ def test_the_parts_of_a_step_sum_to_it_and_follow_a_zoom(address: str, open_page
         shares = [float(row[2].replace("<", "").replace("%", "")) for row in rows if "%" in row[-1]]
         assert sum(shares) == pytest.approx(100, abs=3)
     assert float(dict((row[0].strip(), row[2]) for row in rows[:-1])["validation"].split()[0]) > 10, "step 8 validated"
+
+
+def test_what_is_being_typed_stays_while_the_page_is_drawn_again(address: str, open_page: Callable[..., Any]) -> None:
+    page = open_page(address)
+    show(page, "rollouts?run=quickstart", "of 288")
+    field = page.get_by_label("task", exact=True)
+    for part in ("sum:", "12+9"):
+        field.press_sequentially(part)
+        with page.expect_response(re.compile(r"/api/runs$")):  # asked for every two seconds
+            pass
+        page.evaluate("() => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
+    assert field.input_value() == "sum:12+9"
+    field.press("Enter")
+    page.wait_for_function("() => document.getElementById('main').textContent.includes('of 96')")

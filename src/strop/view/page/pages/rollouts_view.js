@@ -9,6 +9,7 @@ import { useNarrow } from "../lib/narrow.js";
 import { Empty } from "../parts/notice.js";
 import { RunSelect } from "../parts/run_picker.js";
 import { Title } from "../parts/title.js";
+import { TypedInput } from "../parts/typed_input.js";
 import { VirtualRows } from "../parts/virtual_rows.js";
 
 const FILTERS = ["steps", "task", "env", "ending", "kept", "reward_min", "reward_max", "tokens_min", "tokens_max", "text", "sort"];
@@ -66,24 +67,25 @@ export async function fetchRows(run, query, from, limit, signal) {
 
 /** The search, the step and the order; the other filters are folded away where the window is narrow. */
 function Filters({ run, step, params, onStep, go }) {
-  const set = (name) => (event) => setParams({ [name]: event.target.value.trim() });
+  const set = (name) => (text) => setParams({ [name]: text });
+  const choose = (name) => (event) => setParams({ [name]: event.target.value });
   const isFiltered = FILTERS.some((name) => name !== "sort" && params[name]);
   return html`<div class="toolbar" role="search">
     <label class="wide"><${TextFilter} key=${run.id} value=${params.text ?? ""} /></label>
     <label>step <button type="button" title="[" aria-label="step before" onClick=${() => go(-1)}>‹</button>
-      <input type="number" min="0" placeholder="all" aria-label="step" value=${step} onChange=${(event) => onStep(event.target.value)} />
+      <${TypedInput} type="number" min="0" placeholder="all" aria-label="step" value=${step} onCommit=${onStep} />
       <button type="button" title="]" aria-label="next step" onClick=${() => go(1)}>›</button></label>
     <${SortSelect} sort=${params.sort ?? ""} />
     <${Folded} count=${FOLDED.filter((name) => params[name]).length}>
-    <label>task <input type="text" size="10" value=${params.task ?? ""} onChange=${set("task")} /></label>
-    <label>environment <input type="text" size="8" value=${params.env ?? ""} onChange=${set("env")} /></label>
-    <label>ending <select value=${params.ending ?? ""} onChange=${set("ending")}>
+    <label>task <${TypedInput} type="text" size="10" value=${params.task ?? ""} onCommit=${set("task")} /></label>
+    <label>environment <${TypedInput} type="text" size="8" value=${params.env ?? ""} onCommit=${set("env")} /></label>
+    <label>ending <select value=${params.ending ?? ""} onChange=${choose("ending")}>
       <option value="">all</option>${Object.entries(ENDINGS).map(([ending, words]) => html`<option value=${ending} title=${words}>${ending}</option>`)}</select></label>
-    <label>show <select value=${params.kept ?? ""} onChange=${set("kept")}>${KEPT.map(([value, text]) => html`<option value=${value}>${text}</option>`)}</select></label>
-    <label>reward <input type="number" step="any" placeholder="least" aria-label="least reward" value=${params.reward_min ?? ""} onChange=${set("reward_min")} />
-      <input type="number" step="any" placeholder="most" aria-label="most reward" value=${params.reward_max ?? ""} onChange=${set("reward_max")} /></label>
-    <label>tokens <input type="number" min="0" placeholder="least" aria-label="fewest tokens" value=${params.tokens_min ?? ""} onChange=${set("tokens_min")} />
-      <input type="number" min="0" placeholder="most" aria-label="most tokens" value=${params.tokens_max ?? ""} onChange=${set("tokens_max")} /></label>
+    <label>show <select value=${params.kept ?? ""} onChange=${choose("kept")}>${KEPT.map(([value, text]) => html`<option value=${value}>${text}</option>`)}</select></label>
+    <label>reward <${TypedInput} type="number" step="any" placeholder="least" aria-label="least reward" value=${params.reward_min ?? ""} onCommit=${set("reward_min")} />
+      <${TypedInput} type="number" step="any" placeholder="most" aria-label="most reward" value=${params.reward_max ?? ""} onCommit=${set("reward_max")} /></label>
+    <label>tokens <${TypedInput} type="number" min="0" placeholder="least" aria-label="fewest tokens" value=${params.tokens_min ?? ""} onCommit=${set("tokens_min")} />
+      <${TypedInput} type="number" min="0" placeholder="most" aria-label="most tokens" value=${params.tokens_max ?? ""} onCommit=${set("tokens_max")} /></label>
     <button type="button" disabled=${!isFiltered} onClick=${clear}>Clear</button>
     <//>
   </div>`;

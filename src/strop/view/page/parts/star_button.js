@@ -2,6 +2,7 @@
 import { html, useEffect, useState } from "../lib/ui.js";
 import { fetchJson, useApi } from "../lib/api.js";
 import { useKeys } from "../lib/keys.js";
+import { TypedInput } from "./typed_input.js";
 
 export function StarButton({ run, rollout, validation = false }) {
   const [isStarred, setStarred] = useState(Boolean(rollout.starred));
@@ -25,9 +26,9 @@ export function StarButton({ run, rollout, validation = false }) {
   useKeys({ "*": ["star", () => store(!isStarred, note)] });
   return html`<span>
     <button type="button" aria-pressed=${isStarred ? "true" : "false"} onClick=${() => store(!isStarred, note)} title="*">${isStarred ? "★ starred" : "☆ star"}</button>
-    ${isStarred && html` <input type="text" placeholder="note" aria-label="Note of the star" value=${note} onChange=${(event) => {
-      setNote(event.target.value);
-      store(true, event.target.value);
+    ${isStarred && html` <${TypedInput} type="text" placeholder="note" aria-label="Note of the star" value=${note} onCommit=${(text) => {
+      setNote(text);
+      store(true, text);
     }} />`}
     ${error && html` <span class="bad" role="alert">${error.message}</span>`}
   </span>`;
