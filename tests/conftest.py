@@ -20,6 +20,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts its background jobs that way, and tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent))  # so that tests import their helpers as ``support``
+if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
+    from support.files_in_memory import choose_root
+
+    if (root := choose_root()) is not None:
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = str(root)
 settings.register_profile("strop", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # workers share the cores
 settings.load_profile("strop")
 

@@ -7,7 +7,7 @@ the parent section.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
@@ -158,7 +158,13 @@ def changed_keys(key: str, section: BaseConfig, *, ignore: tuple[str, ...] = ())
 
 
 def default_of(section: BaseConfig, name: str) -> Any:
-    return fields_of(type(section))[name].get_default(call_default_factory=True)
+    return default_of_field(fields_of(type(section))[name])
+
+
+def default_of_field(field: FieldInfo) -> Any:
+    """Return the default of a field, without reading the factory's signature each time, as pydantic's ``get_default`` does."""
+    make = cast("Callable[[], Any] | None", field.default_factory)
+    return field.get_default() if make is None else make()
 
 
 def to_tree(section: BaseConfig, *, mode: Literal["python", "json"] = "json") -> dict[str, Any]:

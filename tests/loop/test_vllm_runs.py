@@ -18,7 +18,7 @@ from loop.runs import Outcome, Running, heed_interrupts, metrics_of, overrides, 
 from loop.tiny import build_tiny
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.watchdog.doctor import diagnose
-from support.forks import with_vllm
+from support.forks import fork_own_server, with_vllm
 from support.needs import needs_vllm
 from support.sweep import sweep
 
@@ -57,8 +57,8 @@ def begin(model: Path, folder: Path, *, before: Callable[[], None] | None = None
     return start(["grpo", *overrides({**tiny_config(model), **VLLM, **changes})], folder, before=before)
 
 
-def run(model: Path, folder: Path, **changes: Any) -> Outcome:
-    return begin(model, folder, **changes).finish(300)
+def run(model: Path, folder: Path, *, before: Callable[[], None] | None = None, **changes: Any) -> Outcome:
+    return begin(model, folder, before=before, **changes).finish(300)
 
 
 def engines_of(running: Running) -> list[psutil.Process]:
@@ -107,6 +107,7 @@ def test_an_asynchronous_run_goes_on_in_flight_and_holds_its_bound_on_age(served
     outcome = run(
         served,
         tmp_path,
+        before=fork_own_server,  # the other runs begin as a user's does, by another interpreter, which imports vLLM for 15 seconds
         **ASYNCHRONOUS,
         **{"grpo.max_num_steps": 6, "grpo.use_dynamic_sampling": True, "grpo.dynamic_sampling_max_gen_batches": 500},
     )

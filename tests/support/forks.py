@@ -10,7 +10,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from multiprocessing import forkserver
+from itertools import pairwise
+from multiprocessing import forkserver, reduction, resource_tracker
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,13 +38,61 @@ def path_to_support() -> Iterator[None]:
         yield
 
 
+class ForkedServer(forkserver.ForkServer):
+    """A server that is itself a fork of the first one, so that the library alone is left for it to import."""
+
+    def __init__(self, modules: list[str]) -> None:
+        super().__init__()
+        self.modules = modules
+
+    def ensure_running(self) -> None:
+        if self._forkserver_pid is None:
+            forks()  # the first one
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(forkserver.util, "spawnv_passfds", self.fork)
+                super().ensure_running()
+
+    def fork(self, interpreter: str, arguments: list[str], descriptors: list[int]) -> int:
+        passed = [reduction.DupFd(descriptor) for descriptor in descriptors]
+        process = forks().Process(target=serve_forks, args=(*passed, self.modules), daemon=True)
+        process.start()
+        return int(process.pid)
+
+
+def serve_forks(listener: Any, alive: Any, modules: list[str]) -> None:
+    forkserver.main(listener.detach(), alive.detach(), modules)
+
+
+def fork_own_server() -> None:
+    """Have the server that this process starts for vLLM be a fork of it, as it is now, where it has imported vLLM."""
+    from strop.generation.vllm.launch import start_fork_server
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forkserver.util, "spawnv_passfds", fork_passing)
+        start_fork_server()
+
+
+def fork_passing(interpreter: str, arguments: list[str], descriptors: list[int]) -> int:
+    """Run ``python -c COMMAND`` as a fork of this process, which keeps these descriptors only: its other ends have to be closed."""
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        for first, last in pairwise([2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]):
+            os.closerange(first + 1, last)
+        resource_tracker._resource_tracker._fd = None
+        exec(arguments[-1], {})
+        code = 0
+    finally:
+        os._exit(code)
+
+
 @cache
 def server_with(library: Literal["vllm", "megatron"]) -> forkserver.ForkServer:
     from strop.generation.vllm.launch import PRELOAD as vllm
 
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload([PRELOAD, *(vllm if library == "vllm" else ["support.megatron_preload"])])
-    return server
+    return ForkedServer(vllm if library == "vllm" else ["support.megatron_preload"])
 
 
 @contextmanager

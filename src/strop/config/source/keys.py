@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from strop.base_config import BaseConfig, KeyPath, fields_of, followed_keys, section_model
+from strop.base_config import BaseConfig, KeyPath, default_of_field, fields_of, followed_keys, section_model
 from strop.learner.torch.optimizer_config import SchedulerConfig
 
 TYPE_NAMES = {int: "int", float: "float", str: "str", bool: "true or false", type(None): "null"}
@@ -36,7 +37,7 @@ class SchemaKey:
     @property
     def default(self) -> Any:
         """The default as written in YAML: an interpolation for a key that follows others."""
-        return follows_interpolation(self.field) or self.field.get_default(call_default_factory=True)
+        return follows_interpolation(self.field) or default_of_field(self.field)
 
     @property
     def required(self) -> bool:
@@ -94,8 +95,16 @@ def find_field(model: type[BaseConfig], path: Sequence[str]) -> FieldInfo | None
     return find_field(inner, rest) if inner is not None else None
 
 
-def default_values(model: type[BaseConfig]) -> dict[str, Any]:
-    """Return all defaults, nested. A key that follows others has its interpolation; a required key is absent."""
+def default_values(model: type[BaseConfig]) -> Mapping[str, Any]:
+    """Return all defaults, nested. A key that follows others has its interpolation; a required key is absent.
+
+    They are shared: copy before changing them.
+    """
+    return _default_values(cast("Any", model))
+
+
+@functools.cache  # of some hundred sections, each of which is asked for by every load
+def _default_values(model: type[BaseConfig]) -> Mapping[str, Any]:
     tree: dict[str, Any] = {}
     for name, field in fields_of(model).items():
         if (inner := section_model(field)) is not None:

@@ -68,8 +68,14 @@ _Representer.add_representer(str, _Representer.represent_text)
 _Representer.add_representer(float, _Representer.represent_number)
 
 
+class _Yaml(YAML):
+    def official_plug_ins(self) -> list[Any]:
+        """Nothing: they would be looked for in the folder of the package each time."""
+        return []
+
+
 def _make_yaml() -> YAML:
-    yaml = YAML(typ="safe", pure=True)
+    yaml = _Yaml(typ="safe", pure=True)
     yaml.Scanner, yaml.Constructor, yaml.Representer = _Scanner, _Constructor, _Representer
     yaml.default_flow_style, yaml.width = False, 120
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # annotated as None, the default

@@ -9,6 +9,7 @@ Used only on a CPU: with CUDA, vLLM starts its processes itself.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -23,16 +24,21 @@ from typing import Any
 
 from strop.weight_sync.transports.connection import is_process_alive
 
+log = logging.getLogger(__name__)
+
 PRELOAD = [
     "strop.models.vision.torchvision_hook",
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.llama",
+    "strop.generation.vllm.compiler_preload",
     "strop.weight_sync.fingerprints",
 ]
 DRIVER_PID_VARIABLE = "STROP_DRIVER"  # environment variable: pid of the process that started the engine
 DRIVER_POLL_SECONDS = 1.0  # between two checks of the driver
+SPIN_SECONDS = 0.005  # how long a process of an engine that waits for another keeps its core before it sleeps; vLLM's own is 1 s
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # OpenMP reads it only when it is loaded, which happens once, in the server
 
 
@@ -83,7 +89,28 @@ class ForkedEngineCore:
         if threads := self.environment.get(THREADS_VARIABLE):
             torch.set_num_threads(int(threads))
         multiproc_executor.get_mp_context = partial(multiprocessing.get_context, "fork")
+        shorten_spins()
         EngineCoreProc.run_engine_core(*arguments, **options)
+
+
+def shorten_spins() -> None:
+    """Have this process and its forks sleep while they wait, so that their cores compute: the learner is on the same ones.
+
+    The core of an engine and its workers each spin for a second after every message, which is most of the time of a small model.
+    """
+    try:
+        from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+        initialize = SpinCondition.__init__
+    except (ImportError, AttributeError) as error:
+        log.warning("This vLLM spins while its processes wait for each other, which takes cores from the learner: %s", error)
+        return
+
+    def initialize_and_shorten(self: Any, *arguments: Any, **options: Any) -> None:
+        initialize(self, *arguments, **options)
+        self.busy_loop_s = min(self.busy_loop_s, SPIN_SECONDS)
+
+    SpinCondition.__init__ = initialize_and_shorten
 
 
 def redirect_standard_output(file: Path) -> None:

@@ -212,6 +212,7 @@ def test_what_only_nemo_rl_s_workers_have_is_said(recipe: Path, options: Mapping
     [
         ("tensor_model_parallel_size=3", "tensor_model_parallel_size", "do not divide the 16 devices"),
         ("expert_model_parallel_size=32", "expert_model_parallel_size", "32 ranks do not divide the 16 devices"),
+        ("expert_model_parallel_size=many", "expert_model_parallel_size", "found 'many'"),
         ("virtual_pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size", "no stages to interleave"),
         ("recompute_modules=[moe]", "recompute_modules", "only a selective recomputation"),
         ("optimizer.min_lr=1e-3", "optimizer.min_lr", "above lr"),

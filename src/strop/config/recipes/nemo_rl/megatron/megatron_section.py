@@ -130,8 +130,8 @@ def _translate_values(recipe: Recipe, section: str) -> None:
     if recipe.value(f"{section}.transformer_impl") == "inference_optimized":
         recipe.unused(f"{section}.transformer_impl", "the same layers train and sample without it")
     balancing, weight = f"{section}.moe_router_load_balancing_type", f"{section}.moe_aux_loss_coeff"
-    mixture = recipe.value(f"{section}.expert_model_parallel_size", 1) > 1
-    if mixture and not is_switched_off(recipe.value(balancing)) and not recipe.is_set(weight):
+    ranks = recipe.value(f"{section}.expert_model_parallel_size", 1)  # of any type: the schema refuses what is no number
+    if isinstance(ranks, int) and ranks > 1 and not is_switched_off(recipe.value(balancing)) and not recipe.is_set(weight):
         text = f"no loss that balances the load of experts is added unless {weight} is set"
         recipe.note(balancing, Effect.CHANGED, text, f"Set {weight}, such as the model's router_aux_loss_coef.")
     _refuse_data_types(recipe, section)
