@@ -34,6 +34,10 @@ class StepRates:
     sync_bytes_per_second: float  # of all weights, from learner to engines
     exposed_sync: float  # share of it that generation and training beside each other wait for
     fixed_seconds: float  # of each step
+    between_bytes: float = (
+        0.0  # of memory's bandwidth that norms, activations and casts take, forward or backward, for a token, a layer
+    )
+    # and a number of the hidden width; 0: they are in the share of the matrix rate
 
 
 # Fitted to the published rows of NeMo-RL (benchmarks/plan_step_times.py); ``training_share`` of dense models is an assumption: no dense
@@ -52,7 +56,7 @@ GPU_RATES = StepRates(
     fixed_seconds=0.2,
 )
 CPU_RATES = StepRates(
-    training_share=0.8,
+    training_share=1.0,  # beside what is between the products
     sparse_training_share=0.4,
     bandwidth_share=0.7,
     decoding_share=0.6,
@@ -63,6 +67,7 @@ CPU_RATES = StepRates(
     sync_bytes_per_second=5e9,
     exposed_sync=1.0,
     fixed_seconds=0.05,
+    between_bytes=710.0,
 )
 
 
@@ -279,10 +284,8 @@ class StepClock:
         return LearnerFootprint(self.model, self.learner)
 
     def _optimizer_step(self) -> float:
-        seconds = self.traffic.optimizer_step(self.learner.gradient_bytes)
-        if self.learner.offloads_weights:
-            seconds += UPDATED * self._footprint.rank_states / HOST_UPDATE_RATE
-        return seconds
+        rate = HOST_UPDATE_RATE if self.learner.offloads_weights else self.layout.device.bandwidth_gb * 1e9
+        return self.traffic.optimizer_step(self.learner.gradient_bytes) + UPDATED * self._footprint.rank_states / rate
 
     def _scoring(self) -> float:
         if not self.work.scores:
@@ -305,8 +308,16 @@ class StepClock:
         products = self.busiest * flops / (layout.training_devices * layout.device.peak_flops(precision) * share)
         read = touched * self._multiplied / (layout.device.bandwidth_gb * 1e9 * self.rates.bandwidth_share)
         all_micro_batches = micro_batches * self.work.optimizer_steps
-        busy = max(self._largest_stage * products, read * all_micro_batches) + crossings * self.traffic.forward(tokens)
+        waited = crossings * (self.traffic.forward(tokens) + self._between())
+        busy = max(self._largest_stage * products, read * all_micro_batches) + waited
         return (1 + (stages - 1) / micro_batches) * max(busy, hidden * all_micro_batches)
+
+    def _between(self) -> float:
+        """Return the seconds that a rank spends between its products, forward or backward over its share of the batch."""
+        numbers = (
+            self.busiest * self.work.trained_tokens * self.model.num_layers * self.model.hidden / self.layout.training_devices
+        )
+        return self.rates.between_bytes * numbers / (self.layout.device.bandwidth_gb * 1e9)
 
     @cached_property
     def _multiplied(self) -> float:

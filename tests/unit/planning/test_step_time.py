@@ -17,6 +17,7 @@ from strop.planning.step_time import StepClock, StepLayout, StepWork
 
 ROOT = Path(__file__).parents[3]
 BOUND = 0.25
+OPTIMIZER = 0.02  # of a training pass: its step, which is no part of what is compared
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_a_reference_costs_a_forward_pass(bench):
     without, scored = (make_clock(bench, scores=scores).time_step() for scores in (0, 1))
 
     assert without.logprobs == 0
-    assert scored.logprobs == pytest.approx(scored.training / 3)
+    assert scored.logprobs == pytest.approx(scored.training / 3, rel=OPTIMIZER)
     assert scored.total == pytest.approx(without.total + scored.logprobs)
 
 
@@ -67,13 +68,13 @@ def test_twice_the_devices_train_in_half_the_time(bench):
     clock = make_clock(bench)
     wider = replace(clock, layout=replace(clock.layout, training_devices=64))
 
-    assert wider.time_step().training == pytest.approx(clock.time_step().training / 2)
+    assert wider.time_step().training == pytest.approx(clock.time_step().training / 2, rel=OPTIMIZER)
 
 
 def test_ranks_without_a_rollout_of_an_optimizer_step_wait_for_the_others(bench):
-    clock = make_clock(bench, optimizer_steps=128)  # 16 rollouts for 32 ranks
+    few, all_ranks = (make_clock(bench, optimizer_steps=steps).time_step().training for steps in (128, 64))  # 16 and 32 rollouts
 
-    assert clock.time_step().training == pytest.approx(2 * make_clock(bench).time_step().training)
+    assert few > 1.4 * all_ranks
 
 
 def test_a_cache_with_room_for_fewer_sequences_takes_longer(bench):

@@ -16,9 +16,10 @@ from strop.planning.run_plan import PlanChoice, RunPlan
 from strop.problems import ConfigError
 
 MOST_CHOICES = 3  # in the table
-MOST_LOADED = 12  # of the best layouts, until there are so many
+MOST_SEEN = 12  # of the best layouts, until there are so many
 LEAST_GAIN = 0.97  # of the configured step's time, below which a change is worth its while
 
+Better = tuple[tuple[str, ...], float]  # overrides, and the seconds of a step with them
 Load = Callable[[Sequence[str]], TrainingRunConfig]
 MakePlan = Callable[[TrainingRunConfig], RunPlan]
 
@@ -34,9 +35,9 @@ def add_choices(given: RunPlan, inputs: PlanInputs, config: TrainingRunConfig, l
         return replace(given, verdict="one device trains: there is nothing to divide, and the run fits as it is configured")
     known = _find_problems(config)
     choices: list[PlanChoice] = []
-    for overrides in list(_list_better(given, inputs, space, config))[:MOST_LOADED]:
-        plan = _try(overrides, load, make, known)
-        if plan is not None and plan.fits and _is_faster(plan.time.total, given) and not _adds_nothing(overrides, plan, choices):
+    for overrides, seconds in list(_list_better(given, inputs, space, config))[:MOST_SEEN]:
+        plan = None if _adds_nothing(overrides, seconds, choices) else _try(overrides, load, make, known)
+        if plan is not None and plan.fits and _is_faster(plan.time.total, given):
             choices.append(PlanChoice(overrides=overrides, plan=plan))
         if len(choices) == MOST_CHOICES:
             break
@@ -44,12 +45,12 @@ def add_choices(given: RunPlan, inputs: PlanInputs, config: TrainingRunConfig, l
     return replace(given, choices=tuple(choices), verdict=_judge(given, choices))
 
 
-def _list_better(given: RunPlan, inputs: PlanInputs, space: ChoiceSpace, config: TrainingRunConfig) -> Iterator[tuple[str, ...]]:
-    """Yield the overrides of layouts that seem better than the configured one, the best first."""
+def _list_better(given: RunPlan, inputs: PlanInputs, space: ChoiceSpace, config: TrainingRunConfig) -> Iterator[Better]:
+    """Yield the overrides and the seconds of layouts that seem better than the configured one, the best first."""
     for ranked in rank_layouts(inputs, space):
         overrides = list_overrides(ranked.choice, space, config, inputs.model.num_layers)
         if overrides and _is_faster(ranked.seconds, given):
-            yield overrides
+            yield overrides, ranked.seconds
 
 
 def _is_faster(seconds: float, given: RunPlan) -> bool:
@@ -57,9 +58,9 @@ def _is_faster(seconds: float, given: RunPlan) -> bool:
     return not given.fits or seconds <= LEAST_GAIN * given.time.total
 
 
-def _adds_nothing(overrides: Sequence[str], plan: RunPlan, choices: Sequence[PlanChoice]) -> bool:
+def _adds_nothing(overrides: Sequence[str], seconds: float, choices: Sequence[PlanChoice]) -> bool:
     """Whether a better choice gets as far with fewer changes: some of these."""
-    return any(set(each.overrides) < set(overrides) and plan.time.total > 0.99 * each.plan.time.total for each in choices)
+    return any(set(each.overrides) < set(overrides) and seconds > 0.99 * each.plan.time.total for each in choices)
 
 
 def _try(overrides: Sequence[str], load: Load, make: MakePlan, known: frozenset[tuple[str, str]]) -> RunPlan | None:
