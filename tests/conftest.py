@@ -27,6 +27,7 @@ if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = str(root)
 settings.register_profile("strop", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # workers share the cores
 settings.load_profile("strop")
+gc.disable()  # until all is collected: it would go through a million objects that stay, again and again
 
 
 @pytest.fixture(scope="session")
@@ -74,6 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_finish() -> None:
     """What has been imported and collected stays until the end: garbage is not looked for among it, again and again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
