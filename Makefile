@@ -68,7 +68,7 @@ PACKAGES_trackio := trackio==0.43.0
 
 test-adapters: setup-dev $(foreach name,verifiers openenv lm-eval nemo-gym mlflow swanlab trackio,$(ADAPTERS)/$(name)/.done) ## adapters with packages that want an environment of their own
 	STROP_ADAPTERS=$(abspath $(ADAPTERS)) $(PYTEST) tests/unit/environments/adapters \
-	    tests/unit/monitoring/test_tracker_readers.py $(ARGS)
+	    tests/unit/monitoring/test_tracker_readers.py tests/unit/monitoring/test_trackers_that_fail.py $(ARGS)
 
 # vLLM needs torchvision for models that read images. PyPI's is built for CUDA; the tests without it prove that Strop does not need it.
 PACKAGES_torchvision := --no-deps torchvision==0.28.0

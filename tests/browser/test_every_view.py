@@ -37,7 +37,7 @@ VIEWS = {
     "tasks?run=quickstart": "sum:10+7",
     "task/sum%3A10%2B7?run=quickstart": "Step 24",
     "validation?run=quickstart": "after step 24",
-    "validation?run=just-begun": "No validation is stored",
+    "validation?run=just-begun": "No samples of a validation",
     "starred?run=quickstart": "Export",
     "replays?run=quickstart": "No replay is stored",
     "nonsense": "There is no view",

@@ -37,6 +37,16 @@ SETTINGS: dict[str, Any] = {
     "env.arithmetic.wording": "{expression}=",
 }
 
+BROKEN = """
+from strop import reward
+from strop.environments.arithmetic import Arithmetic
+
+class Broken(Arithmetic):
+    @reward(accuracy=True)
+    def correct(self, task, rollout):
+        raise OSError("the judge is not there")
+"""
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -79,18 +89,29 @@ def test_two_torch_engines_over_ray_say_what_one_in_this_process_says(tiny: Path
 
 
 @pytest.mark.exhaustive
-def test_two_vllm_engines_over_ray_say_what_two_on_this_machine_say(tiny: Path, tmp_path: Path) -> None:
+def test_two_vllm_engines_over_ray_say_what_two_on_this_machine_say(tmp_path: Path) -> None:
     needs_vllm()
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
     vllm = {"generation__backend": "vllm", "generation__vllm_cfg__kv_cache_memory_gb": 0.125, "generation__temperature": 0.0}
     greedy = {**vllm, "eval__num_tests_per_prompt": 1, "eval__k_value": 1, "generation__vllm_cfg__precision": "float32"}
-    found = []
+    model, found = build_tiny(tmp_path / "tiny", head_dim=32), []
     for name, changes in (("one", {}), ("two", {}), ("ray", {"cluster__backend": "ray", "cluster__gpus_per_node": 2})):
         count = {"generation__vllm_cfg__num_engines": 1 if name == "one" else 2}
-        outcome = evaluate(tiny, tmp_path / name, timeout=400, **greedy, **changes, **count)
+        outcome = evaluate(model, tmp_path / name, timeout=400, **greedy, **changes, **count)
         assert outcome.code == 0, outcome.out + outcome.err
+        assert json.loads(outcome.out)["metrics"]["errors"] == 0  # and vLLM's own words are in files
         found.append([[sample["completion"] for sample in task["samples"]] for task in read(tmp_path / name)["tasks"]])
     assert found[0] == found[1] == found[2]
+
+
+def test_an_evaluation_whose_samples_all_fail_is_an_error_that_says_why(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    settings = {"generation.model_name": str(tiny), **SETTINGS, "env.broken.type": "broken.py:Broken", "data.env_name": "broken"}
+    outcome = start(["eval", "--json", *overrides(settings)], tmp_path).finish(200)
+    assert outcome.code == 1 and json.loads(outcome.out)["metrics"]["errors"] == 32
+    assert "warning: 32 of 32 samples failed and count as wrong; the first: " in outcome.err
+    assert "the judge is not there\n" in outcome.err
+    assert outcome.err.rstrip().endswith("error: every sample failed, so these figures say nothing about the model")
 
 
 # --- the commands of the guides, as they are written there -------------------------------------------------------------------------

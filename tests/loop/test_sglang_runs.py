@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -137,7 +138,7 @@ def test_a_run_with_lora_sends_sglang_its_adapters_alone(served: Path, tmp_path:
     assert sent[True] < sent[False] / 2
 
 
-def test_a_run_about_drawn_images_samples_with_sglang(tmp_path: Path) -> None:
+def test_a_run_about_drawn_images_samples_with_sglang_and_is_evaluated_with_it(tmp_path: Path) -> None:
     examples = Path(__file__).parents[2] / "examples"
     model: Path = runpy.run_path(str(examples / "tiny_vlm.py"))["save"](tmp_path / "tiny_vlm", width=32)
     short = {
@@ -159,3 +160,7 @@ def test_a_run_about_drawn_images_samples_with_sglang(tmp_path: Path) -> None:
     outcome = start(command, tmp_path).finish(600)
     assert outcome.code == 0, outcome.out + outcome.err
     check_steps(tmp_path, steps=2)
+    evaluated = start(["eval", "logs", "--json"], tmp_path).finish(600)
+    assert evaluated.code == 0, evaluated.out + evaluated.err
+    assert json.loads(evaluated.out)["tasks"] == 2
+    assert list((tmp_path / "logs" / "evaluations").glob("*/workers/engine_0.log"))

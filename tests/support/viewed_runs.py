@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
+import struct
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,12 +16,32 @@ from typing import Any
 
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.rollout_store.stored_images import image_name
 from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.monitoring.watchdog.status import LogEntry, Status, write_status
 from strop.monitoring.watchdog.waits import Wait
 
 STEPS, GROUPS, SAMPLES = 24, 3, 4
+PROMPT = "What is it?"
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+THOUGHT = "First the tens, then the ones; there is nothing to carry, I think. "
+
+
+def _draw(digits: str) -> bytes:
+    """A PNG of 8 by 6 grey squares, which an image of the same name always is."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        body = name + content
+        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
+
+    size, chance = 20, random.Random(digits)
+    rows = [b"\0" + b"".join(bytes([chance.randrange(256)]) * size for _ in range(8)) for _ in range(6)]
+    head = struct.pack(">IIBBBBB", 8 * size, 6 * size, 8, 0, 0, 0, 0)
+    content = zlib.compress(b"".join(row for row in rows for _ in range(size)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", content) + chunk(b"IEND", b"")
+
+
+IMAGES = tuple((hashlib.sha256(content).hexdigest(), content) for content in (_draw("first"), _draw("second")))
 PARTS = {
     "generation": 1.6,
     "drain": 0.1,
@@ -104,6 +127,9 @@ def _write_rollouts(folder: Path, seed: int, tokenizer_folder: Path | None) -> N
         store.write(
             step, [_make_record(step, group, sample, chance, encode) for group in range(GROUPS) for sample in range(SAMPLES)]
         )
+    for digest, content in IMAGES:
+        store.images.folder.mkdir(parents=True, exist_ok=True)
+        (store.images.folder / f"{image_name(digest)}.png").write_bytes(content)
     store.close()
 
 
@@ -117,7 +143,8 @@ def _load_encoder(folder: Path | None) -> Any:
 
 
 def _make_record(step: int, group: int, sample: int, chance: random.Random, encode: Any) -> RolloutRecord:
-    """The first group talks with a tool and has a branch; of the second one sample is hostile; the third was dropped in even steps."""
+    """The first group talks with a tool and has a branch; of the second one sample is hostile and one reasons at length; of the third,
+    which was dropped in even steps, one is shown images."""
     left, right = 10 + group, 7 + group
     right_answer = chance.random() < step / STEPS
     answer = f"The answer is {left + right if right_answer else left - right}."
@@ -131,11 +158,23 @@ def _make_record(step: int, group: int, sample: int, chance: random.Random, enco
         ]
     if (group, sample) == (1, 0):
         texts = [("assistant", f"{HOSTILE} \x1b[31mred {answer}", True, 0)]
+    if (group, sample) == (1, 1):
+        texts = [("assistant", f"<think>\n{THOUGHT * 12}\n</think>\n\n{answer}", True, 0)]
+    question = f"What is {left} plus {right}?"
+    if (group, sample) == (2, 2):
+        question = f"[image: numbers.png]{question}"
+        texts = [
+            ("assistant", "I see two numbers.", True, 0),
+            ("user", "And here? [image: more.png] Say it.", False, 0),
+            ("assistant", answer, True, 0),
+        ]
     turns, tokens, sampled = [], [], []
     for role, text, by_policy, path in texts:
         ids = encode(text)
         calls, tool = (("calculator",) if text.startswith("I call") else ()), ("calculator" if role == "tool" else "")
-        place = {"start": len(tokens), "end": len(tokens) + len(ids), "path": path, "calls": calls, "tool": tool}
+        place: dict[str, Any] = {"start": len(tokens), "end": len(tokens) + len(ids), "path": path, "calls": calls, "tool": tool}
+        if "[image" in text:
+            place["images"] = (image_name(IMAGES[1][0]),)
         turns.append(TurnRecord(role=role, text=text, sampled=by_policy, versions=(step - 1,) if by_policy else (), **place))
         tokens += ids
         sampled += [by_policy] * len(ids)
@@ -151,7 +190,7 @@ def _make_record(step: int, group: int, sample: int, chance: random.Random, enco
         sample=sample,
         prompt="",
         completion="".join(turn.text for turn in turns if not turn.path),
-        prompt_tokens=tuple(encode("What is it?")),
+        prompt_tokens=tuple(encode(PROMPT)),
         tokens=tuple(tokens),
         sampled=tuple(sampled),
         sampler_logprobs=sampler,
@@ -167,10 +206,11 @@ def _make_record(step: int, group: int, sample: int, chance: random.Random, enco
         answer=str(left + right),
         prompt_messages=(
             {"role": "system", "content": "Add numbers."},
-            {"role": "user", "content": f"What is {left} plus {right}?"},
+            {"role": "user", "content": question},
         ),
+        prompt_images=((1, image_name(IMAGES[0][0])),) if question.startswith("[") else (),
         turns=tuple(turns),
-        branches=((0, turns[0].end),) if group == 0 else (),
+        branches=((0, len(encode(PROMPT)) + turns[0].end),) if group == 0 else (),
         metrics={"digits": 2.0},
     )
     return record if dropped else replace(record, **_make_token_columns(record, chance))

@@ -81,6 +81,8 @@ async def _print_evaluation(evaluation: EvalRunConfig | CheckpointEvaluation, as
     note(summarize_evaluation(evaluation))
     report = await evaluate_any(evaluation, note, console="none" if as_json else "auto")
     print(report.to_json() if as_json else report.format())
+    if report.says_nothing:
+        raise ValueError("every sample failed, so these figures say nothing about the model")
 
 
 async def evaluate_any(
@@ -131,6 +133,8 @@ async def evaluate_job(
         if report.stored is not None:
             found = {name: value for name, value in report.metrics.items() if not name.endswith("seconds")}
             write_results(report.stored, job.model.step or 0, found, report.tasks, identity=identity)
+    if failed := report.describe_failures():
+        note(f"warning: {failed}")
     return replace(report, identity=identity, headline=_name_headline(job, report.metrics))
 
 

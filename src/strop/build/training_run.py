@@ -15,6 +15,7 @@ from strop.build.algorithm.run_algorithm import make_run_algorithm
 from strop.build.cluster.cluster_run import open_cluster, run_with_restarts
 from strop.build.exit_codes import run_command
 from strop.build.lifecycle import make_profiler, make_tracker, seed_everything, watch_run
+from strop.build.local_device import resolve_device_name
 from strop.build.monitors.machine_monitors import watch_machines
 from strop.build.monitors.run_throughput import make_throughput
 from strop.build.recorded_run import build_recorded_run
@@ -121,7 +122,8 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
         run, generator = await build_run(config, tracker, cluster, algorithm)
         machines = await watch_machines(config, cluster)
         run.read_machines = machines.metrics
-        run.throughput = make_throughput(config, machines.gpu_names)
+        on_cpu = cluster.on_cpu if cluster is not None else resolve_device_name(config.policy.device) == "cpu"
+        run.throughput = make_throughput(config, machines.gpu_names, tracker.note, on_cpu=on_cpu)
         run.stop_request = signals.stop_request
         run.profiler = make_profiler(config, tracker, cluster)
         check_checkpoint_space(config, run.learners, tracker)

@@ -53,6 +53,18 @@ def read_finish(folder: Path) -> FinishedRun | None:
     return FinishedRun(step=last["finished"], end=last["end"], time=last["time"]) if "finished" in last else None
 
 
+def read_changes(folder: Path) -> list[tuple[int, Mapping[str, tuple[Any, Any]]]]:
+    """Return (first step, {key: (old, new)}) of each start of a run with other settings, in order."""
+    lines = [line for line in _read(folder) if "changed" in line]
+    return [(int(line["from_step"]), {key: (old, new) for key, (old, new) in line["changed"].items()}) for line in lines]
+
+
+def read_first_config(folder: Path) -> Mapping[str, Any]:
+    """Return the configuration that a run began with; empty for a run that did not write it down."""
+    lines = _read(folder)
+    return dict(lines[0].get("config", {})) if lines else {}
+
+
 def _now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S")
 

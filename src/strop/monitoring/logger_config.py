@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,6 +13,7 @@ from strop.base_config import BaseConfig, subsection
 from strop.monitoring.profiling.profile_config import ProfileConfig
 from strop.problems import Problem
 
+SWANLAB_PROJECT = r"[0-9a-zA-Z_\-+.]{1,100}"
 SERVICES = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")  # names of their packages, too
 
 
@@ -20,7 +22,7 @@ class WandbConfig(BaseConfig):
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
-    project: str = Field("strop", description="Project name.")
+    project: str | None = Field(None, min_length=1, description="Project name; null is WANDB_PROJECT, or else strop.")
     entity: str | None = Field(None, description="Team or user that the project belongs to; null is the one that is logged in.")
     name: str | None = Field(None, description="Run name; null is run_name, and without one Weights & Biases chooses.")
     group: str | None = Field(None, description="Group of runs that belong together, such as the seeds of one experiment.")
@@ -46,9 +48,15 @@ class MlflowConfig(BaseConfig):
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
-    experiment_name: str = Field("strop", min_length=1, description="Experiment, which is made if there is none of this name.")
+    experiment_name: str | None = Field(
+        None,
+        min_length=1,
+        description="Experiment, which is made if there is none of this name; null is MLFLOW_EXPERIMENT_NAME, or else strop.",
+    )
     run_name: str | None = Field(None, description="Run name; null is run_name, and without one MLflow chooses.")
-    run_id: str | None = Field(None, description="A run that exists, to log into; null is that of the log folder, or a new one.")
+    run_id: str | None = Field(
+        None, description="A run that exists, to log into; null is that of the log folder, MLFLOW_RUN_ID or a new one."
+    )
     tracking_uri: str | None = Field(
         None, description="Server or database; null is MLFLOW_TRACKING_URI, or else mlflow.db in the run's log folder."
     )
@@ -63,7 +71,7 @@ class SwanlabConfig(BaseConfig):
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
-    project: str = Field("strop", description="Project name.")
+    project: str | None = Field(None, min_length=1, description="Project name; null is SWANLAB_PROJ_NAME, or else strop.")
     name: str | None = Field(None, description="Run name; null is run_name, and without one SwanLab chooses.")
     workspace: str | None = Field(
         None, description="Team or user that the project belongs to; null is the one that is logged in."
@@ -81,7 +89,7 @@ class TrackioConfig(BaseConfig):
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
-    project: str = Field("strop", description="Project name.")
+    project: str = Field("strop", min_length=1, description="Project name.")
     name: str | None = Field(None, description="Run name, to which an id is added; null is run_name.")
     group: str | None = Field(None, description="Group of runs that belong together.")
     space_id: str | None = Field(
@@ -128,6 +136,11 @@ class LoggerConfig(BaseConfig):
     monitor_gpus: bool = Field(
         True, description="Log what GPUs, processors, memory, disk and network of each machine do, as system/...."
     )
+    peak_tflops: Annotated[float, Field(gt=0)] | Literal["measure"] | None = Field(
+        None,
+        description="Peak of one device that trains, for perf/mfu (10^12 FLOPs a second). null: of the table of devices, which has no "
+        "processors; measure: this machine's processors are measured, about a second, once.",
+    )
     tracked_samples: int = Field(
         8,
         ge=0,
@@ -167,3 +180,9 @@ class LoggerConfig(BaseConfig):
                     f"found true, but the package {name} is not installed",
                     f"Run pip install 'strop[{name}]', or set {key}.{name}_enabled=false.",
                 )
+        if self.swanlab_enabled and self.swanlab.project and not re.fullmatch(SWANLAB_PROJECT, self.swanlab.project):
+            yield Problem(
+                f"{key}.swanlab.project",
+                f"found {self.swanlab.project!r:.120}, but SwanLab takes at most 100 letters, digits and _ - + .",
+                "Take another name.",
+            )

@@ -82,7 +82,7 @@ def find_versions() -> dict[str, str]:
 def describe_hardware() -> dict[str, str]:
     """Return what this process computes on: processor, cores, memory, system, and GPUs with their memory and driver's runtime."""
     found = {
-        "processor": _find_processor(),
+        "processor": find_processor(),
         "cores": f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} of {os.cpu_count()}",
         "memory": _find_memory(),
         "system": f"{platform.system()} {platform.release()}",
@@ -91,7 +91,8 @@ def describe_hardware() -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def _find_processor() -> str:
+def find_processor() -> str:
+    """Return what this machine's processor calls itself."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -32,6 +32,7 @@ from strop.tools.base import ParsedReply
 from strop.tools.toolbox import METRICS
 from strop.types import Ending, Group, Messages, Rollout, Task, assistant, observation_turn
 from strop.user_code import describe_error
+from strop.weight_sync.base import EngineDied
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +168,10 @@ async def run_episode(
     rules: EpisodeRules,
     version: int = 0,
 ) -> Rollout:
-    """Run one rollout and score it. Errors of the environment or the engine are recorded on the rollout, not raised."""
+    """Run one rollout and score it. Errors of the environment or the engine are recorded on the rollout, not raised.
+
+    Raises EngineDied if the engine is dead, and was restarted as often as it may be.
+    """
     empty = torch.zeros(0, dtype=torch.int64)
     rollout = Rollout(task=task, sample=sample, seed=seed, messages=(), prompt=empty, version=version)
     scored: RewardResult | None = None
@@ -205,6 +209,8 @@ async def run_episode(
                     scored = await environment.score_rollout(task, rollout)
         if scored is None:
             raise RuntimeError(f"{environment.title}.session swallowed an exception; let it propagate, so that it is recorded")
+    except EngineDied:
+        raise  # after its restarts: no fault of the rollout, which an evaluation would count as wrong
     except Exception as error:
         log.debug("task %s, sample %d failed", task.id, sample, exc_info=error)
         return replace(rollout, ending=Ending.ERROR, error=describe_error(error))

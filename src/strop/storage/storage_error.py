@@ -47,6 +47,15 @@ def find_refusal(error: BaseException, folder: Path) -> str | None:
     return None
 
 
+def is_out_of_space(error: BaseException) -> bool:
+    """Return whether a disk or a quota is full, which may pass: as the system says it, or SQLite."""
+    return any(
+        (isinstance(link, OSError) and link.errno in OUT_OF_SPACE) or getattr(link, "sqlite_errorname", "") == "SQLITE_FULL"
+        for each in _chain(error)
+        for link in (each, getattr(each, "orig", None))  # SQLAlchemy's errors carry the database's own
+    )
+
+
 def free_bytes(folder: Path) -> int:
     """Return how many bytes this user may write in ``folder``, or where it will be created."""
     for existing in (folder, *folder.absolute().parents):

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
+from strop.monitoring.rollout_store.turn_record import TurnRecord
+from strop.monitoring.rollout_view.reasoning_parts import ReasoningPart, opens_reasoning, split_reasoning_parts
 from strop.safety.printable import make_printable, shorten
 from strop.storage.json_values import clean_json
 from strop.view.view_error import clean_number
 
 PREVIEW = 200  # characters
-GROUP_TEXT = 4000  # characters of a completion beside others
+GROUP_TEXT = 4000  # characters of a completion, or of one of its turns, beside others
+GROUP_TURNS = 40  # of a rollout beside others
 SIGNIFICANT = 6  # digits of the numbers of tokens
 REASONS = {  # of a token without gradient, as runs store them
     "environment": "written by the environment",
@@ -70,7 +73,13 @@ def make_preview_text(text: str | None) -> str:
 def write_group(records: Sequence[RolloutRecord], summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the rollouts of a task side by side, the best reward first."""
     rows = [
-        {**summary, "text": make_printable(shorten(record.completion, GROUP_TEXT, around="\n")), "error": _text(record.error)}
+        {
+            **summary,
+            "text": make_printable(shorten(record.completion, GROUP_TEXT, around="\n")),
+            "turns": _write_short_turns(record),
+            "num_turns": sum(turn.path == 0 for turn in record.turns),
+            "error": _text(record.error),
+        }
         for record, summary in zip(records, summaries, strict=True)
     ]
     first = records[0]
@@ -90,6 +99,7 @@ def write_prompt(record: RolloutRecord) -> list[dict[str, Any]]:
             "role": make_printable(message.get("role") or ""),
             "content": make_printable(message.get("content") or ""),
             "images": [image for place, image in record.prompt_images if place == number],
+            **_write_parts(split_reasoning_parts(message.get("content") or "") if message.get("role") == "assistant" else ()),
         }
         for number, message in enumerate(record.prompt_messages)
     ]
@@ -104,7 +114,7 @@ def write_rollout(record: RolloutRecord, summary: Mapping[str, Any], pieces: Seq
         **summary,
         "prompt_messages": write_prompt(record),
         "answer": make_printable(record.answer),
-        "turns": _write_turns(record),
+        "turns": _write_turns(record, pieces),
         "branches": [{"path": path, "parent": parent, "start": start} for path, (parent, start) in enumerate(record.branches, 1)],
         "metrics": clean_json(dict(record.metrics)),
         "error": _text(record.error),
@@ -119,7 +129,47 @@ def write_rollout(record: RolloutRecord, summary: Mapping[str, Any], pieces: Seq
     }
 
 
-def _write_turns(record: RolloutRecord) -> list[dict[str, Any]]:
+def _write_short_turns(record: RolloutRecord) -> list[dict[str, Any]]:
+    """Return what is read of the main path's turns beside other rollouts; of very many the first."""
+    is_inside = opens_reasoning(record.prompt)
+    return [
+        {
+            "role": make_printable(turn.role),
+            "sampled": turn.sampled,
+            "tool": make_printable(turn.tool or ""),
+            "calls": [make_printable(name) for name in turn.calls],
+            "text": make_printable(shorten(turn.text or "", GROUP_TEXT, around="\n")),
+            "images": list(turn.images),
+            **_write_parts(_split_turn(turn, is_inside, None), GROUP_TEXT),
+        }
+        for turn in [turn for turn in record.turns if turn.path == 0][:GROUP_TURNS]
+    ]
+
+
+def _split_turn(turn: TurnRecord, is_inside: bool, pieces: Sequence[str] | None) -> tuple[ReasoningPart, ...]:
+    if not turn.sampled and turn.role != "assistant":
+        return ()  # others speak of the tags, and do not reason
+    known = None if pieces is None or turn.end <= turn.start else pieces[turn.start : turn.end]
+    return split_reasoning_parts(turn.text or "", is_inside=is_inside and turn.sampled, pieces=known, first=turn.start)
+
+
+def _write_parts(parts: Sequence[ReasoningPart], limit: int | None = None) -> dict[str, Any]:
+    """Return the parts of a message; nothing of one without reasoning."""
+    written = [
+        {
+            "text": make_printable(part.text if limit is None else shorten(part.text, limit, around="\n")),
+            "is_reasoning": part.is_reasoning,
+            "is_closed": part.is_closed,
+            "start": part.start,
+            "end": part.end,
+        }
+        for part in parts
+    ]
+    return {"parts": written} if written else {}
+
+
+def _write_turns(record: RolloutRecord, pieces: Sequence[str] | None) -> list[dict[str, Any]]:
+    is_inside = opens_reasoning(record.prompt)
     turns = [
         {
             "role": make_printable(turn.role),
@@ -134,6 +184,7 @@ def _write_turns(record: RolloutRecord) -> list[dict[str, Any]]:
             "state": _text(turn.state),
             "text": make_printable(turn.text or ""),
             "images": list(turn.images),
+            **_write_parts(_split_turn(turn, is_inside, pieces)),
         }
         for turn in record.turns
     ]

@@ -206,7 +206,8 @@ class RolloutBrowser:
                 rows = np.flatnonzero((numbers["step"] == step) & (numbers["group"] == group))
                 if len(rows):
                     return [(segment.scalars, int(row)) for row in rows]
-                raise ViewError(f"step {step} has no group {group}")
+                stored_groups = numbers["group"][numbers["step"] == step]
+                raise ViewError(f"step {step} has no group {group}{_name_range(stored_groups)}")
         stored = self._index.steps()
         known = f"stored are {len(stored)} steps, {stored[0]} to {stored[-1]}" if stored else "none are stored"
         raise ViewError(f"there are no rollouts of step {step}; {known}")
@@ -308,3 +309,7 @@ class RolloutBrowser:
                 continue
             answer.append({"step": step, **write_group(records, self._summarize_records(records))})
         return answer
+
+
+def _name_range(groups: np.ndarray) -> str:
+    return f"; it has groups {groups.min()} to {groups.max()}" if len(groups) else ""

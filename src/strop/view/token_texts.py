@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 FILE = "tokenizer.json"
 LOADING_SECONDS = 120.0
-WAIT_SECONDS = 2.0  # for which an answer waits
+WAIT_SECONDS = 0.4  # for which an answer waits; its texts come without, and the page asks again
 LONGEST = 200_000  # tokens whose texts are made
 _LOAD = """
 import sys

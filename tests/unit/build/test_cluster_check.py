@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +14,14 @@ from typing import Any
 import pytest
 
 from strop import cli
+from strop.build.monitors.machine_monitors import watch_machines
 from strop.cli.output import INTERRUPTED
+from strop.config import load_config
+from strop.config.schema.run_config import SftRunConfig
+from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.preflight import RunNeeds
-from strop.distributed.ray import is_process_alive
+from strop.distributed.ray import connect, is_process_alive
+from strop.monitoring.machine.system_monitor import SystemMonitor
 
 
 @pytest.fixture
@@ -155,3 +160,44 @@ def test_interrupting_a_check_leaves_no_process(room: Path, monkeypatch: pytest.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     assert cli.main(["cluster", "check", "cluster.address=local", "policy.device=cpu"]) == INTERRUPTED
     assert processes and not any(is_process_alive(process) for process in processes) and list(room.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_every_node_of_a_run_is_watched_and_one_whose_monitor_dies_is_said(
+    two_nodes: Any, room: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside the tests of the check, since it needs their cluster."""
+    keys = ["policy.model_name=m", "logger.gpu_monitoring={collection_interval: 0.05, flush_interval: 0.05}"]
+    config = load_config(None, keys, root=SftRunConfig, check=False).config
+
+    async def run() -> tuple[set[str], set[str]]:
+        cluster = await connect(ClusterConfig(address=two_nodes.address, num_nodes=2, wait_seconds=20), on_cpu=True)
+        try:
+            system = await watch_machines(config, cluster)
+            both = await collect(system, lambda seen: {"node_0", "node_1"} <= seen)
+            victim = next(actor for actor in cluster._actors if actor.name == "monitor-1")
+            os.kill(victim.pid, signal.SIGKILL)
+            await collect(system, lambda _: "node 1 is no longer monitored" in caplog.text)
+            system.metrics()
+            left = await collect(system, lambda seen: bool(seen))
+            system.stop()
+            return both, left
+        finally:
+            await cluster.close()
+
+    both, left = asyncio.run(run())
+    assert both == {"node_0", "node_1"} and left == {"node_0"}
+    assert caplog.text.count("no longer monitored") == 1
+
+
+async def collect(system: SystemMonitor, enough: Callable[[set[str]], bool]) -> set[str]:
+    """Return the nodes that report, once they are enough or 20 s are over."""
+    seen: set[str] = set()
+    for _ in range(400):
+        metrics = system.metrics()
+        assert all(name.endswith("_percent") <= (0 <= value <= 100) for name, value in metrics.items())
+        seen |= {name.split("/")[1] for name in metrics}
+        if enough(seen):
+            break
+        await asyncio.sleep(0.05)
+    return seen

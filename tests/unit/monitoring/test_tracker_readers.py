@@ -205,6 +205,8 @@ print(json.dumps({{
     assert "train/odd name_" in found["metrics"] and "histograms/reward/p50" in found["metrics"]
     assert "checkpoints/step_2/weights.bin" in found["files"] and HOSTILE in found["text"]
     assert "images/train/step_000001/pixel.png" in found["files"]
+    drawn = [file for file in found["files"] if file.startswith("images/histograms~reward+step+1+") and file.endswith(".png")]
+    assert len(drawn) == 1 and found["tags"]["mlflow.loggedImages"] == "True"  # MLflow's charts have a slider over its steps
 
 
 @pytest.mark.slow
@@ -231,13 +233,16 @@ for file in sorted(folder.glob("swanlab/run-*/*.swanlab"), key=lambda path: path
             rewards.append([record.scalar.step, record.scalar.value.number])
 for file in folder.glob("swanlab/run-*/media/text/*"):
     texts.append(file.read_text())
-print(json.dumps({{"ids": sorted(ids), "rewards": rewards, "texts": texts, "kinds": sorted(map(str, kinds))}}))
+charts = [json.loads(file.read_text()) for file in sorted(folder.glob("swanlab/run-*/media/echarts/*"))]
+bars = [(chart["xAxis"][0]["data"], chart["series"][0]["data"]) for chart in charts]
+print(json.dumps({{"ids": sorted(ids), "rewards": rewards, "texts": texts, "kinds": sorted(map(str, kinds)), "bars": bars}}))
 """
     found = run_in("swanlab", program, tmp_path)
     (run_id,) = found["ids"]
     assert run_id == f"run-{(tmp_path / 'swanlab_run_id').read_text().strip()}.swanlab"
     assert found["rewards"] == [[1, 0.5], [2, 1.0], [3, 1.5]]
     assert found["texts"] and HOSTILE in found["texts"][0]
+    assert found["bars"] == [[["0", "0.5", "1"], [1, 1, 2]]] * 3
 
 
 @pytest.mark.slow

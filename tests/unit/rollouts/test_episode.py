@@ -23,6 +23,7 @@ from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.sampling import Sampling
 from strop.types import Ending, Group, Message, Messages, Rollout, Task, assistant, user
+from strop.weight_sync.base import EngineDied
 
 TOKENIZER = tiny_tokenizer()
 TEMPLATE = ChatTemplate(TOKENIZER)
@@ -240,6 +241,15 @@ def test_an_engine_that_raises_is_recorded():
 
     rollout = play(Talk(), Broken(TOKENIZER))
     assert rollout.error == "RuntimeError: out of memory" and rollout.ending == Ending.ERROR
+
+
+def test_an_engine_that_is_dead_for_good_is_raised_and_not_counted_as_a_wrong_answer():
+    class Dead(FakeGenerator):
+        async def generate(self, *_: Any, **__: Any) -> Completion:
+            raise EngineDied("engine 0 was restarted 3 times")
+
+    with pytest.raises(EngineDied, match="3 times"):
+        play(Talk(), Dead(TOKENIZER))
 
 
 RECORDING = Sampling(max_new_tokens=20, top_k=3, record_sampling_mask=True)

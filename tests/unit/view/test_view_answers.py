@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.view.view_server import ViewOptions, ViewServer
 from support.each import each
 from support.stored_steps import GROUPS, SAMPLES, make_stored, write_steps, write_stored_run
@@ -310,3 +311,34 @@ def test_tokens_have_the_texts_of_the_runs_tokenizer_as_codes_where_they_control
     reader.server.catalogue._parse_yaml = lambda text: config
     found = reader.get("runs/a/rollouts/2/1/0")
     assert [piece.strip() for piece in found["pieces"]] == ["one", "\\x1b[31m", "<b>"] and not found["pieces_pending"]
+
+
+def test_reasoning_stands_apart_where_a_policy_reasoned_and_not_where_the_tags_are_spoken_of(
+    reader: Reader, folder: Path
+) -> None:
+    text = "why\x1b[31m</think>\n4"
+    turn = TurnRecord(role="assistant", text=text, start=0, end=2, sampled=True, versions=(1,))
+    asked = (
+        {"role": "user", "content": "Think between <think> and </think>."},
+        {"role": "assistant", "content": "<think>a</think>b"},
+    )
+    record = make_stored(2, 0, 0, turns=(turn,), prompt="assistant\n<think>\n", prompt_messages=asked, completion=text)
+    RolloutStore(folder).write(2, [record])
+    found = reader.get("runs/a/rollouts/2/0/0")
+    why, said = found["turns"][0]["parts"]
+    assert (why["text"], why["is_reasoning"], why["is_closed"], why["start"]) == ("why\\x1b[31m", True, True, None)
+    assert (said["text"], said["is_reasoning"]) == ("4", False)
+    assert ["parts" in message for message in found["prompt_messages"]] == [False, True]
+    (shown,) = reader.get("runs/a/groups/2/0")["rollouts"][0]["turns"]
+    assert [part["is_reasoning"] for part in shown["parts"]] == [True, False]
+
+
+def test_the_rollouts_of_a_group_have_their_turns(reader: Reader) -> None:
+    first = reader.get("runs/a/groups/1/0")["rollouts"][0]
+    assert [(turn["role"], turn["tool"], turn["sampled"]) for turn in first["turns"]] == [
+        ("assistant", "", True),
+        ("tool", "calculator", False),
+        ("assistant", "", True),
+    ]
+    assert first["num_turns"] == 3
+    assert reader.get("runs/a/groups/1/9", 404)["error"] == "step 1 has no group 9; it has groups 0 to 1"

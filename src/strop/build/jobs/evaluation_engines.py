@@ -72,17 +72,17 @@ def uses_ray(job: EvaluationJob) -> bool:
 
 @asynccontextmanager
 async def open_engines(job: EvaluationJob, note: Note, *, output_folder: Path | None) -> AsyncIterator[OpenEngines]:
-    """Start the engines of an evaluation for the time of the context. ``output_folder``: for the output of processes on other nodes.
+    """Start the engines of an evaluation for the time of the context. ``output_folder``: for their output; None: a temporary one.
 
     Raises ModelNotFound, ValueError, PlacementError, ConnectionError.
     """
     async with AsyncExitStack() as stack:
         if uses_ray(job):
             yield await _open_on_cluster(job, stack, note, output_folder)
-        elif job.generation.uses_sglang:
-            yield await _open_sglang(job, stack, note)
-        elif job.generation.uses_vllm:
-            yield await _open_vllm(job, stack, note)
+        elif job.generation.uses_engines:
+            outputs = output_folder / "workers" if output_folder else _make_temporary_folder(stack, "strop-output-")
+            open_local = _open_sglang if job.generation.uses_sglang else _open_vllm
+            yield await open_local(job, stack, note, outputs)
         else:
             yield _open_here(job, stack)
 
@@ -97,7 +97,7 @@ def _open_here(job: EvaluationJob, stack: AsyncExitStack) -> OpenEngines:
     return OpenEngines(engine, policy.template)
 
 
-async def _open_vllm(job: EvaluationJob, stack: AsyncExitStack, note: Note) -> OpenEngines:
+async def _open_vllm(job: EvaluationJob, stack: AsyncExitStack, note: Note, outputs: Path) -> OpenEngines:
     device = resolve_device(job.policy.device)
     bundle = load_bundle(job.policy)
     launch = VllmLaunch(
@@ -114,12 +114,13 @@ async def _open_vllm(job: EvaluationJob, stack: AsyncExitStack, note: Note) -> O
         learner=device,
         stop_ids=bundle.stop_ids,
         threads=job.policy.num_threads,
+        output_folder=outputs,
         vision=bundle.template.vision,
     )
     return await _start(job, stack, engines, bundle)
 
 
-async def _open_sglang(job: EvaluationJob, stack: AsyncExitStack, note: Note) -> OpenEngines:
+async def _open_sglang(job: EvaluationJob, stack: AsyncExitStack, note: Note, outputs: Path) -> OpenEngines:
     device, bundle = resolve_device(job.policy.device), load_bundle(job.policy)
     launch = SglangLaunch(
         config=_share_devices(job, on_cpu=device.type == "cpu"),
@@ -134,6 +135,8 @@ async def _open_sglang(job: EvaluationJob, stack: AsyncExitStack, note: Note) ->
         learner=device,
         stop_ids=bundle.stop_ids,
         threads=job.policy.num_threads,
+        output_folder=outputs,
+        vision=bundle.template.vision,
     )
     return await _start(job, stack, engines, bundle)
 
@@ -245,7 +248,9 @@ def _make_sglang_engine(
         load_weights=True,
         environment=threads,
     )
-    make = partial(SglangEngine, f"engine {number}", launch, bundle.tokenizer, stop_ids=bundle.stop_ids)
+    make = partial(
+        SglangEngine, f"engine {number}", launch, bundle.tokenizer, stop_ids=bundle.stop_ids, vision=bundle.template.vision
+    )
     return _make_actor(job, cluster, number, slot, threads, launch.receivers, make)
 
 
@@ -297,8 +302,7 @@ def _find_weights(job: EvaluationJob, stack: AsyncExitStack, note: Note, *, pare
     location, gguf = ("", None) if merged else locate_model(name)
     if not merged and gguf is None and not overrides:
         return location
-    folder = Path(tempfile.mkdtemp(prefix="strop-model-", dir=parent)).resolve()
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    folder = _make_temporary_folder(stack, "strop-model-", parent=parent)
     if merged or gguf is not None:
         target = folder / "model"
         note(f"{'merging the adapters' if merged else 'writing the weights of the GGUF file'} to a temporary folder, {folder}")
@@ -317,9 +321,14 @@ def _find_tokenizer(job: EvaluationJob, bundle: TokenizerBundle, stack: AsyncExi
     location, gguf = locate_model(job.policy.tokenizer.name)
     if gguf is None:
         return location
-    folder = tempfile.mkdtemp(prefix="strop-tokenizer-")
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    folder = _make_temporary_folder(stack, "strop-tokenizer-")
     bundle.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def _make_temporary_folder(stack: AsyncExitStack, prefix: str, *, parent: Path | None = None) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).resolve()
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 

@@ -15,7 +15,7 @@ from strop.statistics.intervals import Interval, confidence_interval, standard_e
 from strop.statistics.task_results import pass_at_k
 from strop.trainer.task_records import TRUNCATED, read_result
 
-SAMPLES_SHOWN, TEXT_SHOWN = 3, 160
+SAMPLES_SHOWN, TEXT_SHOWN, ERROR_SHOWN = 3, 160, 400
 SHARES = ("accuracy", "avg", "pass", "cons", "maj", "truncated")  # usually of 0 to 1
 SUMS = ("errors", "seconds")
 NORMAL_95 = 1.959963984540054
@@ -46,6 +46,23 @@ class EvaluationReport:
     model: str = ""
     identity: Mapping[str, Any] | None = None  # what the samples depend on, as it is stored with them
     step: int | None = None
+
+    @property
+    def failures(self) -> list[str]:
+        """Why samples failed: environments that raised, prompts that were too long."""
+        return [str(sample["error"]) for task in self.tasks for sample in task["samples"] if sample["error"] is not None]
+
+    def describe_failures(self) -> str:
+        """Return how many samples failed, and why the first did; empty if none failed."""
+        if not self.failures:
+            return ""
+        total = sum(len(task["samples"]) for task in self.tasks)
+        return f"{len(self.failures)} of {_count(total, 'sample')} failed and count as wrong; the first: {_one_line(self.failures[0])}"
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether every sample failed, so that no figure is about the model."""
+        return bool(self.tasks) and len(self.failures) == sum(len(task["samples"]) for task in self.tasks)
 
     def to_json(self) -> str:
         content = {
@@ -107,6 +124,10 @@ class CategoryResult:
 
     accuracy: float
     tasks: int
+
+
+def _one_line(text: str) -> str:
+    return make_printable(" ".join(text.split()))[:ERROR_SHOWN]
 
 
 def make_report(results: Sequence[SetResult], *, model: SavedModel, folder: Path | None) -> EvaluationReport:

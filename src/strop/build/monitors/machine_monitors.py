@@ -28,20 +28,20 @@ async def watch_machines(config: TrainingRunConfig, cluster: Cluster | None) -> 
         own = MachineMonitor(section.collection_interval, folder)
         return SystemMonitor(own, gpu_names=own.list_gpus())
     started = [_watch_node(cluster, node, section.collection_interval, folder) for node in range(cluster.num_nodes)]
-    actors = [actor for actor in await asyncio.gather(*started) if actor is not None]
-    names: list[tuple[str, ...]] = [await actor.call("list_gpus") for actor in actors]
+    watched = await asyncio.gather(*started)
     return SystemMonitor(
         None,
-        [_ask(actor) for actor in actors],
+        {node: _ask(each[0]) for node, each in enumerate(watched) if each is not None},
         interval=section.flush_interval,
-        first=0,
-        gpu_names=next((each for each in names if each), ()),
+        gpu_names=next((each[1] for each in watched if each is not None and each[1]), ()),
     )
 
 
-async def _watch_node(cluster: Cluster, node: int, interval: float, folder: str) -> RemoteActor | None:
+async def _watch_node(cluster: Cluster, node: int, interval: float, folder: str) -> tuple[RemoteActor, tuple[str, ...]] | None:
+    """Start the monitor of a node. Return it and the names of the node's GPUs."""
     try:
-        return await cluster.spawn(ActorOptions(name=f"monitor-{node}", node=node), MachineMonitor, interval, folder)
+        actor = await cluster.spawn(ActorOptions(name=f"monitor-{node}", node=node), MachineMonitor, interval, folder)
+        return actor, await actor.call("list_gpus")
     except Exception as error:
         logger.warning("node %d is not monitored (logger.monitor_gpus): %s: %s", node, type(error).__name__, error)
         return None

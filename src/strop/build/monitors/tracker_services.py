@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def _make_wandb(config: TrainingRunConfig, folder: Path, settings: dict[str, Any
     }
     return WandbTracker(
         folder,
-        project=section.project,
+        project=_name_project(section.project, "WANDB_PROJECT"),
         name=section.name or config.run_name,
         aliases=logger.metric_aliases,
         checkpoints=logger.tracked_checkpoints,
@@ -55,7 +56,7 @@ def _make_mlflow(config: TrainingRunConfig, folder: Path, settings: dict[str, An
     section = config.logger.mlflow
     return MlflowTracker(
         folder,
-        experiment=section.experiment_name,
+        experiment=_name_project(section.experiment_name, "MLFLOW_EXPERIMENT_NAME"),
         name=section.run_name or config.run_name,
         run_id=section.run_id,
         tracking_uri=section.tracking_uri,
@@ -72,7 +73,7 @@ def _make_swanlab(config: TrainingRunConfig, folder: Path, settings: dict[str, A
     section = config.logger.swanlab
     return SwanlabTracker(
         folder,
-        project=section.project,
+        project=_name_project(section.project, "SWANLAB_PROJ_NAME"),
         name=section.name or config.run_name,
         workspace=section.workspace,
         mode=section.mode,
@@ -91,6 +92,10 @@ def _make_trackio(config: TrainingRunConfig, folder: Path, settings: dict[str, A
     return TrackioTracker(
         folder, project=section.project, name=name, group=section.group, space_id=section.space_id, config=settings
     )
+
+
+def _name_project(configured: str | None, variable: str) -> str:
+    return configured or os.environ.get(variable) or "strop"
 
 
 MAKE_SERVICE: Mapping[str, Callable[[TrainingRunConfig, Path, dict[str, Any]], Tracker]] = {

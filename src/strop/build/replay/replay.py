@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
 
 from strop.build.replay.replay_plan import ReplayPlan, Weights, plan_replay
-from strop.build.replay.replayed_run import open_replayed_run
+from strop.build.replay.replayed_run import Beginning, ReplayedRun, open_replayed_run
 from strop.build.replay.replayed_step import MovedRollout, ReplayedStep, replay_step
+from strop.build.replay.retrained_steps import (
+    ComparedMetrics,
+    Note,
+    RetrainedSteps,
+    compare_metrics,
+    summarize_retrained,
+    train_between,
+)
 from strop.safety.remote_code import trust_remote_code
 from strop.storage.atomic_file import atomic_write
 from strop.storage.json_values import clean_json
 
+log = logging.getLogger(__name__)
+
 REPLAYS_FOLDER = "replays"  # in the log folder of the run
 LISTED = 10  # rollouts that moved most
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reproduction:
-    """How the metrics of the step as it was compare with those that the run logged."""
-
-    compared: int
-    different: Mapping[str, tuple[float, float]]  # name -> (logged, replayed)
-    not_compared: Sequence[str]  # logged by the run and not computed by a replay: times, validation, weights sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +55,10 @@ class ReplayResult:
     run: str  # its log folder
     step: int
     weights: str  # with which the step begins: step_N, or the initial model
-    exact: bool  # whether these are the weights that it began with
+    exact: bool  # whether these are the weights that it began with, to the last bit
     overrides: Sequence[str]
-    reproduction: Reproduction
+    retrained: RetrainedSteps | None  # the steps that were trained again on the way from those weights; None: there are none
+    reproduction: ComparedMetrics
     as_it_was: StepOutcome
     changed: StepOutcome | None = None  # with the overrides; None without any
     gradient_cosine: float | None = None  # of the gradients of the first optimizer step, which begins with the same weights
@@ -68,23 +73,80 @@ class ReplayResult:
         )
         return found
 
+    @property
+    def failed(self) -> bool:
+        """Whether the run could not be reproduced, though nobody asked for other weights."""
+        if self.retrained is not None and not self.retrained.equal:
+            return True
+        return self.exact and bool(self.reproduction.different)
 
-async def replay(folder: Path, step: int, overrides: Sequence[str] = (), *, weights: Weights = "exact") -> ReplayResult:
+
+async def replay(
+    folder: Path,
+    step: int,
+    overrides: Sequence[str] = (),
+    *,
+    weights: Weights = "exact",
+    retrain: int | None = None,
+    note: Note = log.info,
+) -> ReplayResult:
     """Replay a step of the run in ``folder``. Nothing of the run is changed.
 
-    Raises ReplayError, which says which steps can be replayed, ConfigError, CheckpointError, ModelNotFound.
+    Where there is no checkpoint of the step before, at most ``retrain`` steps (None: any number) are trained again on the way from an
+    earlier one. ``note`` is told of them.
+
+    Raises ReplayError, which says which steps can be replayed, ConfigError, CheckpointError, ModelNotFound, StorageError.
     """
-    plan = plan_replay(folder, step, weights)
-    configured = plan.load(())
-    changed_config = plan.load(overrides) if overrides else None  # mistakes are found before a model is loaded
-    with trust_remote_code(configured[0].policy.trust_remote_code):
-        async with open_replayed_run(plan, *configured) as (run, stored):
-            base = await replay_step(run, stored)
+    plan = plan_replay(folder, step, weights, retrain=retrain)
+    configured = plan.load(step)
+    changed_config = plan.load(step, overrides) if overrides else None  # mistakes are found before a model is loaded
+    for part in plan.parts:
+        plan.load(part.start)
+    with trust_remote_code(configured[0].policy.trust_remote_code), TemporaryDirectory(prefix="strop-replay-") as scratch:
+        way = _Way(plan, Path(scratch), note)
+        beginning = await way.reach_part()
         changed = None
+        async with open_replayed_run(folder, beginning, *configured) as opened:
+            await way.train(opened, step - 1)
+            if changed_config is not None and opened.run.step != beginning.step:
+                beginning = opened.save(way.scratch)
+            base = await replay_step(opened.run, await opened.read_step())
         if changed_config is not None:
-            async with open_replayed_run(plan, *changed_config) as (run, stored):
-                changed = await replay_step(run, stored)
-    return _compare(plan, overrides, base, changed)
+            async with open_replayed_run(folder, beginning, *changed_config) as opened:
+                changed = await replay_step(opened.run, await opened.read_step())
+    return _compare(plan, overrides, way.summarize(), base, changed)
+
+
+class _Way:
+    """The way from the weights that a replay begins with to the step."""
+
+    def __init__(self, plan: ReplayPlan, scratch: Path, note: Note) -> None:
+        self.plan, self.scratch, self.note = plan, scratch, note
+        self.found: list[ComparedMetrics] = []
+        self.seconds = 0.0
+        if count := len(plan.between):
+            took = f", which took {plan.expected_seconds:.3g} s of training when it ran" if plan.expected_seconds else ""
+            steps = f"{count} steps are" if count > 1 else "1 step is"
+            note(f"no checkpoint of step {plan.step - 1} is kept: {steps} trained again, from {plan.source}{took}")
+
+    async def reach_part(self) -> Beginning:
+        """Train the steps that ran with other settings than the step itself, and return where those with its settings begin."""
+        plan = self.plan
+        first = plan.between.start - 1
+        beginning = Beginning(step=first, checkpoint=plan.checkpoint, last_metrics=plan.logged.get(first, {}))
+        for part in plan.parts[:-1]:
+            async with open_replayed_run(plan.folder, beginning, *plan.load(part.start)) as opened:
+                await self.train(opened, part.stop - 1)
+                beginning = opened.save(self.scratch / f"before_{part.stop}")
+        return beginning
+
+    async def train(self, opened: ReplayedRun, last: int) -> None:
+        started = time.monotonic()
+        self.found += await train_between(opened, last, self.plan.logged, self.note)
+        self.seconds += time.monotonic() - started
+
+    def summarize(self) -> RetrainedSteps | None:
+        return summarize_retrained(self.found, self.seconds)
 
 
 def store_replay(folder: Path, result: ReplayResult) -> Path:
@@ -98,18 +160,21 @@ def store_replay(folder: Path, result: ReplayResult) -> Path:
     return path
 
 
-def _compare(plan: ReplayPlan, overrides: Sequence[str], base: ReplayedStep, changed: ReplayedStep | None) -> ReplayResult:
-    known = {name: value for name, value in plan.logged.items() if name in base.metrics}
-    different = {name: (value, base.metrics[name]) for name, value in known.items() if not _same(value, base.metrics[name])}
+def _compare(
+    plan: ReplayPlan,
+    overrides: Sequence[str],
+    retrained: RetrainedSteps | None,
+    base: ReplayedStep,
+    changed: ReplayedStep | None,
+) -> ReplayResult:
     return ReplayResult(
         run=str(plan.folder),
         step=plan.step,
         weights=plan.source,
-        exact=plan.exact,
+        exact=plan.exact and not (retrained is not None and not retrained.equal),
         overrides=tuple(overrides),
-        reproduction=Reproduction(
-            compared=len(known), different=different, not_compared=sorted(set(plan.logged) - set(base.metrics))
-        ),
+        retrained=retrained,
+        reproduction=compare_metrics(plan.step, plan.logged[plan.step], base.metrics),
         as_it_was=_summarize(base),
         changed=None if changed is None else _summarize(changed),
         gradient_cosine=None if changed is None else _cosine(base.gradient, changed.gradient),
@@ -127,10 +192,6 @@ def _summarize(step: ReplayedStep) -> StepOutcome:
         metrics=step.metrics,
         moved_most=sorted(step.rollouts, key=lambda rollout: -abs(rollout.moved))[:LISTED],
     )
-
-
-def _same(first: float, second: float) -> bool:
-    return first == second or (math.isnan(first) and math.isnan(second))
 
 
 def _cosine(first: Tensor, second: Tensor) -> float | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strop.algorithms.base import Algorithm
@@ -12,14 +13,14 @@ from strop.build.lifecycle import make_checkpoints, seed_everything
 from strop.build.models import TokenizerBundle
 from strop.build.recorded_run import join_examples, make_recorded_options, make_recorded_stream, read_examples
 from strop.build.replay.replay_error import ReplayError
-from strop.build.replay.replay_plan import ReplayPlan
 from strop.build.replay.stored_groups import StoredStep, rebuild_groups
 from strop.build.resume.token_budgets import make_token_budgets, settle_token_budgets
 from strop.build.rollout_run import make_train_options
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.build.tasks import make_training_tasks
 from strop.checkpointing.base import Restorable, RunState
-from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.checkpointing.folders import FolderCheckpointer
+from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, dump_config
 from strop.data.data_state import DataState
 from strop.learner.client import LearnerClient
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
@@ -33,24 +34,56 @@ from strop.types import Group
 from strop.weight_sync.in_process import InProcessWeights
 
 
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """The weights, and what belongs to them, that a run is opened with."""
+
+    step: int  # after which
+    checkpoint: Path | None  # None: the initial model
+    last_metrics: Mapping[str, float]  # of that step
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedRun:
+    """A run as it was before a step, ready to train on what it trained on."""
+
+    run: TrainingRun
+    config: TrainingRunConfig
+    store: RolloutStore
+    save_tokenizer: Callable[[Path], object]
+
+    async def read_step(self) -> StoredStep:
+        """Return what the next step trains on. Raises ReplayError, FileNotFoundError."""
+        if isinstance(self.config, RolloutRunConfig):
+            return rebuild_groups(self.store.read(self.run.step + 1, ledger=False))
+        groups = await collect(self.run)
+        return StoredStep(tuple(groups), tuple(self.run.dropped))
+
+    def save(self, folder: Path) -> Beginning:
+        """Write a checkpoint of the run as it is now to a folder, for a run that goes on with other settings."""
+        run = self.run
+        checkpoints = FolderCheckpointer(folder=folder, config_text=dump_config(self.config), save_tokenizer=self.save_tokenizer)
+        state = RunState(step=run.step, stream=run.stream.state(), logged=run.last_metrics)
+        return Beginning(
+            step=run.step, checkpoint=checkpoints.save(state, run.saved_parts).absolute(), last_metrics=run.last_metrics
+        )
+
+
 @asynccontextmanager
 async def open_replayed_run(
-    plan: ReplayPlan, config: TrainingRunConfig, algorithm: Algorithm
-) -> AsyncIterator[tuple[TrainingRun, StoredStep]]:
-    """Build the run as it was before the step, and what the step trains on. Raises ReplayError, CheckpointError, ModelNotFound."""
+    folder: Path, beginning: Beginning, config: TrainingRunConfig, algorithm: Algorithm
+) -> AsyncIterator[ReplayedRun]:
+    """Build the run in a log folder as it was after a step. Raises ReplayError, CheckpointError, ModelNotFound."""
     seed_everything(config.training.seed)
     tracker = NullTracker()
     if isinstance(config, RolloutRunConfig):
         refuse_unstored(config, algorithm)
-        step = rebuild_groups(RolloutStore(plan.folder, "none").read(plan.step))
-        run = await _build_rollouts(plan, config, algorithm, tracker)
+        run, bundle = await _build_rollouts(beginning, config, algorithm, tracker)
     else:
         assert isinstance(config, RecordedRunConfig)
-        run = await _build_recorded(plan, config, algorithm, tracker)
-        groups = await collect(run)
-        step = StoredStep(tuple(groups), tuple(run.dropped))
+        run, bundle = await _build_recorded(beginning, config, algorithm, tracker)
     try:
-        yield run, step
+        yield ReplayedRun(run=run, config=config, store=RolloutStore(folder, "none"), save_tokenizer=bundle.save)
     finally:
         await run.stream.close()
 
@@ -71,7 +104,9 @@ def refuse_unstored(config: RolloutRunConfig, algorithm: Algorithm) -> None:
         )
 
 
-async def _build_rollouts(plan: ReplayPlan, config: RolloutRunConfig, algorithm: Algorithm, tracker: Tracker) -> TrainingRun:
+async def _build_rollouts(
+    beginning: Beginning, config: RolloutRunConfig, algorithm: Algorithm, tracker: Tracker
+) -> tuple[TrainingRun, TokenizerBundle]:
     tasks = make_training_tasks(config)
     backend = await make_backend(config, None, tracker)
     packed = config.policy.sequence_packing.prefix_sharing and backend.packed
@@ -83,28 +118,34 @@ async def _build_rollouts(plan: ReplayPlan, config: RolloutRunConfig, algorithm:
     async def no_group(index: int) -> Group:
         raise ReplayError("a replay samples no rollouts")
 
-    await _restore(plan, config, backend.bundle, learners, {}, tracker)
+    parts: dict[str, Restorable] = {**make_token_budgets(config)}
+    await _restore(beginning, config, backend.bundle, learners, parts, tracker)
     columns = ColumnSources(algorithm.requires, scorers)
-    run = _make_run(plan, options, algorithm, learners, columns, RolloutStream(no_group, slots=0, size=0), tracker)
-    return run
+    stream = RolloutStream(no_group, slots=0, size=0)
+    run = _make_run(beginning, options, algorithm, learners, parts, columns, stream, tracker)
+    return run, backend.bundle
 
 
-async def _build_recorded(plan: ReplayPlan, config: RecordedRunConfig, algorithm: Algorithm, tracker: Tracker) -> TrainingRun:
-    parts = read_examples(config, config.data.train, "train", algorithm)
+async def _build_recorded(
+    beginning: Beginning, config: RecordedRunConfig, algorithm: Algorithm, tracker: Tracker
+) -> tuple[TrainingRun, TokenizerBundle]:
+    examples_of = read_examples(config, config.data.train, "train", algorithm)
     backend = await make_backend(config, None, tracker)
-    examples = join_examples(config, config.data.train, parts, algorithm, backend.bundle)
+    examples = join_examples(config, config.data.train, examples_of, algorithm, backend.bundle)
     packed = config.policy.sequence_packing.prefix_sharing and backend.packed
     options = make_recorded_options(config, examples.epoch_size, share_prefixes=packed)
     learners = await backend.build_learners(algorithm, Sampling(), count_optimizer_steps(options, examples.size))
     scorers = await make_scorers(config, backend, algorithm, learners, tracker, examples.read_all)
-    data: dict[str, Restorable] = {DATA: DataState(examples)} if examples.resumable else {}
-    state = await _restore(plan, config, backend.bundle, learners, data, tracker)
+    parts: dict[str, Restorable] = {DATA: DataState(examples)} if examples.resumable else {}
+    parts |= make_token_budgets(config)
+    state = await _restore(beginning, config, backend.bundle, learners, parts, tracker)
     stream = make_recorded_stream(examples, options, None if state is None else state.stream)
-    return _make_run(plan, options, algorithm, learners, ColumnSources(algorithm.requires, scorers), stream, tracker)
+    columns = ColumnSources(algorithm.requires, scorers)
+    return _make_run(beginning, options, algorithm, learners, parts, columns, stream, tracker), backend.bundle
 
 
 async def _restore(
-    plan: ReplayPlan,
+    beginning: Beginning,
     config: TrainingRunConfig,
     bundle: TokenizerBundle,
     learners: dict[str, LearnerClient],
@@ -112,33 +153,34 @@ async def _restore(
     tracker: Tracker,
 ) -> RunState | None:
     """Load the checkpoint into the learners, in place; None for the initial model."""
-    budgets = make_token_budgets(config)
     state = None
-    if plan.checkpoint is not None:
-        checkpoints = make_checkpoints(config, bundle.save)
-        state = checkpoints.load(Path(plan.checkpoint), {**learners, **parts, **budgets})
-    await settle_token_budgets(config, learners, budgets, tracker)
+    if beginning.checkpoint is not None:
+        checkpoints = replace(make_checkpoints(config, bundle.save), folder=beginning.checkpoint.parent)
+        state = checkpoints.load(beginning.checkpoint, {**learners, **parts})
+    await settle_token_budgets(config, learners, parts, tracker)
     return state
 
 
 def _make_run(
-    plan: ReplayPlan,
+    beginning: Beginning,
     options: TrainOptions,
     algorithm: Algorithm,
     learners: dict[str, LearnerClient],
+    parts: dict[str, Restorable],
     columns: ColumnSources,
     stream: RolloutStream,
     tracker: Tracker,
 ) -> TrainingRun:
     return TrainingRun(
-        options=options,
+        options=replace(options, token_columns=False),
         algorithm=algorithm,
         stream=stream,
         learners=learners,
+        parts=parts,
         columns=columns,
         weights=InProcessWeights([]),
         tracker=tracker,
-        rollouts=RolloutStore(plan.folder, "none"),
-        step=plan.step - 1,
-        last_metrics=plan.previous,
+        rollouts=RolloutStore(Path(), "none"),
+        step=beginning.step,
+        last_metrics=beginning.last_metrics,
     )

@@ -17,7 +17,7 @@ from strop.learner.client import LearnerClient
 from strop.metrics import Metrics
 from strop.trainer.run import TrainingRun
 from strop.trainer.step_metrics import group_metrics, progress_metrics
-from strop.trainer.update import update
+from strop.trainer.update import UpdateResult, update
 from strop.types import Batch, Group
 
 
@@ -62,30 +62,49 @@ class ObservedLearner(LearnerClient):
         return await super().step()
 
 
-async def replay_step(run: TrainingRun, stored: StoredStep) -> ReplayedStep:
-    """Train the step as the loop does, on what it trained on."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainedStep:
+    """A step that was trained again."""
+
+    batch: Batch
+    result: UpdateResult
+    metrics: Mapping[str, float]  # as the loop logs them, without times and what a replay does not do
+
+
+async def train_again(run: TrainingRun, stored: StoredStep) -> TrainedStep:
+    """Train a step as the loop does, on what it trained on; then the run is after it. Raises ReplayError."""
     groups = stored.groups
     if len(groups) < run.options.groups_per_step:
         raise ReplayError(
             f"the step has {len(groups)} groups, and one needs {run.options.groups_per_step}: the stored rollouts are cut"
         )
-    policy = ObservedLearner(run.learners["policy"].caller)
-    run.learners = {**run.learners, "policy": policy}
-    run.options = replace(run.options, token_columns=True)
     run.timer.start_step()
     batch = pack(groups, run.algorithm.group_credit(groups), share_prefixes=run.options.share_prefixes)
     batch = run.algorithm.token_credit(await run.columns.fill(batch, groups))
-    before = _flatten(_parameters(policy))
     result = await update(run, batch)
     recorded = bool(run.algorithm.recorded_data)
     staleness = [] if recorded else [run.step - group.version for group in groups]
     collected = group_metrics(groups, stored.dropped, staleness, recorded=recorded)
     progress = progress_metrics(run.last_metrics, result.metrics, groups, run.options.tasks_per_epoch)
-    fields = [{}] * batch.num_sequences if result.tokens is None else result.tokens.split(_sampled(groups))
+    run.step, run.last_metrics = run.step + 1, {**collected, **result.metrics, **progress}
+    if recorded:
+        run.stream.release(len(groups))
+    return TrainedStep(batch=batch, result=result, metrics=run.last_metrics)
+
+
+async def replay_step(run: TrainingRun, stored: StoredStep) -> ReplayedStep:
+    """Train the step as the loop does, and follow its gradient, its weights and its tokens."""
+    policy = ObservedLearner(run.learners["policy"].caller)
+    run.learners = {**run.learners, "policy": policy}
+    run.options = replace(run.options, token_columns=True)
+    before = _flatten(_parameters(policy))
+    trained = await train_again(run, stored)
+    batch, result = trained.batch, trained.result
+    fields = [{}] * batch.num_sequences if result.tokens is None else result.tokens.split(_sampled(stored.groups))
     clipped = [sum(each["clipped"]) if each.get("clipped") is not None else None for each in fields]
     return ReplayedStep(
-        metrics={**collected, **result.metrics, **progress},
-        rollouts=_describe(groups, batch, result.old_outputs, await policy.score(batch), fields),
+        metrics=trained.metrics,
+        rollouts=_describe(stored.groups, batch, result.old_outputs, await policy.score(batch), fields),
         gradient=policy.gradients[0] if policy.gradients else torch.zeros_like(before),
         change=_flatten(_parameters(policy)) - before,
         tokens=int((batch.mask > 0).sum()),

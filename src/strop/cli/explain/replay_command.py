@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from strop.cli.log_folder import find_log_folder
-from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser
+from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser, print_interrupted
 
 
 def replay(arguments: Sequence[str], command_line: str) -> int:
@@ -25,18 +25,27 @@ def replay(arguments: Sequence[str], command_line: str) -> int:
         folder = find_log_folder(options.run)
         if not folder.is_dir():
             raise ValueError(f"there is no folder {folder}; give the log folder of a run (logger.log_dir)")
-        result = asyncio.run(replay_run(folder, options.step, options.overrides, weights=options.weights))
+        work = replay_run(
+            folder, options.step, options.overrides, weights=options.weights, retrain=options.retrain, note=_print_note
+        )
+        result = asyncio.run(work)
         stored = store_replay(folder, result) if options.store else None
     except (ConfigError, ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except KeyboardInterrupt:
+        return print_interrupted(f"Nothing was stored. A replay starts from the beginning:\n    {command_line}")
     if options.json:
         print(json.dumps(result.to_dict(), allow_nan=False))
     else:
         print("\n".join(format_replay(result)))
         if stored is not None:
             print(f"\nstored in {stored}")
-    return 1 if result.exact and result.reproduction.different else 0
+    return 1 if result.failed else 0
+
+
+def _print_note(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -44,18 +53,24 @@ def make_parser() -> argparse.ArgumentParser:
         prog="strop replay",
         description="Train a step of a run again, from its checkpoint and what it trained on, as it was or under another algorithm, clip, "
         "correction or learning rate, and compare. Nothing of the run changes.",
-        epilog="The step begins with the weights of the step before, so a checkpoint of that step must be kept "
-        "(checkpointing.save_period=1, checkpointing.keep_top_k=null keeps all); step 1 begins with the initial model.",
+        epilog="A step begins with the weights of the step before. Where no checkpoint of it is kept, the steps between are trained "
+        "again from the newest one before it, or from the initial model, and each is compared with what it logged.",
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run, a checkpoint folder or a configuration")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the training step")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=OVERRIDES_HELP)
     parser.add_argument(
+        "--retrain",
+        type=_count,
+        metavar="K",
+        help="train at most K steps again on the way; 0: none, so a checkpoint of the step before is needed (default: any)",
+    )
+    parser.add_argument(
         "--weights",
         choices=("exact", "nearest"),
         default="exact",
-        help="nearest begins with the nearest earlier checkpoint where the right one is not kept, and says so",
+        help="nearest begins with the nearest earlier checkpoint where the right one is not kept, trains no step between, and says so",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -65,3 +80,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="whether the result is stored in replays/ of the log folder, for the page (default: yes)",
     )
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps")
+    return int(text)

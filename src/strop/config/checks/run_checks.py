@@ -67,6 +67,15 @@ def check_engine_device(config: RolloutRunConfig, device: str | None = None) -> 
             yield from generation.async_errors(key, device)
 
 
+def check_measured_peak(config: TrainingRunConfig) -> Problems:
+    if config.logger.peak_tflops == "measure" and config.policy.device.startswith("cuda"):
+        yield Problem(
+            "logger.peak_tflops",
+            f"found measure, which measures processors, and policy.device={config.policy.device}",
+            "Leave logger.peak_tflops=null for a GPU of the table of devices (docs/planning.md), or set the peak of one GPU in TFLOP/s.",
+        )
+
+
 def check_clock(config: RolloutRunConfig) -> Problems:
     """Only an embedded engine in this process takes its steps when it is told to."""
     training, key = config.rollout_training, f"{config.section}.async_{config.section}"
@@ -351,6 +360,7 @@ ERROR_CHECKS: tuple[Check, ...] = (
     check_global_batch,
     check_critic_batch,
     check_engine_device,
+    check_measured_peak,
     check_clock,
     check_teachers,
     check_token_budget,

@@ -52,7 +52,7 @@ def translate_recipe(
         loaded = load_source(read.source, overrides, root=TRAINING_RUNS.get(read.kind, EvalRunConfig))
     except ConfigError as error:
         of_another = recipe_format.name != DEFAULT
-        problems = [problem for problem in error.problems if not (of_another and _is_missing_file(problem))]
+        problems = [problem for problem in error.problems if not (of_another and _is_missing_here(problem))]
         if refused or problems:
             raise ConfigError([*refused, *problems]) from error
         loaded = load_source(read.source, overrides, root=TRAINING_RUNS[read.kind], check=False)
@@ -70,9 +70,10 @@ def _read(path: Path, recipe_format: RecipeFormat, gpus: int | None) -> ReadReci
     return recipe_format.read_for(path, gpus)
 
 
-def _is_missing_file(problem: Problem) -> bool:
-    """Return whether data is not on this machine, as that of a script need not be."""
-    return problem.key.startswith("data.") and problem.message.startswith("there is no file")
+def _is_missing_here(problem: Problem) -> bool:
+    """Return whether data or the package of a service is not on this machine, where the run need not be started."""
+    missing_file = problem.key.startswith("data.") and problem.message.startswith("there is no file")
+    return missing_file or (problem.key.startswith("logger.") and "is not installed" in problem.message)
 
 
 def render_recipe(translated: TranslatedRecipe, made_by: str) -> str:

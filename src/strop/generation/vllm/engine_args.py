@@ -45,6 +45,7 @@ SUPPORTED_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that
 SPANNED_VARIABLE = "STROP_ENGINE_NODES"
 ENGINE_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for results
     "VLLM_NO_USAGE_STATS": "1",
     # On a CPU vLLM would otherwise bind all engines to the same cores, override OMP_NUM_THREADS, and require a NUMA node for each rank.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -186,6 +187,18 @@ def make_engine_args(launch: VllmLaunch) -> Any:
         args |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}  # they are kept beside the prefix cache
     args |= make_fp8_args(generation, launch.model)
     return AsyncEngineArgs(**merge_overrides(args, generation.vllm_kwargs))
+
+
+def check_cpu_attention(args: Any) -> None:
+    """Raises ValueError if vLLM's attention on a CPU has no kernel for a model's heads: it would only say so at the first request."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    model, sizes = args.create_model_config(), CPUAttentionBackend.get_supported_head_sizes()
+    if not model.use_mla and (size := model.get_head_size()) not in sizes:
+        raise ValueError(
+            f"policy.generation.backend is vllm, whose attention on a CPU is for heads of {', '.join(map(str, sizes))} numbers, and "
+            f"those of {args.model} have {size}; set policy.generation.backend=torch"
+        )
 
 
 def make_image_args(*, on_cpu: bool) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from strop.generation.base import Completion, RequestTooLong
-from strop.generation.vllm.engine_args import ENGINE_ENVIRONMENT, VllmLaunch, make_engine_args
+from strop.generation.vllm.engine_args import ENGINE_ENVIRONMENT, VllmLaunch, check_cpu_attention, make_engine_args
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, fork_engine_cores, start_fork_server
 from strop.generation.vllm.quantized.fp8_launch import kernel_plan
 from strop.models.vision.vision_processor import VisionProcessor
@@ -112,6 +112,8 @@ class VllmEngine:
 
         self._counters = EngineStats()
         args = make_engine_args(self.launch)
+        if self.launch.on_cpu:
+            check_cpu_attention(args)
         if self.launch.nodes:
             from strop.generation.vllm.spanning_executor import SpanningExecutor, leave_gpus_to_workers
 

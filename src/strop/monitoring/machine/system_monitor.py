@@ -19,30 +19,29 @@ class SystemMonitor:
     def __init__(
         self,
         own: MachineMonitor | None,
-        others: Sequence[Ask] = (),
+        others: Mapping[int, Ask] | None = None,
         *,
         interval: float = 10.0,
-        first: int = 1,
         gpu_names: Sequence[str] = (),
     ) -> None:
-        """``own``: of node 0. ``others``: of the nodes from ``first`` on, asked every ``interval`` seconds."""
+        """``own``: of node 0. ``others``: of other nodes by their numbers, asked every ``interval`` seconds."""
         self.gpu_names = tuple(gpu_names)  # of a node that has some, as NVML says them
-        self._own, self._others, self._interval, self._first = own, list(others), interval, first
+        self._own, self._others, self._interval = own, dict(others or {}), interval
         self._lock = threading.Lock()
         self._reports: dict[int, list[Mapping[str, float]]] = {}
         self._stopped = threading.Event()
-        for index in range(len(self._others)):  # a node that hangs holds up none of the others
-            threading.Thread(target=self._ask, args=(index,), name=f"node-monitor-{index}", daemon=True).start()
+        for node in self._others:  # a node that hangs holds up none of the others
+            threading.Thread(target=self._ask, args=(node,), name=f"node-monitor-{node}", daemon=True).start()
 
     def metrics(self) -> dict[str, float]:
         """Return what the machines did since the last call; nothing of a machine that was not sampled since."""
         found = {} if self._own is None else {f"system/node_0/{name}": value for name, value in self._own.drain().items()}
         with self._lock:
             reports, self._reports = self._reports, {}
-        for index, each in reports.items():
+        for node, each in reports.items():
             for name in sorted({name for report in each for name in report}):
                 values = [report[name] for report in each if name in report]
-                found[f"system/node_{index + self._first}/{name}"] = sum(values) / len(values)
+                found[f"system/node_{node}/{name}"] = sum(values) / len(values)
         return found
 
     def stop(self) -> None:
@@ -50,14 +49,14 @@ class SystemMonitor:
         if self._own is not None:
             self._own.stop()
 
-    def _ask(self, index: int) -> None:
+    def _ask(self, node: int) -> None:
         while not self._stopped.wait(self._interval):
             try:
-                report = self._others[index]()
+                report = self._others[node]()
             except Exception as error:
                 if not self._stopped.is_set():
-                    logger.warning("node %d is no longer monitored: %s: %s", index + self._first, type(error).__name__, error)
+                    logger.warning("node %d is no longer monitored: %s: %s", node, type(error).__name__, error)
                 return
             if report:
                 with self._lock:
-                    self._reports.setdefault(index, []).append(report)
+                    self._reports.setdefault(node, []).append(report)

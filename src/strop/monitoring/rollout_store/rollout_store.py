@@ -27,6 +27,7 @@ from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace
 from strop.monitoring.rollout_store.stored_images import StoredImages
 from strop.monitoring.rollout_store.token_arrays import make_arrow_columns
 from strop.monitoring.rollout_store.token_columns import BY_TERM, FLAGS, FLOATS, TokenColumns
+from strop.monitoring.rollout_store.token_columns import NAMES as LEDGER
 from strop.monitoring.rollout_store.token_ratios import Decode, TokenRatio, encode_ratios, find_largest_ratios, read_ratios
 from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.storage.deferred_files import DeferredFiles
@@ -95,10 +96,12 @@ class RolloutStore:
             )  # fmt: skip
         return stored
 
-    def read(self, step: int, task_id: str | None = None) -> list[RolloutRecord]:
-        """Read the rollouts of ``step``, or those of one task. Raises FileNotFoundError."""
+    def read(self, step: int, task_id: str | None = None, *, ledger: bool = True) -> list[RolloutRecord]:
+        """Read the rollouts of ``step``, or those of one task; without ``ledger``, without what the update said of their tokens.
+
+        Raises FileNotFoundError."""
         path, filters = self.path(step), None if task_id is None else [("task_id", "==", task_id)]
-        return _read_parquet(path, filters) if path.suffix == ".parquet" else _read_jsonl(path, task_id)
+        return _read_parquet(path, filters, ledger=ledger) if path.suffix == ".parquet" else _read_jsonl(path, task_id)
 
     def path(self, step: int) -> Path:
         """Return the file of ``step``. Raises FileNotFoundError."""
@@ -211,9 +214,10 @@ def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | Non
     return content.getvalue()
 
 
-def _read_parquet(path: Path, filters: Sequence[tuple[str, str, object]] | None) -> list[RolloutRecord]:
+def _read_parquet(path: Path, filters: Sequence[tuple[str, str, object]] | None, *, ledger: bool = True) -> list[RolloutRecord]:
     _, pq = _import_pyarrow()
-    return decode_rows(pq.read_table(path, filters=filters).to_pylist())
+    columns = None if ledger else [name for name in pq.read_schema(path).names if name not in LEDGER]
+    return decode_rows(pq.read_table(path, filters=filters, columns=columns).to_pylist())
 
 
 def decode_rows(rows: Iterable[Mapping[str, Any]]) -> list[RolloutRecord]:

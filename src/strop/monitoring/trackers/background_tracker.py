@@ -13,11 +13,13 @@ from typing import Any
 
 from strop.monitoring.trackers.base import NullTracker, Tracker
 from strop.monitoring.trackers.media import SavedCheckpoint, StepMedia
-from strop.storage.storage_error import OUT_OF_SPACE
+from strop.monitoring.trackers.tracker_error import describe_error
+from strop.storage.storage_error import is_out_of_space
 
 logger = logging.getLogger(__name__)
 
 CAPACITY = 1000  # calls that wait
+THREAD = "tracker-"  # what names of threads begin with
 STUCK_SECONDS = 120.0  # after which a call that has not returned is warned about
 
 
@@ -55,7 +57,8 @@ class BackgroundTracker(NullTracker):
         self._current: tuple[_Call, float] | None = None  # what runs, and since when
         self._off = self._closing = self._said_stuck = False
         self._lost = 0
-        self._refused = False
+        self._refused: set[str] = set()  # methods that found the disk full when they were last called
+        self._refused_calls = 0
         self._failures: list[str] = []
         self._thread: threading.Thread | None = None
 
@@ -63,7 +66,8 @@ class BackgroundTracker(NullTracker):
     def failures(self) -> list[str]:
         """What was not recorded: one message for each reason."""
         lost = [f"{self._name} was too slow: {self._lost} calls are not in it"] if self._lost else []
-        return [*self._failures, *lost]
+        found_full = self._refused_calls and f"{self._name} found the disk full: {self._refused_calls} calls are not in it"
+        return [*self._failures, *([found_full] if found_full else []), *lost]
 
     def log(self, step: int, metrics: Any) -> None:
         self._enqueue("log", step, dict(metrics))
@@ -113,7 +117,8 @@ class BackgroundTracker(NullTracker):
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"tracker-{self._name}", daemon=True)
+            _silence_retries()
+            self._thread = threading.Thread(target=self._run, name=f"{THREAD}{self._name}", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
@@ -136,24 +141,25 @@ class BackgroundTracker(NullTracker):
             method = getattr(self._tracker, call.method, None)  # a tracker of a user's own may lack the newer ones
             if method is not None:
                 method(*call.arguments)
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno in OUT_OF_SPACE:
-                self._warn_of_full_disk(error)
+        except BaseException as error:  # a package may exit, or panic in Rust: only this thread would end, and nobody would know
+            if is_out_of_space(error):
+                self._warn_of_full_disk(call.method, error)
             else:
                 self._switch_off(error)
         else:
-            self._refused = False
+            self._refused.discard(call.method)
 
-    def _warn_of_full_disk(self, error: OSError) -> None:
+    def _warn_of_full_disk(self, method: str, error: BaseException) -> None:
         if not self._refused:
-            logger.warning("%s could not write and is tried again at the next step: %s", self._name, error)
-        self._refused = True
+            logger.warning("%s could not write and is tried again at the next step: %s", self._name, describe_error(error))
+        self._refused.add(method)
+        self._refused_calls += 1
 
-    def _switch_off(self, error: Exception) -> None:
+    def _switch_off(self, error: BaseException) -> None:
         with self._changed:
             self._off = True
             self._waiting.clear()
-        what = f"{type(error).__name__}: {error}"
+        what = describe_error(error)
         self._failures.append(f"{self._name} failed and was off for the rest of this run: {what}")
         logger.warning("%s failed and is off for the rest of this run: %s", self._name, what)
         logger.debug("traceback of %s", self._name, exc_info=error)
@@ -185,3 +191,14 @@ class BackgroundTracker(NullTracker):
         message = f"{self._name} did not finish within {self._close_seconds:g} s at the end of the run{current}{lost}"
         self._failures.append(message)
         logger.warning("%s", message)
+
+
+def _silence_retries() -> None:
+    """Keep urllib3 from a warning at each attempt of a service that does not answer: it ends in one of Strop's."""
+    urllib3 = logging.getLogger("urllib3.connectionpool")
+    if _is_no_retry not in urllib3.filters:
+        urllib3.addFilter(_is_no_retry)
+
+
+def _is_no_retry(record: logging.LogRecord) -> bool:
+    return not ((record.threadName or "").startswith(THREAD) and str(record.msg).startswith("Retrying"))

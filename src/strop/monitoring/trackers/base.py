@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from strop.monitoring.trackers.media import SavedCheckpoint, StepMedia
-from strop.storage.storage_error import OUT_OF_SPACE
+from strop.monitoring.trackers.tracker_error import describe_error
+from strop.storage.storage_error import is_out_of_space
 
 logger = logging.getLogger(__name__)
 
@@ -117,21 +118,23 @@ class CompositeTracker:
             try:
                 call(tracker)
             except Exception as error:  # KeyboardInterrupt and SystemExit are not Exceptions and propagate
-                if isinstance(error, OSError) and error.errno in OUT_OF_SPACE:
+                if is_out_of_space(error):
                     self._warn_of_refusal(tracker, error)
                 else:
                     self._disable(tracker, error)
             else:
                 self._refused.discard(id(tracker))
 
-    def _warn_of_refusal(self, tracker: Tracker, error: OSError) -> None:
+    def _warn_of_refusal(self, tracker: Tracker, error: Exception) -> None:
         if id(tracker) not in self._refused:
             self._refused.add(id(tracker))
-            logger.warning("%s could not write and is tried again at the next step: %s", type(tracker).__name__, error)
+            logger.warning(
+                "%s could not write and is tried again at the next step: %s", type(tracker).__name__, describe_error(error)
+            )
 
     def _disable(self, tracker: Tracker, error: Exception) -> None:
         self._active = tuple(other for other in self._active if other is not tracker)
         name = type(tracker).__name__
-        self._failures.append(f"{name} failed and was off for the rest of this run: {type(error).__name__}: {error}")
-        logger.warning("%s failed and is off for the rest of this run: %s: %s", name, type(error).__name__, error)
+        self._failures.append(f"{name} failed and was off for the rest of this run: {describe_error(error)}")
+        logger.warning("%s failed and is off for the rest of this run: %s", name, describe_error(error))
         logger.debug("traceback of %s", name, exc_info=error)

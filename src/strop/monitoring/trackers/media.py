@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+LARGEST = 1e150  # of a value in a histogram: the width of bins must not overflow
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRow:
@@ -47,6 +49,28 @@ class MetricHistogram:
 
     name: str
     values: tuple[float, ...]
+
+    def count(self, most: int = 30) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """Return the middles of at most ``most`` bins of equal width, and how many values are in each.
+
+        Few different values, such as rewards of 0 and 1, are the middles of their bins.
+        """
+        import numpy as np
+
+        found = np.clip(np.asarray(self.values, dtype=np.float64), -LARGEST, LARGEST)
+        distinct = np.unique(found)
+        low, high = float(distinct[0]), float(distinct[-1])
+        if high - low <= 1e-9 * max(abs(low), abs(high)):
+            return (low,), (len(found),)
+        gaps = (high - low) / float(np.diff(distinct).min())
+        if gaps < most:
+            bins = round(gaps) + 1
+            half = (high - low) / (bins - 1) / 2
+            low, high = low - half, high + half
+        else:
+            bins = most
+        counts, edges = np.histogram(found, bins=bins, range=(low, high))
+        return tuple(((edges[:-1] + edges[1:]) / 2).tolist()), tuple(counts.tolist())
 
     def quantiles(self) -> dict[str, float]:
         """Return NAME/p0, p10, p50, p90, p100, for services without histograms."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -10,14 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from strop import packages
 from strop.monitoring.trackers.base import NullTracker
-from strop.monitoring.trackers.media import SavedCheckpoint, StepMedia
+from strop.monitoring.trackers.media import MetricHistogram, SavedCheckpoint, StepMedia
 from strop.monitoring.trackers.run_ids import read_run_id, store_run_id
+from strop.monitoring.trackers.service_tracker import check_package
 from strop.monitoring.trackers.tracked_settings import flatten_settings
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from PIL.Image import Image
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,8 @@ class MlflowTracker(NullTracker):
     """Logs to the MLflow server at ``tracking_uri``; None: MLFLOW_TRACKING_URI, or else ``<log_dir>/mlflow.db``.
 
     A resumed run stays the same run. MLflow cannot forget: steps that run again are in it twice, and its charts show both.
-    MLflow has no histograms: quantiles are metrics instead (``histograms/reward/p50``). Samples are text files among the artifacts.
+    MLflow has no histograms: their quantiles are metrics (``histograms/reward/p50``), and where samples are shown they are drawn as an
+    image with a step. Samples are text files among the artifacts.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class MlflowTracker(NullTracker):
         *,
         experiment: str,
         name: str | None = None,
-        run_id: str | None = None,  # of a run that exists; None: that of the log folder, or a new one
+        run_id: str | None = None,  # of a run that exists; None: that of the log folder, or MLFLOW_RUN_ID, or a new one
         tracking_uri: str | None = None,
         artifact_location: str | None = None,
         tags: Mapping[str, str] | None = None,
@@ -49,16 +52,12 @@ class MlflowTracker(NullTracker):
     ) -> None:
         self._log_dir = Path(log_dir).absolute()
         self._experiment, self._name, self._run_id = experiment, name, run_id
-        own = None if tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") else self._log_dir
-        self._uri = f"sqlite:///{own / 'mlflow.db'}" if own else tracking_uri
-        self._artifacts = artifact_location or ((own / "mlflow_artifacts").as_uri() if own else None)
+        self._own = None if tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") else self._log_dir / "mlflow.db"
+        self._uri = f"sqlite:///{self._own}" if self._own else tracking_uri
+        self._artifacts = artifact_location or ((self._log_dir / "mlflow_artifacts").as_uri() if self._own else None)
         self._tags, self._config, self._checkpoints = dict(tags or {}), dict(config or {}), checkpoints
         self._client: MlflowClient | None = None
-        if not packages.is_installed("mlflow"):
-            raise ImportError(
-                "logger.mlflow_enabled is true, but mlflow is not installed; "
-                "install it (pip install 'strop[mlflow]') or set logger.mlflow_enabled=false"
-            )
+        check_package("mlflow")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
@@ -72,6 +71,8 @@ class MlflowTracker(NullTracker):
         client = self._get_client()
         for histogram in media.histograms:
             self.log(step, histogram.quantiles())
+            if media.tables:  # two files each among the artifacts, so not at every step
+                client.log_image(self._id, _draw_bars(histogram), key=histogram.name, step=step)
         for table in media.tables:
             client.log_text(self._id, table.as_text(), f"{table.name}/step_{step:06d}.txt")
         for image in media.images:
@@ -102,10 +103,15 @@ class MlflowTracker(NullTracker):
             from mlflow import MlflowClient
 
             self._log_dir.mkdir(parents=True, exist_ok=True)
-            self._client = MlflowClient(tracking_uri=self._uri)
+            if self._own is not None:
+                self._own.open("ab").close()  # or MLflow tries for minutes what will not be allowed
+            client = MlflowClient(tracking_uri=self._uri)
             known = self._run_id or (None if from_scratch else read_run_id(self._log_dir, ID_FILE))
-            if known is None or not self._reopen(self._client, known):
-                self._run_id = store_run_id(self._log_dir, ID_FILE, self._create_run(self._client))
+            known = known or os.environ.get("MLFLOW_RUN_ID")  # set by platforms that have begun the run
+            if known is None or not self._reopen(client, known):
+                self._run_id = store_run_id(self._log_dir, ID_FILE, self._create_run(client))
+                self._log_settings(client)
+            self._client = client
         return self._client
 
     def _reopen(self, client: MlflowClient, run_id: str) -> bool:
@@ -120,16 +126,34 @@ class MlflowTracker(NullTracker):
         return True
 
     def _create_run(self, client: MlflowClient) -> str:
-        from mlflow.entities import Param
-
         found = client.get_experiment_by_name(self._experiment)
         experiment = found.experiment_id if found else client.create_experiment(self._experiment, self._artifacts)
         run_id: str = client.create_run(experiment, run_name=self._name, tags=self._tags).info.run_id
+        return run_id
+
+    def _log_settings(self, client: MlflowClient) -> None:
+        from mlflow.entities import Param
+
         settings = [
             Param(_FORBIDDEN.sub("_", name), str(value)[:LONGEST])
             for name, value in flatten_settings(self._config)
             if value != ""
         ]
         for start in range(0, len(settings), BATCH):
-            client.log_batch(run_id, params=settings[start : start + BATCH])
-        return run_id
+            client.log_batch(self._id, params=settings[start : start + BATCH])
+
+
+def _draw_bars(histogram: MetricHistogram) -> Image:
+    """Return a picture of 480 x 300 pixels. No pyplot: it keeps figures, and is not for threads."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    figure = Figure(figsize=(4.8, 3), dpi=100, layout="constrained")
+    axes = figure.add_subplot()
+    middles, counts = histogram.count()
+    width = (middles[-1] - middles[0]) / (len(middles) - 1) if len(middles) > 1 else 1.0
+    axes.bar(middles, counts, width=width * 0.92)
+    axes.set(title=histogram.name, ylabel=f"of {sum(counts)} values")
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    return Image.open(content).convert("RGB")

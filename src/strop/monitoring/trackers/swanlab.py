@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop import packages
-from strop.monitoring.trackers.base import NullTracker
-from strop.monitoring.trackers.media import StepMedia
+from strop.monitoring.trackers.media import MetricHistogram, StepMedia
 from strop.monitoring.trackers.run_ids import create_run_id, read_run_id
+from strop.monitoring.trackers.service_tracker import ServiceTracker, check_package
 
 if TYPE_CHECKING:
     import swanlab
@@ -17,11 +16,11 @@ if TYPE_CHECKING:
 ID_FILE = "swanlab_run_id"
 
 
-class SwanlabTracker(NullTracker):
+class SwanlabTracker(ServiceTracker["swanlab.Run"]):
     """Logs to SwanLab. ``mode``: online, offline (a later ``swanlab sync`` sends it), local or disabled; None: SWANLAB_MODE.
 
-    Steps that run again keep their first record: SwanLab does not take a step of a metric twice. It has no histograms: quantiles are
-    metrics instead (``histograms/reward/p50``). Samples are plain texts.
+    Steps that run again keep their first record: SwanLab does not take a step of a metric twice. Histograms are bar charts of ECharts.
+    Samples are plain texts.
     """
 
     def __init__(
@@ -37,46 +36,52 @@ class SwanlabTracker(NullTracker):
         notes: str | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__()
         self._log_dir = Path(log_dir).absolute()
         options = {"workspace": workspace, "mode": mode, "group": group, "tags": list(tags) or None, "description": notes}
         given = {key: value for key, value in options.items() if value is not None}
         self._init = {"project": project, "name": name, "config": dict(config or {}), **given}
-        self._run: swanlab.Run | None = None
-        if not packages.is_installed("swanlab"):
-            raise ImportError(
-                "logger.swanlab_enabled is true, but swanlab is not installed; "
-                "install it (pip install 'strop[swanlab]') or set logger.swanlab_enabled=false"
-            )
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._get_run().log({name: float(value) for name, value in metrics.items()}, step=step)
+        check_package("swanlab")
 
     def log_media(self, step: int, media: StepMedia) -> None:
         import swanlab
 
         run = self._get_run()
         for histogram in media.histograms:
-            run.log(histogram.quantiles(), step=step)
+            run.log({histogram.name: swanlab.ECharts(_draw_bars(histogram), caption=f"step {step}")}, step=step)
         for table in media.tables:
             run.log({table.name: swanlab.Text(table.as_text(), caption=f"step {step}")}, step=step)
         for image in media.images:
             run.log({image.name: swanlab.Image(str(image.path), caption=image.caption)}, step=step)
 
-    def resume(self, step: int) -> None:
-        self._get_run(from_scratch=step < 0)
+    def _open_run(self, resume_step: int | None) -> swanlab.Run:
+        import swanlab
 
-    def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
+        folder = self._log_dir / "swanlab"
+        folder.mkdir(parents=True, exist_ok=True)
+        from_scratch = resume_step is not None and resume_step < 0
+        known = None if from_scratch else read_run_id(self._log_dir, ID_FILE)
+        run_id = known or create_run_id(self._log_dir, ID_FILE, bytes=10)
+        # A question could not be answered, the terminal's record would be of every redraw, and Strop has monitors of its own.
+        settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}, probe={"monitor": False})
+        try:
+            return swanlab.init(id=run_id, resume="allow", log_dir=str(folder), settings=settings, **self._init)
+        except RuntimeError as error:
+            if "API key" not in str(error):
+                raise
+            fix = "run `swanlab login`, set SWANLAB_API_KEY, or set logger.swanlab.mode=offline to keep the run on this machine"
+            raise RuntimeError(f"there is no API key of SwanLab: {fix}") from error
 
-    def _get_run(self, from_scratch: bool = False) -> swanlab.Run:
-        if self._run is None:
-            import swanlab
 
-            folder = self._log_dir / "swanlab"
-            folder.mkdir(parents=True, exist_ok=True)
-            known = None if from_scratch else read_run_id(self._log_dir, ID_FILE)
-            run_id = known or create_run_id(self._log_dir, ID_FILE, bytes=10)
-            self._run = swanlab.init(id=run_id, resume="allow", log_dir=str(folder), **self._init)
-        return self._run
+def _draw_bars(histogram: MetricHistogram) -> swanlab.echarts.Bar:
+    from swanlab import echarts  # an attribute, not a module
+
+    middles, counts = histogram.count()
+    bars = echarts.Bar().add_xaxis([f"{middle:.4g}" for middle in middles])
+    bars.add_yaxis("values", list(counts), category_gap=0, label_opts=echarts.options.LabelOpts(is_show=False))
+    bars.set_global_opts(
+        legend_opts=echarts.options.LegendOpts(is_show=False),
+        xaxis_opts=echarts.options.AxisOpts(name="middle of the bin", name_location="middle", name_gap=28),
+        tooltip_opts=echarts.options.TooltipOpts(trigger="axis"),
+    )
+    return bars

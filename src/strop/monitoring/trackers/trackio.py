@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop import packages
-from strop.monitoring.trackers.base import NullTracker
 from strop.monitoring.trackers.media import SampleTable, StepMedia
 from strop.monitoring.trackers.run_ids import create_run_id, read_run_id, store_run_id
+from strop.monitoring.trackers.service_tracker import ServiceTracker, check_package
 
 if TYPE_CHECKING:
     import trackio
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NAME_FILE = "trackio_run_name"
 
 
-class TrackioTracker(NullTracker):
+class TrackioTracker(ServiceTracker["trackio.Run"]):
     """Logs to Trackio, in TRACKIO_DIR or its usual folder, and to ``space_id`` where one is given.
 
     Trackio knows a run by its name, which therefore ends in an id that the log folder keeps. Steps that run again are in it twice.
@@ -33,18 +33,11 @@ class TrackioTracker(NullTracker):
         space_id: str | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__()
         self._log_dir = Path(log_dir).absolute()
         self._project, self._name = project, name
         self._init = {"group": group, "space_id": space_id, "config": dict(config or {})}
-        self._run: trackio.Run | None = None
-        if not packages.is_installed("trackio"):
-            raise ImportError(
-                "logger.trackio_enabled is true, but trackio is not installed; "
-                "install it (pip install 'strop[trackio]') or set logger.trackio_enabled=false"
-            )
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._get_run().log({name: float(value) for name, value in metrics.items()}, step=step)
+        check_package("trackio")
 
     def log_media(self, step: int, media: StepMedia) -> None:
         import trackio
@@ -57,22 +50,22 @@ class TrackioTracker(NullTracker):
         for image in media.images:
             run.log({image.name: trackio.Image(str(image.path), caption=image.caption)}, step=step)
 
-    def resume(self, step: int) -> None:
-        self._get_run(from_scratch=step < 0)
+    def _open_run(self, resume_step: int | None) -> trackio.Run:
+        import trackio
 
-    def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
+        from_scratch = resume_step is not None and resume_step < 0
+        name = None if from_scratch else read_run_id(self._log_dir, NAME_FILE)
+        if name is None:
+            made = create_run_id(self._log_dir, NAME_FILE)
+            name = store_run_id(self._log_dir, NAME_FILE, f"{self._name}-{made}" if self._name else made)
+        if not self._init["space_id"]:
+            _check_folder(Path(trackio.TRACKIO_DIR))  # what cannot be written there is only a warning of Trackio's
+        off = {"auto_log_gpu": False, "auto_log_cpu": False, "embed": False}  # Strop has monitors of its own
+        return trackio.init(project=self._project, name=name, resume="allow", **off, **self._init)
 
-    def _get_run(self, from_scratch: bool = False) -> trackio.Run:
-        if self._run is None:
-            import trackio
 
-            name = None if from_scratch else read_run_id(self._log_dir, NAME_FILE)
-            if name is None:
-                made = create_run_id(self._log_dir, NAME_FILE)
-                name = store_run_id(self._log_dir, NAME_FILE, f"{self._name}-{made}" if self._name else made)
-            off = {"auto_log_gpu": False, "auto_log_cpu": False, "embed": False}  # Strop has monitors of its own
-            self._run = trackio.init(project=self._project, name=name, resume="allow", **off, **self._init)
-        return self._run
+def _check_folder(folder: Path) -> None:
+    """Raise OSError if no file can be written in a folder, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"x")

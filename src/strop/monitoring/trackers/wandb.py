@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from strop.monitoring.trackers.aliases import add_aliases
-from strop.monitoring.trackers.base import NullTracker
 from strop.monitoring.trackers.media import SampleTable, SavedCheckpoint, StepMedia
 from strop.monitoring.trackers.run_ids import create_run_id, read_run_id
+from strop.monitoring.trackers.service_tracker import ServiceTracker
+from strop.monitoring.trackers.tracker_error import describe_error
 
 if TYPE_CHECKING:
     import wandb
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 ID_FILE = "wandb_run_id"
 
 
-class WandbTracker(NullTracker):
+class WandbTracker(ServiceTracker["wandb.Run"]):
     """Logs to Weights & Biases. With ``WANDB_MODE=offline`` the data stays in ``<log_dir>/wandb`` for a later ``wandb sync``.
 
     A resumed run rewinds the service to the step it continues from. If that fails (offline, or a server without rewind),
@@ -39,16 +40,15 @@ class WandbTracker(NullTracker):
         checkpoints: Literal["none", "reference", "upload"] = "none",  # as artifacts
         **options: Any,  # further arguments of wandb.init: entity, group, tags, notes, job_type, mode, dir, ...
     ) -> None:
+        super().__init__()
         self._log_dir = Path(log_dir).absolute()
         self._init: dict[str, Any] = {"project": project, "name": name, "config": dict(config or {}), "dir": str(self._log_dir)}
         self._init |= {key: value for key, value in options.items() if value not in (None, ())}
         self._aliases, self._checkpoints = aliases, checkpoints
-        self._run: wandb.Run | None = None
         self._check_available()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        shown = add_aliases(metrics) if self._aliases else metrics
-        self._get_run().log({name: float(value) for name, value in shown.items()}, step=step)
+        super().log(step, add_aliases(metrics) if self._aliases else metrics)
 
     def log_media(self, step: int, media: StepMedia) -> None:
         import wandb
@@ -77,29 +77,18 @@ class WandbTracker(NullTracker):
             artifact.add_reference(saved.folder.as_uri(), checksum=False)  # or it reads every file
         run.log_artifact(artifact, aliases=[f"step_{saved.step}"])
 
-    def resume(self, step: int) -> None:
-        self._get_run(resume_step=step)
+    def _open_run(self, resume_step: int | None) -> wandb.Run:
+        import wandb
 
-    def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
-
-    def _get_run(self, resume_step: int | None = None) -> wandb.Run:
-        if self._run is None:
-            import wandb
-
-            self._log_dir.mkdir(parents=True, exist_ok=True)
-            Path(self._init["dir"]).mkdir(parents=True, exist_ok=True)
-            from_scratch = resume_step is not None and resume_step < 0
-            run_id = None if from_scratch else read_run_id(self._log_dir, ID_FILE)
-            # Console capture would record every redraw of the live console.
-            common = {**self._init, "settings": wandb.Settings(console="off")}
-            if run_id is None or resume_step is None or self._is_offline():
-                self._run = wandb.init(id=run_id or create_run_id(self._log_dir, ID_FILE), resume="allow", **common)
-            else:
-                self._run = _resume_rewound(run_id, resume_step, common)
-        return self._run
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        Path(self._init["dir"]).mkdir(parents=True, exist_ok=True)
+        from_scratch = resume_step is not None and resume_step < 0
+        run_id = None if from_scratch else read_run_id(self._log_dir, ID_FILE)
+        # Console capture would record every redraw of the live console.
+        common = {**self._init, "settings": wandb.Settings(console="off")}
+        if run_id is None or resume_step is None or self._is_offline():
+            return wandb.init(id=run_id or create_run_id(self._log_dir, ID_FILE), resume="allow", **common)
+        return _resume_rewound(run_id, resume_step, common)
 
     def _is_offline(self) -> bool:
         return is_wandb_offline(self._init.get("mode"))
@@ -107,13 +96,13 @@ class WandbTracker(NullTracker):
     def _check_available(self) -> None:
         """Check package and API key when the run starts, instead of at an interactive prompt. Raises ImportError or ValueError."""
         try:
-            import wandb
+            import wandb  # noqa: F401
         except ImportError as error:
             raise ImportError(
                 f"logger.wandb_enabled is true, but wandb cannot be imported ({error}); "
                 "install it (pip install wandb) or set logger.wandb_enabled=false"
             ) from error
-        if not self._is_offline() and not wandb.api.api_key:
+        if not self._is_offline() and not _has_key():
             raise ValueError(
                 "logger.wandb_enabled is true, but there is no Weights & Biases API key: run `wandb login` or set "
                 "WANDB_API_KEY, or set WANDB_MODE=offline to keep the run on this machine, or logger.wandb_enabled=false"
@@ -123,6 +112,21 @@ class WandbTracker(NullTracker):
 def is_wandb_offline(mode: str | None = None) -> bool:
     """Return whether Weights & Biases keeps runs on this machine. ``mode`` None: as the environment says."""
     return str(mode or os.environ.get("WANDB_MODE", "")).lower() in ("offline", "dryrun", "disabled")
+
+
+def _has_key() -> bool:
+    """Return whether there is a key, or another way to log in. Raises ValueError for one that cannot be right; nobody is asked."""
+    import wandb
+
+    try:
+        return bool(wandb.login(prompt=False, verify=False))
+    except (AttributeError, TypeError):  # a version that would ask
+        return bool(wandb.api.api_key)
+    except wandb.Error as error:
+        raise ValueError(
+            f"logger.wandb_enabled is true, but Weights & Biases refuses the key: {describe_error(error)}. Run `wandb login`, "
+            "correct WANDB_API_KEY, or set logger.wandb_enabled=false"
+        ) from error
 
 
 def _resume_rewound(run_id: str, step: int, common: Mapping[str, Any]) -> wandb.Run:

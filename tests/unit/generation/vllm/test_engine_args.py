@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from loop.tiny import build_tiny
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.vllm.engine_args import NodeRanks, select_ranks
 from strop.generation.vllm.vllm_config import SpeculationConfig, VllmConfig
@@ -136,3 +137,12 @@ def test_the_ranks_of_a_copy_are_found_on_the_nodes_of_an_engine() -> None:
     assert select_ranks(nodes, 4, 4) == [nodes[1]]
     assert select_ranks(nodes, 2, 4) == [NodeRanks("a", 2, ("2", "3")), NodeRanks("b", 2, ("0", "1"))]
     assert select_ranks(nodes, 0, 8) == nodes
+
+
+def test_heads_that_vllm_has_no_kernel_for_on_a_cpu_are_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    from strop.generation.vllm.engine_args import check_cpu_attention
+
+    check_cpu_attention(replace(arguments(), model=str(build_tiny(tmp_path / "fits", head_dim=32))))
+    model = str(build_tiny(tmp_path / "tiny"))
+    with pytest.raises(ValueError, match=r"heads of 32, 64, .* have 8; set policy\.generation\.backend=torch"):
+        check_cpu_attention(replace(arguments(), model=model))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from strop.build.monitors.machine_monitors import watch_machines
+from strop.config import load_config
+from strop.config.schema.run_config import SftRunConfig
+from strop.distributed.base import ActorOptions
 from strop.monitoring.machine.machine_monitor import MachineMonitor
 from strop.monitoring.machine.machine_reader import MachineReader
 from strop.monitoring.machine.machine_reading import GpuReading, MachineReading, describe_machine
@@ -176,7 +181,7 @@ def test_other_nodes_are_asked_in_threads_and_one_that_dies_is_said(caplog: pyte
         time.sleep(3600)
         return {}
 
-    system = SystemMonitor(None, [fine, dead, hangs], interval=0.005)
+    system = SystemMonitor(None, {1: fine, 2: dead, 3: hangs}, interval=0.005)
     deadline, seen = time.monotonic() + 10, {}
     while (not seen or "the node left" not in caplog.text) and time.monotonic() < deadline:
         seen |= system.metrics()
@@ -192,3 +197,43 @@ def test_the_drivers_machine_is_node_0() -> None:
     monitor.sample()
     assert system.metrics() == {"system/node_0/memory_gib": 2.0, "system/node_0/gpu_0/utilization_percent": 20.0}
     system.stop()
+
+
+class FakeActor:
+    """A monitor in another process, without one."""
+
+    def __init__(self, node: int, names: tuple[str, ...] | Exception) -> None:
+        self.node, self.names = node, names
+
+    async def call(self, method: str) -> tuple[str, ...]:
+        assert method == "list_gpus"
+        if isinstance(self.names, Exception):
+            raise self.names
+        return self.names
+
+    def start_call(self, method: str) -> Callable[[], Mapping[str, float]]:
+        assert method == "drain"
+        return lambda: {"cpu_percent": 10.0 * self.node}
+
+
+def test_a_node_whose_monitor_cannot_start_or_dies_at_once_is_said_and_the_others_keep_their_numbers(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    async def spawn(options: ActorOptions, make: Any, *arguments: Any) -> FakeActor:
+        assert make is MachineMonitor and options.node is not None
+        if options.node == 1:
+            raise RuntimeError("no room on this node")
+        return FakeActor(options.node, ConnectionError("it died") if options.node == 2 else ("NVIDIA H100",) * options.node)
+
+    keys = [f"logger.log_dir={tmp_path}", "logger.gpu_monitoring.flush_interval=0.005", "policy.model_name=m"]
+    config = load_config(None, keys, root=SftRunConfig, check=False).config
+    system = asyncio.run(watch_machines(config, SimpleNamespace(num_nodes=4, spawn=spawn)))  # type: ignore[arg-type]
+    deadline, seen = time.monotonic() + 10, {}
+    while len(seen) < 2 and time.monotonic() < deadline:
+        seen |= system.metrics()
+        time.sleep(0.005)
+    system.stop()
+    assert seen == {"system/node_0/cpu_percent": 0.0, "system/node_3/cpu_percent": 30.0}
+    assert system.gpu_names == ("NVIDIA H100",) * 3
+    assert "node 1 is not monitored (logger.monitor_gpus): RuntimeError: no room on this node" in caplog.text
+    assert "node 2 is not monitored (logger.monitor_gpus): ConnectionError: it died" in caplog.text

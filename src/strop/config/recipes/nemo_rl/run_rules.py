@@ -54,6 +54,23 @@ def translate_fault_tolerance(recipe: Recipe) -> None:
         recipe.drop("checkpointing.ft_keep_latest_k")
 
 
+# NeMo-RL hands logger.wandb and logger.swanlab to wandb.init and swanlab.init, whatever they say.
+_KEPT_ID = "the log folder keeps the id of the run, so that a resumed run stays one run"
+_SERVICE_RULES: tuple[Rule, ...] = (
+    Unused("logger.wandb.log_nemo_gym_full_result_tables", "every rollout is stored, see logger.rollouts"),
+    Renamed("logger.swanlab.experiment_name", "logger.swanlab.name"),
+    Renamed("logger.swanlab.description", "logger.swanlab.notes"),
+    *(Unused(f"logger.{service}.{name}", _KEPT_ID) for service in ("wandb", "swanlab") for name in ("id", "resume", "reinit")),
+    *(
+        Unused(f"logger.wandb.{name}", "it is an argument of wandb.init that changes no metric")
+        for name in ("settings", "config", "save_code", "sync_tensorboard", "monitor_gym", "force", "allow_val_change")
+    ),
+    *(
+        Unused(f"logger.swanlab.{name}", "it is an argument of swanlab.init that changes no metric")
+        for name in ("settings", "config", "logdir", "public", "private", "color", "callbacks")
+    ),
+)
+
 RUN_RULES: tuple[Rule, ...] = (
     refuse_other_sections,
     Unused("checkpointing.model_save_format", "weights are saved as safetensors"),
@@ -62,7 +79,7 @@ RUN_RULES: tuple[Rule, ...] = (
         "every checkpoint can be exported to a Hugging Face folder afterwards",
         "Remove the key; strop export writes the folder.",
     ),
-    Unused("logger.wandb.log_nemo_gym_full_result_tables", "every rollout is stored, see logger.rollouts"),
+    *_SERVICE_RULES,
     Unused("cluster.master_port_range_*", "free ports are chosen automatically"),
     Unused("data_plane", "it only says how batches travel between processes, and changes no number"),
     translate_fault_tolerance,

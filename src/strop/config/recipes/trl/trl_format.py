@@ -19,7 +19,7 @@ from strop.problems import ConfigError, Problem
 KINDS = {"grpo": "grpo", "rloo": "grpo", "online_dpo": "grpo", "sft": "sft", "dpo": "dpo", "kto": "dpo", "reward": "rm"}
 TELLING = ("output_dir", "model_name_or_path", "per_device_train_batch_size", "learning_rate", "num_train_epochs", "max_steps")
 SCRIPT_OF_SAMPLING = ("reward_model_name_or_path", "reward_funcs")
-OF_THE_COMMAND = ("env", "config", "wandb_project", "output_router_logits")  # read by TrlParser, not by a trainer
+OF_THE_COMMAND = ("env", "config", "output_router_logits")  # read by TrlParser, not by a trainer
 
 
 def is_trl(values: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from strop.config.recipes.trl import trl_losses as losses
 from strop.config.recipes.trl import trl_model as model
 from strop.config.recipes.trl.trl_batches import translate_batches, translate_lengths, translate_saving, translate_validation
 from strop.config.recipes.trl.trl_optimizer import KWARGS, translate_optimizer, translate_precision, translate_schedule
+from strop.config.recipes.trl.trl_services import REPORT_ARGUMENTS, REPORT_KEYS, translate_reports
 
 LOGGING = Left("every step is logged: metrics.jsonl in the run's log folder")
 DATA_LOADER = Left("there are no data loaders with workers of their own")
@@ -39,10 +40,7 @@ SAVING = Together(
     ("checkpointing.save_period", "checkpointing.keep_top_k", "checkpointing.metric_name", "checkpointing.higher_is_better",
      "checkpointing.save_optimizer"),
 )  # fmt: skip
-REPORTS = Together(
-    model.translate_reports,
-    ("logger.wandb_enabled", "logger.tensorboard_enabled", "logger.wandb.name", "logger.wandb.project"),
-)
+REPORTS = Together(translate_reports, REPORT_KEYS)
 MODEL = Together(model.translate_model, ("policy.model_name", "policy.trust_remote_code", "policy.device"))
 
 TRAINING_ARGUMENTS: KeyTable = {
@@ -69,8 +67,9 @@ TRAINING_ARGUMENTS: KeyTable = {
     **dict.fromkeys(
         ("logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "logging_nan_inf_filter",
          "include_num_input_tokens_seen", "log_level", "log_level_replica", "disable_tqdm"), LOGGING),
-    **dict.fromkeys(("report_to", "run_name", "project"), REPORTS),
-    **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), Left("there is no such tracker")),
+    **dict.fromkeys(REPORT_ARGUMENTS, REPORTS),
+    "trackio_bucket_id": Left("Trackio chooses the bucket of its Space"),
+    "trackio_static_space_id": Left("no Space is made of a run that has ended: `trackio freeze` makes one"),
     **dict.fromkeys(("eval_strategy", "eval_steps", "eval_on_start"), VALIDATION),
     "eval_delay": Left("validation begins with the first period", ("grpo.val_start_at",)),
     **dict.fromkeys(

@@ -201,24 +201,3 @@ def translate_recorded_length(recipe: LibraryRecipe) -> None:
         return
     text = f"policy.max_total_sequence_length={length} here, and longer examples are dropped, not cut"
     recipe.carry("max_length", "policy.max_total_sequence_length", length, text, changed=True)
-
-
-def translate_reports(recipe: LibraryRecipe) -> None:
-    asked = recipe.value("report_to")
-    names = [asked] if isinstance(asked, str) else list(asked or [])
-    everything = "all" in names
-    recipe.set("logger.wandb_enabled", everything or "wandb" in names, because="report_to")
-    recipe.set("logger.tensorboard_enabled", everything or "tensorboard" in names, because="report_to")
-    if recipe.is_written("report_to"):
-        others = [name for name in names if name not in ("wandb", "tensorboard", "none", "all")]
-        recipe.note(
-            "report_to",
-            Effect.RENAMED if not others else Effect.UNUSED,
-            f"there is no tracker {', '.join(others)} here"
-            if others
-            else "logger.wandb_enabled and logger.tensorboard_enabled here",
-        )
-    if name := recipe.value("run_name"):
-        recipe.carry("run_name", "logger.wandb.name", name)
-    if not recipe.is_default("project"):
-        recipe.carry("project", "logger.wandb.project", recipe.value("project"))

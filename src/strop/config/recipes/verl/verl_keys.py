@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from strop.config.recipes.key_table import Carried, Entry, KeyTable, Lacking, Left, Together, to
 from strop.config.recipes.library_recipe import LibraryRecipe
+from strop.config.recipes.service_choice import SERVICE_KEYS
 from strop.config.recipes.verl import verl_losses as losses
 from strop.config.recipes.verl import verl_model as model
 from strop.config.recipes.verl import verl_training as training
@@ -75,7 +76,7 @@ RUN = _together(
     ),
     "grpo.max_num_steps", "grpo.max_num_epochs", "grpo.val_period", "grpo.val_at_start", "grpo.max_val_samples",
     "checkpointing.save_period", "checkpointing.keep_top_k", "checkpointing.checkpoint_dir", "checkpointing.resume",
-    "logger.wandb_enabled", "logger.tensorboard_enabled", "logger.wandb.project", "logger.wandb.name", "ppo.policy_training_start_step",
+    *SERVICE_KEYS, "ppo.policy_training_start_step",
 )  # fmt: skip
 MACHINES = _together(
     training.translate_machines, _inside("trainer", "n_gpus_per_node", "nnodes"), "cluster.gpus_per_node", "cluster.num_nodes"
@@ -84,6 +85,7 @@ TRAINER_LEFT: dict[str, Entry] = {
     "trainer.max_critic_ckpt_to_keep": Left("a checkpoint has policy and critic", ("checkpointing.keep_top_k",)),
     "trainer.log_val_generations": to("logger.num_val_samples_to_print"),
     **dict.fromkeys(_inside("trainer", "rollout_data_dir", "validation_data_dir"), Left("all rollouts are stored: `strop rollouts`")),
+    "trainer.wandb_proxy": Left("export HTTPS_PROXY: Weights & Biases reads it"),
     "trainer.balance_batch": Left("work is balanced over ranks by itself"),
     **dict.fromkeys(_inside("trainer", "esi_redundant_time", "default_hdfs_dir", "del_local_ckpt_after_load",
                             "ray_wait_register_center_timeout", "use_legacy_worker_impl", "profile_interval", "_target_",

@@ -6,6 +6,7 @@ from typing import Any
 
 from strop.config.recipes.difference import Effect
 from strop.config.recipes.library_recipe import LibraryRecipe
+from strop.config.recipes.service_choice import PROJECTS, RUN_NAMES, enable_services, name_in_services
 from strop.config.recipes.verl.verl_megatron import is_megatron, translate_megatron_optimizer
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
@@ -45,7 +46,6 @@ def translate_run(recipe: LibraryRecipe) -> None:
 
 
 def _translate_folders(recipe: LibraryRecipe) -> None:
-    project, name = recipe.value("trainer.project_name"), recipe.value("trainer.experiment_name")
     folder = str(recipe.value("trainer.default_local_dir"))
     recipe.carry("trainer.default_local_dir", "checkpointing.checkpoint_dir", folder)
     resume = recipe.value("trainer.resume_mode")
@@ -54,24 +54,17 @@ def _translate_folders(recipe: LibraryRecipe) -> None:
         fix = "Set actor_rollout_ref.model.path to its weights as a Hugging Face folder, and trainer.resume_mode=auto."
         recipe.refuse(key, "checkpoints of verl's are not continued", fix)
     recipe.carry("trainer.resume_mode", "checkpointing.resume", "never" if resume == "disable" else "auto")
-    loggers = recipe.value("trainer.logger")
-    loggers = [loggers] if isinstance(loggers, str) else list(loggers or [])
-    recipe.set("logger.wandb_enabled", "wandb" in loggers, because="trainer.logger")
-    recipe.set("logger.tensorboard_enabled", "tensorboard" in loggers, because="trainer.logger")
-    if recipe.is_written("trainer.logger"):
-        others = [str(other) for other in loggers if other not in ("wandb", "tensorboard", "console")]
-        text = (
-            f"there is no tracker {', '.join(others)} here"
-            if others
-            else "logger.wandb_enabled and logger.tensorboard_enabled here"
-        )
-        recipe.note("trainer.logger", Effect.UNUSED if others else Effect.RENAMED, text)
-    if "wandb" in loggers:
-        recipe.carry("trainer.project_name", "logger.wandb.project", str(project))
-        recipe.carry("trainer.experiment_name", "logger.wandb.name", str(name))
-    else:
-        recipe.unused("trainer.project_name", "it names runs of Weights & Biases, and the folder of checkpoints")
-        recipe.unused("trainer.experiment_name", "it names runs of Weights & Biases, and the folder of checkpoints")
+    _translate_services(recipe)
+
+
+def _translate_services(recipe: LibraryRecipe) -> None:
+    """Both names are verl's for all services: MLflow calls a project an experiment."""
+    asked = recipe.value("trainer.logger")
+    names = [asked] if isinstance(asked, str) else list(asked or [])
+    services = enable_services(recipe, "trainer.logger", names, silent=("console", "file"), same={"tracking": "wandb"})
+    for key, keys in (("trainer.project_name", PROJECTS), ("trainer.experiment_name", RUN_NAMES)):
+        if not name_in_services(recipe, key, keys, services):
+            recipe.unused(key, "it names runs in services, and the folder of checkpoints")
 
 
 def translate_machines(recipe: LibraryRecipe) -> None:

@@ -7,7 +7,7 @@ export function TokenLegend({ mode, scale, tokens }) {
   const steps = Array.from({ length: LEVELS }, (_, index) => index + 1);
   const [low, high] = mode.ends;
   const edge = (sign) => (mode.shown ? formatNumber(mode.shown(sign * scale), 3) : (sign < 0 ? "−" : "+") + formatNumber(scale, 2));
-  return html`<div class="token-legend" aria-label="Legend">
+  return html`<div class="token-legend" role="group" aria-label="Legend">
     ${low && html`<span>${low}</span>`}
     <span class="scale" aria-hidden="true">
       ${low && [...steps].reverse().map((step) => html`<span class=${`low-${step}`}>${step === LEVELS ? edge(-1) : "\u00a0"}</span>`)}

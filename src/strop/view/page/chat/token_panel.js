@@ -5,7 +5,8 @@ import { describeReason, isMasked, isSampled } from "./token_modes.js";
 
 export function TokenPanel({ tokens, ledger, index }) {
   if (index === null || index < 0) {
-    return html`<div class="token-panel pale">Point at a token, or walk with ← and →, to read its numbers. <kbd>m</kbd> goes to the next mode, <kbd>g</kbd> and <kbd>G</kbd> to the next and last clipped or masked token.</div>`;
+    return html`<div class="token-panel hint pale">Point at a token<span class="with-keys">, or walk with <kbd>←</kbd> and <kbd>→</kbd>,</span> to read its numbers.
+      <span class="with-keys"><kbd>m</kbd> goes to the next mode, <kbd>g</kbd> and <kbd>G</kbd> to the next and last clipped or masked token.</span></div>`;
   }
   return html`<div class="token-panel" role="status" aria-live="polite">
     <div><b>token ${index}</b> <code>${JSON.stringify(printable(tokens.pieces?.[index] ?? "?"))}</code> <${State} tokens=${tokens} index=${index} /></div>

@@ -9,6 +9,13 @@ export function formatNumber(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
+/** Numbers of an axis that are `step` apart: with as many digits as tell them apart. */
+export function formatTicks(values, step) {
+  const most = values.reduce((size, value) => Math.max(size, Math.abs(value ?? 0)), 0);
+  const digits = step > 0 && most > 0 ? Math.min(Math.max(Math.ceil(Math.log10(most / step)) + 2, 2), 9) : 4;
+  return values.map((value) => (value === null ? null : formatNumber(Math.abs(value) < step / 1e6 ? 0 : value, digits)));
+}
+
 export function formatSigned(value, digits = 3) {
   const text = formatNumber(value, digits);
   return value > 0 ? "+" + text : text;
@@ -22,6 +29,7 @@ export function formatCount(value) {
 
 export function formatShare(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return UNKNOWN;
+  if (value > 0 && value < 0.0005) return "< 0.1 %";
   return (value * 100).toFixed(value !== 0 && Math.abs(value) < 0.1 ? 1 : 0) + " %";
 }
 
@@ -31,9 +39,10 @@ export function formatDuration(seconds) {
   if (seconds < 0) return "0 s";
   if (seconds < 0.1) return `${formatNumber(seconds * 1000, 2)} ms`;
   if (seconds < 10) return `${Number(seconds.toPrecision(2))} s`;
-  if (seconds < 60) return `${Math.round(seconds)} s`;
-  const minutes = Math.floor(seconds / 60);
-  if (minutes < 60) return `${minutes} min ${Math.round(seconds % 60)} s`;
+  const whole = Math.round(seconds);
+  if (whole < 60) return `${whole} s`;
+  const minutes = Math.floor(whole / 60);
+  if (minutes < 60) return whole % 60 ? `${minutes} min ${whole % 60} s` : `${minutes} min`;
   const hours = Math.floor(minutes / 60);
   return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }

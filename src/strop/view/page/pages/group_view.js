@@ -1,16 +1,19 @@
 // The rollouts of a group side by side, the best first.
 import { html, useEffect, useRef, useState } from "../lib/ui.js";
 import { useApi } from "../lib/api.js";
-import { formatCount, formatNumber, formatSigned, printable } from "../lib/format.js";
+import { formatNumber, printable } from "../lib/format.js";
 import { useKeys } from "../lib/keys.js";
-import { describeKept, rolloutLink, taskLink } from "../lib/rollouts.js";
+import { rolloutLink, taskLink } from "../lib/rollouts.js";
+import { linkTo } from "../lib/route.js";
 import { Chat } from "../chat/chat.js";
+import { AnswerCard } from "../parts/answer_card.js";
 import { Answer, Empty } from "../parts/notice.js";
 import { Title } from "../parts/title.js";
 
 export function GroupView({ run, path }) {
   const answer = useApi(["runs", run.id, "groups", ...path]);
-  return html`<${Answer} of=${answer} what="the group">${(group) => html`<${Group} key=${path.join("/")} group=${group} run=${run} step=${path[0]} number=${path[1]} />`}<//>`;
+  const missing = html`<${Title} text=${`Group ${path[1]} of step ${path[0]}`} note=${run.name}><a href=${linkTo(["rollouts", path[0]])}>rollouts of step ${path[0]}</a><//>`;
+  return html`<${Answer} of=${answer} what="the group" title=${missing}>${(group) => html`<${Group} key=${path.join("/")} group=${group} run=${run} step=${path[0]} number=${path[1]} />`}<//>`;
 }
 
 function Group({ group, run, step, number }) {
@@ -37,15 +40,7 @@ function Group({ group, run, step, number }) {
     ${group.answer && html`<p class="pale">reference answer <b class="mono">${printable(group.answer)}</b></p>`}
     <details class="section" open><summary>Prompt</summary><${Chat} rollout=${{ prompt_messages: group.prompt_messages, prompt_images: group.prompt_images }} runId=${run.id} /></details>
     ${rollouts.length === 0 && html`<${Empty}>The group has no rollouts.<//>`}
-    <div class="columns" tabindex="0" role="list" aria-label="Rollouts, the best first">
-      ${rollouts.map((rollout, index) => html`<${Column} key=${rollout.sample} rollout=${rollout} isCurrent=${index === current} onChoose=${() => setCurrent(index)} />`)}
-    </div>`;
-}
-
-function Column({ rollout, isCurrent, onChoose }) {
-  return html`<article role="listitem" class=${"card" + (isCurrent ? " current" : "")} onMouseDown=${onChoose}>
-    <header><h3><a href=${rolloutLink(rollout)}>sample ${rollout.sample}</a> ${rollout.starred && html`<span aria-label="starred">★</span>`}</h3><b>reward ${formatNumber(rollout.reward, 4)}</b></header>
-    <p class="pale">advantage ${formatSigned(rollout.advantage)}, ${formatCount(rollout.tokens)} tokens, ${rollout.ending || "no ending"}, ${describeKept(rollout)}</p>
-    <pre class="text">${printable(rollout.text ?? rollout.completion ?? rollout.preview ?? "")}</pre>
-  </article>`;
+    <ul class="columns" tabindex="0" aria-label="Rollouts, the best first">
+      ${rollouts.map((rollout, index) => html`<${AnswerCard} key=${rollout.sample} rollout=${rollout} runId=${run.id} isCurrent=${index === current} onChoose=${() => setCurrent(index)} />`)}
+    </ul>`;
 }

@@ -29,7 +29,6 @@ function Status({ data }) {
         <dt>heartbeat</dt><dd>${status.heartbeat_age === null ? "unknown" : `${formatDuration(status.heartbeat_age)} ago`}</dd>
         ${status.loop_silent > 1 && html`<dt>event loop</dt><dd class="bad">blocked for ${formatDuration(status.loop_silent)}</dd>`}
         <dt>started</dt><dd>${formatTime(toSeconds(status.started))}</dd>
-        <dt>command</dt><dd class="mono">${status.command}</dd>
         <dt>process</dt><dd>${[status.pid, status.host].filter(Boolean).join(" on ")}</dd>
         ${status.checkpoint && html`<dt>checkpoint</dt><dd class="mono">${formatValue(status.checkpoint)}</dd>`}
         ${status.stacks && html`<dt>stacks</dt><dd class="mono">${status.stacks}</dd>`}
@@ -38,6 +37,7 @@ function Status({ data }) {
       <section class="card"><h3>Versions</h3><dl class="facts">
         ${Object.entries(status.versions ?? {}).map(([name, version]) => html`<dt>${name}</dt><dd>${version}</dd>`)}</dl></section>
     </div>
+    ${status.command && html`<h2>Command</h2><pre class="text block">${status.command}</pre>`}
     <${Incidents} data=${data} />
     <${Entries} title="Reports of the watchdog" entries=${status.reports} />
     <${Entries} title="Last notes" entries=${status.notes} />`;

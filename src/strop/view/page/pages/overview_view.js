@@ -20,24 +20,30 @@ export function OverviewView({ runs }) {
   useFollowing(runs.chosen);
   return html`<${Title} text="Runs" note=${runs.all.length === 1 ? "" : `${runs.chosen.length} of ${runs.all.length} side by side`} />
     ${runs.all.length > 1 && html`<${RunTable} runs=${runs} />`}
-    <h2>Side by side</h2>
+    <h2>${runs.chosen.length === 1 ? "The run" : "Side by side"}</h2>
     <div class="cards">${runs.chosen.map((run, index) => html`<${RunCard} key=${run.id} run=${run} index=${index} />`)}</div>`;
 }
 
 function RunTable({ runs }) {
   const ids = runs.chosen.map((run) => run.id);
   return html`<div class="scroll"><table class="runs">
-    <thead><tr><th><span class="nowrap">shown</span></th><th>run</th><th>kind</th><th>algorithm</th><th>model</th><th class="number">seed</th><th>progress</th><th>changed</th></tr></thead>
+    <thead><tr><th>shown</th><th>run</th><th>progress</th><th>changed</th><th>kind</th><th>algorithm</th><th class="number">seed</th><th>model</th></tr></thead>
     <tbody>
       ${runs.all.map(
         (run) => html`<tr key=${run.id}>
           <td><input type="checkbox" aria-label=${`show ${run.name}`} checked=${ids.includes(run.id)} onChange=${() => toggleRun(run.id, runs)} /></td>
           <td><a href=${linkTo(["curves"], { runs: run.id, run: run.id })}>${run.name}</a> ${run.live && html`<span class="badge live">live</span>`}</td>
-          <td>${run.kind}</td><td>${run.algorithm}</td><td>${run.model}</td><td class="number">${run.seed ?? ""}</td>
           <td class="nowrap">${describeProgress(run)}</td><td class="nowrap">${formatAgo(toSeconds(run.updated))}</td>
+          <td>${run.kind}</td><td>${run.algorithm}</td><td class="number">${run.seed ?? ""}</td><td>${run.model}</td>
         </tr>`,
       )}
     </tbody></table></div>`;
+}
+
+/** Live, or how it ended as far as that is known. */
+function State({ run }) {
+  if (run.live) return html`<span class="badge live">live</span>`;
+  return html`<span class="badge">${run.state && run.state !== "running" ? run.state : "no longer running"}</span>`;
 }
 
 function RunCard({ run, index }) {
@@ -47,9 +53,10 @@ function RunCard({ run, index }) {
   const [first, last, count] = run.steps_with_rollouts ?? [];
   return html`<article class="card">
     <header><h3><${RunSwatch} index=${index} /> <a href=${linkTo(["curves"], { run: run.id, runs: run.id })}>${run.name}</a></h3>
-      ${run.live ? html`<span class="badge live">live</span>` : html`<span class="badge">ended or idle</span>`}</header>
+      <${State} run=${run} /></header>
     <dl class="facts">
-      <dt>${run.kind ?? "kind"}</dt><dd>${[run.algorithm, run.model].filter(Boolean).join(", ") || "unknown"}</dd>
+      <dt>algorithm</dt><dd>${run.algorithm || run.kind || "unknown"}</dd>
+      <dt>model</dt><dd>${run.model || "unknown"}</dd>
       <dt>progress</dt><dd>${describeProgress(run)}, ${formatAgo(toSeconds(run.updated))}</dd>
       <dt>rollouts</dt>
       <dd>${count ? html`<a href=${linkTo(["rollouts", String(last)], { run: run.id })}>${count} steps, ${first} to ${last}</a>` : "none stored"}</dd>

@@ -4,7 +4,7 @@ import { useApi } from "../lib/api.js";
 import { formatCount, formatNumber, formatSigned, formatValue, printable } from "../lib/format.js";
 import { useKeys } from "../lib/keys.js";
 import { ENDINGS, describeKept, groupLink, rolloutLink, taskLink } from "../lib/rollouts.js";
-import { setParams } from "../lib/route.js";
+import { linkTo, setParams } from "../lib/route.js";
 import { BranchTree } from "../chat/branch_tree.js";
 import { Chat } from "../chat/chat.js";
 import { TokenLegend } from "../chat/token_legend.js";
@@ -15,11 +15,17 @@ import { StarButton } from "../parts/star_button.js";
 import { Title } from "../parts/title.js";
 import { LedgerTable, useLedger } from "../parts/ledger_table.js";
 
+const OF_TOKENS = new Set([ // and what is shown above
+  "pieces", "pieces_pending", "preview", "starred", "sampled", "versions", "sampler_logprobs", "learner_logprobs", "trained_logprobs", "reference_logprobs",
+  "advantages", "ratio", "entropy", "reference_kl", "correction", "mask", "mask_reason", "clipped",
+]);
+
 export function RolloutView({ run, path, params }) {
   const [isPending, setPending] = useState(false); // while the server reads the tokenizer
   const answer = useApi(["runs", run.id, "rollouts", ...path], {}, { poll: isPending });
   useEffect(() => setPending(Boolean(answer.data?.pieces_pending)), [answer.data]);
-  return html`<${Answer} of=${answer} what="the rollout">${(rollout) => html`<${Rollout} key=${path.join("/")} rollout=${rollout} run=${run} params=${params} />`}<//>`;
+  const missing = html`<${Title} text=${`Rollout ${path.join("/")}`} note=${run.name}><a href=${linkTo(["rollouts", path[0]])}>rollouts of step ${path[0]}</a><//>`;
+  return html`<${Answer} of=${answer} what="the rollout" title=${missing}>${(rollout) => html`<${Rollout} key=${path.join("/")} rollout=${rollout} run=${run} params=${params} />`}<//>`;
 }
 
 function Rollout({ rollout, run, params }) {
@@ -37,8 +43,8 @@ function Rollout({ rollout, run, params }) {
     <nav class="tabs" aria-label="Parts of the rollout">
       ${tabs.map(([name, title]) => html`<a href=${rolloutLink(rollout, { ...params, tab: name === "chat" ? "" : name })} aria-current=${tab === name ? "page" : null}>${title}</a>`)}
     </nav>
-    ${tab === "tree" ? html`<${BranchTree} rollout=${rollout} chosen=${Number(params.path ?? 0)} />
-        <${Chat} rollout=${rollout} runId=${run.id} path=${Number(params.path ?? 0)} />`
+    ${tab === "tree" ? html`<${BranchTree} rollout=${rollout} chosen=${Number(params.path ?? 0)} params=${params} />
+        <${Conversation} rollout=${rollout} run=${run} params=${params} path=${Number(params.path ?? 0)} />`
       : tab === "ledger" ? html`<${LedgerTable} run=${run} rollout=${rollout} />`
       : tab === "facts" ? html`<${AllNumbers} rollout=${rollout} />`
       : html`<${Conversation} rollout=${rollout} run=${run} params=${params} />`}`;
@@ -63,8 +69,8 @@ function Facts({ rollout }) {
   </p>`;
 }
 
-/** The chat, with tokens where the run has a tokenizer. */
-function Conversation({ rollout, run, params }) {
+/** The chat, with tokens where the run has a tokenizer; of one path, or of all. */
+function Conversation({ rollout, run, params, path = null }) {
   const ledger = useLedger(run, rollout, Boolean(params.colour?.startsWith("ledger")) || params.ledger === "1");
   const modes = useMemo(() => (rollout.pieces ? availableModes(rollout, ledger.data) : []), [rollout, ledger.data]);
   const mode = params.colour === "none" ? null : (modes.find((each) => each.name === params.colour) ?? modes[0] ?? null);
@@ -113,13 +119,12 @@ function Conversation({ rollout, run, params }) {
       ${ledger.error && html`<span class="pale">${ledger.error.message}</span>`}
     </div>`}
     ${mode && html`<${TokenLegend} mode=${mode} scale=${scale} tokens=${rollout} />`}
-    <${Chat} rollout=${rollout} runId=${run.id} view=${mode ? { tokens: rollout, levels, at: at ?? -1, onPoint } : null} />
+    <${Chat} rollout=${rollout} runId=${run.id} path=${path} view=${mode ? { tokens: rollout, levels, at: at ?? -1, onPoint } : null} />
     ${mode && html`<${TokenPanel} tokens=${rollout} ledger=${ledger.data} index=${at} />`}`;
 }
 
 function AllNumbers({ rollout }) {
-  const hidden = new Set(["turns", "pieces", "prompt_messages", "preview", "branches"]);
-  const rows = Object.entries(rollout).filter(([name, value]) => !hidden.has(name) && !Array.isArray(value));
+  const rows = Object.entries(rollout).filter(([name, value]) => !OF_TOKENS.has(name) && !Array.isArray(value));
   const flat = rows.flatMap(([name, value]) => (value && typeof value === "object" ? Object.entries(value).map(([inner, each]) => [`${name}.${inner}`, each]) : [[name, value]]));
   return html`<div class="scroll"><table><tbody>${flat.map(([name, value]) => html`<tr><td class="pale nowrap">${name}</td><td><pre class="text">${printable(formatValue(value))}</pre></td></tr>`)}</tbody></table></div>`;
 }

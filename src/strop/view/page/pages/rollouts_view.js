@@ -15,19 +15,18 @@ const FILTERS = ["steps", "task", "env", "ending", "kept", "reward_min", "reward
 
 const FOLDED = FILTERS.filter((name) => name !== "text" && name !== "sort");
 const SORTS = [
-  ["", "as stored"], ["-reward", "best first"], ["reward", "worst first"], ["-tokens", "longest first"], ["tokens", "shortest first"],
-  ["-advantage", "largest advantage"], ["advantage", "lowest advantage"], ["-step", "newest first"], ["step", "oldest first"],
+  ["", "newest first"], ["step", "oldest first"], ["-reward", "best first"], ["reward", "worst first"], ["-tokens", "longest first"], ["tokens", "shortest first"],
+  ["-advantage", "largest advantage"], ["advantage", "lowest advantage"],
 ];
 
 export const ROLLOUT_COLUMNS = [
   { title: "step", width: "3.4rem", isNumber: true, sort: "step", cell: (row) => row.step },
-  { title: "task", width: "minmax(4rem, 9rem)", cell: (row) => row.task },
+  { title: "task", width: "minmax(4rem, 9rem)", isName: true, cell: (row) => row.task },
   { title: "reward", width: "4.6rem", isNumber: true, sort: "reward", cell: (row) => formatNumber(row.reward, 3) },
   { title: "advantage", width: "5.2rem", isNumber: true, isMinor: true, sort: "advantage", cell: (row) => formatSigned(row.advantage) },
   { title: "tokens", width: "4.4rem", isNumber: true, sort: "tokens", cell: (row) => formatNumber(row.tokens) },
-  { title: "ending", width: "4.6rem", cell: (row) => row.ending || "–" },
-  { title: "", width: "6.4rem", isMinor: true, cell: (row) => html`<${Marks} row=${row} />` },
-  { title: "beginning of the text", width: "minmax(8rem, 1fr)", isLong: true, cell: (row) => oneLine(row.preview) || html`<span class="pale">no text</span>` },
+  { title: "ending", width: "4.6rem", isMinor: true, cell: (row) => row.ending || "–" },
+  { title: "beginning of the text", width: "minmax(8rem, 1fr)", isLong: true, cell: (row) => html`<${Marks} row=${row} />${oneLine(row.preview) || html`<span class="pale">no text</span>`}` },
 ];
 
 export function RolloutsView({ runs, run, path, params }) {
@@ -47,7 +46,7 @@ export function RolloutsView({ runs, run, path, params }) {
     <${Filters} run=${run} step=${step} params=${params} onStep=${(next) => goTo(next === "" ? ["rollouts"] : ["rollouts", next], params)} go=${go} />
     <${VirtualRows} source=${JSON.stringify([run.id, query])} label="Rollouts" what="rollouts" columns=${ROLLOUT_COLUMNS}
       fetchPage=${(from, limit, signal) => fetchRows(run, query, from, limit, signal)} href=${(row) => rolloutLink(row, { colour: params.colour })}
-      isLive=${run.live} sort=${params.sort ?? ""} onSort=${(sort) => setParams({ sort })}
+      isLive=${run.live} sort=${params.sort || "-step"} onSort=${(sort) => setParams({ sort: sort === "-step" ? "" : sort })}
       emptyText=${html`No rollout is like this. <a href="#" onClick=${clear}>Clear the filters</a>`} />`;
 }
 
@@ -91,7 +90,7 @@ function Filters({ run, step, params, onStep, go }) {
 }
 
 function SortSelect({ sort }) {
-  return html`<label>order <select value=${sort} onChange=${(event) => setParams({ sort: event.target.value })}>
+  return html`<label>order <select value=${sort === "-step" ? "" : sort} onChange=${(event) => setParams({ sort: event.target.value })}>
     ${SORTS.map(([value, text]) => html`<option value=${value}>${text}</option>`)}</select></label>`;
 }
 
@@ -120,6 +119,6 @@ function clear(event) {
 
 function Marks({ row }) {
   return html`${row.starred && html`<span title="starred" aria-label="starred">★ </span>`}
-    ${!row.kept && html`<span class="badge warn">${describeKept(row).replace("dropped: ", "")}</span>`}
-    ${(row.flags ?? []).map((flag) => html`<span class="badge bad" title="named by the monitor of reward hacking">${flag}</span>`)}`;
+    ${!row.kept && html`<span class="badge warn">${describeKept(row).replace("dropped: ", "")}</span> `}
+    ${(row.flags ?? []).map((flag) => html`<span class="badge bad" title="named by the monitor of reward hacking">${flag}</span> `)}`;
 }

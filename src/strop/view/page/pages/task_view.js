@@ -1,10 +1,10 @@
 // One task over training time: how it was answered at step 10, 50, 200.
 import { html, useState } from "../lib/ui.js";
 import { useApi } from "../lib/api.js";
-import { formatNumber, formatSigned, printable } from "../lib/format.js";
-import { groupLink, rolloutLink } from "../lib/rollouts.js";
+import { groupLink } from "../lib/rollouts.js";
 import { Chart } from "../parts/chart.js";
 import { seriesStyle } from "../lib/palette.js";
+import { AnswerCard } from "../parts/answer_card.js";
 import { Answer, Empty } from "../parts/notice.js";
 import { RunSelect } from "../parts/run_picker.js";
 import { Title } from "../parts/title.js";
@@ -15,15 +15,14 @@ export function TaskView({ runs, run, path }) {
   const task = path.join("/");
   const answer = useApi(["runs", run.id, "tasks", task]);
   return html`<${Title} text=${`Task ${task}`} note=${run.name}><${RunSelect} runs=${runs} /><//>
-    <${Answer} of=${answer} what="the task">${(data) => html`<${Steps} key=${task} steps=${Array.isArray(data) ? data : data.steps} note=${data.note} />`}<//>`;
+    <${Answer} of=${answer} what="the task">${(data) => html`<${Steps} key=${task} steps=${data} runId=${run.id} />`}<//>`;
 }
 
-function Steps({ steps, note }) {
+function Steps({ steps, runId }) {
   const [isWhole, setWhole] = useState(false);
   if (!steps.length) return html`<${Empty}>No rollout of this task is stored.<//>`;
-  return html`${note && html`<p class="pale">${note}</p>`}
-    ${steps.length > 1 && html`<section class="chart"><header><h3>reward, mean with lowest and highest</h3></header><${Chart} name="reward" lines=${[rewardLine(steps)]} height=${160} /></section>`}
-    ${(isWhole ? steps : spread(steps, STEPS_AT_FIRST)).map((each) => html`<${Step} key=${each.step} step=${each.step} rollouts=${each.rollouts} />`)}
+  return html`${steps.length > 1 && html`<section class="chart"><header><h3>reward, mean with lowest and highest</h3></header><${Chart} name="reward" lines=${[rewardLine(steps)]} height=${160} /></section>`}
+    ${(isWhole ? steps : spread(steps, STEPS_AT_FIRST)).map((each) => html`<${Step} key=${each.step} step=${each.step} rollouts=${each.rollouts} runId=${runId} />`)}
     ${!isWhole && steps.length > STEPS_AT_FIRST && html`<p><button type="button" onClick=${() => setWhole(true)}>Show all ${steps.length} steps</button></p>`}`;
 }
 
@@ -46,16 +45,10 @@ function rewardLine(steps) {
   };
 }
 
-function Step({ step, rollouts }) {
+function Step({ step, rollouts, runId }) {
   const sorted = [...rollouts].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
   return html`<h2>Step ${step} ${sorted[0] && html`<a href=${groupLink(sorted[0])}>its group</a>`}</h2>
-    <div class="columns" tabindex="0" role="list" aria-label=${`Answers at step ${step}`}>
-      ${sorted.map(
-        (rollout) => html`<article role="listitem" class="card">
-          <header><h3><a href=${rolloutLink(rollout)}>sample ${rollout.sample}</a></h3><b>reward ${formatNumber(rollout.reward, 3)}</b></header>
-          <p class="pale">advantage ${formatSigned(rollout.advantage)}, ${rollout.tokens} tokens, ${rollout.ending || "no ending"}</p>
-          <pre class="text">${printable(rollout.text ?? rollout.preview ?? "")}</pre>
-        </article>`,
-      )}
-    </div>`;
+    <ul class="columns" tabindex="0" aria-label=${`Answers at step ${step}`}>
+      ${sorted.map((rollout) => html`<${AnswerCard} key=${rollout.sample} rollout=${rollout} runId=${runId} />`)}
+    </ul>`;
 }

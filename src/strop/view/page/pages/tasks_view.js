@@ -11,7 +11,7 @@ import { Title } from "../parts/title.js";
 import { VirtualRows } from "../parts/virtual_rows.js";
 
 const COLUMNS = [
-  { title: "task", width: "minmax(8rem, 2fr)", cell: (row) => row.task },
+  { title: "task", width: "minmax(8rem, 2fr)", isName: true, cell: (row) => row.task },
   { title: "rollouts", width: "6rem", isNumber: true, cell: (row) => formatCount(row.rollouts) },
   { title: "in steps", width: "6rem", isMinor: true, isNumber: true, cell: (row) => formatCount(row.steps) },
   { title: "last step", width: "6rem", isMinor: true, isNumber: true, cell: (row) => formatCount(row.last_step) },

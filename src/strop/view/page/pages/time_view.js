@@ -56,18 +56,19 @@ function RunTime({ run, parts, view }) {
 
 /** {steps, total, parts: [{name, values, style}]}, with what no part accounts for as the last. */
 function makeTable(columns, parts) {
-  const { steps, values: total } = columns[WHOLE];
+  const whole = columns[WHOLE];
+  const timed = whole.steps.map((step, index) => [step, whole.values[index]]).filter(([, value]) => value !== null); // not what came before the first step
+  const [steps, total] = [timed.map(([step]) => step), timed.map(([, value]) => value)];
   const named = parts.map((name) => ({ name, values: alignTo(steps, columns[PREFIX + name]) }));
-  const rest = total.map((whole, index) => Math.max((whole ?? 0) - named.reduce((sum, part) => sum + part.values[index], 0), 0));
+  const rest = total.map((seconds, index) => Math.max(seconds - named.reduce((sum, part) => sum + part.values[index], 0), 0));
   return {
     steps,
-    total: total.map((value) => value ?? 0),
+    total,
     parts: [...named, { name: REST, values: rest }].map((part) => ({ ...part, style: part.name === REST ? REST_STYLE() : seriesStyle(COLOURS[PARTS.indexOf(part.name)]) })),
   };
 }
 
 function alignTo(steps, column) {
-  if (column.steps === steps) return column.values.map((value) => value ?? 0);
   const at = new Map(column.steps.map((step, index) => [step, column.values[index] ?? 0]));
   return steps.map((step) => at.get(step) ?? 0);
 }
@@ -90,7 +91,7 @@ function Means({ table, zoom }) {
   const sum = rows.reduce((total, part) => total + part.mean, 0) || 1;
   return html`<div class="stack" role="img" aria-label="mean shares of a step">
       ${rows.filter((part) => part.mean / sum > 0.001).map(
-        (part) => html`<div class=${part.name === REST ? "rest" : ""} style=${{ width: `${(part.mean / sum) * 100}%`, background: part.style.variable }} title=${`${part.name}: ${formatShare(part.mean / sum)}`}>${part.name}</div>`,
+        (part) => html`<div class=${part.name === REST ? "rest" : ""} style=${{ width: `${(part.mean / sum) * 100}%`, background: part.style.variable }} title=${`${part.name}: ${formatShare(part.mean / sum)}`}><span>${part.name}</span></div>`,
       )}
     </div>
     <div class="scroll"><table>

@@ -14,7 +14,7 @@ import { Title } from "../parts/title.js";
 import { VirtualRows } from "../parts/virtual_rows.js";
 
 const COLUMNS = [
-  { title: "task", width: "minmax(6rem, 10rem)", cell: (row) => row.task },
+  { title: "task", width: "minmax(6rem, 10rem)", isName: true, cell: (row) => row.task },
   { title: "sample", width: "4.5rem", isNumber: true, isMinor: true, cell: (row) => row.sample },
   { title: "reward", width: "5rem", isNumber: true, sort: "reward", cell: (row) => formatNumber(row.reward, 3) },
   { title: "tokens", width: "5rem", isNumber: true, sort: "tokens", cell: (row) => formatNumber(row.tokens) },
@@ -26,7 +26,7 @@ export function ValidationView({ runs, run, path, params }) {
   const steps = run.validations ?? [];
   const step = path[0] ?? (steps.length ? String(steps.at(-1)) : null);
   const title = html`<${Title} text=${`Validation: ${run.name}`} note=${step === null ? "" : `after step ${step}`}><${RunSelect} runs=${runs} /><//>`;
-  if (step === null) return html`${title}<${Empty}>No validation is stored. A run validates with grpo.val_period (or that of its algorithm) and a data set of its own.<//>`;
+  if (step === null) return html`${title}<${Scores} run=${run} /><${Empty}>No samples of a validation are stored. A run on tasks validates with grpo.val_period (or that of its algorithm) and tasks of its own; recorded data has scores alone.<//>`;
   const fetchPage = async (from, limit, signal) => {
     const answer = await fetchJson(["runs", run.id, "validation", step], { from, limit, sort: params.sort }, { signal });
     return { total: answer.total ?? answer.rows.length, rows: answer.rows, note: "" };
@@ -46,7 +46,8 @@ export function ValidationView({ runs, run, path, params }) {
 /** The scores over the run. */
 function Scores({ run }) {
   const { names } = useMetricNames([run]);
-  const shown = ["validation/accuracy", "validation/reward", "validation/loss"].filter((name) => names?.includes(name)).slice(0, 3);
+  const first = ["validation/accuracy", "validation/reward", "validation/loss"].filter((name) => names?.includes(name));
+  const shown = first.length ? first : (names ?? []).filter((name) => name.startsWith("validation/")).slice(0, 3);
   if (!shown.length) return null;
   return html`<div class="charts">${shown.map((name) => html`<${MetricChart} key=${name} name=${name} groups=${[[run]]} view=${{ axis: "step", isLog: false, smoothing: 0, zoom: null }} height=${150} />`)}</div><br />`;
 }

@@ -1,12 +1,13 @@
 // One chart: lines with bands, a cursor that all charts of a view share, and zoom by dragging.
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../lib/ui.js";
 import uPlot from "../vendor/uplot/uPlot.js";
-import { formatDuration, formatNumber } from "../lib/format.js";
+import { formatDuration, formatNumber, formatTicks } from "../lib/format.js";
 import { readColour, withOpacity } from "../lib/palette.js";
 import { useTheme } from "../lib/theme.js";
 import { Empty } from "./notice.js";
 
-const HEIGHT = 210;
+export const HEIGHT = 210;
+const STEP_MARKS = Array.from({ length: 27 }, (_, index) => [1, 2, 5][index % 3] * 10 ** Math.floor(index / 3)); // whole steps
 export const CURSOR = uPlot.sync("strop");
 
 /**
@@ -45,7 +46,7 @@ export function Chart({ name, lines, axis = "step", isLog = false, zoom = null, 
     applyZoom(plot.current, zoom);
   }, [lines, zoom?.[0], zoom?.[1]]);
 
-  return html`<div class="plot" ref=${holder} role="img" aria-label=${describe(name, drawn)}>
+  return html`<div class="plot" ref=${holder} style=${{ minHeight: `${height}px` }} role="img" aria-label=${describe(name, drawn)}>
       ${!drawn.length && html`<${Empty}>No values${isLog ? " above zero" : ""}<//>`}
     </div>
     <${Readout} lines=${drawn} at=${at} axis=${axis} format=${format} />`;
@@ -107,8 +108,8 @@ function makeOptions({ drawn, axis, isLog, height, width, latest, setAt }) {
     height,
     scales: { x: { time: false }, y: isLog ? { distr: 3 } : { range: drawn.some((line) => line.shade !== undefined) ? fromZero : widenFlat } },
     axes: [
-      { ...common, size: 28, values: axis === "step" ? undefined : (plot, places) => places.map(formatAxisTime) },
-      { ...common, size: 56, values: isLog ? undefined : (plot, places) => places.map((value) => formatNumber(value, 4)) },
+      axis === "step" ? { ...common, size: 28, incrs: STEP_MARKS } : { ...common, size: 28, values: (plot, places) => places.map(formatAxisTime) },
+      { ...common, size: roomFor, values: isLog ? undefined : (plot, places, at, space, step) => formatTicks(places, step) },
     ],
     legend: { show: false },
     cursor: {
@@ -161,6 +162,12 @@ function makeSeries(lines) {
     }
   });
   return { series, bands };
+}
+
+/** Pixels for the longest number of an axis. */
+function roomFor(plot, texts) {
+  const longest = (texts ?? []).reduce((most, text) => Math.max(most, text?.length ?? 0), 4);
+  return 14 + longest * 7;
 }
 
 /** No axis is so narrow that rounding looks like a trend. */

@@ -29,7 +29,7 @@ function Terms({ ledger, rollout }) {
       <thead><tr><th class="number">token</th><th>text</th>${names.map((name) => html`<th class="number">${name}</th>`)}<th class="number">share of gradient</th></tr></thead>
       <tbody>
         ${places.map(
-          (place) => html`<tr key=${place}><td class="number">${place}</td><td class="mono">${JSON.stringify(printable(rollout.pieces?.[place] ?? ""))}</td>
+          (place) => html`<tr key=${place}><td class="number">${place}</td><td class="mono nowrap">${JSON.stringify(printable(rollout.pieces?.[place] ?? ""))}</td>
             ${columns.map((values, index) => html`<td class="number"><${Bar} value=${values[place]} scale=${scales[index]} /></td>`)}
             <td class="number">${formatNumber(ledger.share?.[place], 3)}</td></tr>`,
         )}

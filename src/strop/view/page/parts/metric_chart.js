@@ -5,7 +5,7 @@ import { seriesStyle } from "../lib/palette.js";
 import { compact, meanOf, smooth } from "../lib/series.js";
 import { useTheme } from "../lib/theme.js";
 import { BreakableName } from "./breakable_name.js";
-import { Chart } from "./chart.js";
+import { Chart, HEIGHT } from "./chart.js";
 
 /** `groups` are runs drawn as one line each: [[run, ...], ...]. `view` is {axis, isLog, smoothing, zoom, range, onZoom}: without
  * a zoom the chart shows `range`, or all. */
@@ -13,7 +13,7 @@ export function MetricChart({ name, groups, view, actions, height }) {
   const [element, isSeen] = useSeen();
   return html`<section class="chart" ref=${element} data-metric=${name}>
     <header><h3><${BreakableName} name=${name} /></h3>${actions}</header>
-    ${isSeen ? html`<${SeenChart} name=${name} groups=${groups} view=${view} height=${height} />` : html`<div class="plot"></div><div class="readout"></div>`}
+    ${isSeen ? html`<${SeenChart} name=${name} groups=${groups} view=${view} height=${height} />` : html`<${Room} height=${height} />`}
   </section>`;
 }
 
@@ -25,8 +25,13 @@ function SeenChart({ name, groups, view, height }) {
     () => groups.map((runs, index) => makeLine(runs, index, columns, name, view)),
     [...parts, parts.length, view.axis, view.smoothing, theme, JSON.stringify(groups.map((runs) => runs.map((run) => run.id)))],
   );
-  if (parts.some((part) => part === undefined)) return html`<div class="plot"></div><div class="readout">loading</div>`;
+  if (parts.some((part) => part === undefined)) return html`<${Room} height=${height}>loading<//>`;
   return html`<${Chart} name=${name} lines=${lines} axis=${view.axis} isLog=${view.isLog} zoom=${view.zoom ?? view.range} onZoom=${view.onZoom} height=${height} />`;
+}
+
+/** What takes the place of a chart until it is drawn, so that nothing moves then. */
+function Room({ height = HEIGHT, children }) {
+  return html`<div class="plot" style=${{ minHeight: `${height}px` }}></div><div class="readout">${children}</div>`;
 }
 
 function makeLine(runs, index, columns, name, { axis, smoothing }) {

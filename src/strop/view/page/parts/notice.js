@@ -19,8 +19,8 @@ export function Empty({ children }) {
   return html`<p class="empty">${children}</p>`;
 }
 
-/** The children once there is data; before that the error or the wait. */
-export function Answer({ of: { data, error, loading }, what, children }) {
-  if (data === null) return error ? html`<${ErrorNotice} error=${error} />` : loading ? html`<${Loading} what=${what} />` : null;
+/** The children once there is data; before that the error or the wait. `title` stands above the error of a view whose title is its data's. */
+export function Answer({ of: { data, error, loading }, what, title = null, children }) {
+  if (data === null) return error ? html`${title}<${ErrorNotice} error=${error} />` : loading ? html`<${Loading} what=${what} />` : null;
   return html`<${ErrorNotice} error=${error} />${children(data)}`;
 }

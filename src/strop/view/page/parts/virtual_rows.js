@@ -14,13 +14,14 @@ const OVERSCAN = 6;
 
 /**
  * `fetchPage(from, limit, signal)` answers {total, rows, note, isPartial}: a partial answer is asked for again, as is that of a live run; `source` names what it reads: when it changes the list starts anew. `columns` are
- * [{title, width, cell(row), isNumber, isLong, sort}]. `href(row)` is where a row leads. A narrow list shows two lines a row.
+ * [{title, width, cell(row), isNumber, isLong, isName, isMinor, sort}]. `href(row)` is where a row leads. A narrow list has no heads: numbers are
+ * named in each row, minor columns are left out, and a long one has a line of its own.
  */
 export function VirtualRows({ source, fetchPage, columns, href, sort, onSort, what = "rows", emptyText, label, isLive = false }) {
   const pages = usePages(source, fetchPage);
   const isNarrow = useNarrow();
-  const rowHeight = isNarrow ? 54 : 32;
   const shown = isNarrow ? columns.filter((column) => !column.isMinor) : columns;
+  const rowHeight = !isNarrow ? 32 : shown.some((column) => column.isLong) ? 54 : 42;
   const scroll = useScroll(pages.total ?? 0, rowHeight, source);
   const [current, setCurrent] = useState(0);
   useEffect(() => setCurrent(0), [source]);
@@ -66,22 +67,26 @@ export function VirtualRows({ source, fetchPage, columns, href, sort, onSort, wh
           ${range(first, last).map((index) => {
             const row = pages.row(index);
             return html`<${Row} key=${index} index=${index} row=${row} columns=${shown} href=${row ? href(row) : null}
-              top=${index * rowHeight - scroll.top + scroll.real} isCurrent=${index === current} onChoose=${setCurrent} />`;
+              top=${index * rowHeight - scroll.top + scroll.real} isCurrent=${index === current} isNarrow=${isNarrow} onChoose=${setCurrent} />`;
           })}
         </div>
       </div>
-      <div class="foot"><span>${formatCount(current + 1)} of ${formatCount(pages.total)} ${what}</span>${pages.note && html`<span>${pages.note}</span>`}</div>
+      <div class="foot"><span>row ${formatCount(current + 1)} of ${formatCount(pages.total)} ${what}</span>${pages.note && html`<span>${pages.note}</span>`}</div>
     </div>`;
 }
 
-function Row({ index, row, columns, href, top, isCurrent, onChoose }) {
+function Row({ index, row, columns, href, top, isCurrent, isNarrow, onChoose }) {
   return html`<a class=${"row" + (isCurrent ? " current" : "")} role="row" aria-rowindex=${index + 2} aria-selected=${isCurrent ? "true" : "false"}
     href=${href} tabindex="-1" style=${{ transform: `translateY(${top}px)` }} onMouseDown=${() => onChoose(index)}>
     ${columns.map(
-      (column) => html`<span role="gridcell" class=${"cell" + (column.isNumber ? " number" : "") + (column.isLong ? " long" : "") + (row ? "" : " waiting")}>
-        ${row ? column.cell(row) : "·"}</span>`,
+      (column) => html`<span role="gridcell" class=${cellClass(column) + (row ? "" : " waiting")}>
+        ${isNarrow && column.isNumber && html`<span class="pale">${column.title} </span>`}${row ? column.cell(row) : "·"}</span>`,
     )}
   </a>`;
+}
+
+function cellClass({ isNumber, isLong, isName }) {
+  return "cell" + (isNumber ? " number" : "") + (isLong ? " long" : "") + (isName ? " name" : "");
 }
 
 function Heading({ column, sort, onSort }) {

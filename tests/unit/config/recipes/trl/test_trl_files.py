@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from strop import cli
+from strop import cli, packages
 from strop.config import ConfigError
 from strop.config.load.load import load_config
 from strop.config.load.translated_recipe import TranslatedRecipe, render_recipe, translate_recipe
@@ -293,6 +293,33 @@ def test_gpus_are_said_on_the_command_line(tmp_path: Path, capsys: pytest.Captur
     path.write_text("grpo: {}\n")
     assert cli.main(["translate", str(path), "--gpus", "4"]) == 2
     assert "says itself how many GPUs" in capsys.readouterr().err
+
+
+def test_services_get_the_names_that_trl_gives_them(translate: Translate) -> None:
+    found = translate(
+        f"{GRPO}report_to: [trackio, swanlab, mlflow, comet_ml]\nrun_name: first\nproject: adding\ntrackio_space_id: me/x\n"
+    )
+    logger = found.loaded.config.logger
+    assert logger.services == ("mlflow", "swanlab", "trackio")
+    assert logger.mlflow.run_name == logger.swanlab.name == logger.trackio.name == "first"
+    assert logger.trackio.project == "adding" and logger.trackio.space_id == "me/x"
+    assert logger.swanlab.project is None and logger.mlflow.experiment_name is None  # TRL reads them from the environment
+    (text,) = [difference.text for difference in found.differences if difference.key == "report_to"]
+    assert "there is no tracker comet_ml here" in text and "logger.trackio_enabled=true" in text
+
+
+def test_all_services_are_those_that_are_installed(translate: Translate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "is_installed", lambda name: name in ("wandb", "tensorboard"))
+    assert translate(f"{GRPO}report_to: all\n").loaded.config.logger.services == ("tensorboard", "wandb")
+    assert translate(f"{GRPO}report_to: none\n").loaded.config.logger.services == ()
+
+
+def test_names_for_services_that_are_off_are_left_out(translate: Translate) -> None:
+    found = translate(f"{GRPO}report_to: tensorboard\nrun_name: first\nwandb_project: adding\n")
+    left = {difference.key for difference in found.differences if difference.effect is Effect.UNUSED}
+    assert {"run_name", "wandb_project"} <= left
+    config = translate(f"{GRPO}report_to: wandb\nrun_name: first\nwandb_project: adding\nwandb_entity: team\n").loaded.config
+    assert (config.logger.wandb.name, config.logger.wandb.project, config.logger.wandb.entity) == ("first", "adding", "team")
 
 
 def test_a_pickle_of_arguments_is_not_read(tmp_path: Path) -> None:

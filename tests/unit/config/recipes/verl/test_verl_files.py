@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from strop import cli
+from strop import cli, packages
 from strop.config import ConfigError
 from strop.config.load.load import load_config
 from strop.config.load.translated_recipe import TranslatedRecipe, render_recipe, translate_recipe
@@ -19,6 +19,7 @@ from strop.config.recipes.verl.shell_script import read_script
 from strop.config.recipes.verl.verl_format import is_verl
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.learner.torch.schedules import make_schedule
+from strop.monitoring.logger_config import SERVICES
 
 SCRIPT = """#!/usr/bin/env bash
 set -x
@@ -314,6 +315,21 @@ python3 $cmd x.a=$A x.b="$B" x.c=${C} x.sum=$(((A + 1) * 4 / 3)) x.home=$HOME/da
         "x.first": "one", "x.plus": "1", "x.array": "1",
     }  # fmt: skip
     assert {key: script.overrides[key] for key in expected} == expected
+
+
+def test_services_get_the_names_of_project_and_experiment(translate: Translate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "is_installed", lambda name: True)
+    names = ("trainer.project_name=adding", "trainer.experiment_name=first")
+    every = 'trainer.logger=\'["console","tracking","mlflow","swanlab","trackio","tensorboard","clearml","file"]\''
+    found = translate(*names, every)
+    logger = found.loaded.config.logger
+    assert logger.services == SERVICES
+    assert logger.wandb.project == logger.mlflow.experiment_name == logger.swanlab.project == logger.trackio.project == "adding"
+    assert logger.wandb.name == logger.mlflow.run_name == logger.swanlab.name == logger.trackio.name == "first"
+    (text,) = [difference.text for difference in found.differences if difference.key == "trainer.logger"]
+    assert text.startswith("there is no tracker clearml here")
+    alone = translate(*names, "trainer.logger=console").loaded
+    assert alone.config.logger.services == () and alone.config.checkpointing.checkpoint_dir == "checkpoints/adding/first"
 
 
 def test_a_script_that_trains_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,129 @@
+"""What a policy wrote, taken apart into its reasoning and what it said, as text and as ranges of tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+TAGS = (  # that open and close reasoning: most models', Mistral's, gpt-oss's
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),
+)
+
+
+@dataclass(frozen=True)
+class ReasoningPart:
+    """Consecutive characters of a turn. Its tags are no part of the text, but of the tokens."""
+
+    text: str
+    is_reasoning: bool
+    is_closed: bool = True  # False: reasoning that was never ended
+    start: int | None = None  # tokens [start, end) of the rollout; None where the texts of tokens are not known
+    end: int | None = None
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Reasoning at [start, end) of a text, its tags included; [inner, inner_end) is without them."""
+
+    start: int
+    inner: int
+    inner_end: int
+    end: int
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Return whether a prompt ends inside of reasoning, as templates of some reasoning models do."""
+    return prompt.rstrip().endswith(tuple(opening for opening, _ in TAGS))
+
+
+def split_reasoning_parts(
+    text: str, *, is_inside: bool = False, pieces: Sequence[str] | None = None, first: int = 0
+) -> tuple[ReasoningPart, ...]:
+    """Return the parts of a turn in order; none if it has no reasoning.
+
+    ``is_inside``: its prompt opened the reasoning. ``pieces``: the texts of its tokens, of which the first is token ``first`` of the
+    rollout. Where the tags are tokens that are left out of ``text``, the texts of the parts are those of their tokens.
+    """
+    spans = _find_spans(text, is_inside)
+    if pieces is None:
+        return tuple(_cut(text, spans))
+    joined = "".join(pieces)
+    spans_of_tokens = _find_spans(joined, is_inside)
+    if not spans_of_tokens:
+        return ()
+    texts = _cut(text, spans) if len(spans) == len(spans_of_tokens) else _cut(joined, spans_of_tokens)
+    said = _cut(joined, spans_of_tokens)
+    if [part.is_reasoning for part in texts] != [part.is_reasoning for part in said]:  # the text ends before the tokens do
+        texts = said
+    ends = list(accumulate(map(len, pieces)))
+    places = (first + _token_at(ends, place, is_end) for place, is_end in _list_edges(joined, spans_of_tokens))
+    edges = [*accumulate(places, max, initial=first), first + len(pieces)]
+    return tuple(
+        ReasoningPart(part.text, part.is_reasoning, part.is_closed, start, end)
+        for part, start, end in zip(texts, edges, edges[1:], strict=False)
+    )
+
+
+def _find_spans(text: str, is_inside: bool) -> list[_Span]:
+    spans: list[_Span] = []
+    at = 0
+    headless = _find_unopened(text, is_inside)
+    if headless is not None:
+        spans.append(headless)
+        at = headless.end
+    while at < len(text):
+        found = min(((place, tags) for tags in TAGS if (place := text.find(tags[0], at)) >= 0), default=None)
+        if found is None:
+            break
+        start, (opening, closing) = found
+        inner = start + len(opening)
+        closed = text.find(closing, inner)
+        inner_end, at = (closed, closed + len(closing)) if closed >= 0 else (len(text), len(text))
+        spans.append(_Span(start, inner, inner_end, at))
+    return spans
+
+
+def _find_unopened(text: str, is_inside: bool) -> _Span | None:
+    """Return the reasoning that began before the text: what is closed first, or everything."""
+    for opening, closing in TAGS[:2]:  # a message of gpt-oss ends like its reasoning
+        closed, opened = text.find(closing), text.find(opening)
+        if closed >= 0 and not 0 <= opened < closed:
+            return _Span(0, 0, closed, closed + len(closing))
+    begins = text.lstrip().startswith(tuple(opening for opening, _ in TAGS))
+    return _Span(0, 0, len(text), len(text)) if is_inside and text and not begins else None
+
+
+def _cut(text: str, spans: Sequence[_Span]) -> list[ReasoningPart]:
+    """Return the reasoning and what is before, between and after; none without reasoning. What is blank before it is left out."""
+    parts: list[ReasoningPart] = []
+    at = 0
+    for span in spans:
+        if text[at : span.start].strip() or (parts and span.start > at):
+            parts.append(ReasoningPart(text[at : span.start].strip("\n"), False))
+        parts.append(ReasoningPart(text[span.inner : span.inner_end].strip("\n"), True, span.end > span.inner_end))
+        at = span.end
+    if spans and at < len(text):
+        parts.append(ReasoningPart(text[at:].strip("\n"), False))
+    return parts
+
+
+def _list_edges(text: str, spans: Sequence[_Span]) -> list[tuple[int, bool]]:
+    """Return where one part ends and the next begins: characters, and whether the token there goes to the part before it."""
+    edges: list[tuple[int, bool]] = []
+    at = 0
+    for span in spans:
+        if text[at : span.start].strip() or (edges and span.start > at):
+            edges.append((span.start, False))
+        if span.end < len(text):
+            edges.append((span.end, True))
+        at = span.end
+    return edges
+
+
+def _token_at(ends: Sequence[int], place: int, is_end: bool) -> int:
+    """Return the token with character ``place``; for an end, the first token that lies behind it."""
+    return bisect_left(ends, place) + 1 if is_end else bisect_right(ends, place)
