@@ -61,7 +61,7 @@ def clusters_of_its_own() -> Iterator[None]:
     """Strop joins a Ray cluster that was started on this machine: not one of another worker. Ray's sockets want a short path."""
     folder = tempfile.mkdtemp(prefix="strop-ray-", dir="/tmp")
     os.environ["RAY_TMPDIR"] = folder
-    os.environ["RAY_prestart_worker_first_driver"] = "0"  # a process for each core, which no test uses
+    os.environ.update(RAY_prestart_worker_first_driver="0")  # a process for each core, which no test uses
     yield
     shutil.rmtree(folder, ignore_errors=True)
 
