@@ -51,8 +51,8 @@ test-all: setup-dev ## every test that needs no GPU
 # Whichever Chromium there is; Debian's by default.
 CHROMIUM ?= $(or $(shell command -v chromium || command -v chromium-browser || command -v google-chrome),/usr/bin/chromium)
 
-test-browser: setup-browser ## the page of `strop view` in a real Chromium: minutes
-	STROP_CHROMIUM=$(CHROMIUM) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/browser $(ARGS)
+test-browser: setup-browser ## the page of `strop view` in a real Chromium: a minute or two
+	STROP_CHROMIUM=$(CHROMIUM) $(PYTEST) tests/browser $(ARGS)
 
 # Packages that want other versions than Strop's get an environment each, over the one of the tests. nemo-gym asks for a newer Python
 # than it needs, and for more packages than its resource servers import.
@@ -161,7 +161,9 @@ setup-browser: setup-dev $(VENV)/.with-browser ## install Chromium (Debian and U
 	elif ! command -v apt-get >/dev/null; then echo "error: install Chromium with this system's packages, or name one: CHROMIUM=/path" >&2; exit 1; \
 	else as_root=$$([ "$$(id -u)" = 0 ] || echo sudo); echo "Installing chromium"; \
 	    $$as_root apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1 || \
-	    { $$as_root apt-get update -qq && $$as_root apt-get install -qq -y --no-install-recommends chromium >/dev/null; }; fi
+	    { $$as_root apt-get update -qq && $$as_root apt-get install -qq -y --no-install-recommends chromium >/dev/null; } || :; \
+	    [ -x "$(CHROMIUM)" ] || { echo "error: Chromium could not be installed by apt-get (its reason is above), so the page of" \
+	        "\`strop view\` cannot be tested here. Install a Chromium or Chrome by hand, or name one: CHROMIUM=/path" >&2; exit 1; }; fi
 
 setup-vllm: $(VENV)/.with-vllm ## install vLLM: its CPU build, or on a machine with an NVIDIA GPU the ordinary one
 

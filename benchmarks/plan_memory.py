@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
@@ -24,10 +25,13 @@ import torch  # noqa: E402
 from strop.algorithm_factory import make_algorithm  # noqa: E402
 from strop.learner.budget.full_rollouts import make_full_rollouts  # noqa: E402
 from strop.learner.budget.peak_memory import measure_peak  # noqa: E402
+from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims, to_local  # noqa: E402
+from strop.learner.parallel.sharded import parallelize_network  # noqa: E402
 from strop.models.loading import cast_weights  # noqa: E402
 from strop.models.network import Network  # noqa: E402
 from strop.planning.learner_memory import LearnerFootprint, LearnerSetup  # noqa: E402
 from strop.planning.model_size import ModelSize  # noqa: E402
+from strop.planning.sharding import Sharding  # noqa: E402
 from strop.sampling import Sampling  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -50,9 +54,15 @@ class Case:
     weights: str = "float32"
     checkpointed: bool = False
     micro_batches: int = 2
+    experts: int = 0  # of a layer, of which a token is multiplied with two; ``mlp`` is the width of one
+    ranks: int = 1  # that shard the model (FSDP2)
+    expert: int = 1  # ranks with different experts, of those
 
     def __str__(self) -> str:
         checkpointed = ", checkpointed" if self.checkpointed else ""
+        checkpointed += f"; {self.experts} experts" if self.experts else ""
+        checkpointed += f"; {self.ranks} ranks" if self.ranks > 1 else ""
+        checkpointed += f", experts over {self.expert}" if self.expert > 1 else ""
         return (
             f"{self.family} {self.layers} x {self.hidden}, MLP {self.mlp}, vocabulary {self.vocabulary}; {self.micro_batches} x "
             f"{self.rollouts} x {self.length} tokens; {self.precision}, weights {self.weights}{checkpointed}"
@@ -88,49 +98,90 @@ def list_cases() -> list[Case]:
         {"precision": "bfloat16"},
         {"precision": "bfloat16", "weights": "bfloat16", "rollouts": 4, "length": 256},
     )
-    return [Case(**{**shape, **batch}) for shape in shapes for batch in batches]  # type: ignore[arg-type]
+    sparse: dict[str, object] = {"family": "qwen3_moe", "mlp": 192, "experts": 8}
+    alone = [{**shape, **batch} for shape in shapes for batch in batches]
+    alone += [{**sparse, **batch} for batch in batches]
+    divided: list[dict[str, object]] = [
+        {**shape, **batch, "ranks": 2}
+        for shape in (shapes[0], shapes[2], sparse)
+        for batch in (batches[0], batches[2], batches[3])
+    ]
+    divided += [{**sparse, **batch, "ranks": 2, "expert": 2} for batch in (batches[0], batches[3])]
+    return [Case(**case) for case in [*alone, *divided]]  # type: ignore[arg-type]
 
 
 def measure(case: Case) -> Peak:
-    """Train two steps of a model with random weights; measure the second."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+    """Train two steps of a model with random weights; measure the second, of several ranks on the one that holds the most."""
+    from support.ranks import run_on_ranks
 
-    from support.learners import make_torch_learner
-
-    config = {"llama": LlamaConfig, "qwen2": Qwen2Config}[case.family](
-        vocab_size=case.vocabulary,
-        hidden_size=case.hidden,
-        intermediate_size=case.mlp,
-        num_hidden_layers=case.layers,
-        num_attention_heads=case.heads,
-        num_key_value_heads=case.key_value_heads,
-        tie_word_embeddings=False,
-    )
-    loss = make_algorithm("grpo", {}).losses(0)["policy"]
-    tokens = case.rollouts * case.length
-    batch = make_full_rollouts(case.rollouts * case.micro_batches, case.length, case.vocabulary)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    network = Network(model, precision=DTYPES[case.precision])  # it is probed before its weights are rounded, as in a run
-    cast_weights(model, DTYPES[case.weights])
-    learner = make_torch_learner(network, Sampling(), activation_checkpointing=case.checkpointed, train_tokens=tokens)
-
-    def step() -> None:
-        learner.forward_backward(batch, loss)
-        learner.step()
-
-    step()
-    state = [value for values in learner.optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
-    held = sum(each.nbytes for each in (*model.parameters(), *learner.masters.copies, *state))
-    measured = held + measure_peak(step, torch.device("cpu"))
+    measured = _measure_rank(0, case) if case.ranks == 1 else max(run_on_ranks(case.ranks, _measure_rank, case))
+    shards = case.ranks
+    sharding = Sharding(shards=shards, expert=case.expert, expert_shards=shards // case.expert)
     setup = LearnerSetup(
-        tokens=tokens,
+        tokens=case.rollouts * case.length,
         longest=case.length,
         compute_bytes=DTYPES[case.precision].itemsize,
         weight_bytes=DTYPES[case.weights].itemsize,
         checkpointed_share=float(case.checkpointed),
         micro_batches=case.micro_batches,
+        sharding=sharding,
     )
-    return Peak(case, measured, LearnerFootprint(ModelSize.from_config(case.family, config.to_dict()), setup).training_peak)
+    size = ModelSize.from_config(case.family, _make_config(case).to_dict())
+    return Peak(case, measured, LearnerFootprint(size, setup).training_peak)
+
+
+def _make_config(case: Case) -> Any:
+    from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
+
+    sizes: dict[str, Any] = {
+        "vocab_size": case.vocabulary,
+        "hidden_size": case.hidden,
+        "intermediate_size": case.mlp,
+        "num_hidden_layers": case.layers,
+        "num_attention_heads": case.heads,
+        "num_key_value_heads": case.key_value_heads,
+        "tie_word_embeddings": False,
+    }
+    if not case.experts:
+        return {"llama": LlamaConfig, "qwen2": Qwen2Config}[case.family](**sizes)
+    return Qwen3MoeConfig(
+        **sizes,
+        head_dim=case.hidden // case.heads,
+        num_experts=case.experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=case.mlp,
+        decoder_sparse_step=1,
+    )
+
+
+def _measure_rank(rank: int, case: Case) -> float:
+    """Return the most bytes that a rank holds in the second step."""
+    from transformers import AutoModelForCausalLM
+
+    from support.learners import make_torch_learner
+
+    torch.manual_seed(0)
+    loss = make_algorithm("grpo", {}).losses(0)["policy"]
+    tokens = case.rollouts * case.length
+    batch = make_full_rollouts(case.rollouts * case.micro_batches * case.ranks, case.length, case.vocabulary)
+    model = AutoModelForCausalLM.from_config(_make_config(case)).eval()
+    network = Network(model, precision=DTYPES[case.precision])  # it is probed before its weights are rounded, as in a run
+    placement = None
+    if case.ranks > 1:
+        dims = ParallelDims(shard=case.ranks, expert=case.expert)
+        placement = parallelize_network(network, DeviceMeshes(dims, "cpu"), weights_dtype=DTYPES[case.weights])
+    else:
+        cast_weights(model, DTYPES[case.weights])
+    learner = make_torch_learner(network, Sampling(), placement, activation_checkpointing=case.checkpointed, train_tokens=tokens)
+
+    def step() -> None:
+        learner.forward_backward_local(batch, loss)
+        learner.step()
+
+    step()
+    state = [value for values in learner.optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+    held = sum(to_local(each).nbytes for each in (*model.parameters(), *learner.masters.copies, *state))
+    return held + measure_peak(step, torch.device("cpu"))
 
 
 def make_table(peaks: Sequence[Peak]) -> Iterator[str]:

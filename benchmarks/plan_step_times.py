@@ -19,8 +19,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from strop.hardware.devices import device_named
+from strop.planning.learner_memory import LearnerSetup
 from strop.planning.model_size import ModelSize
-from strop.planning.step_time import GPU_RATES, StepClock, StepLayout, StepRates, StepTime, StepWork, rates_of
+from strop.planning.sharding import Sharding
+from strop.planning.step_time import GPU_RATES, StepClock, StepLayout, StepRates, StepTime, StepWork
 
 MODELS = {
     "DeepSeek-V3": ModelSize.from_config(
@@ -64,26 +66,25 @@ class PublishedStep:
     generating: int  # GPUs that generate: all of them where learner and engines take turns
     rollouts: int
     engine_size: int
-    layout: tuple[int, int, int]  # tensor, context, pipeline sizes of the learner
+    layout: tuple[int, int, int, int]  # tensor, context, expert, pipeline sizes of the learner
     seconds: float
+    recomputes: float = 1.0  # activation_checkpointing of its recipe
+    scores: float = 1.0  # the reference; and log-probabilities before the update where it is not on policy
+    optimizer_steps: int = 1
 
     def compute(self, rates: StepRates | None = None) -> StepTime:
         """Return what the plan says. ``rates``: None are its own constants."""
         shared = self.steps_ahead == 0
         training = self.gpus if shared else self.gpus - self.generating
-        tensor, context, stages = self.layout
         device = device_named(self.device)
-        if rates is not None:
-            rates = replace(
-                rates, sequence_seconds=rates.sequence_seconds * rates_of(device).sequence_seconds / GPU_RATES.sequence_seconds
-            )
         work = StepWork(
             rollouts=self.rollouts,
             prompt=0,
             completion=self.average,
             longest=self.longest,
-            recomputes=1.0,
             steps_ahead=self.steps_ahead,
+            scores=self.scores,
+            optimizer_steps=self.optimizer_steps,
         )
         layout = StepLayout(
             device=device,
@@ -91,37 +92,50 @@ class PublishedStep:
             generation_devices=self.generating,
             shared=shared,
             engine_size=self.engine_size,
-            stages=stages,
-            replicas=training // (tensor * context * stages),
-            packed_tokens=self.longest,
+            room=MOST_SEQUENCES,
             rates=rates,
         )
-        return StepClock(MODELS[self.model], work, layout).time_step()
+        return StepClock(MODELS[self.model], work, layout, self.make_learner(training)).time_step()
+
+    def make_learner(self, training: int) -> LearnerSetup:
+        """Return its learner: Megatron Core with its distributed optimizer, a rollout in a micro-batch."""
+        tensor, context, expert, stages = self.layout
+        ranks = training // (tensor * stages)
+        sharding = Sharding(
+            optimizer_shards=ranks, tensor=tensor, context=context, stages=stages, expert=expert,
+            expert_optimizer_shards=max(1, training // (stages * expert)), sequence=tensor > 1,
+        )  # fmt: skip
+        return LearnerSetup(
+            tokens=self.longest, longest=self.longest, on_cpu=False, compute_bytes=2, weight_bytes=2,
+            checkpointed_share=self.recomputes, sharding=sharding,
+        )  # fmt: skip
 
 
+MOST_SEQUENCES = 256  # that an engine decodes at a time
 DEEPSEEK, LARGE, SMALL = MODELS
 STEPS = (
-    PublishedStep("H100", DEEPSEEK, 0, 1536, 701, 256, 256, 512, 32, (1, 1, 16), 134),
-    PublishedStep("H100", DEEPSEEK, 0, 1536, 697, 512, 512, 512, 32, (1, 1, 16), 111),
-    PublishedStep("H100", DEEPSEEK, 1, 1536, 710, 512, 256, 512, 32, (1, 1, 16), 64.1),
-    PublishedStep("H100", LARGE, 0, 8192, 5698, 128, 128, 512, 16, (2, 2, 8), 395),
-    PublishedStep("H100", LARGE, 0, 8192, 5713, 256, 256, 512, 16, (2, 2, 8), 312),
-    PublishedStep("H100", LARGE, 1, 8192, 5721, 256, 128, 512, 8, (4, 1, 8), 231),
-    PublishedStep("H100", SMALL, 0, 4096, 3203, 32, 32, 2048, 2, (1, 1, 1), 192),
-    PublishedStep("H100", SMALL, 1, 4096, 3201, 32, 16, 2048, 2, (1, 1, 2), 152),
-    PublishedStep("H100", SMALL, 8, 4096, 3206, 192, 96, 2048, 2, (1, 1, 1), 34.5),
-    PublishedStep("GB200", DEEPSEEK, 0, 1536, 711, 128, 128, 512, 32, (1, 1, 8), 108),
-    PublishedStep("GB200", DEEPSEEK, 0, 1536, 700, 256, 256, 512, 32, (1, 1, 8), 98.7),
-    PublishedStep("GB200", DEEPSEEK, 1, 1536, 708, 256, 128, 512, 16, (1, 1, 8), 61.7),
-    PublishedStep("GB200", LARGE, 0, 8192, 5709, 64, 64, 512, 8, (2, 2, 4), 286),
-    PublishedStep("GB200", LARGE, 0, 8192, 5693, 128, 128, 512, 8, (2, 2, 4), 345),
-    PublishedStep("GB200", LARGE, 1, 8192, 5705, 128, 64, 512, 8, (4, 1, 4), 278),
-    PublishedStep("GB200", SMALL, 0, 4096, 3199, 16, 16, 2048, 1, (1, 1, 1), 221),
-    PublishedStep("GB200", SMALL, 1, 4096, 3197, 16, 8, 2048, 1, (1, 1, 1), 301),
+    PublishedStep("H100", DEEPSEEK, 0, 1536, 701, 256, 256, 512, 32, (1, 1, 16, 16), 134),
+    PublishedStep("H100", DEEPSEEK, 0, 1536, 697, 512, 512, 512, 32, (1, 1, 16, 16), 111),
+    PublishedStep("H100", DEEPSEEK, 1, 1536, 710, 512, 256, 512, 32, (1, 1, 16, 16), 64.1),
+    PublishedStep("H100", LARGE, 0, 8192, 5698, 128, 128, 512, 16, (2, 2, 16, 8), 395),
+    PublishedStep("H100", LARGE, 0, 8192, 5713, 256, 256, 512, 16, (2, 2, 16, 8), 312),
+    PublishedStep("H100", LARGE, 1, 8192, 5721, 256, 128, 512, 8, (4, 1, 16, 8), 231),
+    PublishedStep("H100", SMALL, 0, 4096, 3203, 32, 32, 2048, 2, (1, 1, 8, 1), 192, recomputes=0),
+    PublishedStep("H100", SMALL, 1, 4096, 3201, 32, 16, 2048, 2, (1, 1, 8, 2), 152, recomputes=0),
+    PublishedStep("H100", SMALL, 8, 4096, 3206, 192, 64, 2048, 2, (1, 1, 8, 1), 34.5, recomputes=0, scores=2, optimizer_steps=4),
+    PublishedStep("GB200", DEEPSEEK, 0, 1536, 711, 128, 128, 512, 32, (1, 1, 16, 8), 108),
+    PublishedStep("GB200", DEEPSEEK, 0, 1536, 700, 256, 256, 512, 32, (1, 1, 16, 8), 98.7),
+    PublishedStep("GB200", DEEPSEEK, 1, 1536, 708, 256, 128, 512, 16, (1, 1, 16, 8), 61.7),
+    PublishedStep("GB200", LARGE, 0, 8192, 5709, 64, 64, 512, 8, (2, 2, 16, 4), 286),
+    PublishedStep("GB200", LARGE, 0, 8192, 5693, 128, 128, 512, 8, (2, 2, 16, 4), 345),
+    PublishedStep("GB200", LARGE, 1, 8192, 5705, 128, 64, 512, 8, (4, 1, 16, 4), 278),
+    PublishedStep("GB200", SMALL, 0, 4096, 3199, 16, 16, 2048, 1, (1, 1, 16, 1), 221, recomputes=0),
+    PublishedStep("GB200", SMALL, 1, 4096, 3197, 16, 8, 2048, 1, (1, 1, 8, 1), 301, recomputes=0),
 )
 FITTED = (
-    "sparse_training_share", "bandwidth_share", "layer_seconds", "remote_seconds", "sequence_seconds", "sync_bytes_per_second",
-    "exposed_sync", "fixed_seconds",
+    "sparse_training_share", "bandwidth_share", "layer_seconds", "remote_seconds", "sequence_seconds", "arm_sequence_seconds",
+    "sync_bytes_per_second",
+    "exposed_sync",
 )  # fmt: skip
 
 
@@ -168,7 +182,7 @@ def fit(steps: Sequence[PublishedStep]) -> StepRates:
     found = least_squares(
         lambda values: [math.log(1 + error(step, rates_at(values))) for step in steps],
         start,
-        bounds=(start - 1.5, np.minimum(start + 1.5, np.log([0.6, 1, 1, 1, 1, 1e13, 1, 60]))),
+        bounds=(start - 1.5, np.minimum(start + 1.5, np.log([0.6, 1, 1, 1, 1, 1, 1e13, 1]))),
         loss="soft_l1",
         f_scale=0.15,
     )

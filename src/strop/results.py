@@ -87,12 +87,14 @@ class Run:
         import pandas
 
         from strop.monitoring.rollout_store.rollout_store import to_row
+        from strop.monitoring.rollout_store.token_columns import NAMES as of_update
         from strop.monitoring.rollout_store.validation_samples import ValidationSamples
 
         store = ValidationSamples(self.folder)
         records = [record for step in store.steps() for record in store.read(step)]
         rows = [{**to_row(record), "accuracy": record.metrics.get("accuracy")} for record in records]
-        return pandas.DataFrame([{name: value for name, value in row.items() if name not in _NOT_OF_SAMPLES} for row in rows])
+        left_out = {*_NOT_OF_SAMPLES, *of_update}
+        return pandas.DataFrame([{name: value for name, value in row.items() if name not in left_out} for row in rows])
 
     @cached_property
     def validations(self) -> pandas.DataFrame:
@@ -231,7 +233,7 @@ _SHOWN_METRICS = (
 # Columns of a rollout that a sample of a validation has not: it is stored without tokens.
 _NOT_OF_SAMPLES = (
     "prompt", "prompt_tokens", "tokens", "sampled", "sampler_logprobs", "learner_logprobs", "versions", "advantage", "kept",
-    "dropped_because", "branches",
+    "dropped_because", "branches", "group_version", "step_rewards", "turn_advantages",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from support.chromium import show
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 LOADED = """() => {
   const all = [...document.querySelectorAll("#main img")];

@@ -39,6 +39,23 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {}),
     "rm": ("rm", {}),
     "distillation": ("distillation", {}),
+    "remax": ("grpo", {"algorithm__name": "remax"}),
+    "sampling_mask": (
+        "grpo",
+        {"policy__generation__top_p": 0.9, "policy__generation__top_k": 20, "policy__generation__keep_sampling_mask": True},
+    ),
+    "adapted_kl": ("ppo", {"algorithm__kwargs": {"kl": {"weight": 0.1, "place": "token_reward", "target": 0.05, "horizon": 64}}}),
+    "asynchronous": ("grpo", {"grpo__async_grpo__enabled": True, "grpo__async_grpo__max_trajectory_age_steps": 2}),
+    "stale groups dropped": (
+        "grpo",
+        {**SUMS, "algorithm__name": "dapo", "grpo__async_grpo__enabled": True, "grpo__async_grpo__order": "drop_too_old"},
+    ),
+    "averaged": ("grpo", {"policy__ema__enabled": True}),
+    "adapters": ("grpo", {"policy__dtensor_cfg__lora_cfg__enabled": True, "policy__dtensor_cfg__lora_cfg__dim": 4}),
+    "draft head": ("grpo", {"policy__draft__enabled": True}),
+    "stored reference": ("dpo", {"dpo__precompute_reference": True}),
+    "unpaired": ("dpo", {"algorithm__name": "kto"}),
+    "streamed": ("sft", {"data__train__streaming": True}),
 }
 
 
@@ -124,6 +141,41 @@ def test_random_steps_of_every_kind_of_run_are_replayed_to_the_last_digit(
 
 
 @pytest.mark.exhaustive
+def test_steps_that_read_images_are_replayed_to_the_last_digit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images in prompts and in observations, from the files beside the rollouts."""
+    from support.vision_models import save_vision_model
+
+    model = save_vision_model("qwen2_5_vl", tmp_path / "model")
+    shown = {"data__train__env_name": "shown", "data__validation__env_name": "shown", "env__graded__type": ...}
+    own = {
+        "policy__max_total_sequence_length": 160,
+        "grpo__max_rollout_turns": 2,
+        "env__shown__type": f"{Path(__file__).with_name('shown.py')}:Shown",
+        "env__shown__turns": 2,
+        "checkpointing__save_period": 3,
+    }
+    logs = run_kind("grpo", model, tmp_path, **shown, **own)
+    for result in replay_steps(logs, monkeypatch, 1, 4, 6):
+        assert result.exact and not result.failed and result.reproduction.compared > 40, result.step
+
+
+@pytest.mark.exhaustive
+def test_steps_with_the_experts_of_the_rollouts_are_replayed_to_the_last_digit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from loop.test_router_replay_runs import build_mixture
+
+    mixture = build_mixture(tmp_path / "mixture")
+    own = {"policy__router_replay__enabled": True, "checkpointing__save_period": 3}
+    logs = run_kind("grpo", mixture, tmp_path, logger__routes=True, **own)
+    for result in replay_steps(logs, monkeypatch, 1, 4, 6):
+        assert result.exact and not result.failed and result.as_it_was.metrics["train/tokens_without_routes"] == 0.0, result.step
+    other = run_kind("grpo", mixture, tmp_path / "without", grpo__max_num_steps=1, **own)
+    assert main(["replay", str(other), "--step", "1"]) == 2
+    assert "set logger.routes=true in a run whose steps are to be replayed" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["grpo", "ppo", "sft"])
 def test_a_run_that_kept_no_checkpoint_is_replayed_at_any_step(
     name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -145,6 +197,20 @@ def test_a_run_that_went_on_with_other_settings_is_replayed_through_the_change(
     for result in replay_steps(logs, monkeypatch, 2, 3, 5):
         assert result.exact and not result.failed, result.step
         assert result.as_it_was.metrics["train/lr"] == (0.003 if result.step < 3 else 0.001)
+
+
+@pytest.mark.exhaustive
+def test_a_damaged_checkpoint_is_passed_over(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_kind("grpo", tiny, tmp_path, grpo__max_num_steps=4)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results" / "step_3" / "state.pt").write_bytes(b"")
+    (tmp_path / "results" / "step_2" / "files.json").unlink()
+    assert main(["replay", "logs", "--step", "4"]) == 0
+    output = capsys.readouterr()
+    assert "step_3 is damaged, or was removed meanwhile, and is passed over" in output.err
+    assert "steps 2 to 3 were trained again on the way" in output.out
 
 
 @pytest.mark.exhaustive

@@ -21,7 +21,11 @@ UNSAVED: dict[str, Any] = {"checkpointing.enabled": False, "checkpointing.metric
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny mixture: 8 experts of which 2 are chosen, in 2 layers."""
+    return build_mixture(tmp_path_factory.mktemp("model") / "mixture")
+
+
+def build_mixture(folder: Path) -> Path:
+    """Save a tiny mixture: 8 experts of which 2 are chosen, in 2 layers."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     tokenizer = tiny_tokenizer()
@@ -51,7 +55,6 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if parameter.dim() > 1:
                 size = 0.3 if "embed" in name else parameter.shape[-1] ** -0.5
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
-    folder = tmp_path_factory.mktemp("model") / "mixture"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

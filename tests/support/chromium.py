@@ -45,6 +45,20 @@ UNREADABLE = """() => {
   return bad;
 }"""
 
+# Whether everything that is near the window has been asked for and drawn.
+SETTLED = """() => {
+  const near = (element) => {
+    const { top, bottom } = element.getBoundingClientRect();
+    return element.checkVisibility() && bottom > 0 && top < window.innerHeight;
+  };
+  const undrawn = [...document.querySelectorAll(".plot")].some((plot) => near(plot) && !plot.querySelector(".uplot, .empty"));
+  return !undrawn && !document.querySelector("#main .empty[role=status], .rows .waiting");
+}"""
+
+# What axe-core, which a test puts into the page, finds wrong with it: rules of WCAG 2 and best practice, with the first element of each.
+VIOLATIONS = """async () => (await axe.run(document, { resultTypes: ["violations"] })).violations.map(
+  ({ id, help, nodes }) => `${id}: ${help}; ${nodes.length} times, first ${nodes[0].html.slice(0, 200)}`)"""
+
 # Controls without a name for a screen reader.
 NAMELESS = """() => [...document.querySelectorAll("button, a, input, select, summary")].filter((element) => {
   if (!element.checkVisibility()) return false;
@@ -54,12 +68,13 @@ NAMELESS = """() => [...document.querySelectorAll("button, a, input, select, sum
 
 
 def show(page: Any, view: str, text: str) -> None:
-    """Go to a view by its address, and wait until it says ``text``."""
+    """Go to a view by its address, and wait until it says ``text`` and is drawn."""
     page.evaluate("hash => { window.location.hash = hash; }", f"#/{view}")
     try:
         page.wait_for_function(
             "text => document.getElementById('main').textContent.replace(/\\s+/g, ' ').includes(text)", arg=text
         )
+        page.wait_for_function(SETTLED)
     except Exception as error:
         raise AssertionError(f"{view} does not say {text!r}; it says {page.inner_text('main')[:1500]}") from error
 

@@ -53,6 +53,22 @@ PARTS = {
 }
 
 
+def write_tokenizer(folder: Path) -> Path:
+    """Write a byte-level tokenizer with some merges, as a model's folder has it; no model, and neither Torch nor Transformers."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(
+        [f"I call the calculator with 1. {THOUGHT} The answer is 2. What is plus? Let me add and count."], trainer
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 def write_runs(folder: Path, tokenizer_folder: Path | None = None, num_extra_metrics: int = 0) -> None:
     """Write the runs into ``folder``. ``tokenizer_folder`` is named as the model, so that tokens have texts."""
     model = str(tokenizer_folder or "someone/model-135M")
@@ -112,6 +128,7 @@ def _write_metrics(folder: Path, seed: int, num_extra: int) -> None:
                 "validation/accuracy": 0.2 + 0.7 * progress,
                 "validation/reward": progress,
                 "timing/train/validation": 0.8,
+                "timing/train/total_step_time": sum(times.values()) + 1.0,
             }
         if step == STEPS:
             metrics |= {"health/entropy_collapsed": 1.0, "train/kl_penalty": None, "nonfinite": {"train/kl_penalty": "nan"}}

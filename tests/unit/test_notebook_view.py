@@ -30,7 +30,9 @@ def test_validations_have_their_intervals_and_samples_their_texts(run: strop.Run
     assert list(table.columns) == ["accuracy", "low", "high", "tasks"] and list(table.index) == [0]
     assert table["low"][0] < 0.2 < table["high"][0] and table["tasks"][0] == 20
     samples = run.samples
-    assert len(samples) == 40 and set(samples["step"]) == {0, STEPS} and "tokens" not in samples
+    assert (
+        len(samples) == 40 and set(samples["step"]) == {0, STEPS} and not {"tokens", "entropy", "clipped"} & set(samples.columns)
+    )
     assert samples.query("step == 0")["accuracy"].mean() == 0.2 and samples["turns"][0][0]["text"] == "an answer 0"
 
 

@@ -18,7 +18,7 @@ from strop.build.resume.token_budgets import make_token_budgets, settle_token_bu
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.checkpointing.base import Restorable
 from strop.config import RecordedRunConfig
-from strop.config.schema.recorded_config import RmConfig, SftConfig
+from strop.config.schema.recorded_config import MOST_EXAMPLES, RmConfig, SftConfig
 from strop.data.data_config import DataEntryConfig
 from strop.data.data_state import DataState
 from strop.data.interleaving import Interleaving
@@ -325,7 +325,8 @@ def make_recorded_options(config: RecordedRunConfig, examples: int | None, *, sh
         section=config.section,
         batch_key="policy.train_global_batch_size",
         max_steps=training.last_step,
-        groups_per_step=config.policy.train_global_batch_size or min(32, 32 if examples is None else examples),
+        groups_per_step=config.policy.train_global_batch_size
+        or min(MOST_EXAMPLES, MOST_EXAMPLES if examples is None else examples),
         max_errors_in_a_row=training.max_errors_in_a_row,
         val_period=training.val_period,
         val_at_start=training.val_at_start,

@@ -378,6 +378,7 @@ def make_train_options(
         share_prefixes=share_prefixes,
         tracked_samples=config.logger.shown_samples,
         tracked_samples_period=config.logger.tracked_samples_period,
+        stored_routes=config.logger.routes,
         token_columns=config.logger.rollouts != "none" and config.logger.token_columns != "none",
         tasks_per_epoch=tasks,
     )

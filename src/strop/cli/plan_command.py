@@ -39,6 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-config", type=Path, metavar="FILE", help="config.json of the model, where the model is not here")
     parser.add_argument("--prompt-tokens", type=float, metavar="N", help="tokens of a prompt, on average")
     parser.add_argument("--completion-tokens", type=float, metavar="N", help="tokens of a completion or an example, on average")
+    parser.add_argument("--no-choices", action="store_true", help="plan the configured layout alone, and look for no better one")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw the plan to a PNG file")
     return parser
@@ -74,6 +75,7 @@ def plan(arguments: Sequence[str], command_line: str) -> int:
 
 
 def _make(options: argparse.Namespace) -> Any:
+    from strop.build.dry_run.checked_choices import add_choices
     from strop.build.dry_run.run_plan_inputs import read_inputs
     from strop.planning.make_plan import make_plan
     from strop.planning.plan_inputs import AverageLengths
@@ -82,17 +84,27 @@ def _make(options: argparse.Namespace) -> Any:
     device = _find_device(config, options.hardware)
     model = _read_model(config, options.model_config)
     lengths = AverageLengths(prompt=options.prompt_tokens, completion=options.completion_tokens)
-    return make_plan(read_inputs(config, model, device, lengths), options.price)
+    inputs = read_inputs(config, model, device, lengths)
+    made = make_plan(inputs, options.price)
+    if options.no_choices:
+        return made
+    return add_choices(
+        made,
+        inputs,
+        config,
+        load=lambda overrides: _load(options, overrides),
+        make=lambda changed: make_plan(read_inputs(changed, model, device, lengths), options.price),
+    )
 
 
-def _load(options: argparse.Namespace) -> TrainingRunConfig:
+def _load(options: argparse.Namespace, further: Sequence[str] = ()) -> TrainingRunConfig:
     """Load the configuration of a training run of any kind, with the devices that are asked for. Raises ConfigError, ValueError."""
-    from strop.config import TRAINING_RUNS, load_config
+    from strop.config import load_config
+    from strop.config.load.load import find_training_root
     from strop.config.source.yaml_source import read_config_file
 
-    values = read_config_file(options.config).values
-    section = next((section for section in TRAINING_RUNS if section in values), "grpo")
     overrides = list(options.overrides)
+    root = find_training_root(read_config_file(options.config).values, overrides)
     if options.devices is not None:
         per_node = min(options.devices, 8)
         if options.devices % per_node:
@@ -101,7 +113,7 @@ def _load(options: argparse.Namespace) -> TrainingRunConfig:
             )
         overrides += [f"cluster.gpus_per_node={per_node}", f"cluster.num_nodes={options.devices // per_node}"]
     has_gpus = None if options.hardware == THIS_MACHINE else True if options.hardware or options.devices else None
-    return load_config(options.config, overrides, root=TRAINING_RUNS[section], has_gpus=has_gpus, check=False).config
+    return load_config(options.config, [*overrides, *further], root=root, has_gpus=has_gpus, check=False).config
 
 
 def _read_model(config: TrainingRunConfig, file: Path | None) -> ModelSize:

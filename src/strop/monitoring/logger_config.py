@@ -128,6 +128,11 @@ class LoggerConfig(BaseConfig):
         description="What the update says of each token, stored with the rollouts: of sampled ones, of all (recorded data is stored too), "
         "or none.",
     )
+    routes: bool = Field(
+        False,
+        description="Store the experts of each token with the rollouts, with policy.router_replay, so that `strop replay` can train a step "
+        "again: a byte for each token, layer and expert chosen, two with more than 128 experts.",
+    )
     wandb_enabled: bool = Field(False, description="Log to Weights & Biases.")
     tensorboard_enabled: bool = Field(False, description="Log to TensorBoard.")
     mlflow_enabled: bool = Field(False, description="Log to MLflow.")

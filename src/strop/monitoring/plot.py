@@ -164,6 +164,8 @@ def find_metrics(run: Path) -> Path:
         raise NothingToPlot(
             f"{run} contains {len(files)} runs ({folders}); name one of them, such as {files[-1].parent}, or several"
         )
+    if (run / "status.json").exists():
+        raise NothingToPlot(f"{run} has no metrics yet: the run has not finished its first step; see strop doctor {run}")
     raise NothingToPlot(
         f"there is no {METRICS_FILE} in {run} or one folder below it; give the log folder of a run (logger.log_dir), "
         "not its checkpoint folder"

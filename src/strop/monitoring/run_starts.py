@@ -80,9 +80,11 @@ def find_versions() -> dict[str, str]:
 
 
 def describe_hardware() -> dict[str, str]:
-    """Return what this process computes on: processor, cores, memory, system, and GPUs with their memory and driver's runtime."""
+    """Return what this process computes on: processor, cores, threads, memory, system, and GPUs with their memory and driver's runtime."""
+    torch = sys.modules.get("torch")  # not imported for this
     found = {
         "processor": find_processor(),
+        "threads": "" if torch is None else str(torch.get_num_threads()),
         "cores": f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} of {os.cpu_count()}",
         "memory": _find_memory(),
         "system": f"{platform.system()} {platform.release()}",

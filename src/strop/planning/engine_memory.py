@@ -44,7 +44,7 @@ class EngineMemory:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of the cache for a token, on one device."""
-        return self.setup.cache_bytes * self.model.dimensions.cache_width / self.setup.size
+        return self.setup.cache_bytes * self.model.cache_width / self.setup.size
 
     @property
     def cache(self) -> float:
@@ -62,6 +62,10 @@ class EngineMemory:
     def sequences(self) -> float:
         """Sequences of the greatest length that the cache holds at a time."""
         return self.cache / (self.bytes_per_token * self.setup.longest)
+
+    def count_sequences(self, tokens: float) -> float:
+        """Return how many sequences of so many tokens are decoded at a time."""
+        return min(self.setup.most_sequences, self.cache / (self.bytes_per_token * tokens))
 
     @property
     def parts(self) -> dict[str, float]:

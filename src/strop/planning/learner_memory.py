@@ -6,10 +6,12 @@ compared with what torch's allocator holds by ``benchmarks/plan_memory.py`` (doc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from math import ceil
 
 from strop.planning.model_size import ModelSize
+from strop.planning.sharding import Sharding
 
 FLOAT32, BFLOAT16 = 4, 2  # bytes
 MOST_KEPT_LOGITS = 512 * 2**20  # as models.logprobs.tiled_logprobs keeps for the backward pass
@@ -18,25 +20,9 @@ PLAIN_SCORES = {FLOAT32: 1 << 20, BFLOAT16: 1 << 22}  # up to which a CPU comput
 EAGER_SCORES = 1 << 25  # up to which plain products in bfloat16 keep the scores
 MLP_TENSORS = 4  # of a gated MLP's width that are kept: gate, up, activation, product
 MLP_GRADIENTS = 3  # of its width in the backward pass: of the product, gate and up
+EXPERT_ROWS = 3  # of the hidden width that a layer keeps for each expert of a token: sorted inputs, outputs, weighted ones
+GATHERED_LAYERS = 2  # that FSDP gathers at a time
 JOINED_ALREADY = 0.4  # share of the weights that need no joined copy where they have the dtype of the products
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """Over how many ranks the parts of a learner are divided."""
-
-    shards: int = 1  # of weights, gradients and optimizer over data-parallel ranks
-    optimizer_shards: int = 1  # further ones of the optimizer alone (Megatron's distributed optimizer)
-    tensor: int = 1
-    context: int = 1
-    stages: int = 1
-    expert: int = 1
-    sequence: bool = False  # norms and residuals are divided over tensor ranks too
-
-    @property
-    def dense(self) -> int:
-        """Ranks that share a dense weight."""
-        return self.shards * self.tensor * self.stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +34,7 @@ class LearnerSetup:
     on_cpu: bool = True
     compute_bytes: int = FLOAT32  # of a number in the products
     weight_bytes: int = FLOAT32  # of a weight that the network reads
+    gradient_bytes: int = FLOAT32  # of a gradient that is kept over micro-batches
     optimizer_numbers: float = 2  # that the optimizer keeps for a weight
     trained_share: float = 1.0  # of the weights
     checkpointed_share: float = 0.0  # of the layers, which compute their activations again
@@ -55,7 +42,7 @@ class LearnerSetup:
     offloads_weights: bool = False  # weights and optimizer stay in CPU memory
     logit_rows: int = 1024  # policy.logprob_chunk_size
     micro_batches: int = 2  # of an optimizer step
-    sharding: Sharding = Sharding()
+    sharding: Sharding = field(default_factory=Sharding)
 
 
 @dataclass(frozen=True)
@@ -68,24 +55,29 @@ class LearnerFootprint:
     @cached_property
     def rank_weights(self) -> float:
         """Weights that this rank holds."""
-        model, sharding = self.model, self.setup.sharding
-        experts = model.expert_weights / (sharding.stages * sharding.expert * sharding.shards)
-        return (model.weights - model.expert_weights) / sharding.dense + experts
+        return self.model.rank_weights(self.setup.sharding)
+
+    @cached_property
+    def rank_states(self) -> float:
+        """Weights whose optimizer state and masters this rank holds."""
+        sharding = self.setup.sharding
+        experts = self.model.expert_weights / sharding.experts
+        dense = (self.rank_weights - experts) / sharding.optimizer_shards
+        return self.setup.trained_share * (dense + experts / sharding.expert_optimizer_shards)
 
     @property
     def weights(self) -> float:
         """Bytes of the weights, with float32 masters of weights of lower precision."""
-        masters = FLOAT32 * self.setup.trained_share if self.setup.weight_bytes < FLOAT32 else 0
-        return self.rank_weights * (self.setup.weight_bytes + masters / self.setup.sharding.optimizer_shards)
+        masters = FLOAT32 * self.rank_states if self.setup.weight_bytes < FLOAT32 else 0.0
+        return self.setup.weight_bytes * self.rank_weights + masters
 
     @property
     def gradients(self) -> float:
-        return FLOAT32 * self.rank_weights * self.setup.trained_share
+        return 0.0 if self.setup.offloads_weights else self.setup.gradient_bytes * self.rank_weights * self.setup.trained_share
 
     @property
     def optimizer(self) -> float:
-        numbers = self.setup.optimizer_numbers / self.setup.sharding.optimizer_shards
-        return FLOAT32 * numbers * self.rank_weights * self.setup.trained_share
+        return FLOAT32 * self.setup.optimizer_numbers * self.rank_states
 
     @property
     def static(self) -> float:
@@ -93,8 +85,9 @@ class LearnerFootprint:
         return 0.0 if self.setup.offloads_weights else self.weights + self.optimizer
 
     @property
-    def stage_layers(self) -> float:
-        return self.model.num_layers / self.setup.sharding.stages
+    def stage_layers(self) -> int:
+        """Layers of the largest stage."""
+        return ceil(self.model.num_layers / self.setup.sharding.stages)
 
     @property
     def layer_weights(self) -> float:
@@ -105,16 +98,32 @@ class LearnerFootprint:
 
     @property
     def weight_copies(self) -> float:
-        """Bytes of weights in the dtype of the products: cast once for a pass, on a CPU packed once more, gathered by FSDP two layers at
-        a time."""
+        """Bytes of weights in the dtype of the products: cast once for a pass, on a CPU packed once more; of FSDP's those of two layers."""
         setup = self.setup
-        layers = 2.0 if setup.sharding.shards > 1 else self.stage_layers
+        layers = float(GATHERED_LAYERS) if setup.sharding.shards > 1 else self.stage_layers
         same = setup.weight_bytes == setup.compute_bytes
         if setup.on_cpu:
             copies = 0.0 if setup.compute_bytes == FLOAT32 else 2.0 - (JOINED_ALREADY if same else 0.0)
         else:
-            copies = 1.0 if setup.sharding.shards > 1 or not same else 0.0
+            copies = 0.0 if same else 1.0
         return copies * setup.compute_bytes * self.layer_weights * layers
+
+    @cached_property
+    def gathered(self) -> float:
+        """Bytes of weights that FSDP gathers: embedding and output layer for a whole pass, and two layers."""
+        model, sharding = self.model, self.setup.sharding
+        if sharding.shards == 1:
+            return 0.0
+        ends = (model.weights - model.layer_weights) / sharding.tensor
+        layer = (model.layer_weights - model.expert_weights) / sharding.tensor
+        layer += model.expert_weights / sharding.expert if sharding.expert_shards > 1 else 0.0
+        return self.setup.weight_bytes * (ends + GATHERED_LAYERS * layer / model.num_layers)
+
+    @property
+    def head_gradient(self) -> float:
+        """Bytes of the output layer's gradient, which FSDP keeps whole until the end of a backward pass."""
+        sharded = self.setup.sharding.shards > 1 and self.setup.trained_share == 1
+        return self.setup.weight_bytes * self.model.embedding_weights / self.setup.sharding.tensor if sharded else 0.0
 
     @cached_property
     def layer_activations(self) -> float:
@@ -124,14 +133,12 @@ class LearnerFootprint:
         residual = (2 * self.model.hidden * (setup.weight_bytes + each) + 2 * FLOAT32) / (
             sharding.tensor if sharding.sequence else 1
         )
-        divided = (self._attention_numbers() + MLP_TENSORS * self.mlp_width) * each + FLOAT32 * self.model.heads
-        return tokens * (residual + divided / sharding.tensor) + self.kept_scores
-
-    @cached_property
-    def mlp_width(self) -> float:
-        """Inner width of a layer's MLP, of experts those that a token goes through, on average over the layers."""
-        model = self.model
-        return sum(layer.mlp for layer in model.dimensions.layers) / (3 * model.hidden * model.num_layers)
+        divided = (self._attention_numbers() + MLP_TENSORS * self.model.mlp_width) * each + FLOAT32 * self.model.heads
+        rows = EXPERT_ROWS * self.model.active_experts * self.model.hidden * setup.weight_bytes
+        return (
+            tokens * (residual + divided / sharding.tensor + rows / (sharding.tensor if sharding.sequence else 1))
+            + self.kept_scores
+        )
 
     def _attention_numbers(self) -> float:
         """Numbers that a token's queries, keys, values and output keep."""
@@ -165,17 +172,23 @@ class LearnerFootprint:
         setup, sharding = self.setup, self.setup.sharding
         if setup.offloads_activations and not setup.on_cpu:
             return 2 * self.layer_activations  # two layers on their way
+        held = sharding.stages if setup.micro_batches > 1 else 1  # micro-batches on their way through a pipeline (1F1B)
+        return held * self.kept_activations
+
+    @cached_property
+    def kept_activations(self) -> float:
+        """What all layers of this rank keep of a micro-batch (bytes), wherever."""
+        setup, sharding = self.setup, self.setup.sharding
         kept = setup.weight_bytes * self.model.hidden * setup.tokens / sharding.context
         kept /= sharding.tensor if sharding.sequence else 1
         recomputed = round(self.stage_layers * setup.checkpointed_share)
-        held = min(sharding.stages, setup.micro_batches)  # micro-batches on their way through a pipeline
-        return held * ((self.stage_layers - recomputed) * self.layer_activations + recomputed * kept)
+        return (self.stage_layers - recomputed) * self.layer_activations + recomputed * kept
 
     @cached_property
     def layer_backward(self) -> float:
         """What the backward pass of a layer holds besides (bytes): gradients of an MLP, and a layer's activations computed again."""
         setup, sharding = self.setup, self.setup.sharding
-        gradients = MLP_GRADIENTS * self.mlp_width * setup.compute_bytes / sharding.tensor + 2 * self.model.hidden * FLOAT32
+        gradients = MLP_GRADIENTS * self.model.mlp_width * setup.compute_bytes / sharding.tensor + 2 * self.model.hidden * FLOAT32
         again = self.layer_activations if setup.checkpointed_share > 0 else 0.0
         return again + gradients * setup.tokens / sharding.context
 
@@ -202,8 +215,8 @@ class LearnerFootprint:
     @property
     def training_peak(self) -> float:
         """The most bytes at once in a step: gradients of earlier micro-batches, activations and the output layer."""
-        passing = self.static + self.weight_copies
-        at_output = self.activations + max(self.output_layer, self.layer_backward)
+        passing = self.static + self.weight_copies + self.gathered
+        at_output = self.activations + max(self.output_layer, self.layer_backward + self.head_gradient)
         if self.setup.micro_batches > 1:
             return passing + self.gradients + at_output
         return passing + max(at_output, self.gradients + self.layer_activations + self.layer_backward)
@@ -214,6 +227,8 @@ class LearnerFootprint:
         setup, hidden = self.setup, self.model.hidden
         rows, each = setup.tokens / setup.sharding.context, setup.compute_bytes
         columns = self.model.dimensions.vocabulary / setup.sharding.tensor
-        mlp = rows * (hidden * (setup.weight_bytes + each) + MLP_TENSORS * self.mlp_width * each / setup.sharding.tensor)
+        mlp = rows * (hidden * (setup.weight_bytes + each) + MLP_TENSORS * self.model.mlp_width * each / setup.sharding.tensor)
         head = rows * hidden * (setup.weight_bytes + each) + columns * hidden * (each if each < setup.weight_bytes else 0)
-        return self.static + self.weight_copies + max(mlp + self.kept_scores, head + 2 * self._tile(rows, columns))
+        return (
+            self.static + self.weight_copies + self.gathered + max(mlp + self.kept_scores, head + 2 * self._tile(rows, columns))
+        )

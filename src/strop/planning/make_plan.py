@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from strop.planning.engine_memory import EngineMemory
-from strop.planning.learner_memory import FLOAT32, LearnerFootprint, LearnerSetup
+from strop.planning.learner_memory import LearnerFootprint, LearnerSetup
 from strop.planning.plan_inputs import PlanInputs
 from strop.planning.run_plan import GIB, Advice, PhaseMemory, RunCost, RunPlan
 from strop.planning.step_time import StepClock, StepTime
@@ -19,7 +19,7 @@ LEAST_SEQUENCES = 8  # of the greatest length that an engine should hold
 def make_plan(inputs: PlanInputs, price: float | None = None) -> RunPlan:
     """Return the plan of a run. ``price``: of a device for an hour."""
     phases = tuple(plan_memory(inputs))
-    time = StepClock(inputs.model, inputs.work, inputs.layout).time_step()
+    time = plan_time(inputs)
     return RunPlan(
         model=inputs.model.name,
         device=inputs.device,
@@ -35,26 +35,44 @@ def make_plan(inputs: PlanInputs, price: float | None = None) -> RunPlan:
     )
 
 
+def plan_time(inputs: PlanInputs) -> StepTime:
+    """Return the time of a step."""
+    return make_clock(inputs).time_step()
+
+
+def make_clock(inputs: PlanInputs) -> StepClock:
+    """Return what times the step: its engines decode at most as many sequences at a time as their cache has room for."""
+    layout = inputs.layout
+    if inputs.engine is not None:
+        context = inputs.work.prompt + inputs.work.completion / 2  # of a sequence that is being decoded, on average
+        layout = replace(layout, room=EngineMemory(inputs.model, inputs.engine, limit_of(inputs)).count_sequences(context))
+    return StepClock(inputs.model, inputs.work, layout, inputs.learner)
+
+
 def plan_memory(inputs: PlanInputs) -> Iterator[PhaseMemory]:
     """Yield the memory of each phase. Learner and engines that take turns on a device leave it to each other (weights and optimizer of the
     learner go to CPU memory); in one process on a CPU nothing leaves."""
     learner = LearnerFootprint(inputs.model, inputs.learner)
-    beside = _beside(inputs, learner)
+    beside = count_beside(inputs, learner, inputs.references)
     static = {} if inputs.learner.offloads_weights else {"weights": learner.weights, "optimizer": learner.optimizer}
     held = {**static, **beside}
     engine = None if inputs.engine is None else EngineMemory(inputs.model, inputs.engine, limit_of(inputs))
     shared, own_weights = inputs.layout.shared, engine is not None and not engine.setup.shares_weights
-    together = shared and (inputs.device.measured or not own_weights)  # neither leaves the device to the other
+    together = shared and (
+        inputs.device.measured or not own_weights or not inputs.leaves
+    )  # neither leaves the device to the other
     stays = engine.parts if engine is not None and together else {}
     devices = "all" if shared else "learner"
     if engine is not None:
         yield _phase(inputs, "generation", "all" if shared else "engines", {**(held if together else {}), **engine.parts})
     yield _phase(inputs, "logprobs", devices, {**held, **stays, "pass": learner.scoring_peak - learner.static})
     activations = {"gradients": learner.gradients, "activations": learner.activations, "weight copies": learner.weight_copies}
+    activations["gathered weights"] = learner.gathered
     activations["output layer"] = learner.training_peak - learner.static - sum(activations.values())
     yield _phase(inputs, "training", devices, {**held, **stays, **activations})
     if engine is not None and own_weights:
-        sent = {**held, "engine weights": engine.weights if shared else 0.0, "weights on their way": TRANSFER_BUFFER}
+        stays_here = held if together or not shared else {}  # weights are sent from CPU memory where the learner has left
+        sent = {**stays_here, **(engine.parts if shared else {}), "weights on their way": TRANSFER_BUFFER}
         yield _phase(inputs, "weight sync", devices, sent)
 
 
@@ -64,10 +82,9 @@ def _phase(inputs: PlanInputs, name: str, devices: str, parts: Mapping[str, floa
     )
 
 
-def _beside(inputs: PlanInputs, learner: LearnerFootprint) -> dict[str, float]:
+def count_beside(inputs: PlanInputs, learner: LearnerFootprint, references: int) -> dict[str, float]:
     """Return the models beside the policy on a learner's device."""
-    each = inputs.learner.compute_bytes if inputs.learner.weight_bytes == 2 else FLOAT32
-    found = {"reference": inputs.references * each * learner.rank_weights}
+    found = {"reference": references * inputs.reference_bytes * learner.rank_weights}
     found["critic"] = inputs.critics * (learner.static + learner.gradients)
     return {name: size for name, size in found.items() if size}
 
@@ -112,7 +129,7 @@ def _advise(inputs: PlanInputs) -> Iterator[Advice]:
 def _advise_learner(inputs: PlanInputs) -> Iterator[Advice]:
     """Yield what makes training fit, or a larger micro-batch where there is room."""
     setup, longest = inputs.learner, inputs.learner.longest
-    room = limit_of(inputs) - sum(_beside(inputs, LearnerFootprint(inputs.model, setup)).values())
+    room = limit_of(inputs) - sum(count_beside(inputs, LearnerFootprint(inputs.model, setup), inputs.references).values())
     if inputs.device.measured and inputs.engine is not None:
         room -= EngineMemory(inputs.model, inputs.engine, limit_of(inputs)).weights
     if _fits(inputs, setup, room):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 from strop.hardware.devices import Device
+from strop.hardware.machine_memory import total_memory
 
 SIDE = 1536  # of the square matrices
 BUFFER = 1 << 28  # bytes that are read to measure bandwidth: more than a cache holds
@@ -16,7 +16,8 @@ REPEATS = 5  # at least
 
 
 def measure_machine(threads: int | None = None) -> Device:
-    """Return this machine as a device: matrix rates in float32 and bfloat16, the bandwidth of its memory, and its size.
+    """Return this machine as a device: matrix rates in float32 and bfloat16, the bandwidth of its memory, and its size,
+    or its container's.
 
     ``threads``: CPU threads; None is torch's own choice.
     """
@@ -34,21 +35,12 @@ def measure_machine(threads: int | None = None) -> Device:
         bf16_tflops=rates[0] / 1e12,
         fp8_tflops=None,
         fp32_tflops=rates[1] / 1e12,
-        memory_gib=read_memory() / 2**30,
+        memory_gib=total_memory() / 2**30,
         bandwidth_gb=bandwidth / 1e9,
         link_gb=bandwidth / 1e9,
         devices_per_node=1,
         measured=True,
     )
-
-
-def read_memory(proc: Path = Path("/proc")) -> float:
-    """Return the bytes of this machine's memory; 0 where it cannot be read."""
-    try:
-        lines = (proc / "meminfo").read_text().splitlines()
-        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:"))
-    except (OSError, StopIteration):
-        return 0.0
 
 
 def _measure_products(dtype: object) -> float:

@@ -8,15 +8,17 @@ from functools import cached_property
 from typing import Any
 
 from strop.hardware.model_dimensions import DecoderDimensions, UnknownDimensions, dimensions_of
+from strop.planning.sharding import Sharding
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ModelSize:
-    """A decoder's dimensions with its name, its heads and its experts."""
+    """A decoder's dimensions with its name, its heads and its experts. Two are equal if they are the same object, which hashes fast."""
 
     name: str
     dimensions: DecoderDimensions
     heads: int
+    key_value_heads: int = 0  # 0: as many as heads
     experts: int = 0  # of a layer
     active_experts: int = 0  # that a token is multiplied with
 
@@ -34,6 +36,7 @@ class ModelSize:
             name=name,
             dimensions=dimensions,
             heads=int(text["num_attention_heads"]),
+            key_value_heads=0 if text.get("kv_lora_rank") else int(text.get("num_key_value_heads") or 0),
             experts=int(experts),
             active_experts=int(text.get("num_experts_per_tok") or 0) if experts else 0,
         )
@@ -58,7 +61,22 @@ class ModelSize:
         missed = sum(layer.resident - layer.mlp for layer in self.dimensions.layers)
         return missed * self.experts / (self.experts - self.active_experts)
 
-    @property
+    @cached_property
+    def active_weights(self) -> int:
+        """Weights that a predicted token is multiplied with."""
+        return self.dimensions.active_parameters
+
+    @cached_property
+    def cache_width(self) -> int:
+        """Numbers that a token leaves in the cache of all layers."""
+        return self.dimensions.cache_width
+
+    @cached_property
+    def mlp_width(self) -> float:
+        """Inner width of a layer's MLP, of experts those that a token goes through, on average over the layers."""
+        return sum(layer.mlp for layer in self.dimensions.layers) / (3 * self.hidden * self.num_layers)
+
+    @cached_property
     def layer_weights(self) -> float:
         """Weights of all layers: without the embedding and the output layer."""
         return float(sum(layer.attention + layer.resident for layer in self.dimensions.layers))
@@ -66,6 +84,10 @@ class ModelSize:
     @property
     def embedding_weights(self) -> int:
         return self.dimensions.hidden * self.dimensions.vocabulary
+
+    def rank_weights(self, sharding: Sharding) -> float:
+        """Weights that a rank of a learner holds."""
+        return (self.weights - self.expert_weights) / sharding.dense + self.expert_weights / sharding.experts
 
     def weights_read(self, tokens: float) -> float:
         """Weights that a step over so many tokens of different sequences reads: of experts those that some token chooses."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from strop.hardware.devices import Device
 from strop.planning.engine_memory import EngineSetup
-from strop.planning.learner_memory import LearnerSetup
+from strop.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup
 from strop.planning.model_size import ModelSize
 from strop.planning.step_time import StepLayout, StepWork
 
@@ -30,9 +30,15 @@ class PlanInputs:
     work: StepWork
     layout: StepLayout
     layout_text: str
+    leaves: bool = True  # the learner goes to CPU memory while engines that share its devices have them
     references: int  # frozen models of the policy's size beside it
     critics: int
     steps: int | None
     learner_key: str  # prefix of the learner's keys
     batch_key: str
     assumptions: tuple[str, ...]
+
+    @property
+    def reference_bytes(self) -> int:
+        """Bytes of a weight of a frozen model."""
+        return self.learner.compute_bytes if self.learner.weight_bytes == BFLOAT16 else FLOAT32

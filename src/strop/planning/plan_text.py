@@ -32,12 +32,29 @@ def _lines(plan: RunPlan) -> Iterator[str]:
     yield ""
     yield f"run         {_format_cost(plan)}"
     yield f"first limit {plan.breaks_first}"
-    for advice in plan.advice:
-        yield f"set         {advice.key}={advice.value}: {advice.reason}"
+    if not plan.choices:
+        yield from (f"set         {advice.key}={advice.value}: {advice.reason}" for advice in plan.advice)
+    yield from _format_choices(plan)
     for assumption in plan.assumptions:
         yield f"assumed     {assumption}"
     if not plan.device.measured:
         yield "assumed     times of a GPU are fitted to published runs of another library (docs/planning.md)"
+
+
+def _format_choices(plan: RunPlan) -> Iterator[str]:
+    """Yield the layouts that the plan would choose beside the configured one, with what to paste for each."""
+    if plan.verdict:
+        yield f"choose      {plan.verdict}"
+    if not plan.choices:
+        return
+    yield f"              {'a step':>10} {'learner':>11} {'engines':>11}"
+    rows = [("as given", plan), *((str(number), choice.plan) for number, choice in enumerate(plan.choices, 1))]
+    for name, each in rows:
+        engine = "" if each.engine_peak is None else f"{each.engine_peak / GIB:.1f} GiB"
+        misfit = "" if each.fits else "  does not fit"
+        yield f"  {name:<12}{format_seconds(each.time.total):>10} {each.learner_peak / GIB:7.1f} GiB {engine:>11}{misfit}  {each.layout}"
+    for number, choice in enumerate(plan.choices, 1):
+        yield f"  {number}: {' '.join(choice.overrides)}"
 
 
 def _shares(plan: RunPlan) -> bool:

@@ -49,6 +49,14 @@ class RunCost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanChoice:
+    """A layout that the plan would choose, beside the configuration's."""
+
+    overrides: Sequence[str]  # key=value, to paste after the command
+    plan: RunPlan
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """A run before it starts."""
 
@@ -63,6 +71,18 @@ class RunPlan:
     advice: Sequence[Advice]
     breaks_first: str  # what would not fit any more if the run grew
     assumptions: Sequence[str]
+    choices: Sequence[PlanChoice] = ()  # the best first
+    verdict: str = ""  # on the configuration beside them; empty: nothing was searched
+
+    @property
+    def learner_peak(self) -> float:
+        """The most bytes of a device while the learner computes."""
+        return max(phase.peak for phase in self.phases if phase.phase in ("logprobs", "training"))
+
+    @property
+    def engine_peak(self) -> float | None:
+        """The most bytes of a device that generates; None for a run that samples nothing."""
+        return next((phase.peak for phase in self.phases if phase.phase == "generation"), None)
 
     @property
     def fits(self) -> bool:
@@ -98,6 +118,8 @@ class RunPlan:
             "advice": [{"key": each.key, "value": each.value, "reason": each.reason} for each in self.advice],
             "breaks_first": self.breaks_first,
             "assumptions": list(self.assumptions),
+            "choices": [_describe_choice(choice) for choice in self.choices],
+            "verdict": self.verdict,
         }
 
     @property
@@ -111,3 +133,16 @@ class RunPlan:
             "weight_sync": time.exposed_sync * time.weight_sync,
             "other": time.other,
         }
+
+
+def _describe_choice(choice: PlanChoice) -> dict[str, object]:
+    plan = choice.plan
+    return {
+        "overrides": list(choice.overrides),
+        "layout": plan.layout,
+        "training_devices": plan.training_devices,
+        "generation_devices": plan.generation_devices,
+        "seconds": {**plan.seconds, "step": plan.time.total},
+        "learner_peak_bytes": round(plan.learner_peak),
+        "engine_peak_bytes": None if plan.engine_peak is None else round(plan.engine_peak),
+    }

@@ -139,6 +139,7 @@ def make_step_records(run: TrainingRun, groups: Sequence[Group], batch: Batch, r
         learner_logprobs=split_by_rollout(require_token_outputs(outputs).logprobs, batch, groups) if of_tokens else {},
         dropped={group.index: reason for group, reason in run.dropped},
         decode=run.decode,
+        routes=run.options.stored_routes,
     )
 
 

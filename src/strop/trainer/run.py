@@ -68,6 +68,7 @@ class TrainOptions:
     tracked_samples: int | None = None  # rollouts of a step that services show; None: there is no service
     tracked_samples_period: int = 10
     tasks_per_epoch: int | None = None  # for the metric train/epoch; None: unknown
+    stored_routes: bool = False  # store the experts of each token with the rollouts
     token_columns: bool = False  # store what the update says of each token, also of recorded data
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,16 +16,19 @@ from strop.build.run_report.config_difference import list_changed_settings
 from strop.build.run_report.report_facts import read_report_facts
 from strop.build.run_report.run_incidents import list_incidents
 from strop.build.run_report.validation_results import read_validations
+from strop.cli.log_folder import find_log_folder
 from strop.config.source import yaml_text
 from strop.monitoring.pages.axis_ticks import find_range, make_ticks
 from strop.monitoring.pages.curve_drawing import thin
+from strop.monitoring.roofline.step_roofline import roofline_path, write_roofline
 from strop.monitoring.run_starts import describe_hardware, find_versions, read_run_starts
 from strop.monitoring.trackers.jsonl import read_metrics
-from strop.monitoring.watchdog.status import read_status
+from strop.monitoring.watchdog.status import read_status, write_status
 from strop.safety.printable import make_printable
 from strop.statistics.intervals import confidence_interval
 from support.html_pages import ParsedPage, check_page
 from support.reported_runs import HOSTILE, STEPS, write_run
+from support.step_rooflines import STEP
 
 
 def make_page(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> str:
@@ -44,7 +49,7 @@ def test_a_report_is_one_page_with_every_part(tmp_path: Path, capsys: pytest.Cap
     page = check_page(text)
     said = text_of(page)
     assert [attributes["id"] for tag, attributes in page.elements if tag == "section"] == [
-        "summary", "curves", "validation", "samples", "mismatch", "incidents", "configuration", "environment", "repeat",
+        "summary", "curves", "validation", "samples", "mismatch", "profiles", "incidents", "configuration", "environment", "repeat",
     ]  # fmt: skip
     assert "finished after its last step" in said and "B is better: +" in said
     assert (
@@ -54,6 +59,22 @@ def test_a_report_is_one_page_with_every_part(tmp_path: Path, capsys: pytest.Cap
     assert "grpo.max_num_steps" in said and "policy.generation.max_new_tokens" in said and "policy.precision" in said
     assert "torch 2.0 -> 2.20" in said and "3 groups dropped, because a rollout failed" in said and "steps 13 to 14, 19" in said
     assert "strop grpo --config config.yaml " in said and "pip install torch==2.20" in said and "an answer" in said
+
+
+def test_recorded_steps_are_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "mine", steps=2)
+    assert "No step was recorded (logger.profile.steps)." in text_of(check_page(make_page(capsys, run)))
+    (run / "profiles").mkdir()
+    (run / "profiles" / "step_000003.json.gz").write_bytes(b"")
+    assert "Operators were not recorded" in text_of(check_page(make_page(capsys, run)))
+    path = roofline_path(run / "profiles", 3)
+    hostile = replace(STEP, processes=[replace(each, name=HOSTILE) for each in STEP.processes])
+    for found in (STEP, hostile):
+        write_roofline(path, found)
+        said = text_of(check_page(make_page(capsys, run)))
+        assert "open in Perfetto" in said and "mm [8, 8] x [8, 8]" in said and "memory 10 GB/s" in said
+    path.write_text("{")
+    assert "The roofline of step 3 cannot be read" in text_of(check_page(make_page(capsys, run)))
 
 
 def test_a_report_may_go_to_a_folder_that_is_not_there_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,6 +119,65 @@ def test_a_folder_without_a_run_and_one_without_steps_get_a_sentence(tmp_path: P
     with pytest.raises(SystemExit):
         cli.main(["report", str(tmp_path), "--outptu", "x"])
     assert "did you mean --output?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["logs/minee"], "there is no logs/minee; name a run's log folder (logger.log_dir); did you mean logs/mine?"),
+        (["logs/mine", "logs/other"], "a report is of one run, found logs/other too: strop compare A B --html FILE compares two"),
+        (["logs/mine", "--output", "logs"], "logs cannot be written: it is a folder; name the file to write"),
+        (["logs/mine", "--outptu", "x"], "did you mean --output?"),
+    ],
+    ids=["typo in the folder", "two runs", "output is a folder", "typo in an option"],
+)
+def test_a_command_that_cannot_work_says_what_to_write_instead(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "logs" / "mine", steps=1, validations=False)
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = cli.main(["report", *arguments])
+    except SystemExit as exit:  # as argparse ends
+        code = exit.code
+    assert code == 2 and said in capsys.readouterr().err
+    assert not (tmp_path / ".logs.tmp").exists()
+
+
+def test_a_log_folder_is_the_run_wherever_its_configuration_says_that_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that was copied, or that has no step yet, is not taken for the folder that its configuration names."""
+    other = write_run(tmp_path / "other", steps=1, validations=False)
+    copied = write_run(tmp_path / "copied", steps=1, validations=False)
+    (copied / "config.yaml").write_text(f"logger: {{log_dir: {other}}}\n")
+    assert find_log_folder(copied) == copied
+    (copied / "metrics.jsonl").unlink()
+    assert find_log_folder(copied) == copied and cli.main(["report", str(copied)]) == 2
+    assert "copied has no metrics yet" in capsys.readouterr().err
+    assert find_log_folder(copied / "config.yaml") == other
+
+
+def test_a_run_that_was_killed_is_said_to_have_died(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "mine", steps=2)
+    (run / "config_history.jsonl").unlink(missing_ok=True)
+    status = read_status(run)
+    assert status is not None
+    write_status(run, replace(status, state="running", host=socket.gethostname(), pid=2**30))
+    page = make_page(capsys, run)
+    assert "2 steps; died before its end." in page and "died without a final status" in page
+    (run / "metrics.jsonl").unlink()
+    for command in ("report", "plot"):
+        assert cli.main([command, str(run)]) == 2
+        assert "has no metrics yet: the run has not finished its first step; " in (said := capsys.readouterr().err)
+        assert f"see strop doctor {run}" in said
+
+
+def test_a_sample_that_became_better_says_so_in_colour_and_one_that_did_not_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = make_page(capsys, write_run(tmp_path / "mine"))
+    assert '<h4 class="good">' in page and page.count("<h4>") >= page.count('<h4 class="good">')
 
 
 def test_intervals_of_validations_are_those_of_the_statistics_and_equal_the_tasks(tmp_path: Path) -> None:
@@ -157,7 +237,7 @@ def test_a_thinned_curve_keeps_its_spikes_and_its_order() -> None:
 )
 def test_ticks_are_few_and_inside(low: float, high: float) -> None:
     ticks = make_ticks(low, high)
-    assert 1 <= len(ticks) <= 6 and all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
+    assert 2 <= len(ticks) <= 5 and all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
 
 
 def test_an_axis_has_a_width_where_all_values_are_equal() -> None:

@@ -15,11 +15,11 @@ GRPO = Closing(section="grpo", log_dir=Path("logs/x"), stores_rollouts=True, che
 @pytest.mark.parametrize(
     ("section", "rollouts", "commands"),
     [
-        ("grpo", True, ["plot logs/x", "rollouts logs/x --worst 3", "eval {0}", "export {0} OUT", "serve {0}"]),
-        ("grpo", False, ["plot logs/x", "eval {0}", "export {0} OUT", "serve {0}"]),
-        ("sft", False, ["plot logs/x", "export {0} OUT", "serve {0}"]),
-        ("dpo", False, ["plot logs/x", "export {0} OUT", "serve {0}"]),
-        ("rm", False, ["plot logs/x", "export {0} OUT"]),
+        ("grpo", True, ["plot logs/x", "report logs/x", "rollouts logs/x --worst 3", "eval {0}", "export {0} OUT", "serve {0}"]),
+        ("grpo", False, ["plot logs/x", "report logs/x", "eval {0}", "export {0} OUT", "serve {0}"]),
+        ("sft", False, ["plot logs/x", "report logs/x", "export {0} OUT", "serve {0}"]),
+        ("dpo", False, ["plot logs/x", "report logs/x", "export {0} OUT", "serve {0}"]),
+        ("rm", False, ["plot logs/x", "report logs/x", "export {0} OUT"]),
     ],
 )
 def test_the_commands_to_go_on_with_are_those_that_work_for_the_kind_of_run(
@@ -50,6 +50,7 @@ def test_the_last_lines_say_what_the_run_did_and_what_was_wrong(tmp_path: Path) 
         "wandb sync",
         "next:",
         "    strop plot logs/x",
+        "    strop report logs/x",
         "    strop rollouts logs/x --worst 3",
         f"    strop eval {tmp_path}/step_30",
         f"    strop export {tmp_path}/step_30 OUT",

@@ -59,6 +59,18 @@ def test_tensorboard_forgets_the_steps_that_run_again_also_after_a_cut_file(tmp_
     assert scalars(tmp_path, "train/reward") == [(1, 0.0), (2, 0.0), (3, 0.0), (4, 1.0)]
 
 
+def test_notes_before_the_first_step_are_of_step_0(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.resume(-1)
+    tracker.note("loading")
+    tracker.log(1, {"train/reward": 0.5})
+    tracker.note("saved")
+    tracker.close()
+    assert [event.step for event in EventAccumulator(str(tmp_path)).Reload().Tensors("notes/text_summary")] == [0, 1]
+
+
 def test_a_missing_package_is_an_error_that_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match=r"logger\.tensorboard_enabled=false"):

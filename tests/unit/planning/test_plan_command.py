@@ -45,6 +45,7 @@ def test_a_plan_has_memory_time_and_cost_of_a_layout_that_nobody_has(capsys, mod
         "h100",
         "--model-config",
         str(model_config),
+        "--no-choices",
     )
     small, large = (plan_json(capsys, *arguments, "--devices", count, "--price", "2") for count in ("8", "1024"))
 

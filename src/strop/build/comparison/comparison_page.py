@@ -15,6 +15,7 @@ from strop.statistics.evaluation_comparison import ChangedTask, Comparison
 from strop.statistics.paired_comparison import PairedComparison
 from strop.statistics.setting_differences import SettingDifference
 
+NAME_LIMIT = 100  # characters of a side in the title
 TEXT_LIMIT = 4000  # characters of a sample
 
 
@@ -29,8 +30,9 @@ def make_comparison_page(found: Comparison) -> str:
         PageSection("settings", "How both were sampled and scored", _write_settings(found.differences)),
     ]
     verdict = found.verdict
+    a, b = (shorten(source.partition(": ")[0], NAME_LIMIT) for source in found.sources)
     return make_document(
-        f"B compared with A: {found.metric.name}",
+        f"{b} (B) compared with {a} (A): {found.metric.name}",
         f"{verdict[0].upper()}{verdict[1:]}.",
         sections,
         footer=f"strop compare {__version__}, {time.strftime('%Y-%m-%d %H:%M')}. This page needs no network and runs nothing that a "

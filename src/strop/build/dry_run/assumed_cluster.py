@@ -8,6 +8,7 @@ from strop.build.algorithm.run_algorithm import count_steps_per_batch
 from strop.build.cluster.device_plan import choose_dims, format_device_rows
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
+from strop.config.schema.recorded_config import MOST_EXAMPLES
 from strop.data.packing_config import format_micro_batches
 from strop.distributed.placement import DevicePlan, plan_devices
 from strop.weight_sync.weight_sync_config import choose_auto_transport
@@ -41,7 +42,7 @@ def _format_shares(config: TrainingRunConfig, plan: DevicePlan) -> str:
         noun = "examples"
     tokens = format_micro_batches(config.policy.batching.train_mb_tokens)
     if total is None:
-        return f"at most 32 {noun} an optimizer step over {_count(ranks, 'data rank')}, {tokens}"
+        return f"at most {MOST_EXAMPLES} {noun} an optimizer step over {_count(ranks, 'data rank')}, {tokens}"
     shares = f"{total // ranks} each" if total % ranks == 0 else f"{total / ranks:.1f} each on average, balanced by tokens"
     idle = f"; {ranks - total} ranks get none: raise the batch, or shard less" if total < ranks else ""
     return f"{total} {noun} an optimizer step over {_count(ranks, 'data rank')}: {shares}{idle}, {tokens}"

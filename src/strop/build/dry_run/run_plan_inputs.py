@@ -10,6 +10,7 @@ from strop.build.cluster.device_plan import choose_dims
 from strop.build.summary import UNLIMITED_STEPS
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
+from strop.config.schema.recorded_config import MOST_EXAMPLES
 from strop.config.schema.run_config import PpoRunConfig
 from strop.distributed.placement import plan_devices
 from strop.generation.generation_config import GenerationConfig
@@ -18,16 +19,18 @@ from strop.learner.megatron.megatron_dims import MegatronDims
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.planning.engine_memory import EngineSetup
-from strop.planning.learner_memory import LearnerSetup, Sharding
+from strop.planning.layout_choice import LearnerChoice
+from strop.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup
 from strop.planning.model_size import ModelSize
 from strop.planning.plan_inputs import AverageLengths, PlanInputs
+from strop.planning.sharding import Sharding
 from strop.planning.step_time import StepLayout, StepWork
 
 PROMPT_SHARE = 0.25  # of the longest conversation: its prompt, where nothing is said
 COMPLETION_SHARE = 0.5  # of the longest completion: the average one
 RECORDED_SHARE = 0.5  # of the longest example: the average one
 OPTIMIZER_NUMBERS = {"SGD": 0, "Adafactor": 0, "AdamW8bit": 0.5, "Adam8bit": 0.5, "Lion": 1, "Muon": 1}
-DEFAULT_BATCH = 32  # examples of an optimizer step on recorded data
+MOST_SEQUENCES = 256  # that an engine decodes at a time, where nothing is said
 ADAPTER_SHARE = 0.01  # of the weights, that adapters train
 
 
@@ -43,6 +46,8 @@ def read_inputs(config: TrainingRunConfig, model: ModelSize, device: Device, len
     dims = choose_dims(config.policy, training) if counts.uses_ray else None
     scored = REFERENCE_LOGPROBS in make_run_algorithm(config).requires
     learner = _read_learner(config, device, dims)
+    references = count_references(config)
+    kept = 0 if offloads_reference(config.policy) else references
     engine = None if generation is None else _read_engine(generation, config.policy, device, uses_ray=counts.uses_ray)
     work, assumptions = _read_work(config, lengths, float(scored))
     size = 1 if engine is None else engine.size
@@ -54,12 +59,11 @@ def read_inputs(config: TrainingRunConfig, model: ModelSize, device: Device, len
         generation_devices=generating,
         shared=shared,
         engine_size=size,
-        stages=learner.sharding.stages,
-        replicas=max(1, training // (learner.sharding.tensor * learner.sharding.context * learner.sharding.stages)),
-        packed_tokens=learner.tokens,
         precision=config.policy.precision,
         cache_precision_bytes=int(engine.cache_bytes) if engine is not None else 2,
     )
+    each = learner.compute_bytes if learner.weight_bytes == BFLOAT16 else FLOAT32
+    work = replace(work, moved_bytes=(references - kept) * each)
     ahead = "" if not rollouts else ", colocated" if shared else ", beside each other"
     return PlanInputs(
         model=model,
@@ -69,7 +73,8 @@ def read_inputs(config: TrainingRunConfig, model: ModelSize, device: Device, len
         work=work,
         layout=layout,
         layout_text=f"{dims or 'one process'}{ahead}",
-        references=_count_references(config) if scored else 0,
+        leaves=config.policy.offload is not False,
+        references=kept,
         critics=1 if isinstance(config, PpoRunConfig) and not config.value.head_only else 0,
         steps=None if config.training.last_step >= UNLIMITED_STEPS else config.training.last_step,
         learner_key="policy.megatron_cfg" if config.policy.uses_megatron else "policy.dtensor_cfg",
@@ -80,52 +85,65 @@ def read_inputs(config: TrainingRunConfig, model: ModelSize, device: Device, len
 
 def _read_learner(config: TrainingRunConfig, device: Device, dims: ParallelDims | MegatronDims | None) -> LearnerSetup:
     policy = config.policy
-    budget = policy.batching.train_mb_tokens
-    longest = policy.max_total_sequence_length
-    tokens = policy.train_micro_batch_size * longest if budget == "auto" else budget
-    sharding = _read_sharding(dims)
-    setup = LearnerSetup(
-        tokens=tokens,
-        longest=longest,
+    choice = read_learner_choice(policy)
+    return LearnerSetup(
+        tokens=choice.tokens,
+        longest=policy.max_total_sequence_length,
         on_cpu=device.measured,
         compute_bytes=2 if policy.precision == "bfloat16" else 4,
-        weight_bytes=2 if policy.weights_dtype == "bfloat16" or policy.uses_megatron else 4,
+        weight_bytes=2 if policy.weights_dtype == "bfloat16" or policy.megatron_cfg.enabled else 4,
+        gradient_bytes=BFLOAT16 if _keeps_short_gradients(policy) else FLOAT32,
         optimizer_numbers=_count_optimizer_numbers(policy),
         trained_share=1.0 if policy.adapter_rank is None else ADAPTER_SHARE,
-        checkpointed_share=float(policy.dtensor_cfg.activation_checkpointing),
-        offloads_activations=policy.dtensor_cfg.activation_offload,
-        offloads_weights=policy.dtensor_cfg.cpu_offload,
-        logit_rows=policy.logprob_chunk_size or tokens,
+        checkpointed_share=choice.checkpointed,
+        offloads_activations=choice.offloads_activations,
+        offloads_weights=choice.offloads_weights,
+        logit_rows=policy.logprob_chunk_size or choice.tokens,
         micro_batches=2,
-        sharding=sharding,
-    )
-    if not policy.uses_megatron:
-        return setup
-    megatron = policy.megatron_cfg
-    return replace(
-        setup, checkpointed_share=float(megatron.activation_checkpointing), offloads_activations=False, offloads_weights=False
+        sharding=_read_sharding(policy, dims),
     )
 
 
-def _read_sharding(dims: ParallelDims | MegatronDims | None) -> Sharding:
+def _keeps_short_gradients(policy: ModelConfig) -> bool:
+    return policy.megatron_cfg.enabled and not policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32
+
+
+def _read_sharding(policy: ModelConfig, dims: ParallelDims | MegatronDims | None) -> Sharding:
     if dims is None:
         return Sharding()
-    if isinstance(dims, MegatronDims):
-        return Sharding(
-            optimizer_shards=max(1, dims.data * dims.context),
-            tensor=dims.tensor,
-            context=dims.context,
-            stages=dims.pipeline,
-            expert=dims.expert * dims.expert_tensor,
-            sequence=dims.sequence,
+    return read_learner_choice(policy).shard(dims.world_size, megatron=policy.megatron_cfg.enabled)
+
+
+def read_learner_choice(policy: ModelConfig) -> LearnerChoice:
+    """Return what a configuration says of a learner that may be on several ranks."""
+    budget, longest = policy.batching.train_mb_tokens, policy.max_total_sequence_length
+    tokens = policy.train_micro_batch_size * longest if budget == "auto" else budget
+    if policy.megatron_cfg.enabled:
+        sizes = policy.megatron_cfg
+        return LearnerChoice(
+            tensor=sizes.tensor_model_parallel_size,
+            context=sizes.context_parallel_size,
+            stages=sizes.pipeline_model_parallel_size,
+            expert=sizes.expert_model_parallel_size,
+            expert_tensor=sizes.expert_tensor_parallel_size,
+            sequence=sizes.sequence_parallel and sizes.tensor_model_parallel_size > 1,
+            tokens=tokens,
+            checkpointed=float(sizes.activation_checkpointing),
+            offloads_reference=offloads_reference(policy),
         )
-    return Sharding(
-        shards=dims.shard * dims.context,
-        tensor=dims.tensor,
-        context=dims.context,
-        stages=dims.pipeline,
-        expert=dims.expert,
-        sequence=dims.sequence,
+    own = policy.dtensor_cfg
+    return LearnerChoice(
+        tensor=own.tensor_parallel_size,
+        context=own.context_parallel_size,
+        stages=own.pipeline_parallel_size,
+        expert=own.expert_parallel_size,
+        replicate=own.dp_replicate_size,
+        sequence=own.sequence_parallel and own.tensor_parallel_size > 1,
+        tokens=tokens,
+        checkpointed=float(own.activation_checkpointing),
+        offloads_weights=own.cpu_offload,
+        offloads_activations=own.activation_offload,
+        offloads_reference=offloads_reference(policy),
     )
 
 
@@ -160,31 +178,40 @@ def _read_engine(generation: GenerationConfig, policy: ModelConfig, device: Devi
         weight_bytes=1 if fp8 else 4 if options.dtype == "float32" else 2,
         cache_bytes=1 if not generation.uses_sglang and generation.vllm_cfg.fp8_cache else 2,
         memory_share=None if device.measured else share or 0.85,
-        most_sequences=256,
+        most_sequences=(None if generation.uses_sglang else generation.vllm_cfg.max_num_seqs) or MOST_SEQUENCES,
         longest=longest,
     )
 
 
-def _count_references(config: TrainingRunConfig) -> int:
-    """Return how many frozen copies of the policy stay on the learner's devices, of a run that scores with a reference."""
-    if config.policy.adapter_rank is not None:
-        return 0  # the policy without its adapters
-    reference = getattr(config.policy, "reference", None)
-    return 0 if reference is not None and reference.offload else 1
+def count_references(config: TrainingRunConfig) -> int:
+    """Return how many frozen copies of the policy there are beside it: one of a run that scores with a reference."""
+    if REFERENCE_LOGPROBS not in make_run_algorithm(config).requires or config.policy.adapter_rank is not None:
+        return 0  # with adapters it is the policy without them
+    return 1
+
+
+def offloads_reference(policy: ModelConfig) -> bool:
+    """Whether a frozen copy is kept in CPU memory between uses."""
+    reference = getattr(policy, "reference", None)
+    return reference is not None and bool(reference.offload)
+
+
+def _shares_prompts(config: RolloutRunConfig) -> bool:
+    packing = config.policy.sequence_packing
+    return packing.enabled and packing.prefix_sharing
 
 
 def _read_work(config: TrainingRunConfig, lengths: AverageLengths, scores: float) -> tuple[StepWork, tuple[str, ...]]:
     longest = config.policy.max_total_sequence_length
-    recomputes = float(config.policy.dtensor_cfg.activation_checkpointing or config.policy.megatron_cfg.activation_checkpointing)
     frozen = config.policy.adapter_rank is not None
     if not isinstance(config, RolloutRunConfig):
         assert isinstance(config, RecordedRunConfig)
         length = lengths.completion or RECORDED_SHARE * longest
         assumed = () if lengths.completion else (f"an example has {length:,.0f} tokens on average (--completion-tokens)",)
-        examples = (config.policy.train_global_batch_size or DEFAULT_BATCH) * (1 if config.section == "sft" else 2)
+        examples = (config.policy.train_global_batch_size or MOST_EXAMPLES) * (1 if config.section == "sft" else 2)
         work = StepWork(
             rollouts=examples, prompt=lengths.prompt or 0.0, completion=length, longest=longest, scores=scores,
-            recomputes=recomputes, generates=False, frozen=frozen,
+            generates=False, frozen=frozen,
         )  # fmt: skip
         return work, assumed
     training = config.rollout_training
@@ -201,7 +228,8 @@ def _read_work(config: TrainingRunConfig, lengths: AverageLengths, scores: float
         longest=most,
         passes=training.epochs_per_batch,
         scores=scores + (1 if steps * training.epochs_per_batch > 1 else 0),
-        recomputes=recomputes,
+        optimizer_steps=steps,
+        sharing=training.num_generations_per_prompt if _shares_prompts(config) else 1,
         steps_ahead=training.max_staleness,
         frozen=frozen,
     )

@@ -40,7 +40,9 @@ async def watch_machines(config: TrainingRunConfig, cluster: Cluster | None) -> 
 async def _watch_node(cluster: Cluster, node: int, interval: float, folder: str) -> tuple[RemoteActor, tuple[str, ...]] | None:
     """Start the monitor of a node. Return it and the names of the node's GPUs."""
     try:
-        actor = await cluster.spawn(ActorOptions(name=f"monitor-{node}", node=node), MachineMonitor, interval, folder)
+        _, gpus = cluster.locate(node, () if cluster.on_cpu else range(cluster.devices_per_node))  # the process itself sees none
+        options = ActorOptions(name=f"monitor-{node}", node=node)
+        actor = await cluster.spawn(options, MachineMonitor, interval, folder, gpus or None)
         return actor, await actor.call("list_gpus")
     except Exception as error:
         logger.warning("node %d is not monitored (logger.monitor_gpus): %s: %s", node, type(error).__name__, error)

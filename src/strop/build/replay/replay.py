@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,8 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from strop.build.replay.replay_plan import ReplayPlan, Weights, plan_replay
-from strop.build.replay.replayed_run import Beginning, ReplayedRun, open_replayed_run
+from strop.build.dry_run.examined_optimizers import find_optimizer_problems
+from strop.build.replay.original_machine import find_start, keep_threads, list_differences
+from strop.build.replay.replay_plan import Configured, ReplayPlan, Weights, plan_replay
+from strop.build.replay.replayed_run import Beginning, ReplayedRun, open_replayed_run, read_stored
 from strop.build.replay.replayed_step import MovedRollout, ReplayedStep, replay_step
 from strop.build.replay.retrained_steps import (
     ComparedMetrics,
@@ -26,6 +28,8 @@ from strop.build.replay.retrained_steps import (
     summarize_retrained,
     train_between,
 )
+from strop.checkpointing.folders import CheckpointError, is_damaged
+from strop.config import ConfigError, RolloutRunConfig
 from strop.safety.remote_code import trust_remote_code
 from strop.storage.atomic_file import atomic_write
 from strop.storage.json_values import clean_json
@@ -64,6 +68,7 @@ class ReplayResult:
     gradient_cosine: float | None = None  # of the gradients of the first optimizer step, which begins with the same weights
     change_cosine: float | None = None  # of what the whole step changes in the weights
     change_ratio: float | None = None  # norm of that change with the overrides / as it was
+    elsewhere: Sequence[str] = ()  # what is different here from where the step ran, such as "torch 2.12.0 -> 2.13.0"
     time: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,12 +102,25 @@ async def replay(
 
     Raises ReplayError, which says which steps can be replayed, ConfigError, CheckpointError, ModelNotFound, StorageError.
     """
-    plan = plan_replay(folder, step, weights, retrain=retrain)
+    damaged: list[Path] = []
+    while True:
+        plan = plan_replay(folder, step, weights, retrain=retrain, damaged=damaged)
+        try:
+            return await _replay(plan, overrides, note)
+        except CheckpointError as error:
+            if plan.checkpoint is None or not is_damaged(plan.checkpoint):
+                raise
+            damaged.append(plan.checkpoint)
+            note(f"{plan.checkpoint} is damaged, or was removed meanwhile, and is passed over: {error}")
+
+
+async def _replay(plan: ReplayPlan, overrides: Sequence[str], note: Note) -> ReplayResult:
+    folder, step = plan.folder, plan.step
     configured = plan.load(step)
-    changed_config = plan.load(step, overrides) if overrides else None  # mistakes are found before a model is loaded
-    for part in plan.parts:
-        plan.load(part.start)
-    with trust_remote_code(configured[0].policy.trust_remote_code), TemporaryDirectory(prefix="strop-replay-") as scratch:
+    changed_config = plan.load(step, overrides) if overrides else None
+    _check(plan, [configured] if changed_config is None else [configured, changed_config])
+    trusted = trust_remote_code(configured[0].policy.trust_remote_code)
+    with trusted, keep_threads(), TemporaryDirectory(prefix="strop-replay-") as scratch:
         way = _Way(plan, Path(scratch), note)
         beginning = await way.reach_part()
         changed = None
@@ -114,7 +132,21 @@ async def replay(
         if changed_config is not None:
             async with open_replayed_run(folder, beginning, *changed_config) as opened:
                 changed = await replay_step(opened.run, await opened.read_step())
-    return _compare(plan, overrides, way.summarize(), base, changed)
+        elsewhere = list_differences(find_start(folder, step))
+    return replace(_compare(plan, overrides, way.summarize(), base, changed), elsewhere=elsewhere)
+
+
+def _check(plan: ReplayPlan, at_step: Sequence[Configured]) -> None:
+    """Find before a model is loaded what a later part of the replay would not read. Raises ReplayError, ConfigError."""
+    on_the_way = [plan.load(part.start) for part in plan.parts]
+    readers = {plan.step: at_step, **({plan.between.start: on_the_way[:1]} if plan.between else {})}
+    for step, configured in readers.items():
+        for config, algorithm in configured:
+            if isinstance(config, RolloutRunConfig):
+                read_stored(plan.folder, step, config, algorithm)
+    for config, _ in at_step:
+        if problems := list(find_optimizer_problems(config)):
+            raise ConfigError(problems)
 
 
 class _Way:

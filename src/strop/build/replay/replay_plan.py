@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from strop.monitoring.run_starts import read_run_starts
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 
 Weights = Literal["exact", "nearest"]
+Configured = tuple[TrainingRunConfig, Algorithm]
 FIXED = (  # what a step was made with before it was trained on
     "policy.model_name", "policy.tokenizer", "policy.generation", "policy.max_total_sequence_length", "policy.dtensor_cfg.lora_cfg",
     "policy.megatron_cfg", "data", "env", "cluster", "logger", "checkpointing", "run_name", "sandbox",
@@ -55,7 +57,7 @@ class ReplayPlan:
         phases = [f"timing/train/{phase}" for phase in TRAINING_PHASES]
         return sum(self.logged.get(step, {}).get(phase, 0.0) for step in self.between for phase in phases)
 
-    def load(self, step: int, overrides: Sequence[str] = ()) -> tuple[TrainingRunConfig, Algorithm]:
+    def load(self, step: int, overrides: Sequence[str] = ()) -> Configured:
         """Return the configuration of a step with overrides, and its algorithm. Raises ReplayError, ConfigError, ValueError."""
         fixed = (*FIXED, *(f"{self.section}.{name}" for name in FIXED_IN_SECTION))
         for override in overrides:
@@ -65,14 +67,19 @@ class ReplayPlan:
                     f"{key}: the rollouts of a step, its model and its data are what they are, so this cannot be changed; a replay changes "
                     f"the algorithm and its parts, the loss (loss_fn), optimizer, schedule and clipping of the gradient"
                 )
-        root, settings = TRAINING_RUNS[self.section], [*find_earlier_settings(self.folder, step), *overrides]
-        config: TrainingRunConfig = load_config(self.folder / "config.yaml", settings, root=root, check=False).config
+        here = f"logger.log_dir={json.dumps(str(self.folder))}"  # which may have been written relative to another folder
+        settings = [*find_earlier_settings(self.folder, step), *overrides, here]
+        file, root = self.folder / "config.yaml", TRAINING_RUNS[self.section]
+        config: TrainingRunConfig = load_config(file, settings, root=root, check=False).config
         return config, make_run_algorithm(config)
 
 
-def plan_replay(folder: Path, step: int, weights: Weights = "exact", *, retrain: int | None = None) -> ReplayPlan:
-    """Find what a replay of ``step`` needs. ``retrain``: the most steps to train again on the way to it; None: any number.
+def plan_replay(
+    folder: Path, step: int, weights: Weights = "exact", *, retrain: int | None = None, damaged: Collection[Path] = ()
+) -> ReplayPlan:
+    """Find what a replay of ``step`` needs.
 
+    ``retrain``: the most steps to train again on the way to it; None: any number. ``damaged``: checkpoints that cannot be begun with.
     Raises ReplayError, which says which steps can be replayed."""
     try:
         values, _ = yaml_text.parse((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -86,9 +93,10 @@ def plan_replay(folder: Path, step: int, weights: Weights = "exact", *, retrain:
         trained = sorted(logged for logged in metrics if logged > 0)
         raise ReplayError(f"the run has not trained step {step}; {_describe(trained, 'it trained')}")
     saved = find_checkpoints(folder, values)
+    steps = [each for each in list_steps(saved) if saved / f"step_{each}" not in damaged]
     beginnings = _Beginnings(
-        saved=(0, *list_steps(saved)),
-        exact=_find_exact(folder, values, list_steps(saved)),
+        saved=(0, *steps),
+        exact=_find_exact(folder, values, steps),
         readable=frozenset(RolloutStore(folder, "none").steps() if _samples(section) else metrics),
         retrain=retrain,
     )
@@ -150,9 +158,10 @@ class _Beginnings:
                 f"(logger.rollouts){_count_more(missing)}; {self._describe_replayable()}{nearest}"
             )
         if self.retrain is not None and len(between) > self.retrain:
+            count = f"{len(between)} steps" if len(between) > 1 else "1 step"
             raise ReplayError(
                 f"step {step} began with the weights of step {step - 1}, and there is no checkpoint of them (checkpointing.save_period, "
-                f"checkpointing.keep_top_k): {len(between)} steps would be trained again from {_name(begin)}, and --retrain "
+                f"checkpointing.keep_top_k): {count} would be trained again from {_name(begin)}, and --retrain "
                 f"allows {self.retrain}; {self._describe_replayable()}{nearest}"
             )
         return begin

@@ -23,6 +23,8 @@ def format_replay(result: ReplayResult) -> Iterator[str]:
     if not result.exact:
         yield "warning: these are NOT the weights that the step began with, so nothing below is what the step did"
     yield from _format_reproduction(result)
+    if result.elsewhere and (result.failed or result.reproduction.different):
+        yield f"this is not where the step ran, which changes last digits: {'; '.join(make_printable(each) for each in result.elsewhere)}"
     yield ""
     headings = ["as it was", *(["with the overrides"] if result.changed else [])]
     outcomes = [result.as_it_was, *([result.changed] if result.changed else [])]

@@ -12,8 +12,9 @@ from strop.build.backend import make_backend
 from strop.build.lifecycle import make_checkpoints, seed_everything
 from strop.build.models import TokenizerBundle
 from strop.build.recorded_run import join_examples, make_recorded_options, make_recorded_stream, read_examples
+from strop.build.replay.original_machine import find_start, use_threads
 from strop.build.replay.replay_error import ReplayError
-from strop.build.replay.stored_groups import StoredStep, rebuild_groups
+from strop.build.replay.stored_groups import LearnerReads, StoredStep, rebuild_groups
 from strop.build.resume.token_budgets import make_token_budgets, settle_token_budgets
 from strop.build.rollout_run import make_train_options
 from strop.build.scorers import count_optimizer_steps, make_scorers
@@ -47,15 +48,16 @@ class Beginning:
 class ReplayedRun:
     """A run as it was before a step, ready to train on what it trained on."""
 
+    folder: Path  # the log folder
     run: TrainingRun
     config: TrainingRunConfig
-    store: RolloutStore
     save_tokenizer: Callable[[Path], object]
 
     async def read_step(self) -> StoredStep:
-        """Return what the next step trains on. Raises ReplayError, FileNotFoundError."""
+        """Return what the next step trains on, and compute with its threads from here on. Raises ReplayError, FileNotFoundError."""
+        use_threads(find_start(self.folder, self.run.step + 1), self.config)
         if isinstance(self.config, RolloutRunConfig):
-            return rebuild_groups(self.store.read(self.run.step + 1, ledger=False))
+            return read_stored(self.folder, self.run.step + 1, self.config, self.run.algorithm)
         groups = await collect(self.run)
         return StoredStep(tuple(groups), tuple(self.run.dropped))
 
@@ -77,31 +79,30 @@ async def open_replayed_run(
     seed_everything(config.training.seed)
     tracker = NullTracker()
     if isinstance(config, RolloutRunConfig):
-        refuse_unstored(config, algorithm)
         run, bundle = await _build_rollouts(beginning, config, algorithm, tracker)
     else:
         assert isinstance(config, RecordedRunConfig)
         run, bundle = await _build_recorded(beginning, config, algorithm, tracker)
     try:
-        yield ReplayedRun(run=run, config=config, store=RolloutStore(folder, "none"), save_tokenizer=bundle.save)
+        yield ReplayedRun(folder=folder, run=run, config=config, save_tokenizer=bundle.save)
     finally:
         await run.stream.close()
 
 
-def refuse_unstored(config: RolloutRunConfig, algorithm: Algorithm) -> None:
-    """Raise ReplayError if the step read something that its rollouts do not hold."""
-    policy = config.policy
-    if policy.router_replay.enabled:
-        raise ReplayError("policy.router_replay.enabled is true, and the experts of each token are not stored with the rollouts")
-    if getattr(policy.generation, "keep_sampling_mask", False):
-        raise ReplayError(
-            "policy.generation.keep_sampling_mask is true, and the sets that tokens were sampled from are not stored with the rollouts"
-        )
-    if algorithm.greedy_baseline:
-        raise ReplayError(
-            "the algorithm compares with a greedy rollout of each group, which is not stored with the others, so the step cannot be "
-            "replayed under it; choose another algorithm or advantage"
-        )
+def read_stored(folder: Path, step: int, config: RolloutRunConfig, algorithm: Algorithm) -> StoredStep:
+    """Return what a step trained on from its stored rollouts. Raises ReplayError, FileNotFoundError."""
+    store = RolloutStore(folder, "none")
+    return rebuild_groups(store.read(step, ledger=False), find_reads(config, algorithm), store.images)
+
+
+def find_reads(config: RolloutRunConfig, algorithm: Algorithm) -> LearnerReads:
+    """Return what the learner of a run reads besides tokens."""
+    sampling = Sampling(**config.policy.generation.sampling_options())
+    return LearnerReads(
+        routes=config.policy.router_replay.enabled,
+        kept_tokens=sampling.records_sampling_mask,
+        baseline=algorithm.greedy_baseline,
+    )
 
 
 async def _build_rollouts(

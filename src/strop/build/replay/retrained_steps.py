@@ -70,7 +70,7 @@ async def train_between(
         found.append(compare_metrics(step, logged.get(step, {}), trained.metrics))
         if not found[-1].equal and all(each.equal for each in found[:-1]):
             note(f"step {step} did not compute what it logged, so nothing after it is exact: {describe_difference(found[-1])}")
-        elif time.monotonic() - noted > SECONDS_BETWEEN_NOTES:
+        elif step < last and time.monotonic() - noted > SECONDS_BETWEEN_NOTES:
             noted = time.monotonic()
             note(f"trained again: step {step}, {last - step} to go")
     return found

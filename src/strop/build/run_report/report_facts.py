@@ -19,7 +19,7 @@ from strop.monitoring.rollout_store.token_ratios import TokenRatio
 from strop.monitoring.run_lines import Steps
 from strop.monitoring.run_starts import RunStart, read_run_starts
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
-from strop.monitoring.watchdog.doctor import find_run
+from strop.monitoring.watchdog.doctor import find_run, find_verdict
 from strop.monitoring.watchdog.status import Status, read_status
 
 WORST_TOKENS = 8
@@ -76,7 +76,9 @@ def read_report_facts(run: Path) -> ReportFacts:
     except FileNotFoundError:
         steps = []
     if not steps:
-        raise NoReport(f"{folder} has no metrics yet: the run has not finished its first step; try again after it")
+        raise NoReport(
+            f"{folder} has no metrics yet: the run has not finished its first step; try again after it, or see strop doctor {folder}"
+        )
     text = _read_text(folder / "config.yaml")
     config = _parse_config(text)
     status, starts = _read_status(folder), read_run_starts(folder)
@@ -124,7 +126,8 @@ def _describe_end(folder: Path, status: Status | None) -> str:
     finish = read_finish(folder)
     if finish is not None:
         return f"finished {ends[finish.end]}, {finish.time}"
-    return "unknown" if status is None else status.state
+    verdict = "unknown" if status is None else find_verdict(status)[0]
+    return {"dead": "died before its end", "hung": "hangs"}.get(verdict, verdict)
 
 
 def _read_worst_tokens(folder: Path) -> Sequence[TokenRatio]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from strop import __version__
 from strop.build.run_report.report_facts import ReportFacts, list_repeat_commands
+from strop.build.run_report.report_profiles import write_profiles
 from strop.build.run_report.sample_pairs import TEXT_LIMIT, SamplePair, score
-from strop.monitoring.console.columns import TOTAL_TIME, format_duration, format_number, phase_times
+from strop.monitoring.console.columns import TOTAL_TIME, format_duration, format_number, format_seconds, phase_times
 from strop.monitoring.pages.curve_drawing import draw_curve, draw_phases
 from strop.monitoring.pages.document import PageSection, make_document
 from strop.monitoring.pages.markup import escape, make_code, make_details, make_facts, make_list, make_paragraph, make_table
@@ -19,6 +21,7 @@ from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.token_ratios import TokenRatio
 from strop.safety.printable import shorten
 
+NO_BREAK = "\u00a0"
 SHORT_PHASE = 0.02  # of the time of all steps
 VALUE_LIMIT = 300  # characters of a setting
 MOST_METRICS = 400  # in the table of all metrics
@@ -39,6 +42,7 @@ def make_report(facts: ReportFacts) -> str:
         PageSection("validation", "Validation", _write_validation(facts)),
         PageSection("samples", "Samples before and after", _write_samples(facts)),
         PageSection("mismatch", "Sampler and learner", _write_mismatch(facts)),
+        PageSection("profiles", "Profiles", write_profiles(facts.folder)),
         PageSection("incidents", "Incidents", _write_incidents(facts)),
         PageSection("configuration", "Configuration", _write_configuration(facts)),
         PageSection("environment", "Packages, hardware and data", _write_environment(facts)),
@@ -65,7 +69,7 @@ def _series(facts: ReportFacts, tag: str) -> list[tuple[float, float]]:
 def _write_summary(facts: ReportFacts) -> str:
     tiles = "".join(
         f'<li><span class="name">{escape(name)}</span><span class="value">{escape(value)}</span>'
-        f'<span class="more">{escape(more)}</span></li>'
+        f'<span class="more">{escape(more.replace(" %", NO_BREAK + "%"))}</span></li>'
         for name, value, more in _list_tiles(facts)
     )
     return f'<ul class="tiles">{tiles}</ul>\n'
@@ -90,7 +94,7 @@ def _list_tiles(facts: ReportFacts) -> Iterator[tuple[str, str, str]]:
     yield "steps", f"{facts.steps[-1][0]}", facts.ended.partition(",")[0]
     times = [value for _, value in _series(facts, TOTAL_TIME)]
     if times:
-        yield "time of all steps", format_duration(sum(times)), f"{format_number(sorted(times)[len(times) // 2])} s in the median"
+        yield "time of all steps", format_duration(sum(times)), f"{format_seconds(median(times))} in the median"
     if tokens := _series(facts, "train/total_tokens"):
         yield "tokens trained on", f"{tokens[-1][1]:,.0f}", ""
     serious = sum(each.kind not in ("count", "settings") for each in facts.incidents)
@@ -216,16 +220,20 @@ def _write_pair(pair: SamplePair, first: int, last: int) -> str:
     title = f"{pair.environment} {pair.task}: {pair.before_mean:.3g} to {pair.after_mean:.3g}{expected}"
     return (
         f'<div class="pair"><h3>{escape(title)}</h3>\n<p class="text given">{escape(shorten(pair.question, TEXT_LIMIT))}</p>\n'
-        f'<div class="sides">{_write_side(pair.before, f"step {first}")}{_write_side(pair.after, f"step {last}")}</div></div>\n'
+        f'<div class="sides">{_write_side(pair.before, f"step {first}")}'
+        f"{_write_side(pair.after, f'step {last}', pair.before)}</div></div>\n"
     )
 
 
-def _write_side(record: RolloutRecord, name: str) -> str:
+def _write_side(record: RolloutRecord, name: str, before: RolloutRecord | None = None) -> str:
+    """``before``: what it is better or worse than, which colours its heading."""
+    change = 0.0 if before is None else score(record) - score(before)
+    kind = ' class="good"' if change > 0 else ' class="bad"' if change < 0 else ""
     ending = f", ended by {record.ending}" if record.ending else ""
     error = f", {record.error}" if record.error else ""
     texts = [(turn.role, turn.text) for turn in record.turns] or [("assistant", record.completion)]
     messages = "".join(_write_message(role, text, named=len(texts) > 1) for role, text in texts)
-    return f'<div class="side"><h4>{escape(f"{name}: {score(record):.3g}{ending}{error}")}</h4>\n{messages}</div>\n'
+    return f'<div class="side"><h4{kind}>{escape(f"{name}: {score(record):.3g}{ending}{error}")}</h4>\n{messages}</div>\n'
 
 
 def _write_message(role: str, text: str, *, named: bool) -> str:

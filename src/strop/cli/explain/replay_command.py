@@ -16,6 +16,13 @@ from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser, print_inter
 def replay(arguments: Sequence[str], command_line: str) -> int:
     """Run ``strop replay``. Return its exit code: 1 if a replay without overrides does not reproduce what was logged."""
     options = make_parser().parse_intermixed_args(arguments)
+    try:
+        return _replay(options)
+    except KeyboardInterrupt:
+        return print_interrupted(f"Nothing was stored. A replay starts from the beginning:\n    {command_line}")
+
+
+def _replay(options: argparse.Namespace) -> int:
     from strop.build.replay.replay import replay as replay_run
     from strop.build.replay.replay import store_replay
     from strop.build.replay.replay_report import format_replay
@@ -33,8 +40,6 @@ def replay(arguments: Sequence[str], command_line: str) -> int:
     except (ConfigError, ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
-    except KeyboardInterrupt:
-        return print_interrupted(f"Nothing was stored. A replay starts from the beginning:\n    {command_line}")
     if options.json:
         print(json.dumps(result.to_dict(), allow_nan=False))
     else:

@@ -15,17 +15,26 @@ REPORT_FILE = "report.html"
 
 def report(arguments: Sequence[str], command_line: str) -> int:
     """Run ``strop report``. Return its exit code."""
-    options = make_parser().parse_args(arguments)
+    parser = make_parser()
+    options, others = parser.parse_known_args(arguments)
+    if others and not any(other.startswith("-") or "=" in other for other in others):
+        parser.error(f"a report is of one run, found {others[0]} too: strop compare A B --html FILE compares two")
+    parser.parse_args(arguments)
     from strop.build.run_report.report_facts import read_report_facts
     from strop.build.run_report.report_page import make_report
     from strop.monitoring.pages.document import write_document
 
     try:
         facts = read_report_facts(find_log_folder(options.run))
-        target = options.output or facts.folder / REPORT_FILE
-        write_document(target, make_report(facts))
+        page = make_report(facts)
     except (OSError, ValueError, LookupError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    target = options.output or facts.folder / REPORT_FILE
+    try:
+        write_document(target, page)
+    except OSError as error:
+        print(f"error: {target} cannot be written: {error.strerror or error}", file=sys.stderr)
         return USAGE_ERROR
     print(target)
     return 0

@@ -344,6 +344,15 @@ def warn_unused_offload(config: RolloutRunConfig) -> Problems:
         yield Problem("policy.offload", "it has no effect: asynchronous training samples while the learner trains")
 
 
+def warn_unused_routes(config: TrainingRunConfig) -> Problems:
+    if not config.logger.routes:
+        return
+    if not config.policy.router_replay.enabled:
+        yield Problem("logger.routes", "it has no effect: policy.router_replay.enabled is false, so no experts are recorded")
+    elif config.logger.rollouts == "none":
+        yield Problem("logger.routes", "it has no effect: logger.rollouts is none, so no rollouts are stored")
+
+
 def warn_unused_kl_in_reward(config: GrpoRunConfig | PpoRunConfig) -> Problems:
     loss, algorithm = config.loss_fn, config.algorithm
     no_default_kl = algorithm.name in ("grpo", "ppo") and "kl" not in algorithm.kwargs
@@ -382,6 +391,7 @@ WARNING_CHECKS: tuple[Check, ...] = (
     warn_unranked_checkpoints,
     warn_unused_recomputation,
     warn_unused_offload,
+    warn_unused_routes,
     warn_unused_kl_in_reward,
     cluster_checks.warn_unused_roles,
     megatron_checks.warn_torch_keys,

@@ -322,11 +322,16 @@ def _with_origin(problem: Problem, source: ConfigSource) -> Problem:
 MODEL_KEY, PLACEHOLDER_MODEL = "policy.model_name", "none"  # the schema requires a model
 
 
+def find_training_root(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> type[TrainingRunConfig]:
+    """Return the kind of training whose section a file or an override has; without one that of GRPO."""
+    sections = [*values, *(override.lstrip("~+").split(".")[0] for override in overrides)]
+    return next((TRAINING_RUNS[section] for section in sections if section in TRAINING_RUNS), GrpoRunConfig)
+
+
 def load_any_kind(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig[TrainingRunConfig]:
     """Load a training configuration of any kind. Without a file, check only what concerns the machines. Raises ConfigError."""
     values = dict(read_config_file(path).values) if path is not None else {}
-    sections = [*values, *(override.lstrip("~+").split(".")[0] for override in overrides)]
-    root = next((TRAINING_RUNS[section] for section in sections if section in TRAINING_RUNS), GrpoRunConfig)
+    root = find_training_root(values, overrides)
     if path is not None:
         return load_config(path, overrides, root=root)
     placeholder = (

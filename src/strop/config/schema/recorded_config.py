@@ -13,6 +13,8 @@ from strop.config.schema.policy_config import RecordedPolicyConfig
 from strop.problems import Problem
 from strop.trainer.training_config import RecordedTrainingConfig
 
+MOST_EXAMPLES = 32  # of an optimizer step, where policy.train_global_batch_size is not set
+
 
 class SftConfig(RecordedTrainingConfig):
     """Supervised fine-tuning."""

@@ -16,7 +16,6 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from strop.config.source.plain_interpolation import resolve_plain
 from strop.config.source.yaml_source import KeyPath
 
 LARGEST = 10**30  # of a result; what lies beyond is a mistake, or made to fill the memory
@@ -53,15 +52,15 @@ def _read_environment(name: str, *default: Any) -> Any:
     raise ValueError(f"the environment variable {name} is not set")
 
 
-ARITHMETIC: dict[str, Callable[..., Any]] = {
+RESOLVERS: dict[str, Callable[..., Any]] = {
     "mul": _arithmetic(lambda *numbers: math.prod(numbers)),
     "add": _arithmetic(lambda *numbers: sum(numbers)),
     "sub": _arithmetic(lambda a, b: a - b),
     "div": _arithmetic(_divide),
     "max": _arithmetic(max),
     "min": _arithmetic(min),
+    "env": _read_environment,
 }
-RESOLVERS: dict[str, Callable[..., Any]] = {**ARITHMETIC, "env": _read_environment}
 
 
 def _register() -> None:
@@ -72,13 +71,9 @@ def _register() -> None:
 
 def resolve_interpolations(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Resolve every interpolation. Return the values, and an error for each that cannot be resolved and is None in the values."""
-    errors: dict[KeyPath, str] = {}
-    plain = resolve_plain(values, ARITHMETIC)
-    rest = _map_strings(values, lambda path, text: plain.get(path, text))
-    if not _collect_texts(rest):
-        return rest, errors
     _register()
-    readable = _map_strings(rest, lambda path, text: text if _is_parsable(path, text, errors) else None)
+    errors: dict[KeyPath, str] = {}
+    readable = _map_strings(values, lambda path, text: text if _is_parsable(path, text, errors) else None)
     readable = _drop_bombs(readable, errors)
     tree = OmegaConf.create(_keep_referenced(readable))
     resolved: dict[str, Any] = _map_strings(readable, lambda path, text: _resolve_value(tree, path, text, errors))

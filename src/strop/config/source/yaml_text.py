@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -18,10 +17,7 @@ from ruamel.yaml.scanner import Scanner
 KeyPath = tuple[str, ...]
 
 LONGEST_TEXT, MOST_VALUES, DEEPEST, LONGEST_INTEGER = 500_000, 5_000, 40, 40  # far beyond any configuration that is meant
-WIDTH = 120  # characters of a line, from which texts are folded
 _ODD_SPACE = re.compile(r"^(?:\s*[\w.-]+:)?[ \t]*(?P<space>[\u00a0\u2000-\u200b\u202f\u3000])(?=[^#\n]*\S)", re.MULTILINE)
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]{,60}")
-_OTHER_MEANING = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}  # in some version of YAML
 _TOO_DEEP = f"it is nested more than {DEEPEST} levels deep, and no key is"
 _CORE = "tag:yaml.org,2002:"
 _TAGS = {f"{_CORE}{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "timestamp", "value")}
@@ -81,7 +77,7 @@ class _Yaml(YAML):
 def _make_yaml() -> YAML:
     yaml = _Yaml(typ="safe", pure=True)
     yaml.Scanner, yaml.Constructor, yaml.Representer = _Scanner, _Constructor, _Representer
-    yaml.default_flow_style, yaml.width = False, WIDTH
+    yaml.default_flow_style, yaml.width = False, 120
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # annotated as None, the default
     return yaml
 
@@ -170,77 +166,6 @@ def _key_name(key: Any, prefix: KeyPath) -> str:
 
 
 def dump(values: Any) -> str:
-    """Return a document in block style, as ruamel.yaml writes it, which takes fifty times as long for a whole configuration."""
-    try:
-        return "".join(_iter_lines(values, 0)) if isinstance(values, Mapping) and values else _dump_with_ruamel(values)
-    except _UnusualValueError:
-        return _dump_with_ruamel(values)
-
-
-def _dump_with_ruamel(values: Any) -> str:
     stream = io.StringIO()
     _make_yaml().dump(values, stream)
     return stream.getvalue()
-
-
-class _UnusualValueError(Exception):
-    """A value whose lines depend on where it stands: a long text, one of several lines, or another type."""
-
-
-def _iter_lines(values: Any, indent: int, first: str = "") -> Iterator[str]:
-    """Yield the lines of a mapping or a list that is not empty. ``first`` stands before the first line, in place of its indent."""
-    margin = " " * indent
-    for place, entry in enumerate(values.items() if isinstance(values, Mapping) else values):
-        begin = first if first and place == 0 else margin
-        if isinstance(values, Mapping):
-            key, value = entry
-            begin += f"{_format_key(key)}:"
-            inside = indent + 2 if isinstance(value, Mapping) else indent  # a list stands below its key
-            yield from [f"{begin}\n", *_iter_lines(value, inside)] if _has_entries(value) else [_line(begin, value)]
-        elif _has_entries(entry):
-            yield from _iter_lines(entry, indent + 2, f"{begin}- ")
-        else:
-            yield _line(f"{begin}-", entry)
-
-
-def _has_entries(value: Any) -> bool:
-    return isinstance(value, Mapping | list | tuple) and len(value) > 0
-
-
-def _line(begin: str, value: Any) -> str:
-    text = f"{begin} {_format_scalar(value)}\n"
-    if len(text) > WIDTH - 10:  # it may have to be folded
-        raise _UnusualValueError
-    return text
-
-
-def _format_key(key: Any) -> str:
-    if not isinstance(key, str) or not _is_word(key):
-        raise _UnusualValueError
-    return key
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_word(text: str) -> bool:
-    """Return whether a text is written as it is: a name or a path which YAML takes for nothing else."""
-    return _WORD.fullmatch(text) is not None and text.lower() not in _OTHER_MEANING
-
-
-def _format_scalar(value: Any) -> str:
-    if isinstance(value, Mapping | list | tuple):
-        return "{}" if isinstance(value, Mapping) else "[]"
-    if value is None or value is True or value is False:
-        return "null" if value is None else str(value).lower()
-    if type(value) is int or (type(value) is str and _is_word(value)):
-        return str(value)
-    return _cached_scalar(type(value).__name__, repr(value), value)
-
-
-@functools.lru_cache(maxsize=4096)  # the type and the text tell 0, 0.0, -0.0 and false from each other, which are equal
-def _cached_scalar(kind: str, text: str, value: Any) -> str:
-    if type(value) not in (str, int, float) or len(text) > WIDTH // 2:
-        raise _UnusualValueError
-    line = _dump_with_ruamel({"key": value})
-    if not line.startswith("key: ") or line.count("\n") != 1:
-        raise _UnusualValueError
-    return line[len("key: ") : -1]

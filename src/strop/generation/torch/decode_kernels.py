@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.monitoring.profiling.span_recorder import RECORDER
 from strop.storage.user_cache import user_cache_folder
 
 log = logging.getLogger(__name__)
@@ -127,8 +128,12 @@ class DecodeKernels:
         out = x.new_empty(*x.shape[:-1], weight.outputs)
         rows = x.numel() // max(weight.inputs, 1)
         matrix = matrix_struct(weight, bias)
-        self.library.strop_linear(
-            ctypes.byref(matrix), x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads(), x.dtype == torch.bfloat16
+        half = x.dtype == torch.bfloat16
+        arguments = (ctypes.byref(matrix), x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads(), half)
+        _call(
+            self.library.strop_linear,
+            *arguments,
+            product=(rows, weight.inputs, weight.outputs, "bfloat16" if half else "float32"),
         )
         return out
 
@@ -156,7 +161,7 @@ class DecodeKernels:
         shape = (batch, table.shape[1], heads, kv_heads, page, size)
         options = (scale, window or 0, softcap or 0.0)
         half = query.dtype == torch.bfloat16
-        self.library.strop_attend_pages(*addresses, *shape, *options, torch.get_num_threads(), half, out.data_ptr())
+        _call(self.library.strop_attend_pages, *addresses, *shape, *options, torch.get_num_threads(), half, out.data_ptr())
         return out
 
     def write_pages(
@@ -175,7 +180,7 @@ class DecodeKernels:
         tensors = (key, value, cosines, sines, positions, keys, values, table)
         _, kv_heads, page, size = keys.shape
         shape = (len(key), table.shape[1], kv_heads, page, size)
-        self.library.strop_write_pages(*(tensor.data_ptr() for tensor in tensors), *shape, key.dtype == torch.bfloat16)
+        _call(self.library.strop_write_pages, *(tensor.data_ptr() for tensor in tensors), *shape, key.dtype == torch.bfloat16)
 
     def sample(self, logits: Tensor, temperature: float, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sample from the softmax of logits [B, V] / temperature, one uniform number [B] in float32 for each row.
@@ -187,8 +192,16 @@ class DecodeKernels:
         tokens, logprobs, entropies = torch.empty(rows, dtype=torch.int64), torch.empty(rows), torch.empty(rows)
         results = (tokens.data_ptr(), logprobs.data_ptr(), entropies.data_ptr())
         half = logits.dtype == torch.bfloat16
-        self.library.strop_sample(
-            logits.data_ptr(), rows, vocabulary, temperature, uniforms.data_ptr(), torch.get_num_threads(), half, *results
+        _call(
+            self.library.strop_sample,
+            logits.data_ptr(),
+            rows,
+            vocabulary,
+            temperature,
+            uniforms.data_ptr(),
+            torch.get_num_threads(),
+            half,
+            *results,
         )
         return tokens, logprobs, entropies
 
@@ -218,8 +231,20 @@ class DecodeKernels:
         )
         sizes = (len(embedded), table.shape[1], page, torch.get_num_threads(), captures[0])
         step = _StepStruct(*(tensor.data_ptr() for tensor in tensors), *captures[1:], *sizes)
-        self.library.strop_decode(ctypes.byref(model), ctypes.byref(step), dtype == torch.bfloat16)
+        _call(self.library.strop_decode, ctypes.byref(model), ctypes.byref(step), dtype == torch.bfloat16)
         return logits
+
+
+def _call(function: Any, *arguments: Any, product: tuple[int, int, int, str] | None = None) -> None:
+    """Call a function of the library: while a step is recorded as a span, as torch's profiler sees nothing of it.
+
+    ``product``: rows, inputs and outputs of a product of matrices, and the format of its numbers."""
+    if not RECORDER.is_recording:
+        function(*arguments)
+        return
+    detail = "" if product is None else "[{0}, {1}] x [{2}, {1}]^T {3}".format(*product)
+    with RECORDER.span("kernels", function.__name__, detail):
+        function(*arguments)
 
 
 def matrix_struct(weight: PackedMatrix, bias: Tensor | None) -> MatrixStruct:

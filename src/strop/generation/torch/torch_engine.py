@@ -326,8 +326,13 @@ class TorchEngine:
         self._drop_cancelled()
         self._admit()
         if self._running:
-            with RECORDER.span("engine", "decode"):
+            with RECORDER.span("engine", "decode", self._describe_running() if RECORDER.is_recording else ""):
                 self._decode()
+
+    def _describe_running(self) -> str:
+        """Say what a decoding step reads, for the profile of a training step; with drafts that is not known before."""
+        attended = sum(request.position + 1 for request in self._running)
+        return "" if self.drafts or self.drafter is not None else f"{len(self._running):,} sequences, {attended:,} tokens"
 
     def _admit(self) -> None:
         """Fill free slots from the queue, in order, within the prompt tokens allowed per step and the memory there is."""

@@ -40,7 +40,7 @@ class Closing:
     def commands(self) -> list[str]:
         """Return the commands that work for this kind of run."""
         logs = shlex.quote(str(self.log_dir))
-        found = [f"strop plot {logs}"]
+        found = [f"strop plot {logs}", f"strop report {logs}"]
         if self.stores_rollouts:
             found.append(f"strop rollouts {logs} --worst 3")
         if self.checkpoint is not None:

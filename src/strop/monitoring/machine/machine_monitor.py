@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -25,9 +26,15 @@ class ReadsMachine(Protocol):
 class MachineMonitor:
     """Reads a machine every ``interval`` seconds until ``stop``. Also the object of a process on each other node of a cluster."""
 
-    def __init__(self, interval: float, folder: str | Path = ".", reader: ReadsMachine | None = None) -> None:
+    def __init__(
+        self,
+        interval: float,
+        folder: str | Path = ".",
+        gpus: Sequence[str] | None = None,  # of a MachineReader
+        reader: ReadsMachine | None = None,
+    ) -> None:
         self._interval = interval
-        self._reader = reader or MachineReader(folder)
+        self._reader = reader or MachineReader(folder, gpus=gpus)
         self._lock = threading.Lock()
         self._sums: dict[str, float] = {}
         self._counts: dict[str, int] = {}

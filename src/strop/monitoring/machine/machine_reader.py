@@ -22,11 +22,14 @@ DISKS = re.compile(r"(sd[a-z]+|hd[a-z]+|vd[a-z]+|xvd[a-z]+|nvme\d+n\d+|mmcblk\d+
 
 
 class MachineReader:
-    """Reads this machine. ``folder``: on the disk whose room is reported. ``proc``: another folder in tests."""
+    """Reads this machine. ``folder``: on the disk whose room is reported. ``proc``: another folder in tests.
 
-    def __init__(self, folder: str | Path = ".", proc: Path = Path("/proc")) -> None:
+    ``gpus``: the numbers or UUIDs of those to read; None: as CUDA_VISIBLE_DEVICES says.
+    """
+
+    def __init__(self, folder: str | Path = ".", proc: Path = Path("/proc"), gpus: Sequence[str] | None = None) -> None:
         self._folder, self._proc = Path(folder).absolute(), proc
-        self._gpus = _open_gpus()
+        self._gpus = _open_gpus(os.environ.get(VISIBLE, "").split(",") if gpus is None else gpus)
 
     @property
     def gpu_names(self) -> tuple[str, ...]:
@@ -78,8 +81,8 @@ class MachineReader:
         return {"network_received": float(received), "network_sent": float(sent)}
 
 
-def _open_gpus() -> Sequence[tuple[Any, str]]:
-    """Return NVML's handles and names of the GPUs; of those that CUDA_VISIBLE_DEVICES numbers, where it does. Empty without NVML."""
+def _open_gpus(chosen: Sequence[str]) -> Sequence[tuple[Any, str]]:
+    """Return NVML's handles and names of the chosen GPUs; of all, where one of them is not found. Empty without NVML."""
     try:
         import pynvml
     except ImportError:
@@ -92,10 +95,23 @@ def _open_gpus() -> Sequence[tuple[Any, str]]:
         logger.debug("GPUs are not monitored: %s", error)
         return ()
     texts = [name.decode() if isinstance(name, bytes) else str(name) for name in names]
-    visible = os.environ.get(VISIBLE, "").split(",")
-    numbered = [int(word) for word in visible if word.strip().isdecimal()]
-    chosen = numbered if len(numbered) == len(visible) else range(len(handles))
-    return [(handles[index], texts[index]) for index in chosen if index < len(handles)]
+    found = [_find_gpu(word.strip(), handles) for word in chosen]
+    indices = [index for index in found if index is not None]
+    return [(handles[index], texts[index]) for index in (indices if indices and None not in found else range(len(handles)))]
+
+
+def _find_gpu(word: str, handles: Sequence[Any]) -> int | None:
+    """Return the index of the GPU that CUDA_VISIBLE_DEVICES would name so: a number, or the beginning of a UUID."""
+    import pynvml
+
+    if word.isdecimal():
+        return int(word) if int(word) < len(handles) else None
+    for index, handle in enumerate(handles if word.startswith("GPU-") else ()):
+        with suppress(pynvml.NVMLError):
+            uuid = pynvml.nvmlDeviceGetUUID(handle)
+            if (uuid.decode() if isinstance(uuid, bytes) else str(uuid)).startswith(word):
+                return index
+    return None  # a MIG slice, or one that was taken away
 
 
 def _read_gpu(handle: Any) -> GpuReading:

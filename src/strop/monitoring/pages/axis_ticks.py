@@ -12,10 +12,13 @@ def make_ticks(low: float, high: float, most: int = 5) -> list[float]:
     if not math.isfinite(span) or span <= 0:
         return [low]
     power = 10.0 ** math.floor(math.log10(span / most))
-    step = next(power * factor for factor in (1, 2, 5, 10, 20, 50) if span / (power * factor) <= most - 1 or factor == 50)
-    first = math.ceil(low / step - 1e-9)
-    ticks = [step * number for number in range(first, first + most + 1) if step * number <= high + 1e-9 * span]
-    return ticks or [low]
+    for factor in (1, 2, 5, 10, 20, 50):
+        step = power * factor
+        first = math.ceil(low / step - 1e-9)
+        last = math.floor((high + 1e-9 * span) / step)
+        if last - first < most:
+            return [step * number for number in range(first, last + 1)] or [low]
+    return [low]
 
 
 def find_range(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from strop.monitoring.console.columns import format_number
+from strop.monitoring.console.columns import format_number, format_seconds
 from strop.monitoring.pages.axis_ticks import find_range, format_tick, make_ticks
 from strop.monitoring.pages.markup import escape
 from strop.monitoring.plot import Curve
@@ -108,7 +108,7 @@ def draw_phases(rows: Sequence[tuple[float, Mapping[str, float]]], title: str = 
     mean = sum(value for _, value in totals) / len(totals)
     means = {name: sum(phases.get(name, 0.0) for _, phases in rows) / len(rows) for name in names}
     said = f"{title}: {format_number(mean)} in the mean; " + ", ".join(f"{name} {format_number(means[name])}" for name in names)
-    figure = _make_figure(title, said, f"mean {format_number(mean)} s", drawn, frame, thin(totals))
+    figure = _make_figure(title, said, f"mean {format_seconds(mean)}", drawn, frame, thin(totals))
     keys = "".join(f'<li><i class="b{index % COLOURS}"></i>{escape(name)}</li>' for index, name in enumerate(names))
     return figure.replace("</figure>", f'<ul class="legend">{keys}</ul></figure>')
 

@@ -7,6 +7,7 @@ load anything, even if it came to stand in the page as markup.
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import re
 from collections.abc import Sequence
@@ -59,6 +60,8 @@ def _hash(text: str) -> str:
 
 def write_document(path: Path, page: str) -> None:
     """Write a page, whole or not at all. Raises OSError."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "it is a folder; name the file to write", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as temporary:
         temporary.write_text(page, encoding="utf-8")

@@ -51,6 +51,6 @@ def draw_differences(rows: Sequence[ShownDifference], title: str) -> str:
         )
     said = f"{title}: " + "; ".join(f"{row.name} {row.value:+.4g}, from {row.low:+.4g} to {row.high:+.4g}" for row in rows)
     return (
-        f"<figure><figcaption><span>{escape(title)}</span></figcaption>"
+        f'<figure class="intervals" tabindex="0"><figcaption><span>{escape(title)}</span></figcaption>'
         f'<svg viewBox="0 0 {WIDTH:g} {height:g}" role="img" aria-label="{escape(said)}">{"".join(drawn)}</svg></figure>\n'
     )

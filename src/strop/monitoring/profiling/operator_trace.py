@@ -22,6 +22,8 @@ class OperatorTrace:
     def __init__(self) -> None:
         self._profile: Any = None
         self._marks: list[tuple[float, float]] = []
+        self.events: list[dict[str, Any]] = []  # the last recording's, with the shapes of inputs; whoever reads them empties it
+        self.shift = 0.0  # what to add to their ``ts`` for our clock, in microseconds
 
     def begin(self) -> None:
         """Begin to record. Raises RuntimeError if another profiler of this process does already."""
@@ -31,7 +33,7 @@ class OperatorTrace:
         kinds = [torch.profiler.ProfilerActivity.CPU]
         kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         settings = _ExperimentalConfig(profile_all_threads=True, trace_only=True)
-        profile = torch.profiler.profile(activities=kinds, experimental_config=settings)
+        profile = torch.profiler.profile(activities=kinds, record_shapes=True, experimental_config=settings)
         with quiet_profiler():
             profile.start()
         self._marks = []
@@ -53,13 +55,22 @@ class OperatorTrace:
         os.close(handle)
         try:
             profile.export_chrome_trace(name)
-            return json.dumps(align_events(json.loads(Path(name).read_text(encoding="utf-8", errors="replace")), self._marks))
+            trace = json.loads(Path(name).read_text(encoding="utf-8", errors="replace"))
         finally:
             Path(name).unlink(missing_ok=True)
+        self.events, self.shift = align_events(trace, self._marks)
+        kept = ("name", "cat", "ts", "dur", "pid", "tid")
+        return json.dumps(
+            [
+                {**{key: event[key] for key in kept if key in event}, "ts": event["ts"] + self.shift}
+                for event in self.events
+                if event.get("cat") not in ("Trace", "overhead")
+            ]
+        )
 
 
-def align_events(trace: dict[str, Any], marks: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
-    """Return the events that take time, with ``ts`` moved to our clock.
+def align_events(trace: dict[str, Any], marks: Sequence[tuple[float, float]]) -> tuple[list[dict[str, Any]], float]:
+    """Return the events that take time, and what to add to their ``ts`` for our clock, in microseconds.
 
     ``marks``: our times (seconds) before and after each range MARK. The range with the least time around it tells how far torch's clock is
     from ours, to half of that time.
@@ -71,10 +82,4 @@ def align_events(trace: dict[str, Any], marks: Sequence[tuple[float, float]]) ->
         for (before, after), (ts, dur) in zip(marks, found, strict=False)
     ]
     _, before, after, middle = min(around, default=(0.0, 0.0, 0.0, 0.0))
-    shift = 1e6 * (before + after) / 2 - middle
-    kept = ("name", "cat", "ts", "dur", "pid", "tid")
-    return [
-        {**{key: event[key] for key in kept if key in event}, "ts": event["ts"] + shift}
-        for event in events
-        if event.get("name") != MARK and event.get("cat") not in ("Trace", "overhead")
-    ]
+    return [event for event in events if event.get("name") != MARK], 1e6 * (before + after) / 2 - middle

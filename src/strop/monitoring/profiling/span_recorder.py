@@ -17,6 +17,7 @@ class Span(NamedTuple):
     started: float
     ended: float
     detail: str = ""
+    thread: int = 0  # native id, as torch's profiler numbers threads; 0: not known
 
 
 class RecordedSpans(NamedTuple):
@@ -60,7 +61,7 @@ class SpanRecorder:
             if len(self._spans) >= MAX_SPANS:
                 self._lost += 1
                 return
-            self._spans.append(Span(track, name, started, ended, detail))
+            self._spans.append(Span(track, name, started, ended, detail, threading.get_native_id()))
 
     def span(self, track: str, name: str, detail: str = "") -> TimedBlock:
         """Return a context that keeps the time of its block."""

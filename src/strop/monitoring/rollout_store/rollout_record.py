@@ -6,6 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from strop.monitoring.rollout_store.learner_inputs import (
+    ImagePlace,
+    KeptTokens,
+    StoredBaseline,
+    StoredRoutes,
+    list_image_places,
+    list_kept_tokens,
+    list_routes,
+    make_baseline,
+)
 from strop.monitoring.rollout_store.stored_images import image_name
 from strop.monitoring.rollout_store.turn_record import TurnRecord, make_turn_records
 
@@ -70,6 +80,10 @@ class RolloutRecord:
         None  # of each step, its last token among the sampled ones, and its reward
     )
     turn_advantages: tuple[float, ...] | None = None  # of each turn of the policy, what replaces its advantage; empty: nothing
+    baseline: StoredBaseline | None = None  # the greedy rollout of its group, if there is one
+    image_places: tuple[ImagePlace, ...] | None = None
+    kept_tokens: KeptTokens | None = None  # with policy.generation.keep_sampling_mask
+    routes: tuple[StoredRoutes, ...] | None = None  # the experts that the engine chose, with logger.routes
 
 
 def make_records(
@@ -80,12 +94,14 @@ def make_records(
     learner_logprobs: Mapping[RolloutKey, Tensor] | None = None,
     dropped: Mapping[int, DropReason] | None = None,
     decode: Callable[[list[int]], str] | None = None,
+    routes: bool = False,
 ) -> list[RolloutRecord]:
     """Build the records of a step's groups, including dropped ones.
 
     ``advantages`` and ``learner_logprobs`` are keyed by (group.index, rollout.sample) and omit dropped rollouts. The
     log-probabilities cover the rollout's sampled tokens, or all its tokens after the prompt. ``dropped`` maps group.index to
     the reason. ``decode`` is the tokenizer's, for the prompt exactly as the model reads it; without it the messages are stored.
+    ``routes``: store the experts of tokens that are trained on, too.
     """
     advantages, learner_logprobs, dropped = advantages or {}, learner_logprobs or {}, dropped or {}
     return [
@@ -97,6 +113,7 @@ def make_records(
             learner=learner_logprobs.get((group.index, rollout.sample)),
             dropped=dropped.get(group.index),
             prompt=decode(rollout.prompt.tolist()) if decode else _format_prompt(rollout),
+            routes=routes,
         )
         for group in groups
         for rollout in group.rollouts
@@ -108,6 +125,7 @@ def list_images(groups: Sequence[Group]) -> Iterator[PromptImage]:
     for group in groups:
         for rollout in group.rollouts:
             yield from rollout.path_images
+            yield from (image for branch in rollout.branches for turn in branch.turns for image in turn.images)
 
 
 def split_by_rollout(column: Tensor, batch: Batch, groups: Sequence[Group]) -> dict[RolloutKey, Tensor]:
@@ -130,6 +148,7 @@ def _make_record(
     learner: Tensor | None,
     dropped: DropReason | None,
     prompt: str,
+    routes: bool,
 ) -> RolloutRecord:
     turns = (*rollout.turns, *(turn for branch in rollout.branches for turn in branch.turns))
     sampled = tuple(turn.sampled for turn in turns for _ in range(len(turn.tokens)))
@@ -164,6 +183,10 @@ def _make_record(
         group_version=group.version,
         step_rewards=tuple((step.token, step.reward) for step in rollout.step_rewards),
         turn_advantages=tuple(rollout.turn_advantages),
+        baseline=make_baseline(group),
+        image_places=list_image_places(rollout),
+        kept_tokens=list_kept_tokens(rollout) if dropped is None else None,
+        routes=list_routes(rollout) if routes and dropped is None else None,
     )
 
 

@@ -17,11 +17,13 @@ import json
 import logging
 import math
 import re
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from strop.monitoring.rollout_store.learner_inputs import decode_inputs, make_kept_column
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts, RolloutFlag, encode_flags, group_flags, read_flags
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace_surrogates
 from strop.monitoring.rollout_store.stored_images import StoredImages
@@ -197,7 +199,7 @@ def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | Non
     pa, pq = _import_pyarrow()
     rows = [
         {
-            **to_row(record),
+            **to_row(replace(record, kept_tokens=None)),
             "rewards": list(record.rewards.items()),
             **{name: list(getattr(record, name).items()) for name in ("metrics", *BY_TERM)},
             "prompt_images": [{"message": message, "image": image} for message, image in record.prompt_images],
@@ -210,6 +212,9 @@ def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | Non
     if tokens is not None:
         for name, column in make_arrow_columns(tokens, [record.sampled for record in records]).items():
             table = table.set_column(table.column_names.index(name), name, column)
+    if any(record.kept_tokens is not None for record in records):
+        column = make_kept_column([record.kept_tokens for record in records])
+        table = table.set_column(table.column_names.index("kept_tokens"), "kept_tokens", column)
     pq.write_table(table, content, compression="zstd")
     return content.getvalue()
 
@@ -270,6 +275,12 @@ def _build_schema(pa: Any) -> pyarrow.Schema:
         "group_version": pa.int64(),
         "step_rewards": pa.list_(pa.struct([("token", pa.int64()), ("reward", pa.float64())])),
         "turn_advantages": pa.list_(pa.float64()),
+        "baseline": pa.struct([("reward", pa.float64()), ("tokens", pa.int64()), ("ending", pa.string())]),
+        "image_places": pa.list_(
+            pa.struct([("turn", pa.int64()), ("start", pa.int64()), ("length", pa.int64()), ("image", pa.string())])
+        ),
+        "kept_tokens": pa.list_(pa.list_(pa.int32())),
+        "routes": pa.list_(pa.struct([("turn", pa.int64()), ("shape", pa.list_(pa.int64())), ("data", pa.binary())])),
     }  # fmt: skip
     return pa.schema([(field.name, types.get(field.name, pa.string())) for field in fields(RolloutRecord)])
 
@@ -302,21 +313,29 @@ def _read_jsonl(path: Path, task_id: str | None) -> list[RolloutRecord]:
 
 def encode_json(record: RolloutRecord, *, ascii_only: bool = False) -> str:
     """Return the record as a line of JSON."""
-    return json.dumps(_encode_nonfinite(to_row(record)), ensure_ascii=ascii_only, allow_nan=False)
+    return json.dumps(_encode_for_json(to_row(record)), ensure_ascii=ascii_only, allow_nan=False)
 
 
-def _encode_nonfinite(value: Any) -> Any:
-    """Replace NaN and infinities by the strings "nan", "inf" and "-inf", which float() parses: JSON does not have them."""
+def _encode_for_json(value: Any) -> Any:
+    """Replace what JSON does not have: NaN and infinities by the strings "nan", "inf" and "-inf", which float() parses, bytes by base64."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
+    if isinstance(value, bytes):
+        return b64encode(value).decode()
     if isinstance(value, Mapping):
-        return {name: _encode_nonfinite(item) for name, item in value.items()}
-    return [_encode_nonfinite(item) for item in value] if isinstance(value, tuple | list) else value
+        return {name: _encode_for_json(item) for name, item in value.items()}
+    return [_encode_for_json(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def to_row(record: RolloutRecord) -> dict[str, Any]:
     """Return the record as plain values: one column for each field."""
-    return {**vars(record), "turns": [dict(vars(turn)) for turn in record.turns]}
+    lists = {name: getattr(record, name) for name in ("turns", "image_places", "routes")}
+    return {
+        **vars(record),
+        **{name: None if each is None else [dict(vars(item)) for item in each] for name, each in lists.items()},
+        "baseline": None if record.baseline is None else dict(vars(record.baseline)),
+        "kept_tokens": None if record.kept_tokens is None else record.kept_tokens.to_lists(),
+    }
 
 
 def _from_row(row: Mapping[str, Any]) -> RolloutRecord:
@@ -338,6 +357,7 @@ def _from_row(row: Mapping[str, Any]) -> RolloutRecord:
             "branches": tuple((parent, start) for parent, start in row.get("branches", ())),
             "prompt_images": tuple((message, image) for message, image in row.get("prompt_images", ())),
             **_token_columns(row, floats),
+            **decode_inputs(row),
             "turns": tuple(
                 TurnRecord(
                     **{

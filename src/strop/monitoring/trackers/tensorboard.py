@@ -58,7 +58,7 @@ class TensorBoardTracker(NullTracker):
     def resume(self, step: int) -> None:
         self.close()  # the purge is written at the start of a new event file
         self._purge_step = step + 1
-        self._step = step
+        self._step = max(step, 0)  # -1: a new run, whose notes are before step 1
 
     def close(self) -> None:
         if self._writer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import socket
@@ -62,7 +63,9 @@ def find_run(run: Path) -> Path:
         if (folder / "status.json").is_file() or (folder / METRICS_FILE).is_file():
             return folder
     if not run.exists():
-        raise RunNotFound(f"there is no {run}; name a run's log folder (logger.log_dir)")
+        near = difflib.get_close_matches(run.name, [path.name for path in run.parent.glob("*/")], n=1)
+        meant = f"; did you mean {run.parent / near[0]}?" if near else ""
+        raise RunNotFound(f"there is no {run}; name a run's log folder (logger.log_dir){meant}")
     run_names = sorted({path.parent.name for name in ("status.json", METRICS_FILE) for path in run.glob(f"*/{name}")})
     hint = f"; there are runs in it: {', '.join(run_names)}" if run_names else ""
     raise RunNotFound(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,9 @@ class FakeNvml(SimpleNamespace):
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}f3a-0000"
 
     def nvmlDeviceGetName(self, handle: int) -> bytes:
         return b"NVIDIA H100 80GB HBM3"
@@ -117,8 +120,12 @@ def test_gpus_are_read_and_what_one_refuses_to_say_is_left_out(tmp_path: Path) -
 def test_only_the_gpus_of_the_run_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert MachineReader().read().gpus[0].utilization == 89
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5f3a")  # names say no numbers: all
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5f3a")  # names no GPU that is here: all
     assert len(MachineReader().read().gpus) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1f3a")
+    assert [gpu.utilization for gpu in MachineReader().read().gpus] == [89]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as in a process of a cluster, which is told which
+    assert [gpu.utilization for gpu in MachineReader(gpus=("1", "0")).read().gpus] == [89, 90]
 
 
 def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,14 +227,18 @@ def test_a_node_whose_monitor_cannot_start_or_dies_at_once_is_said_and_the_other
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     async def spawn(options: ActorOptions, make: Any, *arguments: Any) -> FakeActor:
-        assert make is MachineMonitor and options.node is not None
+        assert make is MachineMonitor and options.node is not None and arguments[-1] == (f"{options.node}0", f"{options.node}1")
         if options.node == 1:
             raise RuntimeError("no room on this node")
         return FakeActor(options.node, ConnectionError("it died") if options.node == 2 else ("NVIDIA H100",) * options.node)
 
+    def locate(node: int, devices: Sequence[int]) -> tuple[str, tuple[str, ...]]:
+        return "id", tuple(f"{node}{device}" for device in devices)
+
+    cluster: Any = SimpleNamespace(num_nodes=4, devices_per_node=2, on_cpu=False, spawn=spawn, locate=locate)
     keys = [f"logger.log_dir={tmp_path}", "logger.gpu_monitoring.flush_interval=0.005", "policy.model_name=m"]
     config = load_config(None, keys, root=SftRunConfig, check=False).config
-    system = asyncio.run(watch_machines(config, SimpleNamespace(num_nodes=4, spawn=spawn)))  # type: ignore[arg-type]
+    system = asyncio.run(watch_machines(config, cluster))
     deadline, seen = time.monotonic() + 10, {}
     while len(seen) < 2 and time.monotonic() < deadline:
         seen |= system.metrics()

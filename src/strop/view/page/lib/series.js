@@ -1,6 +1,6 @@
 // What is done with a series before it is drawn: smoothing, time axes, means over seeds.
 
-/** A running mean with weight `smoothing` on the past, corrected for its start, and aware of uneven steps. Nulls stay null. */
+/** A running mean with weight `smoothing` on the past, corrected for its start. Nulls stay null. */
 export function smooth(values, smoothing) {
   if (!smoothing) return values;
   let sum = 0;
@@ -39,12 +39,12 @@ export function meanOf(series) {
   };
 }
 
-/** Runs whose configurations differ in seeds and places alone, together: [[run, ...], ...]. */
+/** Runs whose configurations differ in seeds and places alone, together: [[run, ...], ...]. One that has no step yet stands alone. */
 export function groupBySeed(runs, configs) {
   const groups = new Map();
   for (const run of runs) {
     const values = configs[run.id];
-    const key = values ? JSON.stringify(Object.entries(values).filter(([name]) => !isIncidental(name)).sort()) : run.id;
+    const key = values && run.step > 0 ? JSON.stringify(Object.entries(values).filter(([name]) => !isIncidental(name)).sort()) : run.id;
     if (!groups.has(key)) groups.set(key, []);
     groups.get(key).push(run);
   }

@@ -90,8 +90,8 @@ function Found({ names, charts }) {
 function OneChart({ name, groups, view, pinned, isLarge }) {
   const isPinned = pinned.includes(name);
   const toggle = () => setParams({ pin: (isPinned ? pinned.filter((each) => each !== name) : [...pinned, name]).join(",") });
-  const actions = html`<button type="button" class="plain" aria-pressed=${isPinned ? "true" : "false"} title="keep at the top" onClick=${toggle}>${isPinned ? "unpin" : "pin"}</button>
-    <button type="button" class="plain" onClick=${() => setParams({ large: isLarge ? "" : name })}>${isLarge ? "all" : "enlarge"}</button>`;
+  const actions = html`<button type="button" class="plain" aria-pressed=${isPinned ? "true" : "false"} title="keep at the top" aria-label=${`${isPinned ? "unpin" : "pin"} ${name}`} onClick=${toggle}>${isPinned ? "unpin" : "pin"}</button>
+    <button type="button" class="plain" aria-label=${isLarge ? "all charts" : `enlarge ${name}`} onClick=${() => setParams({ large: isLarge ? "" : name })}>${isLarge ? "all" : "enlarge"}</button>`;
   return html`<${MetricChart} name=${name} groups=${groups} view=${view} actions=${actions} height=${isLarge ? 460 : undefined} />`;
 }
 

@@ -40,6 +40,7 @@ function Group({ group, run, step, number }) {
     ${group.answer && html`<p class="pale">reference answer <b class="mono">${printable(group.answer)}</b></p>`}
     <details class="section" open><summary>Prompt</summary><${Chat} rollout=${{ prompt_messages: group.prompt_messages, prompt_images: group.prompt_images }} runId=${run.id} /></details>
     ${rollouts.length === 0 && html`<${Empty}>The group has no rollouts.<//>`}
+    <h2>Rollouts, the best first</h2>
     <ul class="columns" tabindex="0" aria-label="Rollouts, the best first">
       ${rollouts.map((rollout, index) => html`<${AnswerCard} key=${rollout.sample} rollout=${rollout} runId=${run.id} isCurrent=${index === current} onChoose=${() => setCurrent(index)} />`)}
     </ul>`;

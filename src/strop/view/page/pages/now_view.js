@@ -22,7 +22,7 @@ function Status({ data }) {
     ${status.error && html`<p class="notice">${status.error}</p>`}
     ${(status.troubles ?? []).map((text) => html`<p class="notice">${text}</p>`)}
     <div class="cards">
-      <section class="card"><h3>State</h3><dl class="facts">
+      <section class="card"><h2>State</h2><dl class="facts">
         <dt>state</dt><dd>${status.state}${data.live ? html` <span class="badge live">live</span>` : ""}</dd>
         <dt>${status.phase_is_current === false ? "did last" : "doing"}</dt><dd>${status.phase}</dd>
         <dt>last step</dt><dd>${status.step > 0 ? `${status.step}${status.stepped ? `, ${formatAgo(status.stepped)}` : ""}` : "none yet"}</dd>
@@ -33,8 +33,8 @@ function Status({ data }) {
         ${status.checkpoint && html`<dt>checkpoint</dt><dd class="mono">${formatValue(status.checkpoint)}</dd>`}
         ${status.stacks && html`<dt>stacks</dt><dd class="mono">${status.stacks}</dd>`}
       </dl></section>
-      <section class="card"><h3>Who waits for whom</h3><${Waits} waits=${status.waits ?? []} /></section>
-      <section class="card"><h3>Versions</h3><dl class="facts">
+      <section class="card"><h2>Who waits for whom</h2><${Waits} waits=${status.waits ?? []} /></section>
+      <section class="card"><h2>Versions</h2><dl class="facts">
         ${Object.entries(status.versions ?? {}).map(([name, version]) => html`<dt>${name}</dt><dd>${version}</dd>`)}</dl></section>
     </div>
     ${status.command && html`<h2>Command</h2><pre class="text block">${status.command}</pre>`}

@@ -37,7 +37,8 @@ function Replay({ name, replay }) {
 function OnTheWay({ found }) {
   if (!found) return null;
   const equal = found.different.length === 0;
-  return html`<p class=${equal ? "good" : "warn"}>Steps ${found.first} to ${found.last} were trained again on the way${equal
+  const steps = found.first === found.last ? `Step ${found.first} was` : `Steps ${found.first} to ${found.last} were`;
+  return html`<p class=${equal ? "good" : "warn"}>${steps} trained again on the way${equal
     ? `: ${found.compared} metrics are equal to the last digit.`
     : `, and ${found.different.length} of them did not give what the run logged, first step ${found.different[0]}.`}</p>`;
 }

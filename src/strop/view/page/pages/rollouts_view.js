@@ -79,7 +79,7 @@ function Filters({ run, step, params, onStep, go }) {
     <label>environment <input type="text" size="8" value=${params.env ?? ""} onChange=${set("env")} /></label>
     <label>ending <select value=${params.ending ?? ""} onChange=${set("ending")}>
       <option value="">all</option>${Object.entries(ENDINGS).map(([ending, words]) => html`<option value=${ending} title=${words}>${ending}</option>`)}</select></label>
-    <label><span class="pale">show</span> <select value=${params.kept ?? ""} onChange=${set("kept")}>${KEPT.map(([value, text]) => html`<option value=${value}>${text}</option>`)}</select></label>
+    <label>show <select value=${params.kept ?? ""} onChange=${set("kept")}>${KEPT.map(([value, text]) => html`<option value=${value}>${text}</option>`)}</select></label>
     <label>reward <input type="number" step="any" placeholder="least" aria-label="least reward" value=${params.reward_min ?? ""} onChange=${set("reward_min")} />
       <input type="number" step="any" placeholder="most" aria-label="most reward" value=${params.reward_max ?? ""} onChange=${set("reward_max")} /></label>
     <label>tokens <input type="number" min="0" placeholder="least" aria-label="fewest tokens" value=${params.tokens_min ?? ""} onChange=${set("tokens_min")} />

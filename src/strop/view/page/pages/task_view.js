@@ -21,7 +21,7 @@ export function TaskView({ runs, run, path }) {
 function Steps({ steps, runId }) {
   const [isWhole, setWhole] = useState(false);
   if (!steps.length) return html`<${Empty}>No rollout of this task is stored.<//>`;
-  return html`${steps.length > 1 && html`<section class="chart"><header><h3>reward, mean with lowest and highest</h3></header><${Chart} name="reward" lines=${[rewardLine(steps)]} height=${160} /></section>`}
+  return html`${steps.length > 1 && html`<section class="chart"><header><h2>reward, mean with lowest and highest</h2></header><${Chart} name="reward" lines=${[rewardLine(steps)]} height=${160} /></section>`}
     ${(isWhole ? steps : spread(steps, STEPS_AT_FIRST)).map((each) => html`<${Step} key=${each.step} step=${each.step} rollouts=${each.rollouts} runId=${runId} />`)}
     ${!isWhole && steps.length > STEPS_AT_FIRST && html`<p><button type="button" onClick=${() => setWhole(true)}>Show all ${steps.length} steps</button></p>`}`;
 }

@@ -11,8 +11,8 @@ const STEP_MARKS = Array.from({ length: 27 }, (_, index) => [1, 2, 5][index % 3]
 export const CURSOR = uPlot.sync("strop");
 
 /**
- * Draw `lines` [{label, style: {colour, dash}, x, y, low, high, shade}] over steps or seconds. `zoom` is [from, to] or null; `onZoom`
- * gets what was dragged. `low` and `high` are drawn as a band; `shade` fills down to the line with that index
+ * Draw `lines` [{label, style: {colour, dash}, x, y, raw, low, high, shade}] over steps or seconds. `zoom` is [from, to] or null; `onZoom`
+ * gets what was dragged. `raw` is drawn thin behind y, which is smoothed; `low` and `high` as a band; `shade` fills down to the line with that index
  * (null: to the axis), and `own` is what is read in place of y.
  */
 export function Chart({ name, lines, axis = "step", isLog = false, zoom = null, onZoom, height = HEIGHT, onX, format = formatNumber }) {
@@ -21,7 +21,7 @@ export function Chart({ name, lines, axis = "step", isLog = false, zoom = null, 
   const [at, setAt] = useState(null);
   const theme = useTheme();
   const drawn = lines.filter((line) => line.x.length);
-  const shape = JSON.stringify([drawn.map((line) => [line.label, line.style, Boolean(line.low), line.shade]), axis, isLog, height, theme]);
+  const shape = JSON.stringify([drawn.map((line) => [line.label, line.style, Boolean(line.low), Boolean(line.raw), line.shade]), axis, isLog, height, theme]);
   const latest = useRef({});
   latest.current = { zoom, onZoom, onX, drawn };
 
@@ -85,10 +85,10 @@ export function nearest(places, value) {
   return Math.abs(places[low] - value) <= Math.abs(places[high] - value) ? low : high;
 }
 
-/** One table for uPlot: x, then of each line y and, if it has a band, low and high. */
+/** One table for uPlot: x, then of each line y, if it has a band low and high, and raw if it is smoothed. */
 function makeData(lines, isLog) {
   const hide = (column) => (isLog ? column.map((value) => (value > 0 ? value : null)) : column);
-  const tables = lines.map((line) => [line.x, hide(line.y), ...(line.low ? [hide(line.low), hide(line.high)] : [])]);
+  const tables = lines.map((line) => [line.x, hide(line.y), ...(line.low ? [hide(line.low), hide(line.high)] : []), ...(line.raw ? [hide(line.raw)] : [])]);
   return uPlot.join(tables);
 }
 
@@ -147,12 +147,13 @@ function makeSeries(lines) {
   for (const line of lines) {
     const { colour, dash } = line.style;
     places.push(series.length);
-    series.push({ label: line.label, stroke: colour, width: line.width ?? 1.75, dash, spanGaps: true, points: { show: line.x.length < 40, size: 5 } });
+    series.push({ label: line.label, stroke: colour, width: line.width ?? 1.75, dash, spanGaps: true, points: { show: line.shade === undefined && line.x.length < 40, size: 5 } });
     if (line.low) {
       const edge = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
       series.push({ ...edge, label: `${line.label}, lowest` }, { ...edge, label: `${line.label}, highest` });
       bands.push({ series: [series.length - 1, series.length - 2], fill: withOpacity(colour, 0.18) });
     }
+    if (line.raw) series.push({ label: `${line.label}, not smoothed`, stroke: withOpacity(colour, 0.35), width: 1, spanGaps: true, points: { show: false } });
   }
   lines.forEach((line, index) => {
     if (line.shade !== undefined && line.shade !== null) {

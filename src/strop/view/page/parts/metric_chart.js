@@ -12,7 +12,7 @@ import { Chart, HEIGHT } from "./chart.js";
 export function MetricChart({ name, groups, view, actions, height }) {
   const [element, isSeen] = useSeen();
   return html`<section class="chart" ref=${element} data-metric=${name}>
-    <header><h3><${BreakableName} name=${name} /></h3>${actions}</header>
+    <header><h2><${BreakableName} name=${name} /></h2>${actions}</header>
     ${isSeen ? html`<${SeenChart} name=${name} groups=${groups} view=${view} height=${height} />` : html`<${Room} height=${height} />`}
   </section>`;
 }
@@ -41,10 +41,10 @@ function makeLine(runs, index, columns, name, { axis, smoothing }) {
     .map((column) => {
       const { x, y, low, high } = compact({ x: axis === "step" ? column.steps : column.seconds, y: column.values, low: column.low, high: column.high });
       const isRough = low?.some((value, place) => value !== high[place]);
-      return { x, y: smooth(y, smoothing), low: isRough ? low : null, high: isRough ? high : null };
+      return { x, y: smooth(y, smoothing), raw: smoothing ? y : null, low: isRough ? low : null, high: isRough ? high : null };
     });
   const label = runs.length > 1 ? `${runs[0].name} and ${runs.length - 1} more seed${runs.length > 2 ? "s" : ""}` : runs[0].name;
-  const line = series.length > 1 ? meanOf(series) : (series[0] ?? { x: [], y: [], low: null, high: null });
+  const line = series.length > 1 ? meanOf(series) : (series[0] ?? { x: [], y: [], raw: null, low: null, high: null });
   return { label, style: seriesStyle(index), ...line };
 }
 

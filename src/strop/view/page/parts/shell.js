@@ -1,5 +1,6 @@
 // What surrounds every view: the list of views, the theme, the keys.
 import { html, useEffect, useErrorBoundary, useRef, useState } from "../lib/ui.js";
+import { scrollTo, wantHeading } from "../lib/focus.js";
 import { useKeys } from "../lib/keys.js";
 import { goTo, linkTo, useRoute } from "../lib/route.js";
 import { useRuns } from "../lib/runs.js";
@@ -26,10 +27,18 @@ export function Shell() {
   useEffect(() => {
     document.title = `${view?.title ?? "Strop"}${runs.run ? " of " + runs.run.name : ""}`;
   }, [view, runs.run?.name]);
+  const place = route.path.join("/");
+  const shown = useRef(place);
+  useEffect(() => {
+    if (shown.current !== place) wantHeading();
+    shown.current = place;
+    const list = document.querySelector(".side nav");
+    scrollTo(list.querySelector("[aria-current]"), list);
+  }, [place]);
 
   return html`<a class="skip" href="#main" onClick=${skipToMain}>to the content</a>
     <div class="shell">
-      <div class="side">
+      <header class="side">
         <a class="brand" href=${linkTo(["overview"])}>Strop</a>
         <nav aria-label="Views">
           ${VIEWS.filter((each) => !each.isHidden).map(
@@ -41,7 +50,7 @@ export function Shell() {
           <button type="button" onClick=${() => setTheme(other)} title="t">${other === "dark" ? "Dark" : "Light"}</button>
           <button type="button" onClick=${() => setHelping(true)} title="?">Keys</button>
         </div>
-      </div>
+      </header>
       <main class="main" id="main" tabindex="-1"><${Content} route=${route} runs=${runs} view=${view} key=${route.path[0]} /></main>
     </div>
     ${isHelping && html`<${KeyHelp} onClose=${() => setHelping(false)} />`}`;
@@ -50,19 +59,13 @@ export function Shell() {
 /** The view; a mistake in one leaves the others usable. */
 function Content({ route, runs, view }) {
   const [mistake] = useErrorBoundary((error) => console.error(error));
-  const seen = useRef(false);
-  useEffect(() => {
-    if (seen.current) document.querySelector("h1")?.focus({ preventScroll: true });
-    seen.current = true;
-    document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
-  }, [route.path.join("/")]);
-  if (mistake) return html`<${ErrorNotice} error=${{ message: `This view failed: ${mistake.message}` }} />`;
-  if (!view) return html`<${Empty}>There is no view "${route.path[0]}".<//>`;
+  if (mistake) return html`<${Title} text=${view?.title ?? "Strop"} /><${ErrorNotice} error=${{ message: `This view failed: ${mistake.message}` }} />`;
+  if (!view) return html`<${Title} text="Not found" /><${Empty}>There is no view "${route.path[0]}".<//>`;
   if (!runs.all.length) {
-    if (runs.error) return html`<${ErrorNotice} error=${runs.error} />`;
+    if (runs.error) return html`<${Title} text=${view.title} /><${ErrorNotice} error=${runs.error} />`;
     return runs.loading ? html`<${Loading} what="runs" />` : html`<${Title} text="No run yet" /><${Empty}>The folders that were given to \`strop view\` hold no config.yaml. The page looks again every two seconds.<//>`;
   }
-  if (runs.missing && !view.isOfRuns) return html`<${Empty}>There is no run "${runs.missing}" any more. <a href=${linkTo(["overview"], { run: "", runs: "" })}>All runs</a><//>`;
+  if (runs.missing && !view.isOfRuns) return html`<${Title} text=${view.title} /><${Empty}>There is no run "${runs.missing}" any more. <a href=${linkTo(["overview"], { run: "", runs: "" })}>All runs</a><//>`;
   return html`<${ErrorNotice} error=${runs.error} /><${view.component} runs=${runs} run=${runs.run} path=${route.path.slice(1)} params=${route.params} />`;
 }
 

@@ -57,16 +57,18 @@ export function VirtualRows({ source, fetchPage, columns, href, sort, onSort, wh
   if (pages.total === 0) return html`<${Empty}>${pages.isPartial ? `Nothing yet. ${pages.note}` : html`${emptyText} ${pages.note}`}<//>`;
   const template = shown.map((column) => (isNarrow && column.isLong ? "" : column.width)).filter(Boolean).join(" ");
   const style = { "--columns": template, "--row": `${rowHeight}px`, "--height": `min(70vh, ${Math.max(pages.total, 3) * rowHeight + 2}px)` };
+  const rowId = (index) => `${label}-row-${index}`;
   return html`<${ErrorNotice} error=${pages.error} />
-    <div class=${"rows" + (isNarrow ? " two-lines" : "")} style=${style} role="grid" aria-label=${label} aria-rowcount=${pages.total + 1}>
-      <div class="head" role="row" aria-rowindex="1">
-        ${shown.map((column) => html`<${Heading} column=${column} sort=${sort} onSort=${onSort} />`)}
-      </div>
-      <div class="window" ref=${scroll.element} tabindex="0" onScroll=${scroll.onScroll} role="rowgroup" aria-label=${`${label}, scrolled by rows`}>
-        <div class="spacer" style=${{ height: `${scroll.spacer}px` }}>
+    <div class=${"rows" + (isNarrow ? " two-lines" : "")} style=${style}>
+      <div class="window" ref=${scroll.element} tabindex="0" onScroll=${scroll.onScroll} role="grid" aria-label=${label} aria-rowcount=${pages.total + 1}
+        aria-activedescendant=${current >= first && current < last ? rowId(current) : null}>
+        <div class="head" role="row" aria-rowindex="1">
+          ${shown.map((column) => html`<${Heading} column=${column} sort=${sort} onSort=${onSort} />`)}
+        </div>
+        <div class="spacer" role="rowgroup" style=${{ height: `${scroll.spacer}px` }}>
           ${range(first, last).map((index) => {
             const row = pages.row(index);
-            return html`<${Row} key=${index} index=${index} row=${row} columns=${shown} href=${row ? href(row) : null}
+            return html`<${Row} key=${index} id=${rowId(index)} index=${index} row=${row} columns=${shown} href=${row ? href(row) : null}
               top=${index * rowHeight - scroll.top + scroll.real} isCurrent=${index === current} isNarrow=${isNarrow} onChoose=${setCurrent} />`;
           })}
         </div>
@@ -75,14 +77,15 @@ export function VirtualRows({ source, fetchPage, columns, href, sort, onSort, wh
     </div>`;
 }
 
-function Row({ index, row, columns, href, top, isCurrent, isNarrow, onChoose }) {
-  return html`<a class=${"row" + (isCurrent ? " current" : "")} role="row" aria-rowindex=${index + 2} aria-selected=${isCurrent ? "true" : "false"}
-    href=${href} tabindex="-1" style=${{ transform: `translateY(${top}px)` }} onMouseDown=${() => onChoose(index)}>
+/** The link of the column that names the row covers all of it. */
+function Row({ id, index, row, columns, href, top, isCurrent, isNarrow, onChoose }) {
+  return html`<div class=${"row" + (isCurrent ? " current" : "")} id=${id} role="row" aria-rowindex=${index + 2} aria-selected=${isCurrent ? "true" : "false"}
+    style=${{ transform: `translateY(${top}px)` }} onMouseDown=${() => onChoose(index)}>
     ${columns.map(
       (column) => html`<span role="gridcell" class=${cellClass(column) + (row ? "" : " waiting")}>
-        ${isNarrow && column.isNumber && html`<span class="pale">${column.title} </span>`}${row ? column.cell(row) : "·"}</span>`,
+        ${isNarrow && column.isNumber && html`<span class="pale">${column.title} </span>`}${row ? (column.isName ? html`<a href=${href} tabindex="-1">${column.cell(row) || "–"}</a>` : column.cell(row)) : "·"}</span>`,
     )}
-  </a>`;
+  </div>`;
 }
 
 function cellClass({ isNumber, isLong, isName }) {
@@ -145,6 +148,7 @@ function usePages(source, fetchPage) {
 
 /**
  * Where a list of `count` rows is scrolled to: `top` in pixels of the whole list, `real` in those of the element, which is at most TALLEST.
+ * `height` is what is seen of the rows, below their heads.
  * In a taller list small moves go by pixels and large ones (the scroll bar) by shares of the whole.
  */
 function useScroll(count, rowHeight, source) {
@@ -161,7 +165,7 @@ function useScroll(count, rowHeight, source) {
     setPlace(latest.current);
   };
   const onScroll = () => {
-    const { scrollTop: real, clientHeight: height } = element.current;
+    const [real, height] = [element.current.scrollTop, heightOfRows(element.current)];
     const [most, mostReal] = limit(height);
     const moved = real - latest.current.real;
     const isJump = whole <= TALLEST || Math.abs(moved) > height * 2 || real <= 0 || real >= mostReal;
@@ -170,7 +174,7 @@ function useScroll(count, rowHeight, source) {
   };
   useLayoutEffect(() => {
     if (!element.current) return undefined;
-    const measure = () => element.current && update(latest.current.top, element.current.scrollTop, element.current.clientHeight);
+    const measure = () => element.current && update(latest.current.top, element.current.scrollTop, heightOfRows(element.current));
     const observer = new ResizeObserver(measure);
     observer.observe(element.current);
     measure();
@@ -199,6 +203,10 @@ function useScroll(count, rowHeight, source) {
       latest.current.real = element.current.scrollTop; // as the browser rounds it
     },
   };
+}
+
+function heightOfRows(element) {
+  return element.clientHeight - element.querySelector(".head").offsetHeight;
 }
 
 function pagesOf(first, last) {
