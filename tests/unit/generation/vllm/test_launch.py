@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.generation.vllm.launch import ForkedEngineCore, fork_engine_cores
+from strop.generation.vllm.launch import SPIN_SECONDS, ForkedEngineCore, fork_engine_cores, shorten_spins
 
 
 def test_a_core_is_sent_with_the_environment_of_that_moment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -29,3 +29,23 @@ def test_vllm_starts_its_processes_as_ever_afterwards() -> None:
         assert utils.get_mp_context().get_start_method() == "forkserver"
         raise KeyError
     assert (utils.get_mp_context, EngineCoreProc.run_engine_core) == before
+
+
+def test_processes_of_an_engine_that_wait_for_each_other_soon_sleep(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import zmq
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    condition = shm_broadcast.SpinCondition
+    monkeypatch.setattr(condition, "__init__", condition.__init__)  # which is put back
+    shorten_spins()
+    with zmq.Context() as context:
+        reader = condition(True, context, "inproc://strop-waits")
+        assert reader.busy_loop_s == SPIN_SECONDS < 1
+        for end in (reader.local_notify_socket, reader.write_cancel_socket, reader.read_cancel_socket):
+            end.close(0)
+    assert not caplog.records
+    monkeypatch.delattr(shm_broadcast, "SpinCondition")
+    shorten_spins()
+    assert "takes cores from the learner" in caplog.text
