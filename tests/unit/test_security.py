@@ -145,6 +145,8 @@ def test_the_lock_of_a_folder_names_the_command_without_its_secrets(monkeypatch:
     monkeypatch.setattr("sys.argv", ["/somewhere/src/strop/__main__.py", *words])
     said = f"python -m strop grpo 'cluster.roles.learner.env_vars.HF_TOKEN={REDACTED}' 'run_name=a b'"
     assert make_holder().command == describe_command() == said
+    monkeypatch.setattr(sys, "argv", ["examples/quickstart.py", "grpo.seed=2"])
+    assert describe_command() == "python examples/quickstart.py grpo.seed=2"
 
 
 def test_a_chat_template_runs_in_a_sandbox() -> None:

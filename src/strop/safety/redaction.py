@@ -24,4 +24,6 @@ def describe_command() -> str:
     """Return the command of this process as it was typed, without secrets."""
     program, *arguments = sys.argv or [""]
     typed = ["python", "-m", "strop"] if program.endswith("strop/__main__.py") else [program]
+    if typed[0].endswith(".py"):
+        typed = ["python", program]
     return shlex.join([*typed, *redact_arguments(arguments)])

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from strop.cli.log_folder import find_log_folder
-from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser, print_interrupted
+from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser, plain_warnings, print_interrupted
 
 
 def replay(arguments: Sequence[str], command_line: str) -> int:
     """Run ``strop replay``. Return its exit code: 1 if a replay without overrides does not reproduce what was logged."""
     options = make_parser().parse_intermixed_args(arguments)
     try:
-        return _replay(options)
+        with plain_warnings():
+            return _replay(options)
     except KeyboardInterrupt:
         return print_interrupted(f"Nothing was stored. A replay starts from the beginning:\n    {command_line}")
 
