@@ -27,6 +27,7 @@ if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = str(root)
 settings.register_profile("strop", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # workers share the cores
 settings.load_profile("strop")
+gc.disable()  # until all is collected: it would go through a million objects that stay, again and again
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +61,7 @@ def clusters_of_its_own() -> Iterator[None]:
     """Strop joins a Ray cluster that was started on this machine: not one of another worker. Ray's sockets want a short path."""
     folder = tempfile.mkdtemp(prefix="strop-ray-", dir="/tmp")
     os.environ["RAY_TMPDIR"] = folder
+    os.environ.update(RAY_prestart_worker_first_driver="0")  # a process for each core, which no test uses
     yield
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -74,6 +76,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_finish() -> None:
     """What has been imported and collected stays until the end: garbage is not looked for among it, again and again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

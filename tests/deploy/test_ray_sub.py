@@ -48,7 +48,7 @@ def cluster_resources(): return {}
 SAVES_WHEN_TERMINATED = """
 import signal, sys, time
 def save(*_):
-    time.sleep(1)
+    time.sleep(0.3)
     print("saved", flush=True)
     sys.exit(3)
 signal.signal(signal.SIGTERM, save)
@@ -196,7 +196,7 @@ def test_a_node_that_cannot_start_ends_the_job_before_the_command(job: Job) -> N
 def test_nodes_that_do_not_join_in_time_end_the_job(job: Job) -> None:
     job.with_stand_in_for_ray()
     (job.folder / "dummy" / "ray.py").write_text(RAY_MODULE.replace("return [{", "return [] and [{"))
-    assert job.run(COMMAND="echo ran", WAIT_SECONDS="3") == 1, job.everything()
+    assert job.run(COMMAND="echo ran", WAIT_SECONDS="1") == 1, job.everything()
     assert "0 of 2 nodes joined" in job.log("ray-driver.log")
     assert job.left_behind() == []
 

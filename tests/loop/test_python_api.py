@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 import strop
+from loop import runs
 from loop.tiny import build_tiny
 from strop.storage.folder_lock import FolderLocked
 
@@ -104,10 +106,10 @@ def test_the_environment_and_the_algorithm_of_the_readme_train_by_its_command(ho
     for name, text in FILES.items():
         (home / name).write_text(text)
     short = "grpo.max_num_steps=2 grpo.val_at_start=false grpo.val_at_end=false policy.max_total_sequence_length=256"
-    command = COMMAND.partition(" # ")[0].replace("\\\n", " ").strip()
-    typed = f"{command} {short}".replace("strop", f"{sys.executable} -m strop", 1)
-    done = subprocess.run(typed, shell=True, capture_output=True, text=True, timeout=280, env=environment())
-    assert done.returncode == 0, done.stderr
+    command, *arguments = shlex.split(f"{COMMAND.partition(' # ')[0]} {short}".replace("\\\n", " "))
+    assert command == "strop"
+    done = runs.strop(*arguments, folder=home)
+    assert done.code == 0, done.err
     run = strop.Run("logs/larger")
     assert run.step == 2 and run.checkpoint is not None and set(run.rollouts["advantage"].dropna()) <= {-1.0, 0.0, 1.0}
 

@@ -73,6 +73,7 @@ def load_one_of_each_kind() -> None:
         dump_config(loaded.config)
 
 
+gc.disable()
 try:
     # strop.models before transformers: it lets that be imported beside a torchvision that does not fit torch
     for name in ("strop.models", *OTHERS, *STROP, *list_algorithms()):
@@ -81,5 +82,6 @@ except ImportError as error:  # of which the server would say nothing, and every
     raise RuntimeError("tests/support/fork_preload.py names what is not there") from error
 load_one_of_each_kind()
 fill_caches()
+gc.enable()
 gc.collect()
 gc.freeze()  # what is here stays: a fork neither looks through it for garbage nor copies its pages to do so

@@ -16,6 +16,7 @@ from strop.models.network import Network
 from strop.sampling import Sampling, mix_seed, uniform
 from support.models import VOCABULARY, build
 from support.statistics import chi_square, chi_square_limit, is_consistent
+from support.sweep import sweep
 from support.torch_engine import Request, make_engine, make_runner, run_requests
 
 DRAWS = 20_000
@@ -64,9 +65,18 @@ def drawn_counts(logits: Tensor, sampling: Sampling, *, seed: int = 0, draws: in
     return torch.bincount(drawn.tokens, minlength=len(logits))
 
 
-@pytest.mark.parametrize("vocabulary", [5, 256, 307, 1000])
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_draws_follow_the_distribution(sampling: Sampling, vocabulary: int) -> None:
+VOCABULARIES = [5, 256, 307, 1000]  # below one block of the sampler, one, between, several
+# Each sampling with one vocabulary, and all filters at once, and none, with each.
+FEW = {*((name, 307) for name in SAMPLINGS), *((name, size) for name in ("everything", "plain") for size in VOCABULARIES)}
+
+
+CASES = sweep([(name, size) for name in SAMPLINGS for size in VOCABULARIES], *FEW)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_draws_follow_the_distribution(case: tuple[str, int]) -> None:
+    name, vocabulary = case
+    sampling = SAMPLINGS[name]
     logits = 1.5 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary))
     probabilities = torch.tensor(reference_probabilities(logits, sampling))
     assert is_consistent(drawn_counts(logits, sampling), probabilities)

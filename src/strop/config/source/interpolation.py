@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -75,9 +76,36 @@ def resolve_interpolations(values: Mapping[str, Any]) -> tuple[dict[str, Any], d
     errors: dict[KeyPath, str] = {}
     readable = _map_strings(values, lambda path, text: text if _is_parsable(path, text, errors) else None)
     readable = _drop_bombs(readable, errors)
-    tree = OmegaConf.create(_keep_referenced(readable))
-    resolved: dict[str, Any] = _map_strings(readable, lambda path, text: _resolve_value(tree, path, text, errors))
-    return resolved, errors
+    found, unresolved = _resolve_tree(_keep_referenced(readable))
+    resolved: dict[str, Any] = _map_strings(readable, lambda path, text: found[path])
+    return resolved, {**errors, **unresolved}
+
+
+@dataclass(frozen=True)
+class _ReferencedTree:
+    """Values whose ``repr`` says everything about them: what is in YAML."""
+
+    text: str
+    values: dict[str, Any] = field(compare=False)
+
+
+def _resolve_tree(values: dict[str, Any]) -> tuple[dict[KeyPath, Any], dict[KeyPath, str]]:
+    """Return the values of all texts by their paths, and an error for each that cannot be resolved. Both are shared.
+
+    A configuration is resolved before and after it is translated, which seldom changes what texts refer to.
+    """
+    tree = _ReferencedTree(repr(values), values)
+    return _resolve_texts.__wrapped__(tree) if "env:" in tree.text else _resolve_texts(tree)  # the environment may change
+
+
+@functools.lru_cache(maxsize=64)
+def _resolve_texts(tree: _ReferencedTree) -> tuple[dict[KeyPath, Any], dict[KeyPath, str]]:
+    found: dict[KeyPath, Any] = {}
+    errors: dict[KeyPath, str] = {}
+    nodes = OmegaConf.create(tree.values)
+    for path, text in _collect_texts(tree.values).items():
+        found[path] = _resolve_value(nodes, path, text, errors)
+    return found, errors
 
 
 def _map_strings(value: Any, change: Any, path: KeyPath = ()) -> Any:

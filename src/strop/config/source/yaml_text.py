@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -166,6 +168,19 @@ def _key_name(key: Any, prefix: KeyPath) -> str:
 
 
 def dump(values: Any) -> str:
+    return _dump(_Document(repr(values), values))
+
+
+@dataclass(frozen=True)
+class _Document:
+    """Values of YAML, of which ``repr`` says everything."""
+
+    text: str
+    values: Any = field(compare=False)
+
+
+@functools.lru_cache(maxsize=8)  # a run writes its configuration beside its metrics and with each checkpoint
+def _dump(document: _Document) -> str:
     stream = io.StringIO()
-    _make_yaml().dump(values, stream)
+    _make_yaml().dump(document.values, stream)
     return stream.getvalue()

@@ -38,7 +38,7 @@ PRELOAD = [
 ]
 DRIVER_PID_VARIABLE = "STROP_DRIVER"  # environment variable: pid of the process that started the engine
 DRIVER_POLL_SECONDS = 1.0  # between two checks of the driver
-SPIN_SECONDS = 0.005  # how long a process of an engine that waits for another keeps its core before it sleeps; vLLM's own is 1 s
+SPIN_SECONDS = 0.05  # how long a process of an engine that waits for another keeps its core; vLLM's own is 1 s
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # OpenMP reads it only when it is loaded, which happens once, in the server
 
 

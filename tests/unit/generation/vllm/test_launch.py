@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from strop.generation.vllm.launch import ForkedEngineCore, fork_engine_cores
+from strop.generation.vllm.launch import SPIN_SECONDS, ForkedEngineCore, fork_engine_cores, shorten_spins
 
 
 def test_a_core_is_sent_with_the_environment_of_that_moment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -29,3 +31,23 @@ def test_vllm_starts_its_processes_as_ever_afterwards() -> None:
         assert utils.get_mp_context().get_start_method() == "forkserver"
         raise KeyError
     assert (utils.get_mp_context, EngineCoreProc.run_engine_core) == before
+
+
+def test_processes_of_an_engine_that_wait_for_each_other_soon_sleep(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    condition = shm_broadcast.SpinCondition
+    assert inspect.signature(condition.__init__).parameters["busy_loop_s"].default > SPIN_SECONDS, "it is still needed"
+
+    def initialize(self: Any, seconds: float) -> None:
+        self.busy_loop_s = seconds
+
+    monkeypatch.setattr(condition, "__init__", initialize)  # which needs sockets
+    shorten_spins()
+    assert [condition(seconds).busy_loop_s for seconds in (1.0, 0)] == [SPIN_SECONDS, 0], "a writer never spins"
+    assert not caplog.records
+    monkeypatch.delattr(shm_broadcast, "SpinCondition")
+    shorten_spins()
+    assert "takes cores from the learner" in caplog.text
