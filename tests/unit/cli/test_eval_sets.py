@@ -117,13 +117,14 @@ def test_every_metric_has_a_standard_error_and_an_interval(tiny_model_folder: Pa
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Let an evaluation be interrupted when ``count`` tasks are finished."""
-    add = TaskLog.add
+    """Let an evaluation be interrupted, once, when ``count`` tasks are finished. What ends while it is cleaned up is not kept."""
+    add, interrupts = TaskLog.add, [KeyboardInterrupt]
 
     def interrupting(log: TaskLog, name: str, index: int, task: dict[str, Any]) -> None:
-        if log.count == count:
-            raise KeyboardInterrupt
-        add(log, name, index, task)
+        if log.count < count:
+            add(log, name, index, task)
+        elif interrupts:
+            raise interrupts.pop()
 
     monkeypatch.setattr(TaskLog, "add", interrupting)
 
