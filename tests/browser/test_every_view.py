@@ -69,6 +69,23 @@ def test_every_link_of_the_side_leads_to_a_view(address: str, open_page: Callabl
         assert "failed" not in page.inner_text("main")
 
 
+GIVE_UP = """async () => {
+    const { fetchJson } = await import(new URL("lib/api.js", document.querySelector("script[type=module]").src));
+    const given = new AbortController();
+    window.fetch = async () => {
+        const fail = (stream) => given.signal.addEventListener("abort", () => stream.error(given.signal.reason));
+        const body = new ReadableStream({ start: fail });
+        setTimeout(() => given.abort(), 10);
+        return new Response(body);
+    };
+    return fetchJson(["runs"], {}, { signal: given.signal }).then(() => "an answer", (error) => error.name);
+}"""
+
+
+def test_a_request_that_is_given_up_while_its_answer_arrives_is_no_answer(address: str, open_page: Callable[..., Any]) -> None:
+    assert open_page(address).evaluate(GIVE_UP) == "AbortError"
+
+
 def test_an_address_opens_the_same_view_again(address: str, open_page: Callable[..., Any]) -> None:
     page = open_page(address)
     show(page, "rollouts?run=wide-clip&sort=-reward&kept=1&text=answer", "of 240")

@@ -24,16 +24,22 @@ export async function fetchJson(path, params = {}, { signal, method = "GET", bod
     options.headers["Content-Type"] = "application/json";
     options.body = JSON.stringify(body);
   }
-  let response;
+  let response, value;
   try {
     response = await fetch(apiAddress(path, params), options);
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
+    value = await response.json().catch(nullIfNotJson);
+  } catch {
+    if (signal?.aborted) throw signal.reason;
     throw new ApiError("`strop view` does not answer; is it still running?", 0);
   }
-  const value = await response.json().catch(() => null);
   if (!response.ok) throw new ApiError(value?.error ?? `the server answered ${response.status}`, response.status);
   return value;
+}
+
+/** A body may also be given up, or cut off, while it is read. */
+function nullIfNotJson(error) {
+  if (error instanceof SyntaxError) return null;
+  throw error;
 }
 
 /**
