@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +118,14 @@ def test_every_metric_has_a_standard_error_and_an_interval(tiny_model_folder: Pa
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Let an evaluation be interrupted, once, when ``count`` tasks are finished. What ends while it is cleaned up is not kept."""
-    add, interrupts = TaskLog.add, [KeyboardInterrupt]
+    """Press Ctrl-C when ``count`` tasks of an evaluation are finished. What ends while it is cleaned up is not kept."""
+    add, interrupts = TaskLog.add, [signal.SIGINT]
 
     def interrupting(log: TaskLog, name: str, index: int, task: dict[str, Any]) -> None:
         if log.count < count:
             add(log, name, index, task)
         elif interrupts:
-            raise interrupts.pop()
+            signal.raise_signal(interrupts.pop())
 
     monkeypatch.setattr(TaskLog, "add", interrupting)
 
