@@ -93,3 +93,12 @@ def test_a_value_that_is_left_open_is_the_problem(tmp_path: Path) -> None:
     assert problem.key == "policy.model_name" and "???" in problem.message and "policy.model_name=" in problem.fix
     rest = ["policy.model_name=m", "data.train.env_name=arithmetic", "env.arithmetic={}"]
     assert load_config(path, rest, root=GrpoRunConfig, check=False).config.policy.tokenizer.name == "m"
+
+
+def test_what_a_caller_changes_in_resolved_values_is_not_in_those_of_the_next() -> None:
+    values = {"section": {"sizes": [1, 2]}, "same": "${section}", "sizes": "${section.sizes}"}
+    resolved, _ = resolve_interpolations(values)
+    resolved["same"]["sizes"].append(3)
+    resolved["sizes"].append(3)
+    again, errors = resolve_interpolations(values)
+    assert again == {"section": {"sizes": [1, 2]}, "same": {"sizes": [1, 2]}, "sizes": [1, 2]} and not errors

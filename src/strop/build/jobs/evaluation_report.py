@@ -54,15 +54,18 @@ class EvaluationReport:
 
     def describe_failures(self) -> str:
         """Return how many samples failed, and why the first did; empty if none failed."""
-        if not self.failures:
+        if not (failures := self.failures):
             return ""
-        total = sum(len(task["samples"]) for task in self.tasks)
-        return f"{len(self.failures)} of {_count(total, 'sample')} failed and count as wrong; the first: {_one_line(self.failures[0])}"
+        samples = _count(self._count_samples(), "sample")
+        return f"{len(failures)} of {samples} failed and count as wrong; the first: {_one_line(failures[0])}"
 
     @property
     def says_nothing(self) -> bool:
         """Whether every sample failed, so that no figure is about the model."""
-        return bool(self.tasks) and len(self.failures) == sum(len(task["samples"]) for task in self.tasks)
+        return bool(self.tasks) and len(self.failures) == self._count_samples()
+
+    def _count_samples(self) -> int:
+        return sum(len(task["samples"]) for task in self.tasks)
 
     def to_json(self) -> str:
         content = {

@@ -6,6 +6,7 @@ where it is exact. ``${env:NAME}`` and ``${env:NAME,default}`` (or ``oc.env``) r
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import os
@@ -77,7 +78,8 @@ def resolve_interpolations(values: Mapping[str, Any]) -> tuple[dict[str, Any], d
     readable = _map_strings(values, lambda path, text: text if _is_parsable(path, text, errors) else None)
     readable = _drop_bombs(readable, errors)
     found, unresolved = _resolve_tree(_keep_referenced(readable))
-    resolved: dict[str, Any] = _map_strings(readable, lambda path, text: found[path])
+    # Copies: sections and lists are remembered, and a caller may change its own.
+    resolved: dict[str, Any] = _map_strings(readable, lambda path, text: copy.deepcopy(found[path]))
     return resolved, {**errors, **unresolved}
 
 
