@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import gc
+import os
 import re
 import subprocess
 import sys
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -303,7 +303,19 @@ def _loaded_after(statement: str, *names: str) -> list[str]:
 
 
 def test_importing_strop_and_its_command_line_loads_nothing_heavy() -> None:
-    heavy = ("torch", "transformers", "datasets", "pyarrow", "rich", "matplotlib", "wandb", "numpy", "pydantic", "omegaconf")
+    heavy = (
+        "torch",
+        "transformers",
+        "datasets",
+        "pyarrow",
+        "rich",
+        "matplotlib",
+        "wandb",
+        "numpy",
+        "pydantic",
+        "omegaconf",
+        "asyncio",
+    )
     assert _loaded_after("import strop, strop.cli", *heavy) == []
 
 
@@ -316,19 +328,35 @@ def test_types_and_algorithms_load_without_the_rest() -> None:
     assert _loaded_after(statement, "transformers", "pydantic", "datasets", "rich") == []
 
 
-def test_help_and_a_refused_configuration_answer_in_less_than_a_second() -> None:
-    """The best of three, so that a busy machine does not matter."""
+def _run_python(*arguments: str, bytecode: Path) -> tuple[int, float]:
+    """Return the exit code, and the seconds of a processor that it took: those that others had do not count."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(bytecode)}
+    nowhere = subprocess.DEVNULL
+    process = subprocess.Popen([sys.executable, *arguments], env=environment, stdout=nowhere, stderr=nowhere)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, usage.ru_utime + usage.ru_stime
+
+
+def test_help_and_a_refused_configuration_answer_in_less_than_a_second(tmp_path: Path) -> None:
+    """The best of ten. A second is that of a machine that loads the libraries of a configuration in 0.2 s, which is a third of it.
+
+    On a slower machine, or one whose cores are shared, these libraries take longer too, and all the rest with them.
+    """
+    libraries = "import pydantic.dataclasses, omegaconf, ruamel.yaml"
     refused = ["grpo", "--config", str(ROOT.parent / "examples" / "configs" / "quickstart.yaml"), "grpo.sed=3"]
-    for arguments, code in ((["--help"], 0), (refused, 2)):
-        best = 1e9
-        for _ in range(3):
-            started = time.perf_counter()
-            output = subprocess.run([sys.executable, "-m", "strop", *arguments], capture_output=True, text=True, timeout=60)
-            best = min(best, time.perf_counter() - started)
-            assert output.returncode == code
-            if best < 1.0:
+    for arguments, expected in ((["--help"], 0), (refused, 2)):
+        taken, yardstick = 1e9, 1e9
+        for _ in range(10):
+            code, seconds = _run_python("-m", "strop", *arguments, bytecode=tmp_path)
+            assert code == expected
+            taken = min(taken, seconds)
+            if taken < 1.0:
                 break
-        assert best < 1.0, f"strop {' '.join(arguments)} takes {best:.1f} s"
+            yardstick = min(yardstick, _run_python("-c", libraries, bytecode=tmp_path)[1])
+        assert taken < max(1.0, 5 * yardstick), (
+            f"strop {' '.join(arguments)} takes {taken:.1f} s, its libraries {yardstick:.2f} s"
+        )
 
 
 def _lines(tree: ast.Module, name: str) -> int:

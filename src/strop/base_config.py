@@ -8,7 +8,7 @@ the parent section.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, model_validator
@@ -65,9 +65,30 @@ class BaseConfig:
     unrelated_keys: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
+        # The methods below stand for those that a dataclass generates, which are compiled class by class as `strop` starts.
         dataclass(
-            cls, frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
+            cls,
+            repr=False,
+            eq=False,
+            kw_only=True,
+            config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True),
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete field {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return _values(self) == _values(other) if other.__class__ is self.__class__ else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(_values(self)))
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value!r}" for name, value in zip(fields_of(type(self)), _values(self), strict=True))
+        return f"{type(self).__qualname__}({values})"
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -94,6 +115,10 @@ class BaseConfig:
     def warnings(self, key: str) -> Iterator[Problem]:
         """Yield what works within this section, which is at the dotted ``key``, but perhaps not as intended."""
         return iter(())
+
+
+def _values(section: Any) -> list[Any]:
+    return [getattr(section, name) for name in fields_of(type(section))]
 
 
 def fields_of(model: type[BaseConfig]) -> dict[str, FieldInfo]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, get_type_hints
 
-from strop.safety.exits import is_interrupt
 from strop.safety.printable import shorten
 
 MAX_NAMES = 120  # of known names that a message lists
@@ -74,6 +73,8 @@ def import_attribute(path: str) -> Any:
     try:
         module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     except BaseException as error:  # user code may raise anything, and end with sys.exit()
+        from strop.safety.exits import is_interrupt  # it loads asyncio, which no hint at a name needs
+
         if is_interrupt(error):
             raise
         raise UserCodeError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 from collections.abc import Sequence
@@ -24,6 +23,8 @@ def replay(arguments: Sequence[str], command_line: str) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
+    import asyncio
+
     from strop.build.replay.replay import replay as replay_run
     from strop.build.replay.replay import store_replay
     from strop.build.replay.replay_report import format_replay

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 CHECKED_SGLANG = "0.5.23"  # the one that make setup-sglang installs
 
 
 def unchecked_sglang() -> str | None:
     """Return the version in this interpreter's environment if Strop was not checked with it; None for another, or where there is none."""
+    from importlib import metadata
+
     try:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError:
