@@ -15,6 +15,7 @@ from strop.monitoring.rollout_index.rollout_filter import FoundRollouts, Rollout
 from strop.monitoring.rollout_index.step_scalars import StepScalars
 from strop.monitoring.rollout_index.stored_rows import read_rows, read_values
 from strop.monitoring.rollout_index.text_search import TextSearch
+from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
@@ -220,9 +221,11 @@ class RolloutBrowser:
             records = read_rows(path, step, [int(scalars.numbers["row"][row]) for scalars, row in rows])
         except FileNotFoundError:
             raise ViewError(f"the rollouts of step {step} are gone", 410) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except DamagedRollouts as error:
+            raise ViewError(make_printable(error.brief), 422) from None
+        except OSError as error:
             name = Path(path).name if path is not None else f"step {step}"
-            raise ViewError(f"{name} cannot be read: {make_printable(str(error))[:200]}", 422) from None
+            raise ViewError(f"{name} cannot be read: {make_printable(error.strerror or str(error))[:200]}", 422) from None
         expected = {(int(scalars.numbers["group"][row]), int(scalars.numbers["sample"][row])) for scalars, row in rows}
         if not records or {(record.group, record.sample) for record in records} != expected:
             raise ViewError(f"step {step} has just been written again; ask once more", 409)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.turn_record import TurnRecord
@@ -30,9 +31,11 @@ class ValidationSamples:
         return sorted(int(match[1]) for path in self.folder.glob("step_*") if (match := _FILE_PATTERN.fullmatch(path.name)))
 
     def read(self, step: int, task_id: str | None = None) -> list[RolloutRecord]:
-        """Read the samples of the validation after ``step``, or those of one task. Raises FileNotFoundError."""
-        values = json.loads((self.folder / f"step_{step:06d}.json").read_text(encoding="utf-8"))
-        return list(_read_tasks(step, [task for task in values["tasks"] if task_id in (None, task["task"])]))
+        """Read the samples of the validation after ``step``, or those of one task. Raises FileNotFoundError, DamagedRollouts."""
+        path = self.folder / f"step_{step:06d}.json"
+        with naming_damage(path):
+            values = json.loads(path.read_text(encoding="utf-8"))
+            return list(_read_tasks(step, [task for task in values["tasks"] if task_id in (None, task["task"])]))
 
     def read_flags(self, step: int) -> FlaggedRollouts:
         """Return nothing: the monitor of reward hacking does not look at validations."""
