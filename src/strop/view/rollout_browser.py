@@ -19,6 +19,7 @@ from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.rollout_view.marked_turns import join_turns
 from strop.safety.printable import make_printable
 from strop.view.rollout_answer import make_preview_text, summarize_record, write_group, write_rollout
 from strop.view.star_file import read_stars
@@ -151,7 +152,7 @@ class RolloutBrowser:
                     "ending": scalars.word("ending", row),
                     "kept": bool(scalars.numbers["kept"][row]),
                     "dropped_because": scalars.word("dropped_because", row) or None,
-                    "preview": make_preview_text(values.get("completion")),
+                    "preview": make_preview_text(join_turns(values.get("turns"), values.get("completion"))),
                     "starred": (False, step, group, sample) in stars,
                     "flags": list(flags[step].get((task, sample), ())),
                 }
@@ -162,7 +163,7 @@ class RolloutBrowser:
         """Return previews and rewards of rollouts of a step; none if its file cannot be read any more."""
         path = self._index.file(step)
         try:
-            return {} if path is None else read_values(path, places, ("group", "sample", "rewards", "completion"))
+            return {} if path is None else read_values(path, places, ("group", "sample", "rewards", "completion", "turns"))
         except (OSError, ValueError):
             return {}
 

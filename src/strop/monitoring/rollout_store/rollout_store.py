@@ -263,12 +263,12 @@ def _build_schema(pa: Any) -> pyarrow.Schema:
         "reward": pa.float64(),
         "rewards": pa.map_(pa.string(), pa.float64()),
         "kept": pa.bool_(),
-        "prompt_messages": pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])),
+        "prompt_messages": pa.list_(pa.struct([(name, pa.string()) for name in ("role", "content", "reasoning")])),
         "turns": pa.list_(
             pa.struct([
                 ("role", pa.string()), ("text", pa.string()), ("start", pa.int64()), ("end", pa.int64()), ("sampled", pa.bool_()),
                 ("versions", pa.list_(pa.int32())), ("reward", pa.float64()), ("calls", pa.list_(pa.string())), ("tool", pa.string()),
-                ("path", pa.int64()), ("state", pa.string()), ("images", pa.list_(pa.string())),
+                ("path", pa.int64()), ("state", pa.string()), ("images", pa.list_(pa.string())), ("reasoning", pa.string()),
             ])
         ),
         "branches": pa.list_(pa.list_(pa.int64())),
@@ -359,7 +359,9 @@ def _from_row(row: Mapping[str, Any]) -> RolloutRecord:
             "reward": float(row["reward"]),
             "rewards": {name: float(value) for name, value in row["rewards"].items()},
             "metrics": {name: float(value) for name, value in row.get("metrics", {}).items()},
-            "prompt_messages": tuple(row.get("prompt_messages", ())),
+            "prompt_messages": tuple(
+                {name: text for name, text in message.items() if text is not None} for message in row.get("prompt_messages", ())
+            ),
             "branches": tuple((parent, start) for parent, start in row.get("branches", ())),
             "prompt_images": tuple((message, image) for message, image in row.get("prompt_images", ())),
             **_token_columns(row, floats),
@@ -369,6 +371,7 @@ def _from_row(row: Mapping[str, Any]) -> RolloutRecord:
                     **{
                         **turn,
                         "versions": tuple(turn["versions"]),
+                        "reasoning": turn.get("reasoning") or "",
                         **{name: tuple(turn.get(name) or ()) for name in ("calls", "images")},
                     }
                 )

@@ -68,11 +68,16 @@ def _read_tasks(step: int, tasks: Sequence[Mapping[str, Any]]) -> Iterator[Rollo
                 kept=True,
                 dropped_because=None,
                 answer=task["answer"],
-                prompt_messages=tuple(sample["messages"][: len(sample["messages"]) - len(turns)]),
+                prompt_messages=tuple(map(_read_message, sample["messages"][: len(sample["messages"]) - len(turns)])),
                 turns=turns,
                 prompt_images=tuple((message, image) for message, image in sample.get("prompt_images", ())),
                 metrics={"accuracy": float(sample["accuracy"]), **sample.get("metrics", {})},
             )
+
+
+def _read_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message of the prompt as those of training are stored."""
+    return {"reasoning" if name == "reasoning_content" else name: value for name, value in message.items()}
 
 
 def _read_turns(sample: Mapping[str, Any]) -> tuple[TurnRecord, ...]:
