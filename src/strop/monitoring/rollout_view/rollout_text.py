@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 NARROW = 50  # columns; below, a role has a line of its own
 WIDEST_ROLE = 12
+LONGEST_REASONING = 200  # characters of what stands apart from a message
 STYLES = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "green"}
 
 
@@ -50,10 +51,20 @@ def _make_table(message: ShownMessage, role_width: int) -> Table:
         table.add_column(width=role_width, justify="right", overflow="fold")
     table.add_column(width=1)
     table.add_column(overflow="fold")
-    for number, line in enumerate(message.text.expandtabs(4).split("\n")):
+    lines = [*_fold_reasoning(message), *message.text.expandtabs(4).split("\n")]
+    for number, line in enumerate(lines):
         role = [Text("" if number else message.role, style=_style(message))] if role_width else []
         table.add_row(*role, Text("|" if message.sampled else ":", style=_style(message)), Text(line))
     return table
+
+
+def _fold_reasoning(message: ShownMessage) -> list[str]:
+    """Return the reasoning of a message on one line, its beginning if it is long; nothing without any."""
+    if not message.reasoning:
+        return []
+    text = " ".join(message.reasoning.split())
+    beginning = text if len(text) <= LONGEST_REASONING else f"{text[:LONGEST_REASONING]}..."
+    return [f"[reasoning, {message.origin}: {beginning}]"]
 
 
 def _style(message: ShownMessage) -> str:
