@@ -135,9 +135,7 @@ def read_wandb_records(file: Path) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_wandbs_file_has_the_run_its_settings_samples_and_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_wandbs_file_has_the_run_its_settings_samples_and_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     options = {"entity": "team", "group": "seeds", "tags": ["a", "b"], "notes": "why", "job_type": "train", "mode": "offline"}
@@ -151,10 +149,6 @@ def test_wandbs_file_has_the_run_its_settings_samples_and_checkpoint(
     tracker.log_checkpoint(SavedCheckpoint(step=2, folder=tmp_path / "step_2"))
     tracker.close()
 
-    printed = capfd.readouterr().err
-    assert "syncing is set to `offline`" in printed and "Run summary" not in printed, (
-        "that would stand among the run's last lines"
-    )
     wandb.teardown()  # its service writes the rest of the file when it ends
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     records = list(read_wandb_records(file))
