@@ -123,7 +123,7 @@ def _format_text(selected: SelectedRollouts, options: argparse.Namespace) -> Ite
     yield f"{make_printable(selected.summary)}\n"
     for record in selected.records:
         shown = show_rollout(record, None if options.full else TEXT_LIMIT, selected.flags_of(record))
-        yield format_rollout(shown, width=width, colour=colour)
+        yield format_rollout(shown, width=width, colour=colour, unfold=options.full)
     if note := _describe_rest(selected, "--step, --best or --worst, and on a page with --html FILE"):
         yield note
 

@@ -72,6 +72,7 @@ def test_reasoning_in_a_field_of_its_own_is_stored_and_shown_but_that_of_the_pol
     text = format_rollout(shown, width=100, colour=False)
     assert "[reasoning, given in a field of its own, and not in the prompt: the policy did not read it:" in " ".join(text.split())
     assert text.count("x") < 300 and "\\x1b" in text and "\x1b" not in text, "it is folded"
+    assert format_rollout(shown, width=100, colour=False, unfold=True).count("x") >= 300
     page = make_page(SelectedRollouts((record,), 1, ""), title="", limit=None, decode=None)
     assert page.count("<details><summary>reasoning, given in a field of its own") == 2 and f"1\\x1b + 1 {'x' * 300}" in page
 
