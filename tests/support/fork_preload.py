@@ -56,10 +56,13 @@ def list_algorithms() -> list[str]:
 
 
 def fill_caches() -> None:
-    """transformers compiles a thousand patterns when it first loads weights."""
+    """transformers compiles a thousand patterns when it first loads weights; what packages say of themselves is read for their versions."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    from strop.monitoring.run_starts import find_versions
+
     get_checkpoint_conversion_mapping("llama")
+    find_versions()
 
 
 def load_one_of_each_kind() -> None:

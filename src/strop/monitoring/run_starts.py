@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -71,12 +72,15 @@ def format_now() -> str:
 def find_versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that decide what a run computes."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return found | {name: version for name in PACKAGES if (version := _find_version(name)) is not None}
+
+
+@functools.cache  # the library parses all that a package says of itself
+def _find_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def describe_hardware() -> dict[str, str]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import zipfile
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 from ray.exceptions import OutOfMemoryError
 from tests.unit.distributed.things import AsyncThing, Thing
 
+from strop.distributed import ray as module
 from strop.distributed.actor_group import ActorGroup, ActorGroupDied
 from strop.distributed.base import ActorDied, ActorOptions
 from strop.distributed.cluster_config import ClusterConfig, RoleConfig
@@ -39,7 +43,9 @@ class Room:
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
-    room = Room(tmp_path_factory.mktemp("workers"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "AUTH_CHOSEN", False)  # by whoever runs the tests
+        room = Room(tmp_path_factory.mktemp("workers"))
     yield room
     processes = [room.thing(n).pid for n in (90, 91)]
     room.run(room.cluster.close())
@@ -140,6 +146,23 @@ def test_what_a_member_raises_by_itself_is_the_cause(room: Room) -> None:
     group = ActorGroup("learner", [room.thing(number) for number in (30, 31)])
     with pytest.raises(KeyError, match="no such thing"):
         room.run(group.call_all("fail"))
+
+
+STRANGER = """
+import sys
+from ray._raylet import GcsClient
+print(GcsClient(address=sys.argv[1]).get_all_node_info())
+"""
+
+
+def test_a_stranger_cannot_join_the_cluster_of_a_run(room: Room) -> None:
+    assert room.cluster.started_here
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    stranger = [sys.executable, "-c", STRANGER, room.cluster.address]
+    outcome = subprocess.run(
+        stranger, env={**outside, "RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert outcome.returncode != 0 and "InvalidAuthToken" in outcome.stderr and not outcome.stdout
 
 
 def wheel(folder: Path, version: str) -> Path:

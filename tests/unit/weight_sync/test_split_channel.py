@@ -36,11 +36,11 @@ MANIFEST = make_manifest()
 SMALL = 4096  # bytes of a bucket: less than one large tensor
 
 
-def make_senders(kind: str, folder: Path, count: int, receivers: int) -> list[Sender]:
+def make_senders(kind: str, folder: Path, count: int, receivers: int, broadcast_timeout: float = 5) -> list[Sender]:
     makers: Mapping[str, Callable[[], Sender]] = {
         "memory": lambda: MemorySender(receivers, bucket_size=SMALL, slots=2, timeout=20),
         "broadcast": lambda: BroadcastSender(
-            receivers, bucket_size=SMALL, timeout=5
+            receivers, bucket_size=SMALL, timeout=broadcast_timeout
         ),  # in one process, gloo sees a failure only then
         "folder": lambda: FolderSender(folder, receivers, file_size=SMALL, timeout=20),
     }
@@ -140,7 +140,7 @@ def start_all(pool: ThreadPoolExecutor, senders: Sequence[Sender], tensors: Any,
 
 @pytest.mark.parametrize("kind", ["memory", "broadcast"])
 def test_a_sender_that_fails_ends_the_publish_of_all(kind: str, tmp_path: Path) -> None:
-    senders = make_senders(kind, tmp_path, 3, receivers=1)
+    senders = make_senders(kind, tmp_path, 3, receivers=1, broadcast_timeout=3)
     started = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
         receiver = connect(senders)
