@@ -75,10 +75,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])  # for its processes
     if options.device == "cpu" and not options.tiny:
         print("error: on a CPU the sizes of a GPU would take hours; add --tiny", file=sys.stderr)
         return 2
+    os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])  # for its processes
     stands_in = install_if_missing()
     import torch
 

@@ -45,12 +45,12 @@ def test_with_the_same_part_for_each_rank_no_rank_is_sent_more_when_there_are_mo
     assert many.stored_bytes < 1.5 * few.stored_bytes * 128 / 8
 
 
-@pytest.mark.parametrize("most", sweep([512, 1024], 512))
-def test_the_driver_s_seconds_grow_no_faster_than_the_batch_and_its_ranks(bench: Any, most: int) -> None:
+@pytest.mark.parametrize("times", sweep([8, 16], 8))
+def test_the_driver_s_seconds_grow_no_faster_than_the_batch_and_its_ranks(times: int, bench: Any) -> None:
     """Processor seconds; a bound that a step quadratic in the ranks would pass by far."""
-    few, many = (bench.simulate(bench.make_batch(ranks // 2, completion=32), ranks) for ranks in (most // 16, most))
-    assert many.seconds < 16 * 3 * few.seconds
-    assert many.seconds < most / 100
+    few, many = (bench.simulate(bench.make_batch(ranks // 2, completion=32), ranks) for ranks in (64, 64 * times))
+    assert many.seconds < times * 3 * few.seconds
+    assert many.seconds < 10
 
 
 def test_the_tables_are_printed(bench: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
