@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -14,12 +15,23 @@ from conformance.cases import STEPS, Sample, Step
 from conformance.compose import part, policy_gradient
 from conformance.corrections import CORRECTIONS, CorrectionCase, logs
 from conformance.formulas_common import AGGREGATIONS, Row
-from conformance.harness import EXACT, Leaves, assert_same, column, given_advantages, packed, through_formula, through_strop
+from conformance.harness import (
+    EXACT,
+    Leaves,
+    Outcome,
+    assert_same,
+    column,
+    given_advantages,
+    packed,
+    through_formula,
+    through_strop,
+)
 from strop.algorithms.policy_gradient.parts import Mismatch
 from support.each import each
 
 STEP = each("step", STEPS.values(), ids=STEPS)
 CASE = pytest.mark.parametrize("case", CORRECTIONS, ids=str)
+BY_NAME = {str(case): case for case in CORRECTIONS}
 
 
 def weights_of(case: CorrectionCase, step: Step) -> torch.Tensor:
@@ -43,11 +55,18 @@ def test_weights_are_their_formula(case: CorrectionCase, step: Step) -> None:
             assert each == pytest.approx(case.weights(row), rel=EXACT, abs=1e-300)
 
 
+@cache
+def corrected(case: str, step: str) -> Outcome:
+    """What Strop makes of a correction and a step, by their names."""
+    one = BY_NAME[case]
+    return through_strop(policy_gradient(corrections=(part(one.part, **one.options),)), STEPS[step], given=True)
+
+
 @STEP
 @CASE
 def test_a_corrected_loss_is_the_objective_times_the_weights(case: CorrectionCase, step: Step) -> None:
     """Denominators stay: a token with weight 0 still counts in the mean."""
-    found = through_strop(policy_gradient(corrections=(part(case.part, **case.options),)), step, given=True)
+    found = corrected(str(case), step.name)
 
     def weighed(row: Row) -> list[object]:
         return [weight * term for weight, term in zip(case.weights(row), formulas_policy.ppo_clip(row), strict=True)]
@@ -58,8 +77,7 @@ def test_a_corrected_loss_is_the_objective_times_the_weights(case: CorrectionCas
 def test_two_corrections_multiply() -> None:
     """Decoupled PPO with rejection of far rollouts."""
     step = STEPS["random"]
-    cases = {str(case): case for case in CORRECTIONS}
-    first, second = cases["tis cap=1.1"], cases["geometric_rejection low=0.9 high=1.1"]
+    first, second = BY_NAME["tis cap=1.1"], BY_NAME["geometric_rejection low=0.9 high=1.1"]
     parts = tuple(part(case.part, **case.options) for case in (first, second))
     found = through_strop(policy_gradient(corrections=parts), step, given=True)
 
@@ -102,7 +120,7 @@ def test_where_sampler_and_learner_agree_every_weight_is_one(case: CorrectionCas
 @CASE
 def test_what_was_cut_is_logged(case: CorrectionCase, step: Step) -> None:
     """Means over the tokens that count: of the weight, and of whether it is another than the plain ratio or, for rejections, than 1."""
-    found = through_strop(policy_gradient(corrections=(part(case.part, **case.options),)), step, given=True).metrics
+    found = corrected(str(case), step.name).metrics
     rows = [row for row in Leaves(step).rows() if row.counts]
     weights = [weight for row in rows for weight in case.weights(row)]
     at_sequences = case.options.get("level") == "sequence"

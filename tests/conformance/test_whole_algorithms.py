@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -38,6 +39,14 @@ def takes(name: str, step: Step) -> Step | None:
     return step
 
 
+@cache
+def through_whole(name: str, step: str) -> Outcome:
+    """What Strop makes of a step that the algorithm takes, by their names."""
+    taken = takes(name, STEPS[step])
+    assert taken is not None
+    return through_strop(made(name), taken)
+
+
 @STEP
 @NAME
 def test_an_algorithm_is_its_papers_formula_from_rewards_to_gradient(name: str, step: Step) -> None:
@@ -50,7 +59,7 @@ def test_an_algorithm_is_its_papers_formula_from_rewards_to_gradient(name: str, 
     value = whole(leaves.rows(), taken)
     loose = whole.single
     assert_same(
-        through_strop(made(name), taken),
+        through_whole(name, step.name),
         Outcome(constant(value), leaves.gradients(value)),
         rtol=1e-5 if loose else 1e-9,
         atol=1e-6 if loose else 1e-9,
@@ -87,7 +96,7 @@ def test_rollouts_that_are_idle_have_no_gradient(name: str, step: Step) -> None:
     subject = made(name)
     batch = subject.token_credit(packed(taken, subject))
     idle = subject.zero_gradient(batch)[batch.sequence]
-    found = through_strop(subject, taken).gradients
+    found = through_whole(name, step.name).gradients
     assert not found["logprobs"][idle].any()
     assert not found["entropy"][idle].any()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.algorithms.base import Plan, TokenOutputs
@@ -17,8 +17,9 @@ from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Correction
 from strop.data.splitting import split_micro_batches
 from support.algorithms import grpo
+from support.drawn import check_draws
 from support.mismatch import make_mismatch
-from support.rollouts import batch_shapes, make_groups, pack_grpo
+from support.rollouts import batch_shapes, make_groups, pack_grpo, shapes_to_cut
 
 EXACT = 1e-12
 REWEIGHTING = {
@@ -115,11 +116,19 @@ def gradient_of(
 
 
 @pytest.mark.parametrize(("name", "options"), CORRECTIONS)
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(shapes=batch_shapes, budget=st.integers(1, 60), seed=st.integers(0, 5))
-def test_the_gradient_is_the_same_however_the_batch_is_cut(
-    name: str, options: dict[str, Any], shapes: Any, budget: int, seed: int
-) -> None:
+def test_the_gradient_is_the_same_however_the_batch_is_cut(name: str, options: dict[str, Any]) -> None:
+    sure = {"shapes": shapes_to_cut(rollouts=4), "budget": st.integers(8, 48), "seed": st.integers(0, 5)}
+    check_draws(f"{name} {options}", 3, partial(assert_one_gradient, name, options), simplest=False, **sure)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "options"), CORRECTIONS)
+def test_the_gradient_is_the_same_for_many_more_batches(name: str, options: dict[str, Any]) -> None:
+    cuts = {"shapes": batch_shapes, "budget": st.integers(1, 60), "seed": st.integers(0, 5)}
+    check_draws(f"many of {name} {options}", 20, partial(assert_one_gradient, name, options), **cuts)
+
+
+def assert_one_gradient(name: str, options: dict[str, Any], shapes: Any, budget: int, seed: int) -> None:
     algorithm = replace(grpo(), corrections=(correction_of(name, options),))
     batch = pack_grpo(make_groups(shapes, seed))
     generator = torch.Generator().manual_seed(seed)

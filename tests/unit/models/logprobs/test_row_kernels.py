@@ -31,11 +31,11 @@ def run(operations, dtype, temperature, weights):
     return [*outputs, *torch.autograd.grad(total, [hidden, weight, bias])]
 
 errors = {}
-for dtype in (torch.float32, torch.bfloat16):
-    for temperature in (1.0, 0.7):
-        for weights in ((1.0, 0.0), (0.0, 1.0), (1.0, -0.3)):
-            pairs = zip(run(TritonRows(), dtype, temperature, weights), run(TorchTiles(), dtype, temperature, weights))
-            errors[f"{dtype} {temperature} {weights}"] = [float((a.float() - b.float()).abs().max()) for a, b in pairs]
+for place, dtype in enumerate((torch.float32, torch.bfloat16)):
+    for number, weights in enumerate(((1.0, 0.0), (0.0, 1.0), (1.0, -0.3))):
+        temperature = (1.0, 0.7)[(place + number) % 2]
+        pairs = zip(run(TritonRows(), dtype, temperature, weights), run(TorchTiles(), dtype, temperature, weights))
+        errors[f"{dtype} {temperature} {weights}"] = [float((a.float() - b.float()).abs().max()) for a, b in pairs]
 print(json.dumps(errors))
 """
 
@@ -48,7 +48,7 @@ def test_the_kernels_give_the_numbers_of_the_operators() -> None:
     output = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=200)
     assert output.returncode == 0, output.stderr
     errors: dict[str, list[float]] = json.loads(output.stdout)
-    assert len(errors) == 12
+    assert len(errors) == 6
     for case, found in errors.items():
         of_values, of_gradients = max(found[:2]), max(found[2:])
         assert of_values < 5e-6, case
