@@ -27,7 +27,7 @@ def test_one_step_ahead_takes_as_long_as_the_longer_of_generation_and_training(b
     seconds, groups = 0.25, 2
     together, apart = (
         bench.measure(setting, generation=bench.constant(seconds), training=bench.constant(seconds), groups=groups, steps=steps)
-        for setting, steps in zip(bench.SETTINGS, (2, 6), strict=False)
+        for setting, steps in zip(bench.SETTINGS[:2], (2, 6), strict=True)
     )
     assert together.setting.max_staleness == 0 and apart.setting.max_staleness == 1
     assert min(together.steps) >= 2 * seconds
