@@ -95,7 +95,12 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests under gpu/ need a CUDA device."""
+    """Where exhaustive tests are left out, properties are tried with fewer examples. Tests under gpu/ need a CUDA device."""
+    if "not exhaustive" in config.option.markexpr:
+        from support.sweep import draw_fewer_examples
+
+        for item in items:
+            draw_fewer_examples(item)
     wanted = [item for item in items if "gpu" in item.path.parts or item.get_closest_marker("gpu")]
     if not wanted:
         return

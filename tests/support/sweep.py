@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+LEAST_EXAMPLES = 8
 
 
 def sweep(cases: Iterable[Any], *kept: Any) -> list[Any]:
@@ -20,3 +23,14 @@ def sweep_rows(cases: Iterable[tuple[Any, ...]], *kept: tuple[Any, ...]) -> list
     cases = list(cases)
     assert set(kept) <= set(cases), f"{set(kept) - set(cases)} are not among {cases}"
     return [pytest.param(*case, marks=() if case in kept else pytest.mark.exhaustive) for case in cases]
+
+
+def draw_fewer_examples(item: pytest.Item) -> None:
+    """Have a property of hypothesis be tried with two fifths of its examples."""
+    test = getattr(item, "obj", None)
+    if not hasattr(test, "hypothesis"):
+        return
+    asked = getattr(test, "_hypothesis_internal_use_settings", None) or settings.default
+    assert asked is not None
+    fewer = max(min(asked.max_examples, LEAST_EXAMPLES), asked.max_examples * 2 // 5)
+    getattr(test, "__func__", test)._hypothesis_internal_use_settings = settings(asked, max_examples=fewer)

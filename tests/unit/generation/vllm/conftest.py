@@ -30,6 +30,13 @@ def pytest_runtest_call() -> Iterator[None]:
         return (yield)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def imported() -> None:
+    from strop.generation.vllm.vllm_engine import import_vllm
+
+    import_vllm()
+
+
 @pytest.fixture(scope="session")
 def room() -> Iterator[BackgroundLoop]:
     from support.vllm_engines import BackgroundLoop
