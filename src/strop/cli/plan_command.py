@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,7 +87,8 @@ def _make(options: argparse.Namespace) -> Any:
     device = _find_device(config, options.hardware)
     model = _read_model(config, options.model_config)
     lengths = AverageLengths(prompt=options.prompt_tokens, completion=options.completion_tokens)
-    inputs = read_inputs(config, model, device, lengths)
+    sizes = _read_sizes_beside(config)
+    inputs = read_inputs(config, model, device, lengths, sizes)
     if options.devices is not None:
         size, source = _find_node_size(_load(argparse.Namespace(**{**vars(options), "devices": None})))
         inputs = replace(inputs, assumptions=(*inputs.assumptions, f"a node has {size} GPUs ({source})"))
@@ -98,7 +100,7 @@ def _make(options: argparse.Namespace) -> Any:
         inputs,
         config,
         load=lambda overrides: _load(options, overrides),
-        make=lambda changed: make_plan(read_inputs(changed, model, device, lengths), options.price),
+        make=lambda changed: make_plan(read_inputs(changed, model, device, lengths, sizes), options.price),
     )
 
 
@@ -134,20 +136,39 @@ def _find_node_size(config: TrainingRunConfig) -> tuple[int, str]:
 
 def _read_model(config: TrainingRunConfig, file: Path | None) -> ModelSize:
     """Read the sizes of the policy. Raises UnknownDimensions, ModelNotFound, OSError."""
+    from strop.models.loading import ModelNotFound
     from strop.planning.model_size import ModelSize
 
     name = config.policy.model_name
     if file is not None:
         values = json.loads(file.read_text(encoding="utf-8"))
     else:
-        from strop.models.loading import ModelNotFound, read_model_config
-
         try:
-            with plain_warnings():
-                values = read_model_config(name).to_dict()
+            values = _read_config_json(name)
         except ModelNotFound as error:
             raise ValueError(f"{error}; or give its config.json with --model-config FILE") from error
     return ModelSize.from_config(name, {**values, **config.policy.hf_config_overrides})
+
+
+def _read_sizes_beside(config: TrainingRunConfig) -> dict[str, ModelSize]:
+    """Read the sizes of a critic and of teachers that are not the policy's model. Those that are not here are left out."""
+    from strop.build.dry_run.beside_inputs import SELF, list_beside
+    from strop.models.loading import ModelNotFound
+    from strop.planning.model_size import ModelSize
+
+    found: dict[str, ModelSize] = {}
+    for name in {*list_beside(config).values()} - {SELF, config.policy.model_name}:
+        with suppress(ModelNotFound):
+            found[name] = ModelSize.from_config(name, _read_config_json(name))
+    return found
+
+
+def _read_config_json(name: str) -> dict[str, Any]:
+    from strop.models.loading import read_model_config
+
+    with plain_warnings():
+        values: dict[str, Any] = read_model_config(name).to_dict()
+    return values
 
 
 def _find_device(config: TrainingRunConfig, name: str | None) -> Device:

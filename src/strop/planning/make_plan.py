@@ -37,7 +37,12 @@ def make_plan(inputs: PlanInputs, price: float | None = None) -> RunPlan:
 
 def plan_time(inputs: PlanInputs) -> StepTime:
     """Return the time of a step."""
-    return make_clock(inputs).time_step()
+    time, work, layout = make_clock(inputs).time_step(), inputs.work, inputs.layout
+    return replace(
+        time,
+        logprobs=time.logprobs + sum(each.time_scoring(work, layout) for each in inputs.beside),
+        training=time.training + sum(each.time_training(work, layout) for each in inputs.beside),
+    )
 
 
 def make_clock(inputs: PlanInputs) -> StepClock:
@@ -65,11 +70,18 @@ def plan_memory(inputs: PlanInputs) -> Iterator[PhaseMemory]:
     devices = "all" if shared else "learner"
     if engine is not None:
         yield _phase(inputs, "generation", "all" if shared else "engines", {**(held if together else {}), **engine.parts})
-    yield _phase(inputs, "logprobs", devices, {**held, **stays, "pass": learner.scoring_peak - learner.static})
+    largest = max([learner.scoring_peak - learner.static, *(each.scoring for each in inputs.beside if not each.hosts)])
+    yield _phase(inputs, "logprobs", devices, {**held, **stays, "pass": largest})
+    for each in inputs.beside:
+        if each.hosts:
+            yield _phase(inputs, each.name, "hosts", {"weights": each.weights, "pass": each.scoring})
     activations = {"gradients": learner.gradients, "activations": learner.activations, "weight copies": learner.weight_copies}
     activations["gathered weights"] = learner.gathered
     activations["output layer"] = learner.training_peak - learner.static - sum(activations.values())
     yield _phase(inputs, "training", devices, {**held, **stays, **activations})
+    for each in inputs.beside:
+        if each.learns:  # after the policy, whose gradients are gone by then
+            yield _phase(inputs, f"{each.name} training", devices, {**held, **stays, **each.training})
     if engine is not None and own_weights:
         stays_here = held if together or not shared else {}  # weights are sent from CPU memory where the learner has left
         sent = {**stays_here, **(engine.parts if shared else {}), "weights on their way": TRANSFER_BUFFER}
@@ -85,7 +97,7 @@ def _phase(inputs: PlanInputs, name: str, devices: str, parts: Mapping[str, floa
 def count_beside(inputs: PlanInputs, learner: LearnerFootprint, references: int) -> dict[str, float]:
     """Return the models beside the policy on a learner's device."""
     found = {"reference": references * inputs.reference_bytes * learner.rank_weights}
-    found["critic"] = inputs.critics * (learner.static + learner.gradients)
+    found |= {each.name: each.held for each in inputs.beside}
     return {name: size for name, size in found.items() if size}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strop.hardware.devices import Device
+from strop.planning.beside_models import BesideModel
 from strop.planning.engine_memory import EngineSetup
 from strop.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup
 from strop.planning.model_size import ModelSize
@@ -32,7 +33,7 @@ class PlanInputs:
     layout_text: str
     leaves: bool = True  # the learner goes to CPU memory while engines that share its devices have them
     references: int  # frozen models of the policy's size beside it
-    critics: int
+    beside: tuple[BesideModel, ...] = ()  # a critic, teachers
     steps: int | None
     learner_key: str  # prefix of the learner's keys
     batch_key: str

@@ -20,9 +20,10 @@ def _lines(plan: RunPlan) -> Iterator[str]:
     yield f"devices     {devices} x {plan.device.name}, {plan.layout}"
     yield ""
     yield f"memory of a device ({plan.phases[0].limit / GIB:.1f} GiB can be used)"
+    width = max(12, *(len(phase.phase) + 2 for phase in plan.phases))
     for phase in plan.phases:
-        yield f"  {phase.phase:<12}{_bar(phase)} {phase.peak / GIB:8.2f} GiB{'' if phase.fits else '  DOES NOT FIT'}"
-        yield f"              {', '.join(f'{name} {size / GIB:.2f}' for name, size in _largest(phase))}"
+        yield f"  {phase.phase:<{width}}{_bar(phase)} {phase.peak / GIB:8.2f} GiB{'' if phase.fits else '  DOES NOT FIT'}"
+        yield f"  {'':<{width}}{', '.join(f'{name} {size / GIB:.2f}' for name, size in _largest(phase))}"
     yield ""
     beside = " (generation and training are beside each other)" if plan.time.overlaps else ""
     yield f"a step takes {format_seconds(plan.time.total)}{beside}"

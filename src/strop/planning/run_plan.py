@@ -77,7 +77,7 @@ class RunPlan:
     @property
     def learner_peak(self) -> float:
         """The most bytes of a device while the learner computes."""
-        return max(phase.peak for phase in self.phases if phase.phase in ("logprobs", "training"))
+        return max(phase.peak for phase in self.phases if phase.phase == "logprobs" or phase.phase.endswith("training"))
 
     @property
     def engine_peak(self) -> float | None:

@@ -69,6 +69,35 @@ def test_devices_are_in_nodes_of_the_configured_size_or_of_eight_and_the_plan_sa
     assert "not a multiple of 4 GPUs of a node (cluster.gpus_per_node)" in capsys.readouterr().err
 
 
+def test_teachers_and_a_critic_are_counted_with_sizes_of_their_own(capsys, model_config, tmp_path):
+    def planned(config: str, *overrides: str) -> dict[str, Any]:
+        arguments = ("--devices", "8", "--hardware", "h100", "--model-config", str(tmp_path / "small.json"), "--no-choices")
+        return plan_json(capsys, str(CONFIGS / config), *overrides, *arguments)
+
+    def part(made: dict[str, Any], phase: str, name: str) -> float:
+        return next(each["parts_bytes"].get(name, 0) for each in made["memory"] if each["phase"] == phase)
+
+    (tmp_path / "small.json").write_text(
+        json.dumps({**MODEL, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8})
+    )
+    alike = planned("distillation_math.yaml")
+    larger = planned("distillation_math.yaml", f"teacher.model_name={tmp_path}")
+    assert part(larger, "logprobs", "teacher") > 10 * part(alike, "logprobs", "teacher") > 0
+    assert larger["seconds"]["logprobs"] > 5 * alike["seconds"]["logprobs"]
+    assert "the teacher is as large as the policy: the config.json of Qwen/Qwen3-4B is not here" in alike["assumptions"]
+    assert not any("as large as the policy" in each for each in larger["assumptions"])
+    apart = planned("distillation_math.yaml", f"teacher.model_name={tmp_path}", "teacher.hosts=2")
+    assert part(apart, "logprobs", "teacher") == 0 < part(apart, "teacher", "weights")
+
+    alike = planned("ppo_math_1B.yaml", "policy.sequence_packing.train_mb_tokens=16384")
+    larger = planned("ppo_math_1B.yaml", "policy.sequence_packing.train_mb_tokens=16384", f"value.model_name={tmp_path}")
+    assert part(larger, "training", "critic") > 10 * part(alike, "training", "critic") > 0
+    assert part(larger, "critic training", "gradients of the critic") > 10 * part(
+        alike, "critic training", "gradients of the critic"
+    )
+    assert larger["seconds"]["training"] > 2 * alike["seconds"]["training"]
+
+
 def test_a_run_that_does_not_fit_exits_with_1_and_says_what_would(capsys, model_config):
     path = str(CONFIGS / "grpo_math_8B.yaml")
     made = plan_json(capsys, path, "--hardware", "rtx4090", "--devices", "1", "--model-config", str(model_config))

@@ -8,8 +8,8 @@ from dataclasses import replace
 from strop.build.dry_run.layout_overrides import list_overrides, read_space
 from strop.config import TrainingRunConfig
 from strop.config.checks import run_checks
-from strop.planning.choose_layout import rank_layouts
-from strop.planning.layout_choice import ChoiceSpace
+from strop.planning.layouts.choose_layout import rank_layouts
+from strop.planning.layouts.layout_choice import ChoiceSpace
 from strop.planning.plan_inputs import PlanInputs
 from strop.planning.plan_text import format_seconds
 from strop.planning.run_plan import PlanChoice, RunPlan
