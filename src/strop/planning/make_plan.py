@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from strop.planning.engine_memory import EngineMemory
 from strop.planning.learner_memory import LearnerFootprint, LearnerSetup
+from strop.planning.node_memory import NodeMemory, plan_node
 from strop.planning.plan_inputs import PlanInputs
 from strop.planning.run_plan import GIB, Advice, PhaseMemory, RunCost, RunPlan
 from strop.planning.step_time import StepClock, StepTime
@@ -19,6 +20,7 @@ LEAST_SEQUENCES = 8  # of the greatest length that an engine should hold
 def make_plan(inputs: PlanInputs, price: float | None = None) -> RunPlan:
     """Return the plan of a run. ``price``: of a device for an hour."""
     phases = tuple(plan_memory(inputs))
+    node = plan_node(inputs, limit_of(inputs))
     time = plan_time(inputs)
     return RunPlan(
         model=inputs.model.name,
@@ -27,9 +29,10 @@ def make_plan(inputs: PlanInputs, price: float | None = None) -> RunPlan:
         generation_devices=inputs.layout.generation_devices,
         layout=inputs.layout_text,
         phases=phases,
+        node=node,
         time=time,
         cost=_count_cost(inputs, time, price),
-        advice=tuple(_advise(inputs)),
+        advice=(*advise_node(node), *_advise(inputs)),
         breaks_first=find_weakest(inputs, phases),
         assumptions=inputs.assumptions,
     )
@@ -136,6 +139,22 @@ def _advise(inputs: PlanInputs) -> Iterator[Advice]:
         value=str(size),
         reason=f"an engine of {inputs.engine.size} has room for {engine.sequences:.1f} conversations of the greatest length",
     )
+
+
+def advise_node(node: NodeMemory | None) -> Iterator[Advice]:
+    """Yield what needs less of a node's CPU memory, where it does not fit."""
+    if node is None or node.fits:
+        return
+    biggest = max(node.parts, key=lambda name: node.parts[name])
+    reason = f"a node's CPU memory does not fit, and most of it is {biggest}"
+    settings = {
+        "checkpoint": ("checkpointing.async_save", "false"),
+        "engine weights": ("policy.generation.vllm_cfg.sleep_level", "2"),
+        "reference": ("policy.reference.offload", "false"),
+        "activations": ("policy.dtensor_cfg.activation_offload", "false"),
+    }
+    key, value = settings.get(biggest, ("--devices", "more nodes"))
+    yield Advice(key=key, value=value, reason=reason)
 
 
 def _advise_learner(inputs: PlanInputs) -> Iterator[Advice]:

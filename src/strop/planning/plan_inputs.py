@@ -21,6 +21,21 @@ class AverageLengths:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeSetup:
+    """What the CPU memory of the fullest node depends on, besides the models."""
+
+    ranks: int = 1  # of the learner
+    engine_devices: int = 0  # that generate there
+    stages_checkpoints: bool = False  # a copy is written while training goes on
+    saves_optimizer: bool = True
+    keeps_published: bool = False  # the weights that were sent last, for engines that start again
+    engines_keep_weights: bool = False  # there, while the learner has their devices
+    references: int = 0  # frozen models of the policy's size that are there between uses
+    loaded_references: int = 0  # frozen models that are copied as the policy is loaded
+    memory_gib: float | None = None  # None: nobody says
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanInputs:
     """A run on devices of one kind."""
 
@@ -34,6 +49,7 @@ class PlanInputs:
     leaves: bool = True  # the learner goes to CPU memory while engines that share its devices have them
     references: int  # frozen models of the policy's size beside it
     beside: tuple[BesideModel, ...] = ()  # a critic, teachers
+    node: NodeSetup | None = None  # the fullest; None: its CPU memory is not planned
     steps: int | None
     learner_key: str  # prefix of the learner's keys
     batch_key: str

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from strop.algorithm_factory import make_algorithm
 from strop.learner.budget.full_rollouts import make_full_rollouts
 from strop.learner.budget.peak_memory import measure_peak
 from strop.models.attention import kernel_choice, plain_attention
+from strop.models.loading import cast_weights
 from strop.models.logprobs import logit_tiles, tiled_logprobs
 from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
@@ -111,6 +113,28 @@ def test_what_a_critic_holds_is_planned_within_a_tenth_and_so_are_the_weights_of
                 scorer.outputs(make_full_rollouts(2, 128, 2048), Sampling())
 
     assert teacher.scoring == pytest.approx(measure_peak(score, torch.device("cpu")), rel=0.35)
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_what_leaves_a_device_and_what_a_checkpoint_copies_are_planned_within_a_tenth(bench, weights):
+    from transformers import AutoModelForCausalLM
+
+    case = bench.Case(hidden=192, layers=3, mlp=512, vocabulary=2048, length=64, precision="bfloat16", weights=weights)
+    model = AutoModelForCausalLM.from_config(bench._make_config(case)).eval()
+    network = Network(model, precision=torch.bfloat16)
+    cast_weights(model, bench.DTYPES[weights])
+    learner = make_torch_learner(network, Sampling(), train_tokens=64)
+    learner.forward_backward_local(make_full_rollouts(1, 64, 2048), make_algorithm("grpo", {}).losses(0)["policy"])
+    learner.step()
+    size = ModelSize.from_config("llama", bench._make_config(case).to_dict())
+    setup = LearnerSetup(tokens=64, longest=64, compute_bytes=2, weight_bytes=bench.DTYPES[weights].itemsize)
+    planned = LearnerFootprint(size, setup)
+
+    moved = [tensors[0] for part in (learner.state_offload, learner.weight_offload) for tensors in part._group_by_memory()]
+    assert planned.static == pytest.approx(sum(each.untyped_storage().nbytes() for each in moved), rel=BOUND)
+    snapshot: Any = learner.stage()
+    copied = sum(shard.tensor.nbytes for shards in (snapshot.weights, snapshot.optimizer) for shard in shards.values())
+    assert planned.weights + planned.optimizer == pytest.approx(copied, rel=BOUND)
 
 
 def test_the_plan_counts_with_the_sizes_that_the_models_use():

@@ -85,7 +85,8 @@ def _judge(given: RunPlan, choices: Sequence[PlanChoice]) -> str:
     best = choices[0].plan
     if not given.fits:
         full = max(given.phases, key=lambda phase: phase.peak / phase.limit)
-        return f"as configured {full.phase} does not fit; with 1 it does"
+        what = "the CPU memory of a node" if full.fits else full.phase
+        return f"as configured {what} does not fit; with 1 it does"
     saved = {name: given.seconds[name] - seconds for name, seconds in best.seconds.items()}
     name = max(saved, key=lambda each: saved[each])
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -15,14 +16,14 @@ from strop.build.summary import UNLIMITED_STEPS
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.recorded_config import MOST_EXAMPLES
-from strop.distributed.placement import plan_devices
+from strop.distributed.placement import DevicePlan, plan_devices
 from strop.generation.generation_config import GenerationConfig
 from strop.hardware.devices import Device
 from strop.learner.model_config import ModelConfig
 from strop.planning.engine_memory import EngineSetup
 from strop.planning.learner_memory import BFLOAT16, FLOAT32
 from strop.planning.model_size import ModelSize
-from strop.planning.plan_inputs import AverageLengths, PlanInputs
+from strop.planning.plan_inputs import AverageLengths, NodeSetup, PlanInputs
 from strop.planning.step_time import StepLayout, StepWork
 
 PROMPT_SHARE = 0.25  # of the longest conversation: its prompt, where nothing is said
@@ -80,11 +81,33 @@ def read_inputs(
         layout_text=f"{dims or 'one process'}{ahead}",
         leaves=config.policy.offload is not False,
         references=kept,
+        node=_read_node(config, placed, references, kept, device),
         beside=tuple(read_beside(config, model, sizes, device, training if counts.uses_ray else None)),
         steps=None if config.training.last_step >= UNLIMITED_STEPS else config.training.last_step,
         learner_key="policy.megatron_cfg" if config.policy.uses_megatron else "policy.dtensor_cfg",
         batch_key=f"policy.{config.policy.batching_key}.train_mb_tokens",
         assumptions=(*assumptions, *assume_sizes(config, sizes)),
+    )
+
+
+def _read_node(config: TrainingRunConfig, placed: DevicePlan, references: int, kept: int, device: Device) -> NodeSetup | None:
+    """Read what the node with the most ranks keeps in CPU memory; None on a CPU."""
+    if device.measured:
+        return None
+    ranks = Counter(slot.node for slot in placed.training)
+    engines = Counter(part.node for slot in placed.generation for part in slot.parts for _ in part.devices)
+    sleeps = config.policy.generation.uses_vllm and placed.colocated if isinstance(config, RolloutRunConfig) else False
+    adapters = config.policy.adapter_rank is not None
+    saving = config.checkpointing
+    return NodeSetup(
+        ranks=max(ranks.values(), default=1),
+        engine_devices=max(engines.values(), default=1),
+        stages_checkpoints=saving.enabled and saving.async_save and len(placed.training) > 1,
+        saves_optimizer=saving.save_optimizer,
+        keeps_published=isinstance(config, RolloutRunConfig) and config.rollout_training.max_staleness > 0 and not adapters,
+        engines_keep_weights=sleeps and (config.policy.generation.vllm_cfg.sleep_level == 1 or adapters),
+        references=references - kept,
+        loaded_references=references,
     )
 
 
