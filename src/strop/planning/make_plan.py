@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from strop.planning.engine_memory import EngineMemory
 from strop.planning.learner_memory import LearnerFootprint, LearnerSetup
-from strop.planning.node_memory import NodeMemory, plan_node
+from strop.planning.node_memory import STAYS_WITHOUT, NodeMemory, plan_node
 from strop.planning.plan_inputs import PlanInputs
 from strop.planning.run_plan import GIB, Advice, PhaseMemory, RunCost, RunPlan
 from strop.planning.step_time import StepClock, StepTime
@@ -32,7 +32,7 @@ def make_plan(inputs: PlanInputs, price: float | None = None) -> RunPlan:
         node=node,
         time=time,
         cost=_count_cost(inputs, time, price),
-        advice=(*advise_node(node), *_advise(inputs)),
+        advice=(*_advise_node(inputs, node), *_advise(inputs)),
         breaks_first=find_weakest(inputs, phases),
         assumptions=inputs.assumptions,
     )
@@ -141,20 +141,21 @@ def _advise(inputs: PlanInputs) -> Iterator[Advice]:
     )
 
 
-def advise_node(node: NodeMemory | None) -> Iterator[Advice]:
+def _advise_node(inputs: PlanInputs, node: NodeMemory | None) -> Iterator[Advice]:
     """Yield what needs less of a node's CPU memory, where it does not fit."""
-    if node is None or node.fits:
+    if node is None or node.fits or node.loading:
         return
     biggest = max(node.parts, key=lambda name: node.parts[name])
-    reason = f"a node's CPU memory does not fit, and most of it is {biggest}"
     settings = {
         "checkpoint": ("checkpointing.async_save", "false"),
         "engine weights": ("policy.generation.vllm_cfg.sleep_level", "2"),
         "reference": ("policy.reference.offload", "false"),
         "activations": ("policy.dtensor_cfg.activation_offload", "false"),
     }
-    key, value = settings.get(biggest, ("--devices", "more nodes"))
-    yield Advice(key=key, value=value, reason=reason)
+    if biggest == STAYS_WITHOUT and all(phase.fits for phase in plan_memory(replace(inputs, leaves=False))):
+        settings[biggest] = ("policy.offload", "false")  # the devices have room for both
+    key, value = settings.get(biggest, ("--devices", str(2 * inputs.layout.training_devices)))
+    yield Advice(key=key, value=value, reason=f"a node's CPU memory does not fit, and most of it is {biggest}")
 
 
 def _advise_learner(inputs: PlanInputs) -> Iterator[Advice]:

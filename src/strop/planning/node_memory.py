@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from strop.planning.engine_memory import EngineMemory
-from strop.planning.learner_memory import BFLOAT16, LearnerFootprint
+from strop.planning.learner_memory import BFLOAT16, FLOAT32, LearnerFootprint
 from strop.planning.plan_inputs import NodeSetup, PlanInputs
 
 GIB = 2.0**30
+STAYS_WITHOUT = "what leaves for the engines"  # a part that policy.offload=false leaves on the devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ def _of_rank(inputs: PlanInputs, learner: LearnerFootprint, limit: float) -> dic
     own_weights = inputs.engine is not None and not inputs.engine.shares_weights
     if own_weights and inputs.leaves and inputs.layout.shared:
         away = learner.static + inputs.references * reference + sum(each.held for each in inputs.beside)
-        found["what leaves for the engines"] = away
+        found[STAYS_WITHOUT] = away
     return found
 
 
@@ -77,14 +78,18 @@ def _of_checkpoint(node: NodeSetup, learner: LearnerFootprint) -> dict[str, floa
 
 
 def _of_loading(inputs: PlanInputs, node: NodeSetup) -> dict[str, float]:
-    """Return what the first rank reads before it is divided: policy, reference and critic together, or the largest teacher after them."""
-    size = float(inputs.learner.weight_bytes * inputs.model.weights)
-    together = {"policy, as it is loaded": size, "reference, as it is copied": node.loaded_references * size}
+    """Return what the first rank reads before it is divided: policy, reference and critic together, or the largest teacher after them.
+
+    Models are read in float32."""
+    if not node.loads_whole:
+        return {}
+    together = {"policy, as it is loaded": float(FLOAT32 * inputs.model.weights)}
+    together["reference, as it is copied"] = float(node.loaded_references * inputs.reference_bytes * inputs.model.weights)
     teachers: dict[str, float] = {}
     for each in inputs.beside:
         if not each.shares_weights and not each.hosts:
             into = together if each.learns else teachers
-            into[f"{each.name}, as it is loaded"] = float(each.setup.weight_bytes * each.model.weights)
+            into[f"{each.name}, as it is loaded"] = float(FLOAT32 * each.model.weights)
     largest = max(teachers, key=lambda name: teachers[name], default="")
     found = {largest: teachers[largest]} if largest and teachers[largest] > sum(together.values()) else together
     return {name: size for name, size in found.items() if size > 0}

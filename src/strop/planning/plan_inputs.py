@@ -32,6 +32,7 @@ class NodeSetup:
     engines_keep_weights: bool = False  # there, while the learner has their devices
     references: int = 0  # frozen models of the policy's size that are there between uses
     loaded_references: int = 0  # frozen models that are copied as the policy is loaded
+    loads_whole: bool = True  # the first rank reads whole models
     memory_gib: float | None = None  # None: nobody says
 
 

@@ -48,13 +48,13 @@ def _format_node(node: NodeMemory | None) -> Iterator[str]:
     """Yield the CPU memory of a node, with a warning where it does not fit or nobody said what there is."""
     if node is None or not node.parts:
         return
-    when = " when the run starts" if node.loading else ""
+    when = ", when the run starts" if node.loading else ""
     yield ""
     if node.limit is None:
         yield f"CPU memory of a node: {node.peak / GIB:.1f} GiB{when} (--node-memory GIB says whether that fits)"
     else:
         verdict = "" if node.fits else "  DOES NOT FIT"
-        yield f"CPU memory of a node: {node.peak / GIB:.1f} GiB{when} of {node.limit / GIB:,.0f}{verdict}"
+        yield f"CPU memory of a node: {node.peak / GIB:.1f} GiB of {node.limit / GIB:,.0f}{when}{verdict}"
     yield f"  {', '.join(f'{name} {size / GIB:.2f}' for name, size in sorted(node.parts.items(), key=lambda item: -item[1]))}"
     yield "  beside it: libraries of each process, rollouts and data"
 

@@ -120,7 +120,7 @@ def test_the_cpu_memory_of_a_node_is_a_row_and_does_not_fit_where_there_is_less(
     out = capsys.readouterr().out
     assert "CPU memory of a node: 59.8 GiB of 16  DOES NOT FIT" in out
     assert (
-        "set         --devices=more nodes: a node's CPU memory does not fit, and most of it is what leaves for the engines" in out
+        "set         policy.offload=false: a node's CPU memory does not fit, and most of it is what leaves for the engines" in out
     )
     with pytest.raises(SystemExit, match="2"):
         main(["plan", *arguments, *two, "--node-memory", "0"])

@@ -108,6 +108,7 @@ def _read_node(config: TrainingRunConfig, placed: DevicePlan, references: int, k
         engines_keep_weights=sleeps and (config.policy.generation.vllm_cfg.sleep_level == 1 or adapters),
         references=references - kept,
         loaded_references=references,
+        loads_whole=not config.policy.uses_megatron,
     )
 
 
