@@ -67,9 +67,10 @@ def without_clocks(tracker: Any) -> dict[int, dict[str, float]]:
 # --- drained, or in flight ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("clocks", sweep([2, 5], 2))
 @each_order
-def test_drained_every_rollout_is_of_one_version(tmp_path, kind):
-    for clock in range(5):
+def test_drained_every_rollout_is_of_one_version(tmp_path, kind, clocks):
+    for clock in range(clocks):
         run, generator, _ = play(tmp_path / str(clock), clock=clock, kind=kind)
         assert run.weights.running_at_publish == [0] * 9 and generator.most_versions == 1
         for record in make_records(run):
@@ -77,18 +78,20 @@ def test_drained_every_rollout_is_of_one_version(tmp_path, kind):
             assert len(versions) == 1 and (not record.kept or 0 <= record.step - 1 - versions.pop() <= K)
 
 
-def test_drained_and_fifo_a_run_is_repeated_whatever_the_clock(tmp_path):
+@pytest.mark.parametrize("clocks", sweep([4, 6], 4))
+def test_drained_and_fifo_a_run_is_repeated_whatever_the_clock(tmp_path, clocks):
     first, _, told = play(tmp_path / "0", clock=0, validation=3, changes={"val_period": 2})
-    for clock in range(1, 6):
+    for clock in range(1, clocks):
         again, _, heard = play(tmp_path / str(clock), clock=clock, validation=3, changes={"val_period": 2})
         assert without_clocks(heard) == without_clocks(told)
         assert make_records(again) == make_records(first)
         assert again.learners["policy"].shift == first.learners["policy"].shift
 
 
-def test_in_flight_publishing_waits_for_nobody_and_every_token_knows_its_version(tmp_path):
+@pytest.mark.parametrize("clocks", sweep([3, 5], 3))
+def test_in_flight_publishing_waits_for_nobody_and_every_token_knows_its_version(tmp_path, clocks):
     waited = mixed = 0
-    for clock in range(5):
+    for clock in range(clocks):
         run, generator, tracker = play(tmp_path / str(clock), clock=clock, changes=IN_FLIGHT)
         waited += sum(run.weights.running_at_publish)
         mixed += generator.most_versions > 1
@@ -96,7 +99,7 @@ def test_in_flight_publishing_waits_for_nobody_and_every_token_knows_its_version
             versions = [version for version in record.versions if version >= 0]
             assert versions == sorted(versions) and (not record.kept or record.step - 1 - versions[0] <= K)
         assert max(tracker.steps[step]["train/staleness_max"] for step in tracker.steps) <= K
-    assert waited > 0 and mixed == 5
+    assert waited > 0 and mixed == clocks
 
 
 def test_in_flight_a_run_is_not_repeated(tmp_path):
@@ -217,12 +220,13 @@ def test_an_interrupted_run_leaves_no_call_of_the_learner_behind(tmp_path):
 # --- what else a run does -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("clocks", sweep([2, 4], 2))
 @each_order
 @pytest.mark.parametrize("changes", [DRAINING, IN_FLIGHT], ids=["drained", "in flight"])
-def test_dynamic_sampling_shaping_validation_and_checkpoints_work(tmp_path, kind, changes):
+def test_dynamic_sampling_shaping_validation_and_checkpoints_work(tmp_path, kind, changes, clocks):
     checkpoints = Checkpoints()
     stale = 0
-    for clock in range(4):
+    for clock in range(clocks):
         run, _, tracker = play(
             tmp_path / str(clock), clock=clock, kind=kind, validation=3, checkpoints=checkpoints, algorithm=grpo(drop_constant_groups=True),
             scaling=RewardScalingConfig(source_max=1.0, target_min=-1.0, target_max=3.0),
@@ -321,9 +325,10 @@ def test_killed_at_any_time_a_run_keeps_what_was_finished_and_trains_on_every_gr
     assert buffered > count
 
 
-def test_drained_and_fifo_a_killed_run_ends_as_if_nothing_had_happened(tmp_path):
+@pytest.mark.parametrize("seeds", sweep([3, 6], 3))
+def test_drained_and_fifo_a_killed_run_ends_as_if_nothing_had_happened(tmp_path, seeds):
     whole, _, _ = killed(tmp_path / "whole", "fifo", Checkpoints(), clock=0, after=None, max_steps=12)
-    for seed in range(6):
+    for seed in range(seeds):
         draw, checkpoints, kills = random.Random(seed), Checkpoints(), 0
         for attempt in range(40):
             after = draw.uniform(5, 60) if attempt < 6 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from loop.kinds import GRADED, recorded_config, sampling_config, write_data
 from loop.runs import Environ, Outcome, metrics_of, overrides, start, tiny_config
 from loop.tiny import build_tiny
+from support.forked_interpreter import Forked, forked_interpreter
 from support.needs import needs_vllm
 from support.sweep import sweep
 
@@ -28,12 +30,15 @@ NOISE = 2e-4  # relative: ranks add float32 gradients in another order
 MARK = "STROP_TEST_RUN"  # an environment variable that all processes of a run inherit
 
 
-def run(section: str, settings: Mapping[str, Any], folder: Path, *, timeout: float = 300) -> Outcome:
-    return start([section, *overrides(dict(settings))], folder, before=Environ({MARK: str(folder)})).finish(timeout)
+def run(
+    section: str, settings: Mapping[str, Any], folder: Path, *, interpreter: str = sys.executable, timeout: float = 300
+) -> Outcome:
+    before = Forked(interpreter, then=Environ({MARK: str(folder)}))
+    return start([section, *overrides(dict(settings))], folder, before=before).finish(timeout)
 
 
-def grpo(model: Path, folder: Path, **changes: Any) -> Outcome:
-    return run("grpo", {**tiny_config(model), **QUIET, **GRADED, **changes}, folder)
+def grpo(model: Path, folder: Path, *, interpreter: str = sys.executable, **changes: Any) -> Outcome:
+    return run("grpo", {**tiny_config(model), **QUIET, **GRADED, **changes}, folder, interpreter=interpreter)
 
 
 def left_over(folder: Path) -> list[str]:
@@ -74,7 +79,8 @@ def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_an_engine_and_hosts_of_environments_give_the_curve_of_one_process(
     tiny: Path, alone: Path, tmp_path: Path
 ) -> None:
-    outcome = grpo(tiny, tmp_path, **TWO, **{"cluster.environment_hosts": 2})
+    with forked_interpreter() as interpreter:
+        outcome = grpo(tiny, tmp_path, interpreter=interpreter, **TWO, **{"cluster.environment_hosts": 2})
     assert outcome.code == 0, outcome.err + outcome.out
     curves_agree(alone, tmp_path)
     workers = {path.stem for path in (tmp_path / "logs" / "workers").iterdir()}

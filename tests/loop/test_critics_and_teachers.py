@@ -175,6 +175,7 @@ def test_ppo_learns_and_its_critic_explains_variance(
     )
 
 
+@pytest.mark.exhaustive
 def test_ppo_learns_from_rollouts_that_ran_ahead(tmp_path: Path) -> None:
     policy = language_model()
     value = learner_on(ValueHead(policy), 3e-2)

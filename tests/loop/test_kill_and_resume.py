@@ -69,8 +69,10 @@ def test_a_run_is_repeated_bit_for_bit(tiny, tmp_path, uninterrupted):
 CHAINS = {
     "inside a save": [
         Kill("at a save", 1),
-        Kill("at a file of the checkpoint", 1),
         Kill("at a file of the checkpoint", 2),
+    ],
+    "inside every save": [
+        Kill("at a file of the checkpoint", 1),
         Kill("at a file of the checkpoint", 2, "after"),
         Kill("at a save", 2),
     ],

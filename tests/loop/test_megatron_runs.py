@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from loop.test_cluster_runs import curves_agree
 from loop.tiny import build_tiny
 from loop.victims import Marked
 from strop.models.loading import load_model
+from support.forked_interpreter import Forked, forked_interpreter
+from support.forks import forks_with
 from support.needs import needs_vllm
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
@@ -50,12 +53,12 @@ def megatron(model: str = "policy", **sizes: Any) -> dict[str, Any]:
     return settings | {f"{section}.{name}": value for name, value in constant.items()}
 
 
-def begin(section: str, settings: Mapping[str, Any], folder: Path) -> Running:
-    return start([section, *overrides(dict(settings))], folder, before=Marked(str(folder)))
+def begin(section: str, settings: Mapping[str, Any], folder: Path, *, interpreter: str = sys.executable) -> Running:
+    return start([section, *overrides(dict(settings))], folder, before=Forked(interpreter, then=Marked(str(folder))))
 
 
-def run(section: str, settings: Mapping[str, Any], folder: Path) -> Outcome:
-    outcome = begin(section, settings, folder).finish(400)
+def run(section: str, settings: Mapping[str, Any], folder: Path, *, interpreter: str = sys.executable) -> Outcome:
+    outcome = begin(section, settings, folder, interpreter=interpreter).finish(400)
     assert outcome.code == 0, outcome.err + outcome.out[-4000:]
     return outcome
 
@@ -80,7 +83,8 @@ def agrees(alone: Running, folder: Path, noise: float = NOISE) -> None:
 def test_tensor_parallel_ranks_of_megatron_give_the_curve_of_the_torch_learner(
     tiny: Path, alone: Running, tmp_path: Path
 ) -> None:
-    outcome = run("grpo", grpo_settings(tiny, **megatron(**TP2)), tmp_path)
+    with forks_with("megatron"), forked_interpreter() as interpreter:
+        outcome = run("grpo", grpo_settings(tiny, **megatron(**TP2)), tmp_path, interpreter=interpreter)
     agrees(alone, tmp_path, noise=5e-6)  # a gradient that lacks one token's embedding is 1e-5 away
     assert metrics_of(tmp_path / "logs")[STEPS]["train/token_mult_prob_error"] < 1.0005
     assert (tmp_path / "results" / f"step_{STEPS}" / "policy" / "weights" / "iter_0000000").is_dir(), outcome.out

@@ -93,7 +93,7 @@ def test_a_run_whose_time_is_up_saves_and_stops(tiny: Path, tmp_path: Path, unin
     ended = grpo(tiny, tmp_path, **CHANGES, **{"checkpointing.checkpoint_must_save_by": "00:00:00:00"})
     assert ended.code == 143 and "the time is up (checkpointing.checkpoint_must_save_by): the run ended after step 0" in ended.err
     long = {**CHANGES, "grpo.max_num_steps": 100_000, "checkpointing.save_period": 100_000, "grpo.val_period": 0}
-    ended = grpo(tiny, tmp_path, **long, **{"checkpointing.checkpoint_must_save_by": "00:00:00:08"})
+    ended = grpo(tiny, tmp_path, **long, **{"checkpointing.checkpoint_must_save_by": "00:00:00:04"})
     last = list(metrics_of(tmp_path / "logs"))[-1]
     assert ended.code == 143 and last > 0 and steps_saved(tmp_path) == {f"step_{last}"} and says_how_to_go_on(ended)
 

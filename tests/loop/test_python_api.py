@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import strop
 from loop import runs
 from loop.tiny import build_tiny
 from strop.storage.folder_lock import FolderLocked
+from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
@@ -44,11 +46,21 @@ def test_the_ten_lines_are_the_same_on_every_page() -> None:
     assert len([line for line in TEN_LINES.splitlines() if line]) <= 10
 
 
-def test_the_ten_lines_train_in_a_script(home: Path) -> None:
-    (home / "ten.py").write_text(TEN_LINES)
+def by_an_interpreter() -> runs.Outcome:
     done = subprocess.run([sys.executable, "ten.py"], capture_output=True, text=True, timeout=280, env=environment())
-    assert done.returncode == 0, done.stderr
-    reward, checkpoint = done.stdout.splitlines()[-1].split()
+    return runs.Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def by_a_fork() -> runs.Outcome:
+    return runs.strop("ten.py", folder=Path())
+
+
+@pytest.mark.parametrize("ran", sweep([by_an_interpreter, by_a_fork], by_a_fork))
+def test_the_ten_lines_train_in_a_script(ran: Callable[[], runs.Outcome], home: Path) -> None:
+    (home / "ten.py").write_text(TEN_LINES)
+    done = ran()
+    assert done.code == 0, done.err
+    reward, checkpoint = done.out.splitlines()[-1].split()
     (folder,) = (home / "results").iterdir()
     run = strop.Run(folder)
     assert 0 <= float(reward) <= 1 and float(reward) == run.metrics["train/reward"][-1]

@@ -102,7 +102,8 @@ def test_what_sft_trained_loads_in_transformers_and_says_what_it_was_taught(tiny
         "data.train.size": 8,
         "data.validation.dataset_name": ...,
     }
-    train_to_end("sft", tiny, tmp_path, **changes, **{"sft.val_period": 0, "policy.train_global_batch_size": 8})
+    seldom = {"sft.val_period": 0, "checkpointing.save_period": 60}
+    train_to_end("sft", tiny, tmp_path, **changes, **seldom, **{"policy.train_global_batch_size": 8})
     model = AutoModelForCausalLM.from_pretrained(weights(tmp_path, 60)).eval()
     tokenizer = AutoTokenizer.from_pretrained(weights(tmp_path, 60))
     for a, b in SUMS[1:4]:
@@ -118,6 +119,7 @@ def test_a_reward_model_loads_as_a_sequence_classifier_and_prefers_what_was_chos
     changes = {
         "rm.max_num_steps": 40,
         "rm.val_period": 0,
+        "checkpointing.save_period": 40,
         "data.validation.dataset_name": ...,
         "policy.train_global_batch_size": 16,
     }

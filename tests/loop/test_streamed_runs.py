@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from loop import long_streams
 from loop.killing import Kill
 from loop.kinds import SUMS, bitwise_equal, conversation, preference, start_run, train, train_to_end, write_rows
 from loop.runs import grpo, heed_interrupts, metrics_of, repeatable
+from support.forked_interpreter import Forked, forked_interpreter
 from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
@@ -77,8 +78,15 @@ KILLED: Mapping[str, tuple[str, Mapping[str, Any], list[Kill]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[str]:
+    """For workers, which would import transformers before they tokenize a line."""
+    with forked_interpreter() as interpreter:
+        yield interpreter
+
+
 @pytest.mark.parametrize("name", sweep(KILLED, "sft in workers"))
-def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, tiny: Path, tmp_path: Path) -> None:
+def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, interpreter: str, tiny: Path, tmp_path: Path) -> None:
     section, changes, kills = KILLED[name]
     run = {"grpo": lambda folder, **more: grpo(tiny, folder, **more)}.get(
         section, lambda folder, **more: train(section, tiny, folder, **more)
@@ -86,21 +94,26 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, tiny: Path, tmp
     options = {**STREAMED, **changes, "checkpointing.keep_top_k": None}
     for folder in ("whole", "parts"):
         write_shards(tmp_path / folder, section)
-    whole = run(tmp_path / "whole", **options)
+    whole = run(tmp_path / "whole", before=Forked(interpreter), **options)
     assert whole.code == 0, whole.err
     for kill in kills:
-        outcome = run(tmp_path / "parts", before=kill, **options)
+        outcome = run(tmp_path / "parts", before=Forked(interpreter, then=kill), **options)
         assert outcome.code == -signal.SIGKILL, f"it did not come to {kill}: {outcome}"
-    rest = run(tmp_path / "parts", **options)
+    rest = run(tmp_path / "parts", before=Forked(interpreter), **options)
     assert rest.code == 0, rest.err
+    assert "no worker could start" not in whole.out + whole.err + rest.out + rest.err
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("section", sweep(["sft", "dpo"], "sft"))
-def test_what_is_tokenized_ahead_is_what_the_loop_itself_would_make(section: str, tiny: Path, tmp_path: Path) -> None:
+def test_what_is_tokenized_ahead_is_what_the_loop_itself_would_make(
+    section: str, interpreter: str, tiny: Path, tmp_path: Path
+) -> None:
     found = []
     for name, changes in {"loop": {"data.prefetch": 0}, "thread": {}, "workers": {"data.num_workers": 1}}.items():
-        train_to_end(section, tiny, tmp_path / name, **{f"{section}.max_num_steps": 3, **changes})
+        shorter = {f"{section}.max_num_steps": 3, **changes}
+        output = train_to_end(section, tiny, tmp_path / name, before=Forked(interpreter), **shorter)
+        assert "no worker could start" not in output
         found.append(repeatable(metrics_of(tmp_path / name / "logs")))
     assert found[0] == found[1] == found[2] and found[0]
 
@@ -131,9 +144,9 @@ def test_malformed_rows_are_dropped_and_counted(tiny: Path, tmp_path: Path) -> N
     assert sum(line.get("train/groups_dropped_for_errors", 0) for line in metrics_of(tmp_path / "logs").values()) >= 1
 
 
-def test_nothing_is_left_of_the_workers_after_ctrl_c(tiny: Path, tmp_path: Path) -> None:
+def test_nothing_is_left_of_the_workers_after_ctrl_c(interpreter: str, tiny: Path, tmp_path: Path) -> None:
     changes = {"data.num_workers": 2, "sft.max_num_steps": 10_000, "sft.val_period": 0, "checkpointing.save_period": 10_000}
-    running = start_run("sft", tiny, tmp_path, before=heed_interrupts, **changes)
+    running = start_run("sft", tiny, tmp_path, before=Forked(interpreter, then=heed_interrupts), **changes)
     run = psutil.Process(running.process.pid)
     deadline = time.monotonic() + 60
     while not (tmp_path / "logs" / "metrics.jsonl").exists() or not (workers := find_workers(run)):
