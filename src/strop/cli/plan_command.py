@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from strop.config import TrainingRunConfig
     from strop.hardware.devices import Device
     from strop.planning.model_size import ModelSize
+    from strop.planning.plan_inputs import PlanInputs
 
 THIS_MACHINE = "this"
 GPUS_OF_A_NODE = 8  # where the configuration does not say
@@ -37,6 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="a device of the table, such as h100; this: this machine's CPU, measured (default: by the run)",
     )
     parser.add_argument("--devices", type=int, metavar="N", help="plan for N devices, in nodes of cluster.gpus_per_node, or of 8")
+    parser.add_argument("--node-memory", type=float, metavar="GIB", help="CPU memory of a node, which the plan then checks")
     parser.add_argument("--price", type=float, metavar="P", help="price of a device for an hour")
     parser.add_argument("--model-config", type=Path, metavar="FILE", help="config.json of the model, where the model is not here")
     parser.add_argument("--prompt-tokens", type=float, metavar="N", help="tokens of a prompt, on average")
@@ -53,7 +56,7 @@ def plan(arguments: Sequence[str], command_line: str) -> int:
     options = parser.parse_intermixed_args(arguments)
     if options.devices is not None and not 1 <= options.devices <= 1_000_000:
         parser.error("--devices takes a number from 1 to 1000000")
-    for name in ("price", "prompt_tokens", "completion_tokens"):
+    for name in ("price", "node_memory", "prompt_tokens", "completion_tokens"):
         value = getattr(options, name)
         if value is not None and not 0 < value < 1e12:
             parser.error(f"--{name.replace('_', '-')} takes a positive number")
@@ -86,7 +89,14 @@ def _make(options: argparse.Namespace) -> Any:
     device = _find_device(config, options.hardware)
     model = _read_model(config, options.model_config)
     lengths = AverageLengths(prompt=options.prompt_tokens, completion=options.completion_tokens)
-    inputs = read_inputs(config, model, device, lengths)
+    sizes = _read_sizes_beside(config)
+
+    def read(config: TrainingRunConfig) -> PlanInputs:
+        found = read_inputs(config, model, device, lengths, sizes)
+        node = None if found.node is None else replace(found.node, memory_gib=options.node_memory)
+        return replace(found, node=node)
+
+    inputs = read(config)
     if options.devices is not None:
         size, source = _find_node_size(_load(argparse.Namespace(**{**vars(options), "devices": None})))
         inputs = replace(inputs, assumptions=(*inputs.assumptions, f"a node has {size} GPUs ({source})"))
@@ -98,7 +108,7 @@ def _make(options: argparse.Namespace) -> Any:
         inputs,
         config,
         load=lambda overrides: _load(options, overrides),
-        make=lambda changed: make_plan(read_inputs(changed, model, device, lengths), options.price),
+        make=lambda changed: make_plan(read(changed), options.price),
     )
 
 
@@ -134,20 +144,39 @@ def _find_node_size(config: TrainingRunConfig) -> tuple[int, str]:
 
 def _read_model(config: TrainingRunConfig, file: Path | None) -> ModelSize:
     """Read the sizes of the policy. Raises UnknownDimensions, ModelNotFound, OSError."""
+    from strop.models.loading import ModelNotFound
     from strop.planning.model_size import ModelSize
 
     name = config.policy.model_name
     if file is not None:
         values = json.loads(file.read_text(encoding="utf-8"))
     else:
-        from strop.models.loading import ModelNotFound, read_model_config
-
         try:
-            with plain_warnings():
-                values = read_model_config(name).to_dict()
+            values = _read_config_json(name)
         except ModelNotFound as error:
             raise ValueError(f"{error}; or give its config.json with --model-config FILE") from error
     return ModelSize.from_config(name, {**values, **config.policy.hf_config_overrides})
+
+
+def _read_sizes_beside(config: TrainingRunConfig) -> dict[str, ModelSize]:
+    """Read the sizes of a critic and of teachers that are not the policy's model. Those that are not here are left out."""
+    from strop.build.dry_run.beside_inputs import SELF, list_beside
+    from strop.models.loading import ModelNotFound
+    from strop.planning.model_size import ModelSize
+
+    found: dict[str, ModelSize] = {}
+    for name in {*list_beside(config).values()} - {SELF, config.policy.model_name}:
+        with suppress(ModelNotFound):
+            found[name] = ModelSize.from_config(name, _read_config_json(name))
+    return found
+
+
+def _read_config_json(name: str) -> dict[str, Any]:
+    from strop.models.loading import read_model_config
+
+    with plain_warnings():
+        values: dict[str, Any] = read_model_config(name).to_dict()
+    return values
 
 
 def _find_device(config: TrainingRunConfig, name: str | None) -> Device:

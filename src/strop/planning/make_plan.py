@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from strop.planning.engine_memory import EngineMemory
 from strop.planning.learner_memory import LearnerFootprint, LearnerSetup
+from strop.planning.node_memory import STAYS_WITHOUT, NodeMemory, plan_node
 from strop.planning.plan_inputs import PlanInputs
 from strop.planning.run_plan import GIB, Advice, PhaseMemory, RunCost, RunPlan
 from strop.planning.step_time import StepClock, StepTime
@@ -19,6 +20,7 @@ LEAST_SEQUENCES = 8  # of the greatest length that an engine should hold
 def make_plan(inputs: PlanInputs, price: float | None = None) -> RunPlan:
     """Return the plan of a run. ``price``: of a device for an hour."""
     phases = tuple(plan_memory(inputs))
+    node = plan_node(inputs, limit_of(inputs))
     time = plan_time(inputs)
     return RunPlan(
         model=inputs.model.name,
@@ -27,9 +29,10 @@ def make_plan(inputs: PlanInputs, price: float | None = None) -> RunPlan:
         generation_devices=inputs.layout.generation_devices,
         layout=inputs.layout_text,
         phases=phases,
+        node=node,
         time=time,
         cost=_count_cost(inputs, time, price),
-        advice=tuple(_advise(inputs)),
+        advice=(*_advise_node(inputs, node), *_advise(inputs)),
         breaks_first=find_weakest(inputs, phases),
         assumptions=inputs.assumptions,
     )
@@ -37,7 +40,12 @@ def make_plan(inputs: PlanInputs, price: float | None = None) -> RunPlan:
 
 def plan_time(inputs: PlanInputs) -> StepTime:
     """Return the time of a step."""
-    return make_clock(inputs).time_step()
+    time, work, layout = make_clock(inputs).time_step(), inputs.work, inputs.layout
+    return replace(
+        time,
+        logprobs=time.logprobs + sum(each.time_scoring(work, layout) for each in inputs.beside),
+        training=time.training + sum(each.time_training(work, layout) for each in inputs.beside),
+    )
 
 
 def make_clock(inputs: PlanInputs) -> StepClock:
@@ -65,11 +73,18 @@ def plan_memory(inputs: PlanInputs) -> Iterator[PhaseMemory]:
     devices = "all" if shared else "learner"
     if engine is not None:
         yield _phase(inputs, "generation", "all" if shared else "engines", {**(held if together else {}), **engine.parts})
-    yield _phase(inputs, "logprobs", devices, {**held, **stays, "pass": learner.scoring_peak - learner.static})
+    largest = max([learner.scoring_peak - learner.static, *(each.scoring for each in inputs.beside if not each.hosts)])
+    yield _phase(inputs, "logprobs", devices, {**held, **stays, "pass": largest})
+    for each in inputs.beside:
+        if each.hosts:
+            yield _phase(inputs, each.name, "hosts", {"weights": each.weights, "pass": each.scoring})
     activations = {"gradients": learner.gradients, "activations": learner.activations, "weight copies": learner.weight_copies}
     activations["gathered weights"] = learner.gathered
     activations["output layer"] = learner.training_peak - learner.static - sum(activations.values())
     yield _phase(inputs, "training", devices, {**held, **stays, **activations})
+    for each in inputs.beside:
+        if each.learns:  # after the policy, whose gradients are gone by then
+            yield _phase(inputs, f"{each.name} training", devices, {**held, **stays, **each.training})
     if engine is not None and own_weights:
         stays_here = held if together or not shared else {}  # weights are sent from CPU memory where the learner has left
         sent = {**stays_here, **(engine.parts if shared else {}), "weights on their way": TRANSFER_BUFFER}
@@ -85,7 +100,7 @@ def _phase(inputs: PlanInputs, name: str, devices: str, parts: Mapping[str, floa
 def count_beside(inputs: PlanInputs, learner: LearnerFootprint, references: int) -> dict[str, float]:
     """Return the models beside the policy on a learner's device."""
     found = {"reference": references * inputs.reference_bytes * learner.rank_weights}
-    found["critic"] = inputs.critics * (learner.static + learner.gradients)
+    found |= {each.name: each.held for each in inputs.beside}
     return {name: size for name, size in found.items() if size}
 
 
@@ -124,6 +139,23 @@ def _advise(inputs: PlanInputs) -> Iterator[Advice]:
         value=str(size),
         reason=f"an engine of {inputs.engine.size} has room for {engine.sequences:.1f} conversations of the greatest length",
     )
+
+
+def _advise_node(inputs: PlanInputs, node: NodeMemory | None) -> Iterator[Advice]:
+    """Yield what needs less of a node's CPU memory, where it does not fit."""
+    if node is None or node.fits or node.loading:
+        return
+    biggest = max(node.parts, key=lambda name: node.parts[name])
+    settings = {
+        "checkpoint": ("checkpointing.async_save", "false"),
+        "engine weights": ("policy.generation.vllm_cfg.sleep_level", "2"),
+        "reference": ("policy.reference.offload", "false"),
+        "activations": ("policy.dtensor_cfg.activation_offload", "false"),
+    }
+    if biggest == STAYS_WITHOUT and all(phase.fits for phase in plan_memory(replace(inputs, leaves=False))):
+        settings[biggest] = ("policy.offload", "false")  # the devices have room for both
+    key, value = settings.get(biggest, ("--devices", str(2 * inputs.layout.training_devices)))
+    yield Advice(key=key, value=value, reason=f"a node's CPU memory does not fit, and most of it is {biggest}")
 
 
 def _advise_learner(inputs: PlanInputs) -> Iterator[Advice]:

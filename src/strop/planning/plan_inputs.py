@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strop.hardware.devices import Device
+from strop.planning.beside_models import BesideModel
 from strop.planning.engine_memory import EngineSetup
 from strop.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup
 from strop.planning.model_size import ModelSize
@@ -20,6 +21,22 @@ class AverageLengths:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeSetup:
+    """What the CPU memory of the fullest node depends on, besides the models."""
+
+    ranks: int = 1  # of the learner
+    engine_devices: int = 0  # that generate there
+    stages_checkpoints: bool = False  # a copy is written while training goes on
+    saves_optimizer: bool = True
+    keeps_published: bool = False  # the weights that were sent last, for engines that start again
+    engines_keep_weights: bool = False  # there, while the learner has their devices
+    references: int = 0  # frozen models of the policy's size that are there between uses
+    loaded_references: int = 0  # frozen models that are copied as the policy is loaded
+    loads_whole: bool = True  # the first rank reads whole models
+    memory_gib: float | None = None  # None: nobody says
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanInputs:
     """A run on devices of one kind."""
 
@@ -32,7 +49,8 @@ class PlanInputs:
     layout_text: str
     leaves: bool = True  # the learner goes to CPU memory while engines that share its devices have them
     references: int  # frozen models of the policy's size beside it
-    critics: int
+    beside: tuple[BesideModel, ...] = ()  # a critic, teachers
+    node: NodeSetup | None = None  # the fullest; None: its CPU memory is not planned
     steps: int | None
     learner_key: str  # prefix of the learner's keys
     batch_key: str

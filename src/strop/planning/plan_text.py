@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from strop.planning.node_memory import NodeMemory
 from strop.planning.run_plan import GIB, PhaseMemory, RunPlan
 
 WIDTH = 24  # characters of a bar
@@ -20,9 +21,11 @@ def _lines(plan: RunPlan) -> Iterator[str]:
     yield f"devices     {devices} x {plan.device.name}, {plan.layout}"
     yield ""
     yield f"memory of a device ({plan.phases[0].limit / GIB:.1f} GiB can be used)"
+    width = max(12, *(len(phase.phase) + 2 for phase in plan.phases))
     for phase in plan.phases:
-        yield f"  {phase.phase:<12}{_bar(phase)} {phase.peak / GIB:8.2f} GiB{'' if phase.fits else '  DOES NOT FIT'}"
-        yield f"              {', '.join(f'{name} {size / GIB:.2f}' for name, size in _largest(phase))}"
+        yield f"  {phase.phase:<{width}}{_bar(phase)} {phase.peak / GIB:8.2f} GiB{'' if phase.fits else '  DOES NOT FIT'}"
+        yield f"  {'':<{width}}{', '.join(f'{name} {size / GIB:.2f}' for name, size in _largest(phase))}"
+    yield from _format_node(plan.node)
     yield ""
     beside = " (generation and training are beside each other)" if plan.time.overlaps else ""
     yield f"a step takes {format_seconds(plan.time.total)}{beside}"
@@ -39,6 +42,21 @@ def _lines(plan: RunPlan) -> Iterator[str]:
         yield f"assumed     {assumption}"
     if not plan.device.measured:
         yield "assumed     times of a GPU are fitted to published runs of another library (docs/planning.md)"
+
+
+def _format_node(node: NodeMemory | None) -> Iterator[str]:
+    """Yield the CPU memory of a node, with a warning where it does not fit or nobody said what there is."""
+    if node is None or not node.parts:
+        return
+    when = ", when the run starts" if node.loading else ""
+    yield ""
+    if node.limit is None:
+        yield f"CPU memory of a node: {node.peak / GIB:.1f} GiB{when} (--node-memory GIB says whether that fits)"
+    else:
+        verdict = "" if node.fits else "  DOES NOT FIT"
+        yield f"CPU memory of a node: {node.peak / GIB:.1f} GiB of {node.limit / GIB:,.0f}{when}{verdict}"
+    yield f"  {', '.join(f'{name} {size / GIB:.2f}' for name, size in sorted(node.parts.items(), key=lambda item: -item[1]))}"
+    yield "  beside it: libraries of each process, rollouts and data"
 
 
 def _format_choices(plan: RunPlan) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strop.hardware.devices import Device
+from strop.planning.node_memory import NodeMemory
 from strop.planning.step_time import StepTime
 
 GIB = 2.0**30
@@ -72,12 +73,13 @@ class RunPlan:
     breaks_first: str  # what would not fit any more if the run grew
     assumptions: Sequence[str]
     choices: Sequence[PlanChoice] = ()  # the best first
+    node: NodeMemory | None = None  # CPU memory of the fullest node; None on a CPU, where it is a device's
     verdict: str = ""  # on the configuration beside them; empty: nothing was searched
 
     @property
     def learner_peak(self) -> float:
         """The most bytes of a device while the learner computes."""
-        return max(phase.peak for phase in self.phases if phase.phase in ("logprobs", "training"))
+        return max(phase.peak for phase in self.phases if phase.phase == "logprobs" or phase.phase.endswith("training"))
 
     @property
     def engine_peak(self) -> float | None:
@@ -86,7 +88,7 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
-        return all(phase.fits for phase in self.phases)
+        return all(phase.fits for phase in self.phases) and (self.node is None or self.node.fits)
 
     def to_dict(self) -> dict[str, object]:
         """Return the plan for JSON."""
@@ -108,6 +110,7 @@ class RunPlan:
                 }
                 for phase in self.phases
             ],
+            "node_memory": None if self.node is None else _describe_node(self.node),
             "seconds": {**self.seconds, "step": self.time.total},
             "cost": {
                 "steps": self.cost.steps,
@@ -133,6 +136,16 @@ class RunPlan:
             "weight_sync": time.exposed_sync * time.weight_sync,
             "other": time.other,
         }
+
+
+def _describe_node(node: NodeMemory) -> dict[str, object]:
+    return {
+        "parts_bytes": {name: round(size) for name, size in node.parts.items()},
+        "peak_bytes": round(node.peak),
+        "limit_bytes": None if node.limit is None else round(node.limit),
+        "fits": node.fits,
+        "loading": node.loading,
+    }
 
 
 def _describe_choice(choice: PlanChoice) -> dict[str, object]:

@@ -91,6 +91,7 @@ class StepWork:
     steps_ahead: int = 0  # 0: synchronous
     sharing: float = 1.0  # rollouts that share a prompt, which the learner reads once for them
     frozen: bool = False  # adapters are trained
+    predicts: bool = True  # False: a critic, which has no output layer over the vocabulary
     moved_bytes: float = 0.0  # for each weight of a rank, from CPU memory to the device: a reference that is kept there
 
     @property
@@ -150,7 +151,7 @@ def _count_flops(model: ModelSize, work: StepWork) -> BatchFlops:
     again = (work.sharing - 1) / work.sharing  # of a prompt's work, which is not done
     counts = PassCounts(
         read=round(work.trained_tokens),
-        predicted=whole.predicted * work.rollouts,
+        predicted=whole.predicted * work.rollouts if work.predicts else 0,
         pairs={window: round((count - again * shared.pairs[window]) * work.rollouts) for window, count in whole.pairs.items()},
     )
     return BatchFlops(forward_flops(model.dimensions, counts), training_flops(model.dimensions, counts, frozen=work.frozen))
@@ -174,8 +175,8 @@ class StepClock:
         overlaps = work.steps_ahead > 0 and not layout.shared
         return StepTime(
             generation=self.time_generation(),
-            logprobs=self._scoring(),
-            training=self._training(),
+            logprobs=self.time_scoring(),
+            training=self.time_training(),
             weight_sync=self._weight_sync() if work.generates else 0.0,
             other=self.rates.fixed_seconds + work.moved_bytes * self.model.rank_weights(self.learner.sharding) / HOST_RATE,
             overlaps=overlaps,
@@ -184,7 +185,7 @@ class StepClock:
 
     def time_learner(self) -> float:
         """Return the seconds of the learner's passes."""
-        return self._scoring() + self._training()
+        return self.time_scoring() + self.time_training()
 
     # --- generation ----------------------------------------------------------------------------------------------------------
 
@@ -260,7 +261,7 @@ class StepClock:
     def traffic(self) -> LearnerTraffic:
         return LearnerTraffic(self.model, self.layout.device, self.learner.sharding)
 
-    def _training(self) -> float:
+    def time_training(self) -> float:
         """Return the seconds of forward and backward passes over the batch and of its optimizer steps."""
         learner = self.learner
         recomputed = learner.checkpointed_share
@@ -287,7 +288,7 @@ class StepClock:
         rate = HOST_UPDATE_RATE if self.learner.offloads_weights else self.layout.device.bandwidth_gb * 1e9
         return self.traffic.optimizer_step(self.learner.gradient_bytes) + UPDATED * self._footprint.rank_states / rate
 
-    def _scoring(self) -> float:
+    def time_scoring(self) -> float:
         if not self.work.scores:
             return 0.0
         each = FLOAT32 if self.layout.precision == "float32" else BFLOAT16

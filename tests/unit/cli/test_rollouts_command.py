@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -373,6 +375,10 @@ def test_damaged_files_are_named_with_what_to_do_and_the_other_steps_are_shown(
         assert cli.main(["rollouts", str(folder), "--step", str(step)]) == 2
         assert f"error: {path[step]} cannot be read: {why}" in capsys.readouterr().err
     assert len(warnings) == 5 and "step_000001_flags.jsonl cannot be read" in warnings[0]
+    pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), path[2])
+    for arguments in (("--step", "2"), ("--task", "task-0", "--limit", "1")):
+        cli.main(["rollouts", str(folder), *arguments])
+        assert f"{path[2]} cannot be read: it lacks columns that every step has" in capsys.readouterr().err
     (folder / "config.yaml").write_text("{}")
     with pytest.warns(UserWarning, match="step_000005.parquet cannot be read"):
         assert set(Run(folder).rollouts["step"]) == {1}

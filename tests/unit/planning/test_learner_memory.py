@@ -11,13 +11,22 @@ from typing import Any
 import pytest
 import torch
 
+from strop.algorithm_factory import make_algorithm
+from strop.learner.budget.full_rollouts import make_full_rollouts
+from strop.learner.budget.peak_memory import measure_peak
 from strop.models.attention import kernel_choice, plain_attention
+from strop.models.loading import cast_weights
 from strop.models.logprobs import logit_tiles, tiled_logprobs
+from strop.models.network import Network
+from strop.models.value_network import ValueNetwork
 from strop.planning import learner_memory
-from strop.planning.layout_choice import LearnerChoice
+from strop.planning.beside_models import BesideModel, without_output
+from strop.planning.layouts.layout_choice import LearnerChoice
 from strop.planning.learner_memory import LearnerFootprint, LearnerSetup
 from strop.planning.model_size import ModelSize
 from strop.planning.sharding import Sharding
+from strop.sampling import Sampling
+from support.learners import make_torch_learner
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 BOUND = 0.1
@@ -65,6 +74,67 @@ def test_the_peak_of_every_shape_of_the_grid_is_planned_within_a_tenth(bench, pa
 
     assert len(cases) >= 40
     assert {str(peak.case): round(peak.error, 3) for peak in peaks if abs(peak.error) > BOUND} == {}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_what_a_critic_holds_is_planned_within_a_tenth_and_so_are_the_weights_of_a_teacher(bench, precision):
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    case = bench.Case(hidden=192, layers=3, mlp=512, vocabulary=2048, length=128, rollouts=2, precision=precision)
+    config = bench._make_config(case)
+    config.num_labels, config.pad_token_id = 1, 0
+    dtype, batch = bench.DTYPES[precision], make_full_rollouts(4, 128, 2048)
+    size = ModelSize.from_config("llama", config.to_dict())
+    setup = LearnerSetup(tokens=256, longest=128, compute_bytes=dtype.itemsize, weight_bytes=4)
+
+    critic = BesideModel(name="critic", model=without_output(size), setup=setup, learns=True)
+    network = ValueNetwork(AutoModelForSequenceClassification.from_config(config).eval(), precision=dtype)
+    learner = make_torch_learner(network, Sampling(), train_tokens=256)
+
+    def step() -> None:
+        learner.forward_backward_local(batch, lambda outputs, batch: (outputs.values.square().sum(), {}))
+        learner.step()
+
+    step()
+    state = [value for values in learner.optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+    held = sum(each.nbytes for each in (*network.model.parameters(), *state))
+    assert critic.held == pytest.approx(held, rel=BOUND)
+    peak = measure_peak(step, torch.device("cpu"))
+    assert critic.held + sum(critic.training.values()) == pytest.approx(held + peak, rel=BOUND)
+
+    frozen = AutoModelForCausalLM.from_config(config).to(dtype).requires_grad_(False)
+    teacher = BesideModel(name="teacher", model=size, setup=replace(setup, weight_bytes=dtype.itemsize, trained_share=0.0))
+    assert teacher.held == pytest.approx(sum(each.nbytes for each in frozen.parameters()), rel=BOUND)
+    scorer = Network(frozen.eval(), precision=dtype)
+
+    def score() -> None:
+        with torch.no_grad():
+            for _ in range(2):
+                scorer.outputs(make_full_rollouts(2, 128, 2048), Sampling())
+
+    assert teacher.scoring == pytest.approx(measure_peak(score, torch.device("cpu")), rel=0.35)
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_what_leaves_a_device_and_what_a_checkpoint_copies_are_planned_within_a_tenth(bench, weights):
+    from transformers import AutoModelForCausalLM
+
+    case = bench.Case(hidden=192, layers=3, mlp=512, vocabulary=2048, length=64, precision="bfloat16", weights=weights)
+    model = AutoModelForCausalLM.from_config(bench._make_config(case)).eval()
+    network = Network(model, precision=torch.bfloat16)
+    cast_weights(model, bench.DTYPES[weights])
+    learner = make_torch_learner(network, Sampling(), train_tokens=64)
+    learner.forward_backward_local(make_full_rollouts(1, 64, 2048), make_algorithm("grpo", {}).losses(0)["policy"])
+    learner.step()
+    size = ModelSize.from_config("llama", bench._make_config(case).to_dict())
+    setup = LearnerSetup(tokens=64, longest=64, compute_bytes=2, weight_bytes=bench.DTYPES[weights].itemsize)
+    planned = LearnerFootprint(size, setup)
+
+    moved = [tensors[0] for part in (learner.state_offload, learner.weight_offload) for tensors in part._group_by_memory()]
+    assert planned.static == pytest.approx(sum(each.untyped_storage().nbytes() for each in moved), rel=BOUND)
+    snapshot: Any = learner.stage()
+    copied = sum(shard.tensor.nbytes for shards in (snapshot.weights, snapshot.optimizer) for shard in shards.values())
+    assert planned.weights + planned.optimizer == pytest.approx(copied, rel=BOUND)
 
 
 def test_the_plan_counts_with_the_sizes_that_the_models_use():

@@ -15,8 +15,8 @@ from strop.cli.commands import main
 from strop.config import GrpoRunConfig, load_config
 from strop.config.load.load import find_training_root
 from strop.hardware.devices import device_named
-from strop.planning.choose_layout import MARGIN, rank_layouts
-from strop.planning.layout_candidates import list_sizes
+from strop.planning.layouts.choose_layout import MARGIN, rank_layouts
+from strop.planning.layouts.layout_candidates import list_sizes
 from strop.planning.make_plan import make_plan
 from strop.planning.model_size import ModelSize
 from strop.planning.plan_inputs import AverageLengths

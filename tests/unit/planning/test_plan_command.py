@@ -69,6 +69,66 @@ def test_devices_are_in_nodes_of_the_configured_size_or_of_eight_and_the_plan_sa
     assert "not a multiple of 4 GPUs of a node (cluster.gpus_per_node)" in capsys.readouterr().err
 
 
+def test_teachers_and_a_critic_are_counted_with_sizes_of_their_own(capsys, model_config, tmp_path):
+    def planned(config: str, *overrides: str) -> dict[str, Any]:
+        arguments = ("--devices", "8", "--hardware", "h100", "--model-config", str(tmp_path / "small.json"), "--no-choices")
+        return plan_json(capsys, str(CONFIGS / config), *overrides, *arguments)
+
+    def part(made: dict[str, Any], phase: str, name: str) -> float:
+        return next(each["parts_bytes"].get(name, 0) for each in made["memory"] if each["phase"] == phase)
+
+    (tmp_path / "small.json").write_text(
+        json.dumps({**MODEL, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8})
+    )
+    alike = planned("distillation_math.yaml")
+    larger = planned("distillation_math.yaml", f"teacher.model_name={tmp_path}")
+    assert part(larger, "logprobs", "teacher") > 10 * part(alike, "logprobs", "teacher") > 0
+    assert larger["seconds"]["logprobs"] > 5 * alike["seconds"]["logprobs"]
+    assert "the teacher is as large as the policy: the config.json of Qwen/Qwen3-4B is not here" in alike["assumptions"]
+    assert not any("as large as the policy" in each for each in larger["assumptions"])
+    apart = planned("distillation_math.yaml", f"teacher.model_name={tmp_path}", "teacher.hosts=2")
+    assert part(apart, "logprobs", "teacher") == 0 < part(apart, "teacher", "weights")
+
+    alike = planned("ppo_math_1B.yaml", "policy.sequence_packing.train_mb_tokens=16384")
+    larger = planned("ppo_math_1B.yaml", "policy.sequence_packing.train_mb_tokens=16384", f"value.model_name={tmp_path}")
+    assert part(larger, "training", "critic") > 10 * part(alike, "training", "critic") > 0
+    assert part(larger, "critic training", "gradients of the critic") > 10 * part(
+        alike, "critic training", "gradients of the critic"
+    )
+    assert larger["seconds"]["training"] > 2 * alike["seconds"]["training"]
+
+
+def test_the_cpu_memory_of_a_node_is_a_row_and_does_not_fit_where_there_is_less(capsys, model_config):
+    arguments = (str(CONFIGS / "grpo_math_8B.yaml"), "--hardware", "h100", "--model-config", str(model_config), "--no-choices")
+    two = ("--devices", "16")
+    plain = plan_json(capsys, *arguments, *two)["node_memory"]
+    assert plain["limit_bytes"] is None and plain["fits"] and set(plain["parts_bytes"]) == {"what leaves for the engines"}
+    assert plan_json(capsys, *arguments, "--devices", "64")["node_memory"]["loading"], "then less leaves than is read at first"
+
+    offloading = (
+        "policy.dtensor_cfg.cpu_offload=true",
+        "checkpointing.async_save=true",
+        "policy.dtensor_cfg.activation_offload=true",
+    )
+    parts = plan_json(capsys, *arguments, *two, *offloading)["node_memory"]["parts_bytes"]
+    assert {"weights, gradients and optimizer", "checkpoint", "activations"} <= set(parts)
+    weights = 8.03e9
+    assert parts["checkpoint"] == pytest.approx(weights * 4 * 3 / 2, rel=0.01)
+    assert parts["weights, gradients and optimizer"] == pytest.approx(weights * 4 * 4 / 2, rel=0.01)
+
+    assert main(["plan", *arguments, *two, "--node-memory", "16"]) == 1
+    out = capsys.readouterr().out
+    assert "CPU memory of a node: 59.8 GiB of 16  DOES NOT FIT" in out
+    assert (
+        "set         policy.offload=false: a node's CPU memory does not fit, and most of it is what leaves for the engines" in out
+    )
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", *arguments, *two, "--node-memory", "0"])
+    assert "--node-memory takes a positive number" in capsys.readouterr().err
+    started = plan_json(capsys, str(CONFIGS / "dpo.yaml"), "--devices", "8", *arguments[1:])["node_memory"]
+    assert started["loading"] and set(started["parts_bytes"]) == {"policy, as it is loaded", "reference, as it is copied"}
+
+
 def test_a_run_that_does_not_fit_exits_with_1_and_says_what_would(capsys, model_config):
     path = str(CONFIGS / "grpo_math_8B.yaml")
     made = plan_json(capsys, path, "--hardware", "rtx4090", "--devices", "1", "--model-config", str(model_config))

@@ -8,8 +8,8 @@ from dataclasses import replace
 from strop.build.dry_run.layout_overrides import list_overrides, read_space
 from strop.config import TrainingRunConfig
 from strop.config.checks import run_checks
-from strop.planning.choose_layout import rank_layouts
-from strop.planning.layout_choice import ChoiceSpace
+from strop.planning.layouts.choose_layout import rank_layouts
+from strop.planning.layouts.layout_choice import ChoiceSpace
 from strop.planning.plan_inputs import PlanInputs
 from strop.planning.plan_text import format_seconds
 from strop.planning.run_plan import PlanChoice, RunPlan
@@ -85,7 +85,8 @@ def _judge(given: RunPlan, choices: Sequence[PlanChoice]) -> str:
     best = choices[0].plan
     if not given.fits:
         full = max(given.phases, key=lambda phase: phase.peak / phase.limit)
-        return f"as configured {full.phase} does not fit; with 1 it does"
+        what = "the CPU memory of a node" if full.fits else full.phase
+        return f"as configured {what} does not fit; with 1 it does"
     saved = {name: given.seconds[name] - seconds for name, seconds in best.seconds.items()}
     name = max(saved, key=lambda each: saved[each])
     return (

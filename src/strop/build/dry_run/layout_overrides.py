@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
-from strop.build.dry_run.run_plan_inputs import count_references, read_learner_choice
+from strop.build.dry_run.planned_learner import read_learner_choice
+from strop.build.dry_run.run_plan_inputs import count_references
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.distributed.placement import count_engines
-from strop.planning.layout_choice import ChoiceSpace, DeviceSplit, EngineChoice, LayoutChoice, LearnerChoice
+from strop.planning.layouts.layout_choice import ChoiceSpace, DeviceSplit, EngineChoice, LayoutChoice, LearnerChoice
 from strop.planning.plan_inputs import PlanInputs
 
 GENERATION = "policy.generation"

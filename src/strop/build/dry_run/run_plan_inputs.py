@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.build.algorithm.run_algorithm import count_steps_per_batch, make_run_algorithm
 from strop.build.cluster.device_plan import choose_dims
+from strop.build.dry_run.beside_inputs import assume_sizes, read_beside
+from strop.build.dry_run.planned_learner import offloads_reference, read_learner
 from strop.build.summary import UNLIMITED_STEPS
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.recorded_config import MOST_EXAMPLES
-from strop.config.schema.run_config import PpoRunConfig
-from strop.distributed.placement import plan_devices
+from strop.distributed.placement import DevicePlan, plan_devices
 from strop.generation.generation_config import GenerationConfig
 from strop.hardware.devices import Device
-from strop.learner.megatron.megatron_dims import MegatronDims
 from strop.learner.model_config import ModelConfig
-from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.planning.engine_memory import EngineSetup
-from strop.planning.layout_choice import LearnerChoice
-from strop.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup
+from strop.planning.learner_memory import BFLOAT16, FLOAT32
 from strop.planning.model_size import ModelSize
-from strop.planning.plan_inputs import AverageLengths, PlanInputs
-from strop.planning.sharding import Sharding
+from strop.planning.plan_inputs import AverageLengths, NodeSetup, PlanInputs
 from strop.planning.step_time import StepLayout, StepWork
 
 PROMPT_SHARE = 0.25  # of the longest conversation: its prompt, where nothing is said
 COMPLETION_SHARE = 0.5  # of the longest completion: the average one
 RECORDED_SHARE = 0.5  # of the longest example: the average one
-OPTIMIZER_NUMBERS = {"SGD": 0, "Adafactor": 0, "AdamW8bit": 0.5, "Adam8bit": 0.5, "Lion": 1, "Muon": 1}
 MOST_SEQUENCES = 256  # that an engine decodes at a time, where nothing is said
-ADAPTER_SHARE = 0.01  # of the weights, that adapters train
 
 
-def read_inputs(config: TrainingRunConfig, model: ModelSize, device: Device, lengths: AverageLengths) -> PlanInputs:
-    """Read a run. Raises PlacementError, ValueError for a layout that does not fit the devices."""
+def read_inputs(
+    config: TrainingRunConfig,
+    model: ModelSize,
+    device: Device,
+    lengths: AverageLengths,
+    sizes: Mapping[str, ModelSize] = MappingProxyType({}),
+) -> PlanInputs:
+    """Read a run. ``sizes``: of models beside the policy that are not ``model``, by name.
+
+    Raises PlacementError, ValueError for a layout that does not fit the devices."""
     counts = count_devices(config)
     placed = plan_devices(counts, on_cpu=False)
     training = max(1, len(placed.training))
@@ -45,7 +51,7 @@ def read_inputs(config: TrainingRunConfig, model: ModelSize, device: Device, len
     shared = placed.colocated or not counts.uses_ray
     dims = choose_dims(config.policy, training) if counts.uses_ray else None
     scored = REFERENCE_LOGPROBS in make_run_algorithm(config).requires
-    learner = _read_learner(config, device, dims)
+    learner = read_learner(config.policy, device, dims)
     references = count_references(config)
     kept = 0 if offloads_reference(config.policy) else references
     engine = None if generation is None else _read_engine(generation, config.policy, device, uses_ray=counts.uses_ray)
@@ -75,83 +81,35 @@ def read_inputs(config: TrainingRunConfig, model: ModelSize, device: Device, len
         layout_text=f"{dims or 'one process'}{ahead}",
         leaves=config.policy.offload is not False,
         references=kept,
-        critics=1 if isinstance(config, PpoRunConfig) and not config.value.head_only else 0,
+        node=_read_node(config, placed, references, kept, device),
+        beside=tuple(read_beside(config, model, sizes, device, training if counts.uses_ray else None)),
         steps=None if config.training.last_step >= UNLIMITED_STEPS else config.training.last_step,
         learner_key="policy.megatron_cfg" if config.policy.uses_megatron else "policy.dtensor_cfg",
         batch_key=f"policy.{config.policy.batching_key}.train_mb_tokens",
-        assumptions=assumptions,
+        assumptions=(*assumptions, *assume_sizes(config, sizes)),
     )
 
 
-def _read_learner(config: TrainingRunConfig, device: Device, dims: ParallelDims | MegatronDims | None) -> LearnerSetup:
-    policy = config.policy
-    choice = read_learner_choice(policy)
-    return LearnerSetup(
-        tokens=choice.tokens,
-        longest=policy.max_total_sequence_length,
-        on_cpu=device.measured,
-        compute_bytes=2 if policy.precision == "bfloat16" else 4,
-        weight_bytes=2 if policy.weights_dtype == "bfloat16" or policy.megatron_cfg.enabled else 4,
-        gradient_bytes=BFLOAT16 if _keeps_short_gradients(policy) else FLOAT32,
-        optimizer_numbers=_count_optimizer_numbers(policy),
-        trained_share=1.0 if policy.adapter_rank is None else ADAPTER_SHARE,
-        checkpointed_share=choice.checkpointed,
-        offloads_activations=choice.offloads_activations,
-        offloads_weights=choice.offloads_weights,
-        logit_rows=policy.logprob_chunk_size or choice.tokens,
-        micro_batches=2,
-        sharding=_read_sharding(policy, dims),
+def _read_node(config: TrainingRunConfig, placed: DevicePlan, references: int, kept: int, device: Device) -> NodeSetup | None:
+    """Read what the node with the most ranks keeps in CPU memory; None on a CPU."""
+    if device.measured:
+        return None
+    ranks = Counter(slot.node for slot in placed.training)
+    engines = Counter(part.node for slot in placed.generation for part in slot.parts for _ in part.devices)
+    sleeps = config.policy.generation.uses_vllm and placed.colocated if isinstance(config, RolloutRunConfig) else False
+    adapters = config.policy.adapter_rank is not None
+    saving = config.checkpointing
+    return NodeSetup(
+        ranks=max(ranks.values(), default=1),
+        engine_devices=max(engines.values(), default=1),
+        stages_checkpoints=saving.enabled and saving.async_save and len(placed.training) > 1,
+        saves_optimizer=saving.save_optimizer,
+        keeps_published=isinstance(config, RolloutRunConfig) and config.rollout_training.max_staleness > 0 and not adapters,
+        engines_keep_weights=sleeps and (config.policy.generation.vllm_cfg.sleep_level == 1 or adapters),
+        references=references - kept,
+        loaded_references=references,
+        loads_whole=not config.policy.uses_megatron,
     )
-
-
-def _keeps_short_gradients(policy: ModelConfig) -> bool:
-    return policy.megatron_cfg.enabled and not policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32
-
-
-def _read_sharding(policy: ModelConfig, dims: ParallelDims | MegatronDims | None) -> Sharding:
-    if dims is None:
-        return Sharding()
-    return read_learner_choice(policy).shard(dims.world_size, megatron=policy.megatron_cfg.enabled)
-
-
-def read_learner_choice(policy: ModelConfig) -> LearnerChoice:
-    """Return what a configuration says of a learner that may be on several ranks."""
-    budget, longest = policy.batching.train_mb_tokens, policy.max_total_sequence_length
-    tokens = policy.train_micro_batch_size * longest if budget == "auto" else budget
-    if policy.megatron_cfg.enabled:
-        sizes = policy.megatron_cfg
-        return LearnerChoice(
-            tensor=sizes.tensor_model_parallel_size,
-            context=sizes.context_parallel_size,
-            stages=sizes.pipeline_model_parallel_size,
-            expert=sizes.expert_model_parallel_size,
-            expert_tensor=sizes.expert_tensor_parallel_size,
-            sequence=sizes.sequence_parallel and sizes.tensor_model_parallel_size > 1,
-            tokens=tokens,
-            checkpointed=float(sizes.activation_checkpointing),
-            offloads_reference=offloads_reference(policy),
-        )
-    own = policy.dtensor_cfg
-    return LearnerChoice(
-        tensor=own.tensor_parallel_size,
-        context=own.context_parallel_size,
-        stages=own.pipeline_parallel_size,
-        expert=own.expert_parallel_size,
-        replicate=own.dp_replicate_size,
-        sequence=own.sequence_parallel and own.tensor_parallel_size > 1,
-        tokens=tokens,
-        checkpointed=float(own.activation_checkpointing),
-        offloads_weights=own.cpu_offload,
-        offloads_activations=own.activation_offload,
-        offloads_reference=offloads_reference(policy),
-    )
-
-
-def _count_optimizer_numbers(policy: ModelConfig) -> float:
-    name = policy.optimizer.name.rpartition(".")[2]
-    if name == "SGD" and policy.optimizer.kwargs.get("momentum"):
-        return 1
-    return OPTIMIZER_NUMBERS.get(name, 2)
 
 
 def _read_engine(generation: GenerationConfig, policy: ModelConfig, device: Device, *, uses_ray: bool) -> EngineSetup:
@@ -188,12 +146,6 @@ def count_references(config: TrainingRunConfig) -> int:
     if REFERENCE_LOGPROBS not in make_run_algorithm(config).requires or config.policy.adapter_rank is not None:
         return 0  # with adapters it is the policy without them
     return 1
-
-
-def offloads_reference(policy: ModelConfig) -> bool:
-    """Whether a frozen copy is kept in CPU memory between uses."""
-    reference = getattr(policy, "reference", None)
-    return reference is not None and bool(reference.offload)
 
 
 def _shares_prompts(config: RolloutRunConfig) -> bool:

@@ -51,8 +51,8 @@ def _find_damage(path: Path) -> str:
 
 
 def _describe(error: Exception) -> str:
-    """The first line of an error; the name of a class tells more of a KeyError than its text."""
+    """The first line of an error, in other words where a column is missing: it is a file of something else."""
     text = (str(error).strip().splitlines() or [""])[0][:200].rstrip(".")
-    if isinstance(error, KeyError):
-        return f"it has no {text}, so it is no file of this store, or was changed"
+    if isinstance(error, KeyError) or "FieldRef" in text:
+        return "it lacks columns that every step has, so it is no file of stored rollouts, or was changed"
     return f"its contents are damaged ({text or type(error).__name__})"

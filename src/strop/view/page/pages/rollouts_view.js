@@ -56,7 +56,7 @@ export function describeReading({ searched, indexed, unreadable }) {
   const notes = [];
   if (indexed && !indexed.complete) notes.push(`${indexed.steps} of ${indexed.of} steps are indexed so far`);
   if (searched && !searched.complete) notes.push(`searched ${searched.steps} of ${searched.of} steps${searched.full ? ", and stopped: too many have this text" : ""}`);
-  if (unreadable?.length) notes.push(`${unreadable.length} steps cannot be read: ${unreadable[0]}`);
+  if (unreadable?.length) notes.push(unreadable.length === 1 ? unreadable[0] : `${unreadable.length} steps cannot be read, such as: ${unreadable[0]}`);
   return { note: notes.join("; "), isPartial: Boolean((indexed && !indexed.complete) || (searched && !searched.complete && !searched.full)) };
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
 
-from strop.planning.layout_choice import ChoiceSpace, DeviceSplit, EngineChoice, LearnerChoice
+from strop.planning.layouts.layout_choice import ChoiceSpace, DeviceSplit, EngineChoice, LearnerChoice
 from strop.planning.model_size import ModelSize
 from strop.planning.plan_inputs import PlanInputs
 

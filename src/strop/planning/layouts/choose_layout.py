@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from strop.planning.engine_memory import EngineMemory
-from strop.planning.layout_candidates import list_budgets, list_engines, list_memory_settings, list_sizes, list_splits
-from strop.planning.layout_choice import (
+from strop.planning.layouts.layout_candidates import list_budgets, list_engines, list_memory_settings, list_sizes, list_splits
+from strop.planning.layouts.layout_choice import (
     ChoiceSpace,
     DeviceSplit,
     EngineChoice,
