@@ -36,12 +36,19 @@ def walk(tree: ast.AST) -> Iterator[ast.AST]:
     found = [tree]
     for node in found:  # which grows meanwhile
         yield node
-        for name in node._fields:
-            value = getattr(node, name, None)
-            if isinstance(value, list):
-                found += [each for each in value if isinstance(each, ast.AST)]
-            elif isinstance(value, ast.AST) and name != "ctx":
-                found.append(value)
+        found += children(node)
+
+
+def children(node: ast.AST) -> list[ast.AST]:
+    """``ast.iter_child_nodes``, likewise."""
+    found: list[ast.AST] = []
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if isinstance(value, list):
+            found += [each for each in value if isinstance(each, ast.AST)]
+        elif isinstance(value, ast.AST) and name != "ctx":
+            found.append(value)
+    return found
 
 
 def dotted(node: ast.AST) -> str:

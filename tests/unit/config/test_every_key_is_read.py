@@ -16,7 +16,7 @@ from strop.base_config import BaseConfig, fields_of, followed_keys, option_set_b
 from strop.config import EvalRunConfig, GrpoRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.config.source.keys import entry_model
-from support.source_trees import dotted, parse_package, without_collecting
+from support.source_trees import children, dotted, parse_package, without_collecting
 
 CHECKS = re.compile(
     r"(_?(check|warn|refuse|require)_|errors$|warnings$|\w+_(errors|warnings)$)"
@@ -84,7 +84,7 @@ def reads() -> dict[str, set[str]]:
 
 
 def _collect(node: ast.AST, found: dict[str, set[str]]) -> None:
-    for child in ast.iter_child_nodes(node):
+    for child in children(node):
         if isinstance(child, ast.FunctionDef) and CHECKS.match(child.name):
             continue
         if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load):

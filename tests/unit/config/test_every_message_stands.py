@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from support.source_trees import parse_package, without_collecting
+from support.source_trees import children, parse_package, walk, without_collecting
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "messages.txt"
@@ -218,14 +218,14 @@ def templates(node: ast.AST) -> Iterator[str]:
         if isinstance(node.value, str):
             yield " ".join(node.value.split())
     else:
-        for child in ast.iter_child_nodes(node):
+        for child in children(node):
             yield from templates(child)
 
 
 def find_messages(tree: ast.AST) -> set[str]:
     """The messages of a file: templates of several words."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         match node:
             case ast.Raise(exc=ast.AST() as said) | ast.Yield(value=ast.JoinedStr() | ast.Constant() as said):
                 found.update(templates(said))

@@ -88,6 +88,10 @@ def test_teachers_and_a_critic_are_counted_with_sizes_of_their_own(capsys, model
     assert not any("as large as the policy" in each for each in larger["assumptions"])
     apart = planned("distillation_math.yaml", f"teacher.model_name={tmp_path}", "teacher.hosts=2")
     assert part(apart, "logprobs", "teacher") == 0 < part(apart, "teacher", "weights")
+    divided = planned("distillation_math_megatron.yaml", f"teacher.model_name={tmp_path}")
+    assert part(divided, "logprobs", "teacher") == pytest.approx(part(apart, "teacher", "weights") / 4, rel=0.01), (
+        "2 x 2 ranks share it"
+    )
 
     alike = planned("ppo_math_1B.yaml", "policy.sequence_packing.train_mb_tokens=16384")
     larger = planned("ppo_math_1B.yaml", "policy.sequence_packing.train_mb_tokens=16384", f"value.model_name={tmp_path}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from strop.build.cluster.device_plan import choose_dims
-from strop.build.dry_run.planned_learner import read_learner, read_torch_choice
+from strop.build.dry_run.planned_learner import read_learner, read_megatron_choice, read_torch_choice
 from strop.config import TrainingRunConfig
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig
@@ -62,7 +62,11 @@ def _read_teacher(config: TrainingRunConfig, teacher: TeacherConfig, device: Dev
     own = config.policy if teacher.model_name == SELF else teacher
     sharding = Sharding()
     if world is not None:
-        sharding = read_torch_choice(teacher.dtensor_cfg, teacher.logprob_mb_tokens).shard(world, megatron=False)
+        megatron, tokens = config.policy.uses_megatron, teacher.logprob_mb_tokens
+        choice = (
+            read_megatron_choice(teacher.megatron_cfg, tokens) if megatron else read_torch_choice(teacher.dtensor_cfg, tokens)
+        )
+        sharding = choice.shard(world, megatron=megatron)
     return LearnerSetup(
         tokens=teacher.logprob_mb_tokens,
         longest=min(teacher.logprob_mb_tokens, config.policy.max_total_sequence_length),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from strop.hardware.devices import Device
+from strop.learner.megatron.megatron_config import MegatronConfig
 from strop.learner.megatron.megatron_dims import MegatronDims
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
@@ -52,20 +53,23 @@ def read_learner_choice(policy: ModelConfig) -> LearnerChoice:
     """Return what a configuration says of a learner that may be on several ranks."""
     budget, longest = policy.batching.train_mb_tokens, policy.max_total_sequence_length
     tokens = policy.train_micro_batch_size * longest if budget == "auto" else budget
-    if policy.megatron_cfg.enabled:
-        sizes = policy.megatron_cfg
-        return LearnerChoice(
-            tensor=sizes.tensor_model_parallel_size,
-            context=sizes.context_parallel_size,
-            stages=sizes.pipeline_model_parallel_size,
-            expert=sizes.expert_model_parallel_size,
-            expert_tensor=sizes.expert_tensor_parallel_size,
-            sequence=sizes.sequence_parallel and sizes.tensor_model_parallel_size > 1,
-            tokens=tokens,
-            checkpointed=float(sizes.activation_checkpointing),
-            offloads_reference=offloads_reference(policy),
-        )
-    return replace(read_torch_choice(policy.dtensor_cfg, tokens), offloads_reference=offloads_reference(policy))
+    megatron = policy.megatron_cfg.enabled
+    found = read_megatron_choice(policy.megatron_cfg, tokens) if megatron else read_torch_choice(policy.dtensor_cfg, tokens)
+    return replace(found, offloads_reference=offloads_reference(policy))
+
+
+def read_megatron_choice(sizes: MegatronConfig, tokens: int) -> LearnerChoice:
+    """Return what ``megatron_cfg`` says."""
+    return LearnerChoice(
+        tensor=sizes.tensor_model_parallel_size,
+        context=sizes.context_parallel_size,
+        stages=sizes.pipeline_model_parallel_size,
+        expert=sizes.expert_model_parallel_size,
+        expert_tensor=sizes.expert_tensor_parallel_size,
+        sequence=sizes.sequence_parallel and sizes.tensor_model_parallel_size > 1,
+        tokens=tokens,
+        checkpointed=float(sizes.activation_checkpointing),
+    )
 
 
 def read_torch_choice(own: DtensorConfig, tokens: int) -> LearnerChoice:
