@@ -76,7 +76,8 @@ def test_a_compiled_program_is_compiled_once_and_keeps_its_limits() -> None:
         .replace("printf", "if (a == 3) *(volatile int *)0 = 1; while (a == 5) b++; printf")
         .replace("int a, b", "volatile int a, b")
     )
-    found = asyncio.run(grade_code(Counting(), SUMS, code, "c", RULES))  # type: ignore[arg-type]
+    rules = GradingRules(limits=Limits(cpu_s=0.5, wall_s=5))
+    found = asyncio.run(grade_code(Counting(), SUMS, code, "c", rules))  # type: ignore[arg-type]
     assert (found.passed, found.timeouts, found.errors) == (2, 1, 1) and sum(compiled) == 1
 
 
