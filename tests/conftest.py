@@ -66,6 +66,14 @@ def clusters_of_its_own() -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_is_here_stays() -> Iterator[None]:
+    """What the tests of a file have imported and made for others: garbage is not looked for among it by those that follow."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where pytest runs with ``-n``."""

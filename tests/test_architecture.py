@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gc
 import os
 import re
 import subprocess
@@ -15,8 +14,11 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+from support.source_trees import PACKAGE, parse_package, walk, without_collecting
+
 ROOT = Path(__file__).parents[1] / "src"
-PACKAGE = ROOT / "strop"
 
 # Who may import whom: a room imports from earlier lines only. (docs/architecture.md draws the same picture.)
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -102,14 +104,14 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-@cache
-def sources() -> dict[Path, ast.Module]:
-    # Python 3.11 fails ("AST constructor recursion depth mismatch") where a finalizer of an earlier test runs inside ast.parse
-    gc.disable()
-    try:
-        return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
-    finally:
-        gc.enable()
+sources = cache(parse_package)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_not_kept() -> Iterator[None]:
+    with without_collecting():
+        yield
+    sources.cache_clear()
 
 
 @cache
@@ -125,7 +127,7 @@ def imports() -> tuple[Import, ...]:
 
 def _imports_of(path: Path, tree: ast.Module) -> Iterator[Import]:
     file, module = str(path.relative_to(PACKAGE)), module_name(path)
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             for name in node.names:
                 yield Import(file, module, name.name, node.lineno)
@@ -205,10 +207,17 @@ def test_folders_beside_each_other_do_not_import_each_other_in_cycles() -> None:
     assert not find_cycle(edges)
 
 
+@cache
+def packages() -> frozenset[str]:
+    """The modules that have others in them."""
+    return frozenset(module.rpartition(".")[0] for module in modules())
+
+
+@cache
 def folder(module: str) -> tuple[str, ...]:
     """The folders that a module lies in: ``("strop", "models")`` for ``strop.models.network``."""
     parts = tuple(module.split("."))
-    return parts if any(other.startswith(module + ".") for other in modules()) else parts[:-1]
+    return parts if module in packages() else parts[:-1]
 
 
 def test_the_cycle_finder_finds_a_cycle() -> None:
@@ -396,9 +405,10 @@ def test_nothing_but_the_command_line_and_the_console_prints() -> None:
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path, tree in sources().items()
         if not str(path.relative_to(PACKAGE)).startswith(allowed)
+        if "print" in path.read_text(encoding="utf-8")
         for statement in tree.body
         if not (isinstance(statement, ast.If) and "__main__" in ast.dump(statement.test))
-        for node in ast.walk(statement)
+        for node in walk(statement)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
     assert not wrong, "\n".join(wrong)

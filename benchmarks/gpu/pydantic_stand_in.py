@@ -57,7 +57,11 @@ def make_field(default: Any = dataclasses.MISSING, *, default_factory: Any = dat
 
 def make_dataclass(kind: type | None = None, *, frozen: bool = False, kw_only: bool = False, **_: Any) -> Any:
     """Make a dataclass of a class in place, as ``pydantic.dataclasses.dataclass`` does."""
-    make = dataclasses.dataclass(frozen=frozen, kw_only=kw_only)
+
+    def make(cls: type) -> type:
+        refuses = cls.__setattr__ is not object.__setattr__  # sections say themselves that they are frozen
+        return dataclasses.dataclass(frozen=frozen or refuses, kw_only=kw_only)(cls)
+
     return make if kind is None else make(kind)
 
 

@@ -75,15 +75,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if options.device == "cpu" and not options.tiny:
+        print("error: on a CPU the sizes of a GPU would take hours; add --tiny", file=sys.stderr)
+        return 2
     os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])  # for its processes
     stands_in = install_if_missing()
     import torch
 
     if options.device != "cpu" and not torch.cuda.is_available():
         print("error: torch sees no GPU here; --device cpu --tiny tries the benchmark itself", file=sys.stderr)
-        return 2
-    if options.device == "cpu" and not options.tiny:
-        print("error: on a CPU the sizes of a GPU would take hours; add --tiny", file=sys.stderr)
         return 2
     measurements = [each for each in list_measurements(options.sizes) if (options.only or "") in each.name]
     heading = describe(options.device) + (", with a stand-in for pydantic" if stands_in else "")

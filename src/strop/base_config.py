@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, fields
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, model_validator
@@ -154,11 +155,22 @@ def iter_sections(section: BaseConfig, key: str = "") -> Iterator[tuple[str, Bas
     Entries of mappings and lists count: ``teachers.NAME``, ``data.train.0``, or ``data.train`` for the only entry of a list.
     """
     yield key, section
-    for field in fields(cast("Any", section)):
-        inner_key = f"{key}.{field.name}" if key else field.name
-        for entry_key, value in _entries(inner_key, getattr(section, field.name)):
+    for name in _field_names(cast("Any", type(section))):
+        entries = getattr(section, name)
+        if type(entries) in PLAIN:
+            continue
+        inner_key = f"{key}.{name}" if key else name
+        for entry_key, value in _entries(inner_key, entries):
             if isinstance(value, BaseConfig):
                 yield from iter_sections(value, entry_key)
+
+
+PLAIN = frozenset({bool, int, float, str, type(None)})  # types of values with no section inside
+
+
+@cache
+def _field_names(model: type[BaseConfig]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cast("Any", model)))
 
 
 def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:

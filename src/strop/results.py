@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
     from strop.build.run_report.validation_results import ValidationPoint
     from strop.checkpointing.saved_model import SavedModel
+    from strop.monitoring.rollout_store.rollout_record import RolloutRecord
+    from strop.monitoring.rollout_store.rollout_store import RolloutStore
+    from strop.monitoring.rollout_store.validation_samples import ValidationSamples
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,13 @@ class Run:
         """Every stored rollout, one row each, with its step, task, ``turns``, rewards, metrics and log-probabilities.
 
         A turn is a dict with role, text, the range of its tokens (start, end), sampled and versions. Empty if none are stored.
+        A file that cannot be read is passed over with a warning.
         """
         import pandas
 
         from strop.monitoring.rollout_store.rollout_store import RolloutStore, to_row
 
-        return pandas.DataFrame([to_row(record) for record in RolloutStore(self.folder, "none").read_all()])
+        return pandas.DataFrame([to_row(record) for record in _read_steps(RolloutStore(self.folder, "none"))])
 
     def ledger(self, step: int, group: int, sample: int) -> pandas.DataFrame:
         """What each term of the loss contributed at each token of a rollout, one row each (``strop.ledger``).
@@ -91,8 +96,7 @@ class Run:
         from strop.monitoring.rollout_store.validation_samples import ValidationSamples
 
         store = ValidationSamples(self.folder)
-        records = [record for step in store.steps() for record in store.read(step)]
-        rows = [{**to_row(record), "accuracy": record.metrics.get("accuracy")} for record in records]
+        rows = [{**to_row(record), "accuracy": record.metrics.get("accuracy")} for record in _read_steps(store)]
         left_out = {*_NOT_OF_SAMPLES, *of_update}
         return pandas.DataFrame([{name: value for name, value in row.items() if name not in left_out} for row in rows])
 
@@ -235,6 +239,17 @@ _NOT_OF_SAMPLES = (
     "prompt", "prompt_tokens", "tokens", "sampled", "sampler_logprobs", "learner_logprobs", "versions", "advantage", "kept",
     "dropped_because", "branches", "group_version", "step_rewards", "turn_advantages",
 )  # fmt: skip
+
+
+def _read_steps(store: RolloutStore | ValidationSamples) -> Iterator[RolloutRecord]:
+    """Yield the stored rollouts in order of steps, one step in memory at a time, with a warning for a file that cannot be read."""
+    from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
+
+    for step in store.steps():
+        try:
+            yield from store.read(step)
+        except DamagedRollouts as error:
+            warnings.warn(str(error), stacklevel=3)
 
 
 def _read_point(point: ValidationPoint | None, name: str) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 OTHERS = [
     "omegaconf",
     "pandas",
+    "peft",
     "pyarrow.compute",
     "pyarrow.pandas_compat",
     "pyarrow.parquet",
@@ -42,6 +43,9 @@ STROP = [
 ]
 
 
+HELPERS = ["support.parity"]  # with hypothesis; what ranks of processes train
+
+
 def list_algorithms() -> list[str]:
     """The modules that the catalogue imports when an algorithm is named."""
     spec = find_spec("strop.algorithms")
@@ -65,6 +69,7 @@ def load_one_of_each_kind() -> None:
     """pydantic makes the schema of a section when it is first used, and ruamel.yaml its tables."""
     from strop.config import TRAINING_RUNS, ConfigError, EvalRunConfig, load_config
     from strop.config.load.load import dump_config
+    from support.learners import make_model_config
 
     for root in (*TRAINING_RUNS.values(), EvalRunConfig):
         try:
@@ -74,12 +79,13 @@ def load_one_of_each_kind() -> None:
         except ConfigError:  # something else is required: the schemas are made nonetheless
             continue
         dump_config(loaded.config)
+    make_model_config()  # a section that is made by itself has a schema of its own
 
 
 gc.disable()
 try:
     # strop.models before transformers: it lets that be imported beside a torchvision that does not fit torch
-    for name in ("strop.models", *OTHERS, *STROP, *list_algorithms()):
+    for name in ("strop.models", *OTHERS, *STROP, *list_algorithms(), *HELPERS):
         import_module(name)
 except ImportError as error:  # of which the server would say nothing, and every run would import it all itself
     raise RuntimeError("tests/support/fork_preload.py names what is not there") from error

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
+
+from torch import Tensor
 
 from strop import metrics
 from strop.learner.megatron.layout import MegatronLayout
@@ -127,6 +131,40 @@ def make_megatron_learner(made: MegatronCase, *, draft: Any = None, **options: A
     return MegatronLearner(network, config, made.case.sampling, whole_groups=whole_groups, **options)
 
 
+@dataclass(frozen=True)
+class PlainWeights:
+    """Those of the network that one process would train, read only."""
+
+    config: Any
+    base: dict[str, Tensor]
+    adapters: dict[str, Tensor]
+
+
+@cache
+def make_weights(case: Case) -> PlainWeights:
+    """Build the network of a case, whose batches and steps do not matter, once in this process."""
+    plain = build_network(case).model
+    return PlainWeights(plain.config, dict(base_weights(plain)), dict(adapter_weights(plain)) if case.lora else {})
+
+
+def weights_of(made: Case) -> PlainWeights:
+    kept = (
+        "family",
+        "layers",
+        "dtype",
+        "weights_dtype",
+        "precision",
+        "lora",
+        "fused",
+        "frozen_routers",
+        "replayed",
+        "value",
+        "quant_cfg",
+    )
+    found = make_weights(case(**{name: getattr(made, name) for name in kept}))
+    return replace(found, config=deepcopy(found.config))
+
+
 def make_network(made: MegatronCase, layout: MegatronLayout) -> Any:
     """Return the case's network in a layout."""
     from strop.learner.megatron.megatron_network import MegatronNetwork
@@ -134,17 +172,17 @@ def make_network(made: MegatronCase, layout: MegatronLayout) -> Any:
     from strop.learner.megatron.weights.shard_import import load_weights
     from strop.learner.megatron.weights.weight_reader import MemoryWeights
 
-    plain = build_network(made.case).model
+    plain = weights_of(made.case)
     head: Any = "scalar" if made.case.value else "lm"
     stages = build_stages(plain.config, made.config(), layout, dtype=made.case.dtype, head=head)
-    load_weights(stages, plain.config, MemoryWeights(dict(base_weights(plain))))
+    load_weights(stages, plain.config, MemoryWeights(plain.base))
     adapters = None
     if made.case.lora:
         from strop.learner.megatron.adapters.stage_adapters import StageAdapters
 
         with layout.activate():
             adapters = StageAdapters(stages, plain.config, made.config().peft, base="base")
-            adapters.load(MemoryWeights(adapter_weights(plain)))
+            adapters.load(MemoryWeights(plain.adapters))
     network = MegatronNetwork(stages, plain.config, layout, chunk=5, adapters=adapters)
     if made.case.replayed:
         network.enable_router_replay()

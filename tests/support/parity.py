@@ -106,6 +106,11 @@ class TrainingResult:
     adapters: dict[str, Tensor]
 
 
+def shorter(case: Case) -> Case:
+    """The same with two steps at most: the second has the weights and the optimizer's state of the first."""
+    return replace(case, steps=min(case.steps, 2))
+
+
 def build_network(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda build: build()) -> Network:
     """Build the network. ``load`` loads the model before it is converted to float64 and gets adapters."""
     model = load(lambda: build_classifier(case.family) if case.value else build(case.family, layers=case.layers))

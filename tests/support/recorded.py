@@ -18,7 +18,7 @@ from strop.models.value_network import get_score_layer
 from strop.sampling import Sampling
 from strop.types import Batch, Group, Rollout, Task, Turn
 from support.learners import make_torch_learner
-from support.models import CONFIGS, VOCABULARY, build
+from support.models import VOCABULARY, build, make_config
 from support.rollouts import GroupShape, make_group, make_rollout, pack_for, rollout_shapes
 
 
@@ -67,26 +67,24 @@ def random_groups(count: int, completions: int = 2, *, seed: int = 0, longest: i
     ]
 
 
-pair_shapes = st.lists(
-    st.builds(
-        GroupShape,
-        prompt=st.integers(1, 9),
-        rollouts=st.lists(rollout_shapes, min_size=2, max_size=2).map(tuple),
-        own_prompts=st.sampled_from([False, False, True]),
-    ),
-    min_size=1,
-    max_size=4,
+_pairs = st.builds(
+    GroupShape,
+    prompt=st.integers(1, 9),
+    rollouts=st.lists(rollout_shapes, min_size=2, max_size=2).map(tuple),
+    own_prompts=st.sampled_from([False, False, True]),
 )
+pair_shapes = st.lists(_pairs, min_size=1, max_size=4)
+several_pair_shapes = st.lists(_pairs, min_size=2, max_size=4)  # there is something to cut
 
 
-def build_classifier(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+def build_classifier(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, layers: int | None = None) -> Any:
     """Build a sequence classifier with one label on the base model of the family's tiny language model."""
     from transformers import AutoModelForSequenceClassification
 
-    config = CONFIGS[family]()
+    config = make_config(family, layers)
     config.num_labels = 1
     model = AutoModelForSequenceClassification.from_config(config).eval()
-    model.base_model.load_state_dict(build(family, seed=seed).base_model.state_dict())
+    model.base_model.load_state_dict(build(family, seed=seed, layers=layers).base_model.state_dict())
     layer = get_score_layer(model)
     with torch.no_grad():
         layer.weight.copy_(0.2 * torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(seed)))

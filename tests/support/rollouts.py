@@ -172,6 +172,17 @@ group_shapes = st.builds(
 batch_shapes = st.lists(group_shapes, min_size=1, max_size=4)
 
 
+def shapes_to_cut(rollouts: int) -> Any:
+    """Draw batches that have a gradient, and rows to divide: two or three groups of two or more rollouts, up to ``rollouts``."""
+    shapes = st.builds(
+        GroupShape,
+        prompt=st.integers(1, 9),
+        rollouts=st.lists(rollout_shapes, min_size=2, max_size=rollouts).map(tuple),
+        own_prompts=st.sampled_from([False, False, False, True]),
+    )
+    return st.lists(shapes, min_size=2, max_size=3)
+
+
 def with_columns(batch: Batch, logprobs: Tensor, seed: int = 0) -> Batch:
     """Add scored columns near ``logprobs`` [N], with ratios on both sides of the clip range and a different reference."""
     generator = torch.Generator().manual_seed(seed)

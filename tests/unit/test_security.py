@@ -7,7 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,9 @@ from strop.models.chat_template import ChatTemplate
 from strop.safety.redaction import REDACTED, describe_command, redact_arguments
 from strop.storage.folder_lock import make_holder
 from strop.types import user
+from support.source_trees import PACKAGE, dotted, parse_package, walk, without_collecting
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "src" / "strop"
 
 # Calls that run what they read, or that open a door: the only files that may have them, each with its reason.
 ALLOWED: dict[str, dict[str, str]] = {
@@ -93,11 +94,16 @@ ALLOWED: dict[str, dict[str, str]] = {
 }
 
 
-def calls() -> Iterator[tuple[str, str, ast.Call]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call):
-                yield str(path.relative_to(PACKAGE)), ast.unparse(node.func), node
+@cache
+def calls() -> tuple[tuple[str, str, Mapping[str, str]], ...]:
+    """Every call of Strop's code: file, function and the options that are given by name."""
+    with without_collecting():
+        return tuple(
+            (str(path.relative_to(PACKAGE)), dotted(node.func), {str(each.arg): dotted(each.value) for each in node.keywords})
+            for path, tree in parse_package().items()
+            for node in walk(tree)
+            if isinstance(node, ast.Call)
+        )
 
 
 def test_calls_that_run_data_or_listen_are_where_they_are_known() -> None:
@@ -107,8 +113,7 @@ def test_calls_that_run_data_or_listen_are_where_they_are_known() -> None:
 
 
 def test_no_call_allows_pickled_objects_or_a_shell() -> None:
-    for file, name, node in calls():
-        options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    for file, name, options in calls():
         assert options.get("shell", "False") == "False", (file, name)
         assert options.get("allow_pickle", "False") == "False", (file, name)
         if name == "torch.load" and file != "checkpointing/state_file.py":

@@ -14,14 +14,13 @@ from strop.config import RolloutRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.environments.games.policy_client import PastSelvesRule
 from strop.generation.base import Engine
+from strop.generation.launched_engines import make_local_engines
 from strop.generation.quantized_rollouts import make_emulation, make_weight_rounding
-from strop.generation.sglang.local_sglang_engines import make_local_sglang_engines
 from strop.generation.sglang.sglang_launch import LaunchedAdapters, SglangLaunch
 from strop.generation.synced_generator import SyncedGenerator, make_synced_pool
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.generation.vllm.engine_args import VllmLaunch
-from strop.generation.vllm.local_engines import make_local_engines
 from strop.learner.base import require_token_outputs
 from strop.learner.client import LearnerClient
 from strop.models.adapters import lora_layers, merged_roundings
@@ -103,29 +102,7 @@ def _make_engines(
     head: EagleHead | None,
 ) -> Sequence[Engine]:
     """Make the engines in processes of their own, without starting them. ``head``: that they draft with."""
-    generation, model = config.generation, str(write_model_folder(policy, spec.output_folder / "model"))
-    if generation.uses_sglang:
-        return make_local_sglang_engines(
-            SglangLaunch(
-                config=generation, model=model, on_cpu=on_cpu, adapters=_adapters_to_launch(policy) if adapters else None
-            ),
-            policy.tokenizer,
-            learner=policy.network.device,
-            stop_ids=policy.stop_ids,
-            threads=config.num_threads,
-            output_folder=spec.output_folder,
-            vision=policy.template.vision,
-        )
-    launch = VllmLaunch(
-        config=generation,
-        model=model,
-        on_cpu=on_cpu,
-        max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
-        return_routes=config.router_replay.enabled,
-        reads_images=policy.template.vision is not None,
-        batch_invariant=config.exact_on_policy,
-        draft="" if head is None else str(save_head(head, spec.output_folder / "draft")),
-    )
+    launch = _make_launch(policy, config, spec, on_cpu=on_cpu, adapters=adapters, head=head)
     return make_local_engines(
         launch,
         policy.tokenizer,
@@ -134,6 +111,31 @@ def _make_engines(
         threads=config.num_threads,
         output_folder=spec.output_folder,
         vision=policy.template.vision,
+    )
+
+
+def _make_launch(
+    policy: LoadedPolicy,
+    config: PolicyConfig,
+    spec: GeneratorSpec,
+    *,
+    on_cpu: bool,
+    adapters: bool,
+    head: EagleHead | None,
+) -> VllmLaunch | SglangLaunch:
+    generation, model = config.generation, str(write_model_folder(policy, spec.output_folder / "model"))
+    if generation.uses_sglang:
+        sent = _adapters_to_launch(policy) if adapters else None
+        return SglangLaunch(config=generation, model=model, on_cpu=on_cpu, adapters=sent)
+    return VllmLaunch(
+        config=generation,
+        model=model,
+        on_cpu=on_cpu,
+        max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
+        return_routes=config.router_replay.enabled,
+        reads_images=policy.template.vision is not None,
+        batch_invariant=config.exact_on_policy,
+        draft="" if head is None else str(save_head(head, spec.output_folder / "draft")),
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from strop.planning.model_size import ModelSize
 
 THIS_MACHINE = "this"
+GPUS_OF_A_NODE = 8  # where the configuration does not say
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="a device of the table, such as h100; this: this machine's CPU, measured (default: by the run)",
     )
-    parser.add_argument("--devices", type=int, metavar="N", help="plan for N devices, in place of the configuration's nodes")
+    parser.add_argument("--devices", type=int, metavar="N", help="plan for N devices, in nodes of cluster.gpus_per_node, or of 8")
     parser.add_argument("--price", type=float, metavar="P", help="price of a device for an hour")
     parser.add_argument("--model-config", type=Path, metavar="FILE", help="config.json of the model, where the model is not here")
     parser.add_argument("--prompt-tokens", type=float, metavar="N", help="tokens of a prompt, on average")
@@ -85,6 +87,9 @@ def _make(options: argparse.Namespace) -> Any:
     model = _read_model(config, options.model_config)
     lengths = AverageLengths(prompt=options.prompt_tokens, completion=options.completion_tokens)
     inputs = read_inputs(config, model, device, lengths)
+    if options.devices is not None:
+        size, source = _find_node_size(_load(argparse.Namespace(**{**vars(options), "devices": None})))
+        inputs = replace(inputs, assumptions=(*inputs.assumptions, f"a node has {size} GPUs ({source})"))
     made = make_plan(inputs, options.price)
     if options.no_choices:
         return made
@@ -105,15 +110,26 @@ def _load(options: argparse.Namespace, further: Sequence[str] = ()) -> TrainingR
 
     overrides = list(options.overrides)
     root = find_training_root(read_config_file(options.config).values, overrides)
+    has_gpus = None if options.hardware == THIS_MACHINE else True if options.hardware or options.devices else None
     if options.devices is not None:
-        per_node = min(options.devices, 8)
+        given: TrainingRunConfig = load_config(options.config, overrides, root=root, has_gpus=has_gpus, check=False).config
+        size, source = _find_node_size(given)
+        per_node = min(options.devices, size)
         if options.devices % per_node:
             raise ValueError(
-                f"--devices {options.devices}: found a number that is not a multiple of 8 GPUs of a node; set one that is"
+                f"--devices {options.devices}: found a number that is not a multiple of {size} GPUs of a node ({source}); set one that "
+                "is, or cluster.gpus_per_node to the GPUs of a node"
             )
         overrides += [f"cluster.gpus_per_node={per_node}", f"cluster.num_nodes={options.devices // per_node}"]
-    has_gpus = None if options.hardware == THIS_MACHINE else True if options.hardware or options.devices else None
     return load_config(options.config, [*overrides, *further], root=root, has_gpus=has_gpus, check=False).config
+
+
+def _find_node_size(config: TrainingRunConfig) -> tuple[int, str]:
+    """Return the GPUs of a node and where that is from. A configuration for one device says nothing of a node."""
+    cluster = config.cluster
+    if cluster.gpus_per_node * cluster.num_nodes > 1:
+        return cluster.gpus_per_node, "cluster.gpus_per_node"
+    return GPUS_OF_A_NODE, "the configuration is for one device, and says nothing of nodes"
 
 
 def _read_model(config: TrainingRunConfig, file: Path | None) -> ModelSize:

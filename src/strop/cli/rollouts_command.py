@@ -64,6 +64,7 @@ def _show(options: argparse.Namespace) -> int:
     from strop.monitoring.rollout_store.rollout_store import RolloutStore
     from strop.monitoring.rollout_store.validation_samples import ValidationSamples
     from strop.monitoring.rollout_view.rollout_selection import NoRollouts, RolloutSelection, select_rollouts
+    from strop.safety.printable import make_printable
 
     try:
         folder = find_log_folder(options.run)
@@ -82,6 +83,8 @@ def _show(options: argparse.Namespace) -> int:
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
+    for said in selected.damaged:
+        print(f"warning: {make_printable(said)}", file=sys.stderr)
     if options.html:
         return _write_page(selected, folder, options)
     _print_lines(_format_json(selected) if options.json else _format_text(selected, options))
@@ -120,7 +123,7 @@ def _format_text(selected: SelectedRollouts, options: argparse.Namespace) -> Ite
     yield f"{make_printable(selected.summary)}\n"
     for record in selected.records:
         shown = show_rollout(record, None if options.full else TEXT_LIMIT, selected.flags_of(record))
-        yield format_rollout(shown, width=width, colour=colour)
+        yield format_rollout(shown, width=width, colour=colour, unfold=options.full)
     if note := _describe_rest(selected, "--step, --best or --worst, and on a page with --html FILE"):
         yield note
 

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +32,7 @@ START_TIMEOUT_S = 60.0
 _WORKER = Path(__file__).with_name("sandbox_worker.py")
 _NOBODY = 65534
 _USERS = 0x70000000  # programs run as this user and the worker's process number, which is nobody on any machine
+_OWN_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # of each program, empty when it starts
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _NAMESPACES = (
     *(f"--unshare-{kind}" for kind in ("user", "ipc", "pid", "net", "uts")),
@@ -159,7 +160,11 @@ def _start(config: SandboxConfig, channel: int, errors: Any, cgroup: Cgroup | No
         "commands": find_commands(),
         "paths": paths,
     }
-    command = [python, "-P", "-s", "-S", "-B", "-X", "utf8", str(_WORKER), str(channel), json.dumps(settings)]
+    worker = str(_WORKER)
+    if namespaces:
+        settings["paths"] = tuple(map(_shown_at, paths))
+        python, worker = _shown_at(python), _shown_at(worker)
+    command = [python, "-P", "-s", "-S", "-B", "-X", "utf8", worker, str(channel), json.dumps(settings)]
     environment = {
         "PATH": "/usr/bin:/bin",
         "LANG": "C.UTF-8",
@@ -171,7 +176,7 @@ def _start(config: SandboxConfig, channel: int, errors: Any, cgroup: Cgroup | No
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors, "env": environment}
     if not namespaces:
         return subprocess.Popen(command, pass_fds=(channel,), start_new_session=True, **options)
-    command = [str(shutil.which("bwrap")), *_bubblewrap_options(python, paths), *command]
+    command = [str(shutil.which("bwrap")), *_bubblewrap_options(paths), *command]
     if cgroup is not None:
         command = [*cgroup.entering, *command]
     if not as_root:
@@ -182,7 +187,7 @@ def _start(config: SandboxConfig, channel: int, errors: Any, cgroup: Cgroup | No
 def isolate_command(command: list[str], readable: Iterable[str]) -> list[str]:
     """Return a command that runs ``command`` without network and without the files of this machine, but for ``readable`` and the system.
 
-    Where bubblewrap cannot do that, the command itself.
+    Its /tmp is empty but for what is ``readable`` there. Where bubblewrap cannot do that, the command itself.
     """
     if not _bubblewrap_works():
         return command
@@ -191,11 +196,8 @@ def isolate_command(command: list[str], readable: Iterable[str]) -> list[str]:
         "bwrap",
         *_NAMESPACES,
         *identity,
+        *("--perms", "0700", "--tmpfs", "/tmp"),  # first, or it would hide what is readable below /tmp
         *_show_system(readable),
-        "--perms",
-        "0700",
-        "--tmpfs",
-        "/tmp",
         "--remount-ro",
         "/",
         *command,
@@ -211,7 +213,7 @@ def _bubblewrap_works() -> bool:
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60).returncode == 0
 
 
-def _bubblewrap_options(python: str, paths: tuple[str, ...]) -> list[str]:
+def _bubblewrap_options(paths: tuple[str, ...]) -> list[str]:
     """Nothing of this machine but /usr and the interpreter, read-only; no network; no process of the machine in sight."""
     options = [*_NAMESPACES, "--cap-drop", "ALL"]
     capabilities = ["SYS_ADMIN", "KILL", "SYS_PTRACE", "SYS_RESOURCE"]  # of the worker, in its namespace; programs have none
@@ -221,11 +223,17 @@ def _bubblewrap_options(python: str, paths: tuple[str, ...]) -> list[str]:
         options += ["--uid", str(_NOBODY), "--gid", str(_NOBODY)]
     for name in capabilities:
         options += ["--cap-add", f"CAP_{name}"]
-    options += [*_show_system((*paths, str(_WORKER))), "--perms", "0755", "--dir", "/tmp", "--symlink", "/tmp", "/dev/shm"]
+    shown = _show_system((*paths, str(_WORKER)), _shown_at)
+    options += [*shown, "--perms", "0755", "--dir", "/tmp", "--symlink", "/tmp", "/dev/shm"]
     return [*options, "--perms", "0755", "--dir", "/var", "--symlink", "/tmp", "/var/tmp", "--remount-ro", "/", "--chdir", "/"]
 
 
-def _show_system(readable: Iterable[str]) -> list[str]:
+def _shown_at(path: str) -> str:
+    """Where a program finds a path of this machine: in its own place, unless the program has a folder of its own there."""
+    return f"/opt/shown{path}" if path.startswith(tuple(f"{folder}/" for folder in _OWN_FOLDERS)) else path
+
+
+def _show_system(readable: Iterable[str], shown_at: Callable[[str], str] = str) -> list[str]:
     """The programs and libraries of this machine, the interpreter, and what else is ``readable``."""
     options = ["--ro-bind", "/usr", "/usr"]
     for folder in ("bin", "lib", "lib64", "sbin"):
@@ -236,7 +244,7 @@ def _show_system(readable: Iterable[str]) -> list[str]:
             options += ["--ro-bind", str(path), str(path)]
     made: set[str] = {"/", "/usr"}
     for needed in (sys.base_prefix, *readable):
-        options += list(_bind(needed, made))
+        options += list(_bind(needed, shown_at(needed), made))
     options += ["--perms", "0755", "--dir", "/etc"]
     if Path("/etc/alternatives").is_dir():
         options += ["--ro-bind", "/etc/alternatives", "/etc/alternatives"]  # where /usr/bin's links lead
@@ -246,15 +254,15 @@ def _show_system(readable: Iterable[str]) -> list[str]:
     return options
 
 
-def _bind(path: str, made: set[str]) -> Iterator[str]:
+def _bind(path: str, shown_at: str, made: set[str]) -> Iterator[str]:
     """Bind ``path`` read-only, with parents that every user may enter, whatever they are outside."""
     if path.startswith("/usr/"):
         return
-    for parent in reversed(Path(path).parents):
+    for parent in reversed(Path(shown_at).parents):
         if str(parent) not in made:
             made.add(str(parent))
             yield from ("--perms", "0755", "--dir", str(parent))
-    yield from ("--ro-bind", path, path)
+    yield from ("--ro-bind", path, shown_at)
 
 
 def _start_as_root(command: list[str], channel: int, options: dict[str, Any]) -> subprocess.Popen[bytes]:

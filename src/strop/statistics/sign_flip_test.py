@@ -49,15 +49,15 @@ def adjust_p_values(p_values: Sequence[float]) -> list[float]:
 
 def _to_integers(differences: Sequence[float]) -> list[int] | None:
     """Return the differences as multiples of their common unit; None if there is none, or too fine a one."""
-    fractions = [Fraction(difference).limit_denominator(LARGEST_DENOMINATOR) for difference in differences]
-    if any(abs(float(fraction) - difference) > 1e-12 for fraction, difference in zip(fractions, differences, strict=True)):
+    fractions = {difference: Fraction(difference).limit_denominator(LARGEST_DENOMINATOR) for difference in set(differences)}
+    if any(abs(float(fraction) - difference) > 1e-12 for difference, fraction in fractions.items()):
         return None
-    unit = math.lcm(*(fraction.denominator for fraction in fractions))
+    unit = math.lcm(*(fraction.denominator for fraction in fractions.values()))
     if unit > LARGEST_GRID:
         return None
-    counts = [int(fraction * unit) for fraction in fractions]
-    common = math.gcd(*counts)
-    counts = [count // common for count in counts]
+    multiples = {difference: fraction.numerator * (unit // fraction.denominator) for difference, fraction in fractions.items()}
+    common = math.gcd(*multiples.values())
+    counts = [multiples[difference] // common for difference in differences]
     size = sum(abs(count) for count in counts)
     return counts if size <= LARGEST_GRID and size * len(counts) <= LARGEST_WORK else None
 

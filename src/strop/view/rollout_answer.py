@@ -8,7 +8,9 @@ from typing import Any
 
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.turn_record import TurnRecord
+from strop.monitoring.rollout_view.marked_turns import join_turns
 from strop.monitoring.rollout_view.reasoning_parts import ReasoningPart, opens_reasoning, split_reasoning_parts
+from strop.monitoring.rollout_view.shown_rollout import describe_origin
 from strop.safety.printable import make_printable, shorten
 from strop.storage.json_values import clean_json
 from strop.view.view_error import clean_number
@@ -53,7 +55,7 @@ def summarize_record(record: RolloutRecord, *, starred: bool = False, flags: Seq
         "ending": record.ending,
         "kept": record.kept,
         "dropped_because": record.dropped_because,
-        "preview": make_preview_text(record.completion),
+        "preview": make_preview_text(join_turns(record.turns, record.completion)),
         "starred": starred,
         "flags": list(flags),
     }
@@ -99,13 +101,26 @@ def write_prompt(record: RolloutRecord) -> list[dict[str, Any]]:
             "role": make_printable(message.get("role") or ""),
             "content": make_printable(message.get("content") or ""),
             "images": [image for place, image in record.prompt_images if place == number],
-            **_write_parts(split_reasoning_parts(message.get("content") or "") if message.get("role") == "assistant" else ()),
+            **_write_parts(_split_prompt_message(message, record.prompt)),
         }
         for number, message in enumerate(record.prompt_messages)
     ]
     if messages or not record.prompt:
         return messages
     return [{"role": "prompt", "content": make_printable(record.prompt), "images": []}]
+
+
+def _split_prompt_message(message: Mapping[str, str], prompt: str) -> tuple[ReasoningPart, ...]:
+    content, reasoning = message.get("content") or "", message.get("reasoning") or ""
+    parts = split_reasoning_parts(content) if message.get("role") == "assistant" else ()
+    return _add_reasoning(parts, content, reasoning, describe_origin(reasoning, prompt))
+
+
+def _add_reasoning(parts: tuple[ReasoningPart, ...], text: str, reasoning: str, origin: str) -> tuple[ReasoningPart, ...]:
+    """Return the parts of a message after the reasoning that it has in a field of its own."""
+    if not reasoning:
+        return parts
+    return (ReasoningPart(reasoning, True, origin=origin), *(parts or ([ReasoningPart(text, False)] if text else [])))
 
 
 def write_rollout(record: RolloutRecord, summary: Mapping[str, Any], pieces: Sequence[str] | None) -> dict[str, Any]:
@@ -150,7 +165,8 @@ def _split_turn(turn: TurnRecord, is_inside: bool, pieces: Sequence[str] | None)
     if not turn.sampled and turn.role != "assistant":
         return ()  # others speak of the tags, and do not reason
     known = None if pieces is None or turn.end <= turn.start else pieces[turn.start : turn.end]
-    return split_reasoning_parts(turn.text or "", is_inside=is_inside and turn.sampled, pieces=known, first=turn.start)
+    parts = split_reasoning_parts(turn.text or "", is_inside=is_inside and turn.sampled, pieces=known, first=turn.start)
+    return _add_reasoning(parts, turn.text or "", turn.reasoning, describe_origin(turn.reasoning))
 
 
 def _write_parts(parts: Sequence[ReasoningPart], limit: int | None = None) -> dict[str, Any]:
@@ -162,6 +178,7 @@ def _write_parts(parts: Sequence[ReasoningPart], limit: int | None = None) -> di
             "is_closed": part.is_closed,
             "start": part.start,
             "end": part.end,
+            **({"origin": part.origin} if part.origin else {}),
         }
         for part in parts
     ]

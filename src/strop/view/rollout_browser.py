@@ -15,9 +15,11 @@ from strop.monitoring.rollout_index.rollout_filter import FoundRollouts, Rollout
 from strop.monitoring.rollout_index.step_scalars import StepScalars
 from strop.monitoring.rollout_index.stored_rows import read_rows, read_values
 from strop.monitoring.rollout_index.text_search import TextSearch
+from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.rollout_view.marked_turns import join_turns
 from strop.safety.printable import make_printable
 from strop.view.rollout_answer import make_preview_text, summarize_record, write_group, write_rollout
 from strop.view.star_file import read_stars
@@ -150,7 +152,7 @@ class RolloutBrowser:
                     "ending": scalars.word("ending", row),
                     "kept": bool(scalars.numbers["kept"][row]),
                     "dropped_because": scalars.word("dropped_because", row) or None,
-                    "preview": make_preview_text(values.get("completion")),
+                    "preview": make_preview_text(join_turns(values.get("turns"), values.get("completion"))),
                     "starred": (False, step, group, sample) in stars,
                     "flags": list(flags[step].get((task, sample), ())),
                 }
@@ -161,7 +163,7 @@ class RolloutBrowser:
         """Return previews and rewards of rollouts of a step; none if its file cannot be read any more."""
         path = self._index.file(step)
         try:
-            return {} if path is None else read_values(path, places, ("group", "sample", "rewards", "completion"))
+            return {} if path is None else read_values(path, places, ("group", "sample", "rewards", "completion", "turns"))
         except (OSError, ValueError):
             return {}
 
@@ -220,9 +222,11 @@ class RolloutBrowser:
             records = read_rows(path, step, [int(scalars.numbers["row"][row]) for scalars, row in rows])
         except FileNotFoundError:
             raise ViewError(f"the rollouts of step {step} are gone", 410) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except DamagedRollouts as error:
+            raise ViewError(make_printable(error.brief), 422) from None
+        except OSError as error:
             name = Path(path).name if path is not None else f"step {step}"
-            raise ViewError(f"{name} cannot be read: {make_printable(str(error))[:200]}", 422) from None
+            raise ViewError(f"{name} cannot be read: {make_printable(error.strerror or str(error))[:200]}", 422) from None
         expected = {(int(scalars.numbers["group"][row]), int(scalars.numbers["sample"][row])) for scalars, row in rows}
         if not records or {(record.group, record.sample) for record in records} != expected:
             raise ViewError(f"step {step} has just been written again; ask once more", 409)

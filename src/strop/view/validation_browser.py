@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from strop.monitoring.rollout_index.rollout_filter import RolloutFilter
+from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.safety.printable import make_printable, shorten
 from strop.view.rollout_answer import GROUP_TEXT, count_tokens, summarize_record, write_rollout
@@ -54,7 +55,9 @@ class ValidationBrowser:
             stored = self.run.validation_steps()
             known = f"stored are {', '.join(map(str, stored[:20]))}" if stored else "none are stored"
             raise ViewError(f"there is no validation of step {step}; {known}") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except DamagedRollouts as error:
+            raise ViewError(f"the validation of step {step}: {make_printable(error.brief)}", 422) from None
+        except OSError as error:
             raise ViewError(f"the validation of step {step} cannot be read: {make_printable(str(error))[:200]}", 422) from None
 
     def page(self, step: int | None, wanted: RolloutFilter, order: str, text: str, first: int, limit: int) -> dict[str, Any]:

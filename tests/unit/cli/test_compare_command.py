@@ -238,7 +238,7 @@ def test_two_models_need_to_be_told_what_to_be_evaluated_on(
     )
     found = compare(
         capsys, tiny_model_folder, tiny_model_folder, f"data.dataset_name={tmp_path}/rows.jsonl", "generation.max_new_tokens=4",
-        "generation.device=cpu", "env.math={}", "generation.vllm_cfg.max_model_len=32"
+        "generation.device=cpu", "env.math.verifier=exact", "generation.vllm_cfg.max_model_len=32"
     )  # fmt: skip
     assert found["total"]["tasks"] == 5 and found["better"] is None
     assert "two evaluations are made" in refuse(capsys, tiny_model_folder, tiny_model_folder, "eval.save_path=here")

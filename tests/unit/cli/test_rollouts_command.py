@@ -25,6 +25,7 @@ from strop.monitoring.rollout_view.rollout_page import make_page, split_text
 from strop.monitoring.rollout_view.rollout_selection import RolloutSelection, select_rollouts
 from strop.monitoring.rollout_view.rollout_text import format_rollout
 from strop.monitoring.rollout_view.shown_rollout import show_rollout
+from strop.results import Run
 from strop.safety.printable import make_printable
 from strop.types import Ending, Group, Message, Rollout, Task, Turn, observation_turn
 
@@ -344,3 +345,37 @@ def test_the_text_of_tokens_joins_to_the_text_of_the_turn() -> None:
 
     pieces = split_text(list(encoded), decode)
     assert "".join(pieces) == text and len(pieces) == len(encoded)
+
+
+def test_damaged_files_are_named_with_what_to_do_and_the_other_steps_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_steps(tmp_path / "mine", (1, 2, 3, 4, 5))
+    whole = RolloutStore(folder, "parquet")
+    for step in whole.steps()[1:]:
+        whole.write(step, whole.read(step))
+    path = {step: whole.path(step) for step in whole.steps()}
+    stored = path[4].read_bytes()
+    path[5].write_bytes(stored[:3000])
+    path[4].write_bytes(b"")
+    path[3].write_bytes(stored[:100] + bytes(4000) + stored[4100:])
+    path[2].write_bytes(b"nothing")
+    path[1].with_name("step_000001_flags.jsonl").write_text("{")
+    assert cli.main(["rollouts", str(folder), "--limit", "1"]) == 0
+    captured = capsys.readouterr()
+    assert titles(captured.out) == ["step 1, task task-0, sample 0"]
+    warnings = captured.err.splitlines()
+    for place, step, why in (
+        (1, 5, "it ends in the middle, after 3000 bytes: it was cut off"), (2, 4, "it is empty"), (3, 3, "its contents are damaged ("),
+        (4, 2, "it is no parquet file"),
+    ):  # fmt: skip
+        assert f"warning: {path[step]} cannot be read: {why}" in warnings[place] and "move it away" in warnings[place]
+        assert cli.main(["rollouts", str(folder), "--step", str(step)]) == 2
+        assert f"error: {path[step]} cannot be read: {why}" in capsys.readouterr().err
+    assert len(warnings) == 5 and "step_000001_flags.jsonl cannot be read" in warnings[0]
+    (folder / "config.yaml").write_text("{}")
+    with pytest.warns(UserWarning, match="step_000005.parquet cannot be read"):
+        assert set(Run(folder).rollouts["step"]) == {1}
+    path[1].unlink()
+    assert cli.main(["rollouts", str(folder)]) == 2
+    assert f"error: {path[5]} cannot be read" in capsys.readouterr().err

@@ -67,7 +67,7 @@ def reload(config: Any) -> Any:
         return load_config(path, root=type(config), check=False).config
 
 
-@pytest.mark.parametrize("count", sweep([20, 60], 20))
+@pytest.mark.parametrize("count", sweep([10, 60], 10))
 def test_a_dumped_training_configuration_loads_back_equal(count: int) -> None:
     settings(max_examples=count, deadline=None)(given(runs)(assert_it_loads_back_equal))()
 

@@ -7,7 +7,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ from strop.base_config import BaseConfig, fields_of, followed_keys, option_set_b
 from strop.config import EvalRunConfig, GrpoRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.config.source.keys import entry_model
+from support.source_trees import dotted, parse_package, without_collecting
 
-PACKAGE = Path(__file__).parents[3] / "src" / "strop"
 CHECKS = re.compile(
     r"(_?(check|warn|refuse|require)_|errors$|warnings$|\w+_(errors|warnings)$)"
 )  # they read keys without using them
@@ -77,9 +76,10 @@ def is_own_key(name: str) -> bool:
 def reads() -> dict[str, set[str]]:
     """Name of a key -> the expressions that it is read of, such as ``generation`` or ``self.config``, by code that is not a check."""
     found: dict[str, set[str]] = defaultdict(set)
-    for path in PACKAGE.rglob("*.py"):
-        if "recipes" not in path.parts:
-            _collect(ast.parse(path.read_text(encoding="utf-8")), found)
+    with without_collecting():
+        for path, tree in parse_package().items():
+            if "recipes" not in path.parts:
+                _collect(tree, found)
     return found
 
 
@@ -88,7 +88,7 @@ def _collect(node: ast.AST, found: dict[str, set[str]]) -> None:
         if isinstance(child, ast.FunctionDef) and CHECKS.match(child.name):
             continue
         if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load):
-            found[child.attr].add(ast.unparse(child.value)[-60:])
+            found[child.attr].add(dotted(child.value)[-60:])
         if (
             isinstance(child, ast.Call)
             and isinstance(child.func, ast.Name)

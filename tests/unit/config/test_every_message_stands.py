@@ -1,7 +1,8 @@
 """No message to the user is lost: those of ``tests/golden/messages.txt`` still occur in the source, or a table here says why not.
 
 A message is a string in ``raise X(...)``, ``Problem(...)`` or ``ValueError(...)``, or a string that is yielded, with ``{}`` for what an
-f-string fills in. ``python tests/unit/config/test_every_message_stands.py src/strop > tests/golden/messages.txt`` lists those of a tree.
+f-string fills in. ``PYTHONPATH=tests python tests/unit/config/test_every_message_stands.py src/strop > tests/golden/messages.txt`` lists
+those of a tree.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+from support.source_trees import parse_package, without_collecting
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "messages.txt"
@@ -231,14 +234,11 @@ def find_messages(tree: ast.AST) -> set[str]:
     return {template for template in found if " " in template}
 
 
-def parse(folder: Path) -> list[ast.Module]:
-    return [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.py"))]
-
-
 @cache
 def said() -> str:
     """All strings of the source."""
-    return "\n".join({template for tree in parse(ROOT / "src" / "strop") for template in templates(tree)})
+    with without_collecting():
+        return "\n".join({template for tree in parse_package().values() for template in templates(tree)})
 
 
 def missing(wanted: list[str]) -> list[str]:
@@ -276,4 +276,4 @@ def f(x):
 
 
 if __name__ == "__main__":
-    print("\n".join(sorted(set().union(*(find_messages(tree) for tree in parse(Path(sys.argv[1])))))))
+    print("\n".join(sorted(set().union(*(find_messages(tree) for tree in parse_package(Path(sys.argv[1])).values())))))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.data.overlap import OverlapReport, QuestionIndex, find_overlaps, normalize_text
+from strop.data.overlap import BATCH_TOKENS, OverlapReport, QuestionIndex, find_overlaps, normalize_text
 
 EGGS = "Janet's ducks lay 16 eggs per day. She eats three for breakfast and bakes muffins with four. How many are left?"
 PRIMES = "Find the number of primes p below 1,000 such that $p^2 + 2$ is prime as well, and give the largest of them."
@@ -117,7 +117,8 @@ def test_batches_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert search(*texts) == whole and found(whole) == {"eval:0": (1, 1), "eval:1": (1, 1)}
 
 
-def test_memory_does_not_grow_with_the_training_data() -> None:
+def test_memory_does_not_grow_with_the_training_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strop.data.overlap.BATCH_TOKENS", BATCH_TOKENS // 8)
     random_words = [f"w{number}" for number in random.Random(0).choices(range(5000), k=20_000)]
 
     def rows(count: int) -> Iterator[tuple[str, str]]:
@@ -126,7 +127,7 @@ def test_memory_does_not_grow_with_the_training_data() -> None:
             yield f"row {index}", " ".join(random_words[start : start + 40])
 
     peaks = []
-    for count in (4_000, 16_000):
+    for count in (500, 2_000):
         tracemalloc.start()
         find_overlaps([("q", EGGS), *rows(200)], rows(count))
         peaks.append(tracemalloc.get_traced_memory()[1])

@@ -75,7 +75,7 @@ def test_each_row_is_decided_as_by_hand_or_the_table_says_why_not(monkeypatch: p
 
 def test_hostile_rows_are_decided_within_the_limits_of_the_scoring_pool() -> None:
     async def decide_all() -> list[ScoringResult]:
-        options = {"num_workers": 1, "timeout_s": 0.5}
+        options = {"num_workers": 1, "timeout_s": 0.2}
         waiting = [verify_math(pair.method, pair.reference, pair.text, pair.row, **options) for pair in hostile]  # type: ignore[arg-type]
         return list(await asyncio.gather(*waiting))
 

@@ -19,6 +19,7 @@ from strop.environments.math import MathEnvironment
 from strop.environments.scoring.scoring_pool import ScoringError, ScoringPool, get_scoring_pool
 
 ENVIRONMENT = MathEnvironment(num_workers=1, timeout_s=1.0)
+IMPATIENT = MathEnvironment(num_workers=1, timeout_s=0.3)
 
 
 def task_of(answer: str) -> PromptedTask:
@@ -62,7 +63,7 @@ def test_other_answers_are_wrong(wrote, answer, text):
 @pytest.mark.parametrize("text", [r"\boxed{9^{9^{9^{9^9}}}}", r"\boxed{(10^{10^7})!}"])
 def test_an_answer_that_computes_for_ever_is_wrong_and_counted(wrote, text):
     began = time.monotonic()
-    assert rewards(wrote, r"\frac{1}{2}", text) == UNVERIFIED
+    assert rewards(wrote, r"\frac{1}{2}", text, IMPATIENT) == UNVERIFIED
     assert time.monotonic() - began < 30
     assert rewards(wrote, r"\frac{1}{2}", r"\boxed{\cos(\pi/3)}") == RIGHT  # the checker is as good as before
 
@@ -104,10 +105,8 @@ def test_a_reference_that_cannot_be_read_is_an_error_and_no_zero(wrote):
 
 def test_a_long_reference_that_cannot_be_read_is_named_and_not_called_slow():
     """Its message was longer than what is read of a reply, and counted against the answer as "ran past the limit"."""
-    pool = ScoringPool(1)
     with pytest.raises(ScoringError, match=r"the reference answer .{100,300} cannot be parsed"):
-        asyncio.run(pool.call("math_verify", 5.0, reference=" \t" * 3000, answer=r"\boxed{x}"))
-    pool.close()
+        asyncio.run(get_scoring_pool(1).call("math_verify", 5.0, reference=" \t" * 3000, answer=r"\boxed{x}"))
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_the_reward_is_the_score_that_transformers_gives_the_whole_conversation(
 
 def test_concurrent_requests_are_read_together_within_the_limits(folder: Path) -> None:
     for limits, batches in (({}, 1), ({"batch_size": 3}, 2), ({"batch_tokens": 1}, 4)):
-        environment = environment_of(folder, wait_ms=500.0, **limits)
+        environment = environment_of(folder, wait_ms=200.0, **limits)
         before = environment.load_scorer().scorer.batches
         found = scores(environment, TALKS)
         assert environment.load_scorer().scorer.batches - before == batches, limits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from strop.types import Batch
 from support.lora import build_with_adapters
 from support.models import FAMILIES, build
 from support.rollouts import make_group, make_rollout, make_turn, observation_turn, pack_grpo
+from support.sweep import sweep, sweep_rows
 from support.torch_engine import Request, make_engine, make_runner, run_requests
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -49,8 +51,9 @@ def sample(runner: CachedRunner, sampling: Sampling) -> tuple[Batch, torch.Tenso
     return pack_grpo([make_group(*rollouts[:3], index=0), make_group(*rollouts[3:], index=1)]), entropies
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", each_family())
+@pytest.mark.parametrize(
+    ("family", "precision"), sweep_rows(product(FAMILIES, PRECISIONS), ("qwen2", "float32"), ("gemma2", "bfloat16"))
+)
 def test_every_token_has_the_learners_bits(family: str, precision: str) -> None:
     network = make_network(family, PRECISIONS[precision])
     for sampling in SAMPLINGS.values():
@@ -83,7 +86,7 @@ def test_a_conversation_that_goes_on_from_its_cache_has_the_learners_bits(precis
     assert torch.equal(scores.logprobs, batch.rollout_logprobs)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", sweep(PRECISIONS, "bfloat16"))
 def test_adapters_have_the_learners_bits(precision: str) -> None:
     network = Network(build_with_adapters("qwen2", dim=4), precision=PRECISIONS[precision])
     network.make_exact()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from support.learners import make_torch_learner
 from support.lora import build_with_adapters, copy_base_weights, with_random_adapters
 from support.models import FAMILIES, build
 from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
+from support.sweep import sweep, sweep_rows
 from support.torch_engine import Request, cache_config, make_engine, make_runner, run_requests, token_lists
 
 FLOAT32 = 2e-5
@@ -50,7 +52,7 @@ def disagreement(batch: Batch, scorer: Any) -> float:
     return float((scores.logprobs - batch.rollout_logprobs).abs().max())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sweep(FAMILIES, "llama", "qwen2", "gemma3", "gpt2", "phi3", "gpt_oss", "qwen3_moe"))
 def test_sampler_and_learner_agree_in_float32(family: str) -> None:
     network = Network(build_with_adapters(family, spread=0.1))
     base = Network(build(family))
@@ -61,7 +63,10 @@ def test_sampler_and_learner_agree_in_float32(family: str) -> None:
         assert disagreement(batch, NetworkScorer(base, SAMPLING, score_tokens=30)) > 0.1, "the adapters are what sampled"
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe", "gpt_oss")])
+@pytest.mark.parametrize(
+    "family",
+    sweep([family for family in FAMILIES if family not in ("mixtral", "qwen3_moe", "gpt_oss")], "llama", "qwen2", "gemma3"),
+)
 def test_sampler_and_learner_agree_in_bfloat16(family: str) -> None:
     network = Network(build_with_adapters(family, spread=0.1), precision=torch.bfloat16)
     for prepack in (False, True):
@@ -77,8 +82,10 @@ def test_sampler_and_learner_agree_on_bfloat16_weights() -> None:
         assert disagreement(batch, NetworkScorer(network, SAMPLING, score_tokens=30)) < 0.25, prepack
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("prepack", [False, True])
+@pytest.mark.parametrize(
+    ("prepack", "precision"),
+    sweep_rows(product([False, True], [torch.float32, torch.bfloat16]), (True, torch.float32), (False, torch.bfloat16)),
+)
 def test_the_engine_follows_every_optimizer_step_and_the_base_does_not_move(precision: torch.dtype, prepack: bool) -> None:
     model = build("llama")
     add_adapters(model, LoraConfig(), base="base")

@@ -47,8 +47,9 @@ from strop.types import Batch, Group
 from support.drawn import check_draws
 from support.learners import make_torch_learner
 from support.models import build, copy_gradients, largest_difference, to_float64
-from support.recorded import build_classifier, pair_shapes, recorded_group
+from support.recorded import build_classifier, pair_shapes, recorded_group, several_pair_shapes
 from support.rollouts import GroupShape, make_groups, pack_for, with_columns
+from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
@@ -89,20 +90,22 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 CUTS: dict[str, Any] = {"shapes": pair_shapes, "budget": st.integers(1, 60), "seed": st.integers(0, 5)}
+SURE_CUTS: dict[str, Any] = {"shapes": several_pair_shapes, "budget": st.integers(8, 48), "seed": st.integers(0, 5)}
 
 
 class Bench:
     """A float64 language model and a float64 classifier, each behind a packed and a padded network."""
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, *, layers: int = 2, chunk: int = 5) -> None:
+        self.chunk = chunk
         self.models = {
-            "tokens": to_float64(build(family)),
-            "last_token": to_float64(build_classifier(family, dtype=torch.float64)),
+            "tokens": to_float64(build(family, layers=layers)),
+            "last_token": to_float64(build_classifier(family, dtype=torch.float64, layers=layers)),
         }
 
     def network(self, algorithm: Algorithm, packed: bool = True) -> Network:
         kind = ValueNetwork if algorithm.predict == "last_token" else Network
-        return kind(self.models[algorithm.predict], precision=torch.float64, chunk=5, packed=packed)
+        return kind(self.models[algorithm.predict], precision=torch.float64, chunk=self.chunk, packed=packed)
 
     def gradient(
         self, batch: Batch, algorithm: Algorithm, *, budget: int = 10**9, packed: bool = True
@@ -146,6 +149,12 @@ def bench() -> Bench:
     return Bench("llama")
 
 
+@pytest.fixture(scope="module")
+def single_layer() -> Bench:
+    """What an algorithm makes of its outputs is the same whatever number of layers they come from."""
+    return Bench("llama", layers=1, chunk=16)
+
+
 def test_every_algorithm_of_recorded_data_is_here() -> None:
     known = {kind for kind in all_algorithms().values() if kind.recorded_data}
     assert known == {type(algorithm) for algorithm in ALGORITHMS.values()}
@@ -156,8 +165,8 @@ def compare_cuts(bench: Bench, algorithm: Algorithm, shapes: list[GroupShape], b
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_gradient_is_the_same_however_the_batch_is_cut(bench: Bench, name: str) -> None:
-    check_draws(name, 3, partial(compare_cuts, bench, ALGORITHMS[name]), **CUTS)
+def test_the_gradient_is_the_same_however_the_batch_is_cut(single_layer: Bench, name: str) -> None:
+    check_draws(name, 1, partial(compare_cuts, single_layer, ALGORITHMS[name]), simplest=False, **SURE_CUTS)
 
 
 @pytest.mark.exhaustive
@@ -167,7 +176,7 @@ def test_the_gradient_is_the_same_for_many_more_batches(bench: Bench, name: str)
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo_with_sft", "kto", "orpo", "reward_model"])
-@pytest.mark.parametrize("budget", [1, 12, 10**9])
+@pytest.mark.parametrize("budget", sweep([1, 12, 10**9], 1))
 def test_the_gradient_is_the_same_with_empty_completions_and_prefixes_of_each_other(bench: Bench, name: str, budget: int) -> None:
     groups = [
         recorded_group([4, 5], [6, 7], [6, 7, 8]),

@@ -15,6 +15,9 @@ import torch
 from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.turn_record import TurnRecord
+from strop.monitoring.rollout_view.rollout_page import make_page
+from strop.monitoring.rollout_view.rollout_selection import SelectedRollouts
+from strop.monitoring.rollout_view.rollout_text import format_rollout
 from strop.monitoring.rollout_view.shown_rollout import show_rollout
 from strop.types import Ending, Group, Message, Rollout, Task, ToolCall, Turn, observation_turn
 from support.rollouts import make_agent_groups
@@ -52,6 +55,29 @@ def test_the_tools_answer_and_the_models_are_turns_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_reasoning_in_a_field_of_its_own_is_stored_and_shown_but_that_of_the_policy_is_its_text(
+    tmp_path: Path, format: Literal["parquet", "jsonl"]
+) -> None:
+    prompt = (Message("assistant", "2", reasoning=f"1\x1b + 1 {'x' * 300}"), Message("user", "3?"))
+    rollout = Rollout(task=Task(id="t"), sample=0, seed=0, messages=prompt, prompt=torch.tensor([1]))
+    rollout = rollout.with_turn(said(5, text="<think>b</think>3"), Message("assistant", "3", reasoning="b"))
+    rollout = rollout.with_turn(observation_turn([7], "c"), Message("assistant", "c", reasoning="another's\ud800"))
+    records = make_records(1, [Group(index=0, environment="agent", version=0, rollouts=(rollout,))], decode=lambda tokens: "2 3?")
+    store = RolloutStore(tmp_path, format)
+    store.write(1, records)
+    (record,) = store.read(1)
+    assert record.prompt_messages[0]["reasoning"] == prompt[0].reasoning and set(record.prompt_messages[1]) == {"role", "content"}
+    assert [turn.reasoning for turn in record.turns] == ["", "another's\N{REPLACEMENT CHARACTER}"]
+    shown = show_rollout(record, None)
+    text = format_rollout(shown, width=100, colour=False)
+    assert "[reasoning, given in a field of its own, and not in the prompt: the policy did not read it:" in " ".join(text.split())
+    assert text.count("x") < 300 and "\\x1b" in text and "\x1b" not in text, "it is folded"
+    assert format_rollout(shown, width=100, colour=False, unfold=True).count("x") >= 300
+    page = make_page(SelectedRollouts((record,), 1, ""), title="", limit=None, decode=None)
+    assert page.count("<details><summary>reasoning, given in a field of its own") == 2 and f"1\\x1b + 1 {'x' * 300}" in page
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
 def test_tools_and_the_output_of_an_agent_are_stored_and_shown(tmp_path: Path, format: Literal["parquet", "jsonl"]) -> None:
     text = "<tool_call>..."
     calls = (ToolCall("python", {"code": "1"}), ToolCall("search", {"query": "x"}))
@@ -85,7 +111,11 @@ def test_turns_are_a_column_that_other_tools_read(tmp_path: Path) -> None:
     path = RolloutStore(tmp_path).write(1, make_records(1, [a_group()]))
     (row,) = pyarrow.parquet.read_table(path).to_pylist()
     assert [(turn["role"], turn["text"]) for turn in row["turns"]][1] == ("tool", "4824")
-    assert dict(row["metrics"]) == {"calls": 1.0} and row["prompt_messages"][0] == {"role": "system", "content": "Use the tool."}
+    assert dict(row["metrics"]) == {"calls": 1.0} and row["prompt_messages"][0] == {
+        "role": "system",
+        "content": "Use the tool.",
+        "reasoning": None,
+    }
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])

@@ -151,6 +151,21 @@ def test_a_run_that_starts_from_nothing_in_a_used_folder_is_a_new_wandb_run(
 
 
 @pytest.mark.usefixtures("online")
+def test_wandb_prints_no_summary_among_the_last_lines_of_a_run_unless_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    monkeypatch.delenv("WANDB_QUIET", raising=False)
+    for wanted in ({"console": "off", "quiet": True}, {"console": "off"}):
+        tracker = WandbTracker(tmp_path, project="test")
+        tracker.resume(-1)
+        tracker.close()
+        assert service.asked[-1]["settings"] == wanted
+        monkeypatch.setenv("WANDB_QUIET", "false")
+
+
+@pytest.mark.usefixtures("online")
 def test_wandb_that_cannot_rewind_continues_the_run_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

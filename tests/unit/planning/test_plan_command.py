@@ -56,6 +56,19 @@ def test_a_plan_has_memory_time_and_cost_of_a_layout_that_nobody_has(capsys, mod
     assert small["cost"]["device_hours"] == pytest.approx(8 * 100 * small["seconds"]["step"] / 3600)
 
 
+def test_devices_are_in_nodes_of_the_configured_size_or_of_eight_and_the_plan_says_which(capsys, model_config):
+    def assumed(*arguments: str) -> str:
+        made = plan_json(capsys, *arguments, "--hardware", "h100", "--model-config", str(model_config), "--no-choices")
+        return next(each for each in made["assumptions"] if each.startswith("a node has"))
+
+    config = str(CONFIGS / "grpo_math_8B.yaml")
+    assert assumed(config, "cluster.gpus_per_node=4", "--devices", "12") == "a node has 4 GPUs (cluster.gpus_per_node)"
+    alone = assumed(str(CONFIGS / "sft.yaml"), "--devices", "16")
+    assert alone == "a node has 8 GPUs (the configuration is for one device, and says nothing of nodes)"
+    assert main(["plan", config, "cluster.gpus_per_node=4", "--devices", "10"]) == 2
+    assert "not a multiple of 4 GPUs of a node (cluster.gpus_per_node)" in capsys.readouterr().err
+
+
 def test_a_run_that_does_not_fit_exits_with_1_and_says_what_would(capsys, model_config):
     path = str(CONFIGS / "grpo_math_8B.yaml")
     made = plan_json(capsys, path, "--hardware", "rtx4090", "--devices", "1", "--model-config", str(model_config))

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from strop.rollouts.repeat.event_log import EventFileError, EventLog, read_event
 from strop.rollouts.stream import RolloutStream, StreamState
 from strop.sampling import Sampling, mix_seed
 from strop.types import Group, Rollout, Task
+from support.sweep import sweep_rows
 
 SAMPLES, TURNS = 3, 3
 
@@ -181,9 +183,14 @@ ORDERS: dict[str, Callable[[], GroupOrder]] = {
 each_order = pytest.mark.parametrize("order", list(ORDERS))
 
 
-@each_order
-@pytest.mark.parametrize("drains", [False, True], ids=["in flight", "drained"])
-@pytest.mark.parametrize("delay", [0, 1, 5])
+@pytest.mark.parametrize(
+    ("order", "drains", "delay"),
+    sweep_rows(
+        product(ORDERS, [False, True], [0, 1, 5]),
+        *(("fifo", False, 0), ("fifo", True, 5), ("windowed", False, 5), ("windowed", True, 1)),
+        *(("as they finish", False, 1), ("as they finish", True, 0)),
+    ),
+)
 def test_a_run_repeats_whatever_time_its_environments_take(order, drains, delay):
     runs = [Run(FixedDelay(delay), ORDERS[order](), drains).play(pace) for pace in range(4)]
     assert all(run.outcome == runs[0].outcome for run in runs)
@@ -194,8 +201,10 @@ def test_a_run_repeats_whatever_time_its_environments_take(order, drains, delay)
         )
 
 
-@each_order
-@pytest.mark.parametrize("delay", [0, 1, 5])
+@pytest.mark.parametrize(
+    ("order", "delay"),
+    sweep_rows(product(ORDERS, [0, 1, 5]), ("fifo", 5), ("windowed", 1), ("as they finish", 0), ("windowed", 0)),
+)
 def test_stopped_at_a_step_and_resumed_a_run_goes_on_as_if_nothing_had_happened(tmp_path, order, delay):
     whole = Run(FixedDelay(delay), ORDERS[order]()).play(0)
     parts = Run(FixedDelay(delay), ORDERS[order]())

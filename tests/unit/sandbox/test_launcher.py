@@ -5,13 +5,20 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
+
+import pytest
 
 from security.hostile_programs import PROGRAMS
 from strop.environments.scoring import scoring_pool
-from strop.sandbox.launcher import isolate_command
+from strop.sandbox import launcher
+from strop.sandbox.base import Limits
+from strop.sandbox.launcher import SandboxWorker, isolate_command
 from strop.sandbox.sandbox_check import PROMISES
+from strop.sandbox.sandbox_config import SandboxConfig
 
 PAGE = (Path(__file__).parents[3] / "docs" / "security.md").read_text(encoding="utf-8")
 
@@ -39,6 +46,47 @@ def test_an_isolated_command_finds_its_libraries_and_nothing_else(tmp_path: Path
     )
     command = isolate_command([sys.executable, "-c", source], [sys.prefix])
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False False []\n"
+
+
+def test_an_isolated_command_finds_libraries_below_tmp_and_not_what_lies_beside_them() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        (folder / "secret").write_text("x")
+        (folder / "libraries").mkdir()
+        (folder / "libraries" / "small_library.py").write_text("ANSWER = 42")
+        (folder / "link").symlink_to("libraries")
+        source = (
+            f"import os, sys; sys.path = [{name + '/link'!r}, *sys.path]; import small_library; print(small_library.ANSWER,"
+            f" os.listdir('/tmp') == [{folder.name!r}], os.listdir({name!r}), os.access({name + '/link'!r}, os.W_OK))"
+        )
+        command = isolate_command([sys.executable, "-c", source], [sys.prefix, name + "/link"])
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (answer.stdout, answer.stderr) == ("42 True ['link'] False\n", "")
+
+
+def test_workers_read_libraries_by_the_names_that_python_has_for_them(tmp_path: Path) -> None:
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "link").symlink_to("site-packages")
+    folders = scoring_pool._find_libraries([str(tmp_path / "link"), str(tmp_path / "missing"), "/", "/tmp"])
+    assert {str(tmp_path / "link"), str(tmp_path / "site-packages"), sys.prefix} <= set(folders)
+    assert not {"/", "/tmp", str(tmp_path / "missing")} & set(folders)
+
+
+def test_programs_have_libraries_that_lie_where_their_own_folders_are() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o755)  # programs are another user
+        Path(name, "small_library.py").write_text("ANSWER = 42")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launcher.sysconfig, "get_paths", lambda: {"purelib": name, "platlib": name})
+            worker = SandboxWorker(SandboxConfig(site_packages=True))
+        try:
+            limits = asdict(Limits())
+            request = {"session": False, "language": "python", "stdin": "", "files": {}, "limits": limits}
+            source = "import os, small_library; print(small_library.ANSWER, os.listdir('/tmp'))"
+            answer = worker.call({**request, "source": source}, 20)
+        finally:
+            worker.close()
+    assert (answer["stdout"], answer["stderr"]) == ("42 ['main.py']\n", "")
 
 
 def test_answers_are_scored_in_a_process_that_sees_no_files_of_the_machine() -> None:

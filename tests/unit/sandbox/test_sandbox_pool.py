@@ -229,18 +229,20 @@ def test_closing_a_pool_ends_what_runs_and_leaves_no_process_and_no_group() -> N
             asyncio.ensure_future(pool.run(Program(source="import time; time.sleep(60)", limits=Limits(wall_s=60))))
             for _ in range(2)
         ]
-        await asyncio.sleep(1.0)
+        while len(pool._busy) < 2:
+            await asyncio.sleep(0.05)
         pids = [worker.process.pid for worker in pool._busy]
         began = time.monotonic()
         await pool.close()
         await asyncio.gather(*slow, return_exceptions=True)
         return time.monotonic() - began, pids
 
+    before = set(list_groups())  # of pools that other tests of this process left open, too
     seconds, pids = asyncio.run(work())
     assert len(pids) == 2
     assert seconds < 5
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    assert not [group for group in list_groups() if group.startswith(f"strop_sandbox_{os.getpid()}_")]
+    assert not [group for group in set(list_groups()) - before if group.startswith(f"strop_sandbox_{os.getpid()}_")]
 
 
 def list_groups() -> Iterator[str]:

@@ -120,7 +120,12 @@ def test_rollouts_are_listed_newest_first_with_their_numbers(reader: Reader) -> 
     assert answer["total"] == 3 * GROUPS * SAMPLES and keys(answer)[:4] == [(3, 0, 0), (3, 0, 1), (3, 0, 2), (3, 1, 0)]
     row = answer["rows"][2]
     assert row["reward"] == 0.2 and row["rewards"] == {"correct": 0.2} and row["tokens"] == 4 and row["advantage"] == 1.0
-    assert row["preview"] == "step 3 says 0.2 tool done" and row["ending"] == "length" and row["kept"] and not row["flags"]
+    assert (
+        row["preview"] == "step 3 says 0.2 [tool calculator] tool [assistant] done"
+        and row["ending"] == "length"
+        and row["kept"]
+        and not row["flags"]
+    )
     assert answer["indexed"] == {"steps": 3, "of": 3, "complete": True}
 
 
@@ -213,7 +218,7 @@ def test_rollouts_that_a_detector_names_are_flagged(reader: Reader, folder: Path
 def test_a_step_that_is_written_again_or_added_is_read_again(reader: Reader, folder: Path) -> None:
     reader.get("runs/a/rollouts")
     store = RolloutStore(folder)
-    store.write(3, [make_stored(3, 0, 1, completion="again")])
+    store.write(3, [make_stored(3, 0, 1, completion="again", turns=())])
     store.write(4, [make_stored(4, 0, 0)])
     answer = reader.get("runs/a/rollouts", steps="3-")
     assert keys(answer) == [(4, 0, 0), (3, 0, 1)] and answer["rows"][1]["preview"] == "again"
@@ -287,7 +292,11 @@ def test_files_of_earlier_versions_are_shown(reader: Reader, folder: Path) -> No
     store = RolloutStore(folder, "jsonl")
     store.write(2, [make_stored(2, 0, 0, reward=float("nan"), advantage=None)])
     row = reader.get("runs/a/rollouts", step=2)["rows"][0]
-    assert (row["reward"], row["advantage"], row["preview"]) == (None, None, "step 2 says 0.0 tool done")
+    assert (row["reward"], row["advantage"], row["preview"]) == (
+        None,
+        None,
+        "step 2 says 0.0 [tool calculator] tool [assistant] done",
+    )
     assert reader.get("runs/a/rollouts/2/0/0")["token_ids"] == [10, 11, 12]
     assert reader.get("runs/a/rollouts", text="says 0.0", step=2)["total"] == 1
 
@@ -352,6 +361,27 @@ def test_reasoning_stands_apart_where_a_policy_reasoned_and_not_where_the_tags_a
     assert ["parts" in message for message in found["prompt_messages"]] == [False, True]
     (shown,) = reader.get("runs/a/groups/2/0")["rollouts"][0]["turns"]
     assert [part["is_reasoning"] for part in shown["parts"]] == [True, False]
+
+
+def test_reasoning_in_a_field_of_its_own_stands_before_its_message_and_says_where_it_comes_from(
+    reader: Reader, folder: Path
+) -> None:
+    asked = ({"role": "assistant", "content": "4", "reasoning": "2 + 2\x1b[31m"}, {"role": "user", "content": "Sure?"})
+    turns = (
+        TurnRecord(role="assistant", text="Yes", start=0, end=2, sampled=True, versions=(1,)),
+        TurnRecord(role="assistant", text="No", start=2, end=3, sampled=False, versions=(), reasoning="Wait"),
+    )
+    for prompt, origin in (
+        ("<think>2 + 2\x1b[31m</think>4", ", and in the prompt"),
+        ("4", ", and not in the prompt: the policy did"),
+    ):
+        RolloutStore(folder).write(2, [make_stored(2, 0, 0, turns=turns, prompt=prompt, prompt_messages=asked)])
+        found = reader.get("runs/a/rollouts/2/0/0")
+        why, said = found["prompt_messages"][0]["parts"]
+        assert (why["text"], why["is_reasoning"], said["text"], "origin" in said) == ("2 + 2\\x1b[31m", True, "4", False)
+        assert why["origin"].startswith(f"given in a field of its own{origin}") and "parts" not in found["prompt_messages"][1]
+        assert "parts" not in found["turns"][0]
+        assert [part["text"] for part in found["turns"][1]["parts"]] == ["Wait", "No"]
 
 
 def test_the_rollouts_of_a_group_have_their_turns(reader: Reader) -> None:

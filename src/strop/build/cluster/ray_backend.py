@@ -31,11 +31,10 @@ from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter, RemoteLearner, RemoteMemory
 from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.environments.remote import RemoteEnvironment
-from strop.generation.sglang.sglang_engine import SglangEngine
+from strop.generation.launched_engines import make_launched_engine
 from strop.generation.sglang.sglang_launch import DECODER_LAYERS, LaunchedAdapters, SglangLaunch
 from strop.generation.synced_generator import SyncedGenerator
 from strop.generation.vllm.engine_args import NodeRanks, VllmLaunch
-from strop.generation.vllm.vllm_engine import VllmEngine
 from strop.learner.client import AsyncColumnSource, ColumnClient, LearnerClient, ScorerClient
 from strop.models.loading import load_tokenizer, read_model_config
 from strop.monitoring.trackers.base import Tracker
@@ -176,11 +175,7 @@ class RayBackend:
             nodes=tuple(self._locate_ranks(part) for part in slot.parts) if slot.further else (),
             ray_address=self.cluster.address if slot.further else "",
         )
-        bundle = self.bundle
-        make = partial(
-            VllmEngine, f"engine {number}", launch, bundle.tokenizer, stop_ids=bundle.stop_ids, vision=bundle.template.vision
-        )
-        return self._make_engine(number, slot, launch.receivers, make)
+        return self._make_launched_engine(number, slot, launch)
 
     def _make_sglang_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
         generation = self.config.policy.generation
@@ -192,9 +187,17 @@ class RayBackend:
             environment=self._thread_env(generation.sglang_cfg.num_threads, generates=True),
             output_file=outputs / f"engine_{number}.log",
         )
+        return self._make_launched_engine(number, slot, launch)
+
+    def _make_launched_engine(self, number: int, slot: DeviceSlot, launch: VllmLaunch | SglangLaunch) -> RemoteEngine:
         bundle = self.bundle
         make = partial(
-            SglangEngine, f"engine {number}", launch, bundle.tokenizer, stop_ids=bundle.stop_ids, vision=bundle.template.vision
+            make_launched_engine,
+            f"engine {number}",
+            launch,
+            bundle.tokenizer,
+            stop_ids=bundle.stop_ids,
+            vision=bundle.template.vision,
         )
         return self._make_engine(number, slot, launch.receivers, make)
 

@@ -33,14 +33,12 @@ from strop.distributed.placement import (
 from strop.distributed.restartable_actor import RestartableActor
 from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.generation.base import Generator
+from strop.generation.generation_config import GenerationConfig
+from strop.generation.launched_engines import make_launched_engine, make_local_engines
 from strop.generation.serving import ServingEngine, start_serving_pool
-from strop.generation.sglang.local_sglang_engines import make_local_sglang_engines
-from strop.generation.sglang.sglang_engine import SglangEngine
 from strop.generation.sglang.sglang_launch import SglangLaunch
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.generation.vllm.engine_args import NodeRanks, VllmLaunch
-from strop.generation.vllm.local_engines import make_local_engines
-from strop.generation.vllm.vllm_engine import VllmEngine
 from strop.gpus import has_gpu, visible_gpus
 from strop.models.adapters import adapter_folder
 from strop.models.loading import find_model_folder, locate_model, override_config
@@ -81,8 +79,7 @@ async def open_engines(job: EvaluationJob, note: Note, *, output_folder: Path | 
             yield await _open_on_cluster(job, stack, note, output_folder)
         elif job.generation.uses_engines:
             outputs = output_folder / "workers" if output_folder else _make_temporary_folder(stack, "strop-output-")
-            open_local = _open_sglang if job.generation.uses_sglang else _open_vllm
-            yield await open_local(job, stack, note, outputs)
+            yield await _open_local(job, stack, note, outputs)
         else:
             yield _open_here(job, stack)
 
@@ -97,16 +94,14 @@ def _open_here(job: EvaluationJob, stack: AsyncExitStack) -> OpenEngines:
     return OpenEngines(engine, policy.template)
 
 
-async def _open_vllm(job: EvaluationJob, stack: AsyncExitStack, note: Note, outputs: Path) -> OpenEngines:
-    device = resolve_device(job.policy.device)
-    bundle = load_bundle(job.policy)
-    launch = VllmLaunch(
+async def _open_local(job: EvaluationJob, stack: AsyncExitStack, note: Note, outputs: Path) -> OpenEngines:
+    device, bundle = resolve_device(job.policy.device), load_bundle(job.policy)
+    launch = _make_launch(
+        bundle,
         config=_share_devices(job, on_cpu=device.type == "cpu"),
         model=_find_weights(job, stack, note, parent=None),
         tokenizer=_find_tokenizer(job, bundle, stack),
         on_cpu=device.type == "cpu",
-        load_weights=True,
-        reads_images=bundle.template.vision is not None,
     )
     engines = make_local_engines(
         launch,
@@ -120,25 +115,25 @@ async def _open_vllm(job: EvaluationJob, stack: AsyncExitStack, note: Note, outp
     return await _start(job, stack, engines, bundle)
 
 
-async def _open_sglang(job: EvaluationJob, stack: AsyncExitStack, note: Note, outputs: Path) -> OpenEngines:
-    device, bundle = resolve_device(job.policy.device), load_bundle(job.policy)
-    launch = SglangLaunch(
-        config=_share_devices(job, on_cpu=device.type == "cpu"),
-        model=_find_weights(job, stack, note, parent=None),
-        tokenizer=_find_tokenizer(job, bundle, stack),
-        on_cpu=device.type == "cpu",
-        load_weights=True,
-    )
-    engines = make_local_sglang_engines(
-        launch,
-        bundle.tokenizer,
-        learner=device,
-        stop_ids=bundle.stop_ids,
-        threads=job.policy.num_threads,
-        output_folder=outputs,
-        vision=bundle.template.vision,
-    )
-    return await _start(job, stack, engines, bundle)
+def _make_launch(
+    bundle: TokenizerBundle,
+    *,
+    config: GenerationConfig,
+    model: str,
+    tokenizer: str,
+    on_cpu: bool,
+    environment: Mapping[str, str] | None = None,
+) -> VllmLaunch | SglangLaunch:
+    """Return how an engine is launched that reads the weights itself."""
+    common: dict[str, Any] = {
+        "config": config,
+        "model": model,
+        "tokenizer": tokenizer,
+        "on_cpu": on_cpu,
+        "load_weights": True,
+        "environment": environment or {},
+    }
+    return SglangLaunch(**common) if config.uses_sglang else VllmLaunch(**common, reads_images=bundle.template.vision is not None)
 
 
 def _share_devices(job: EvaluationJob, *, on_cpu: bool) -> Any:
@@ -193,7 +188,7 @@ async def _open_on_cluster(job: EvaluationJob, stack: AsyncExitStack, note: Note
     if generation.uses_engines and cluster.on_cpu and (own := generation.engine_options.num_threads):
         threads = {"OMP_NUM_THREADS": str(own)}
     weights = _find_weights(job, stack, note, parent=output_folder) if generation.uses_engines else job.policy.model_name
-    choose = _make_sglang_engine if generation.uses_sglang else _make_vllm_engine if generation.uses_vllm else _make_torch_engine
+    choose = _make_engine if generation.uses_engines else _make_torch_engine
     make = partial(choose, job, cluster, bundle, weights, threads)
     engines = [make(number, slot) for number, slot in enumerate(plan.generation)]
     count = f"{len(engines)} {'engine' if len(engines) == 1 else 'engines'}"
@@ -201,7 +196,7 @@ async def _open_on_cluster(job: EvaluationJob, stack: AsyncExitStack, note: Note
     return await _start(job, stack, engines, bundle)
 
 
-def _make_vllm_engine(
+def _make_engine(
     job: EvaluationJob,
     cluster: Cluster,
     bundle: TokenizerBundle,
@@ -210,48 +205,30 @@ def _make_vllm_engine(
     number: int,
     slot: DeviceSlot,
 ) -> ServingEngine:
-    def locate(part: DeviceSlot) -> NodeRanks:
-        node, gpus = cluster.locate(part.node, part.devices)
-        return NodeRanks(node, len(part.devices), gpus)
-
-    launch = VllmLaunch(
+    launch = _make_launch(
+        bundle,
         config=job.generation,
         model=weights,
         tokenizer=locate_model(job.policy.tokenizer.name)[0],
         on_cpu=cluster.on_cpu,
-        load_weights=True,
-        reads_images=bundle.template.vision is not None,
         environment=threads,
-        nodes=tuple(locate(part) for part in slot.parts) if slot.further else (),
-        ray_address=cluster.address if slot.further else "",
     )
+    if slot.further and isinstance(launch, VllmLaunch):
+        launch = replace(launch, nodes=tuple(_locate_ranks(cluster, part) for part in slot.parts), ray_address=cluster.address)
     make = partial(
-        VllmEngine, f"engine {number}", launch, bundle.tokenizer, stop_ids=bundle.stop_ids, vision=bundle.template.vision
+        make_launched_engine,
+        f"engine {number}",
+        launch,
+        bundle.tokenizer,
+        stop_ids=bundle.stop_ids,
+        vision=bundle.template.vision,
     )
     return _make_actor(job, cluster, number, slot, threads, launch.receivers, make)
 
 
-def _make_sglang_engine(
-    job: EvaluationJob,
-    cluster: Cluster,
-    bundle: TokenizerBundle,
-    weights: str,
-    threads: Mapping[str, str],
-    number: int,
-    slot: DeviceSlot,
-) -> ServingEngine:
-    launch = SglangLaunch(
-        config=job.generation,
-        model=weights,
-        tokenizer=locate_model(job.policy.tokenizer.name)[0],
-        on_cpu=cluster.on_cpu,
-        load_weights=True,
-        environment=threads,
-    )
-    make = partial(
-        SglangEngine, f"engine {number}", launch, bundle.tokenizer, stop_ids=bundle.stop_ids, vision=bundle.template.vision
-    )
-    return _make_actor(job, cluster, number, slot, threads, launch.receivers, make)
+def _locate_ranks(cluster: Cluster, part: DeviceSlot) -> NodeRanks:
+    node, gpus = cluster.locate(part.node, part.devices)
+    return NodeRanks(node, len(part.devices), gpus)
 
 
 def _make_torch_engine(

@@ -7,6 +7,7 @@ A rule that reads one section is a method of it (``BaseConfig.errors`` and ``war
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, get_type_hints
 
 from strop.base_config import BaseConfig, iter_sections
@@ -413,5 +414,11 @@ def find_warnings(config: BaseConfig) -> list[Problem]:
 
 
 def _run(checks: tuple[Check, ...], config: BaseConfig) -> list[Problem]:
-    applicable = [check for check in checks if isinstance(config, get_type_hints(check)["config"])]
+    applicable = [check for check in checks if isinstance(config, _asked_of(check))]
     return [problem for check in applicable for problem in check(config)]
+
+
+@cache
+def _asked_of(check: Check) -> Any:
+    """Return the kind of run that a check is about."""
+    return get_type_hints(check)["config"]

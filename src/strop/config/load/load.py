@@ -5,13 +5,13 @@ files + overrides -> keys of NeMo-RL translated -> defaults of the schema -> int
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -34,7 +34,7 @@ from strop.config.recipes.translation import translate_source
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, TrainingRunConfig
 from strop.config.source import keys, yaml_text
 from strop.config.source.defaults import resolve_source
-from strop.config.source.interpolation import UNSET_VARIABLE, escape_interpolations, referenced_keys
+from strop.config.source.interpolation import UNSET_VARIABLE, copy_values, escape_interpolations, referenced_keys
 from strop.config.source.nearest_keys import find_nearest_keys, suggest_keys
 from strop.config.source.yaml_source import (
     ConfigSource,
@@ -171,9 +171,7 @@ def resolve_synonyms(source: ConfigSource, root: type[BaseConfig]) -> tuple[Conf
     Return a problem for each pair that one file, or the command line, sets to different values.
     """
     problems: list[Problem] = []
-    for key in keys.iter_keys(root):
-        option = option_set_by(key.field)
-        synonym = ("algorithm", *option.split(".")) if option else ()
+    for key, synonym in _synonyms(cast("Any", root)):
         if not (synonym in source.origins and key.path in source.origins):
             continue
         values = [get_at(source.values, path) for path in (key.path, synonym)]
@@ -186,6 +184,13 @@ def resolve_synonyms(source: ConfigSource, root: type[BaseConfig]) -> tuple[Conf
     return source, problems
 
 
+@cache
+def _synonyms(root: type[BaseConfig]) -> tuple[tuple[keys.SchemaKey, KeyPath], ...]:
+    """Return every key that is another name of an option of the algorithm, and that option."""
+    options = ((key, option_set_by(key.field)) for key in keys.iter_keys(root))
+    return tuple((key, ("algorithm", *option.split("."))) for key, option in options if option)
+
+
 def _without_key(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
     if len(path) == 1:
         return {key: value for key, value in values.items() if str(key) != path[0]}
@@ -195,7 +200,7 @@ def _without_key(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
 def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT | None, list[Problem]]:
     """Return the configuration (None if it is invalid) and the problems of single keys."""
     shared, unresolved = resolve_source(source, root)
-    resolved = copy.deepcopy(shared)
+    resolved = copy_values(shared)
     problems = [
         Problem(".".join(path), reason, _suggest_target(source, path, reason, root), source.find_origin(path))
         for path, reason in unresolved.items()

@@ -68,8 +68,9 @@ class Recipe:
 
     def find(self, pattern: str) -> Iterator[str]:
         """Yield the keys and sections that the recipe writes and ``pattern`` (as in ``fnmatch``) matches, outermost first."""
-        if not any(character in pattern for character in "*?["):
-            yield from [pattern] if self.is_set(pattern) else []
+        if not _is_glob(pattern):
+            if self.is_set(pattern):
+                yield pattern
             return
         matches, section = _compile(pattern).match, "."
         for key in self._keys():
@@ -138,6 +139,11 @@ class Recipe:
                 origin = self.source.find_origin(path) or Origin("the recipe")
                 _, self.source = set_key(self.source, path, before, origin)
         return self.source
+
+
+@cache
+def _is_glob(pattern: str) -> bool:
+    return any(character in pattern for character in "*?[")
 
 
 @cache  # of a few hundred patterns, more than fnmatch remembers

@@ -11,7 +11,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ MOST_COPIES = 10_000  # how often a text may occur in another through interpolat
 DEEPEST_CHAIN = 40  # of texts that refer to each other: what doubles at each link has long been found
 UNKNOWN_TARGET = re.compile(r"\$\{(?!\.*[A-Za-z_][\w.]*\}|[a-z_.]+:)")  # a name that is itself interpolated, or has brackets
 LONGEST_INTERPOLATED = 10_000  # characters
+PLAIN = frozenset({bool, int, float, type(None)})  # types of values without text
 
 
 def _divide(a: Any, b: Any) -> Any:
@@ -75,12 +76,18 @@ def resolve_interpolations(values: Mapping[str, Any]) -> tuple[dict[str, Any], d
     """Resolve every interpolation. Return the values, and an error for each that cannot be resolved and is None in the values."""
     _register()
     errors: dict[KeyPath, str] = {}
-    readable = _map_strings(values, lambda path, text: text if _is_parsable(path, text, errors) else None)
+    texts = _collect_texts(values)
+    readable = _without(values, [path for path, text in texts.items() if not _is_parsable(path, text, errors)])
     readable = _drop_bombs(readable, errors)
     found, unresolved = _resolve_tree(_keep_referenced(readable))
     # Copies: sections and lists are remembered, and a caller may change its own.
-    resolved: dict[str, Any] = _map_strings(readable, lambda path, text: copy.deepcopy(found[path]))
+    resolved: dict[str, Any] = _map_strings(readable, lambda path, text: copy_values(found[path]))
     return resolved, {**errors, **unresolved}
+
+
+def _without(values: Mapping[str, Any], unreadable: Collection[KeyPath]) -> Any:
+    """Return the values with None for the texts at these paths."""
+    return _map_strings(values, lambda path, text: None if path in unreadable else text) if unreadable else values
 
 
 @dataclass(frozen=True)
@@ -111,11 +118,24 @@ def _resolve_texts(tree: _ReferencedTree) -> tuple[dict[KeyPath, Any], dict[KeyP
 
 
 def _map_strings(value: Any, change: Any, path: KeyPath = ()) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _map_strings(inner, change, (*path, str(key))) for key, inner in value.items()}
+    if isinstance(value, dict | Mapping):  # dict first: Mapping asks every class of what it is
+        return {
+            key: inner if type(inner) in PLAIN else _map_strings(inner, change, (*path, str(key))) for key, inner in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_map_strings(inner, change, (*path, str(index))) for index, inner in enumerate(value)]
     return change(path, value) if isinstance(value, str) and "${" in value else value
+
+
+def copy_values(value: Any) -> Any:
+    """``copy.deepcopy`` for what YAML can say, whose texts and numbers need no copy."""
+    if type(value) in PLAIN or isinstance(value, str):
+        return value
+    if type(value) is dict:
+        return {key: copy_values(inner) for key, inner in value.items()}
+    if type(value) is list:
+        return [copy_values(inner) for inner in value]
+    return copy.deepcopy(value)
 
 
 def _drop_bombs(values: dict[str, Any], errors: dict[KeyPath, str]) -> dict[str, Any]:
@@ -128,7 +148,7 @@ def _drop_bombs(values: dict[str, Any], errors: dict[KeyPath, str]) -> dict[str,
     for path in texts:
         if texts[path].count("${") > 1:
             errors[path] = f"{texts[path]!r:.200} cannot be resolved: it repeats texts that repeat others; write its value"
-    dropped: dict[str, Any] = _map_strings(values, lambda path, text: None if path in errors else text)
+    dropped: dict[str, Any] = _without(values, errors.keys())
     return dropped
 
 
@@ -151,7 +171,20 @@ def _keep_referenced(values: dict[str, Any]) -> dict[str, Any]:
 
 def _collect_texts(values: Mapping[str, Any]) -> dict[KeyPath, str]:
     texts: dict[KeyPath, str] = {}
-    _map_strings(values, lambda path, text: texts.setdefault(path, text))
+
+    def collect(value: Any, path: KeyPath) -> None:
+        if isinstance(value, str):
+            if "${" in value:
+                texts[path] = value
+        elif isinstance(value, dict | Mapping):
+            for key, inner in value.items():
+                if type(inner) not in PLAIN:
+                    collect(inner, (*path, str(key)))
+        elif isinstance(value, list | tuple):
+            for index, inner in enumerate(value):
+                collect(inner, (*path, str(index)))
+
+    collect(values, ())
     return texts
 
 

@@ -128,16 +128,22 @@ def _start_worker(isolated: bool) -> subprocess.Popen[bytes]:
     # folder off the module path; PYTHONPATH points to the package that this process imported.
     path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    packages = [folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))]
-    folders = [
-        str(Path(folder).resolve()) for folder in [sys.prefix, *path.split(os.pathsep), *packages] if Path(folder).is_dir()
-    ]
     command = [sys.executable, "-P", "-m", "strop.environments.scoring.scoring_worker"]
     if not isolated:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **settings})
-    command = isolate_command(command, [folder for folder in dict.fromkeys(folders) if folder != "/"])
+    command = isolate_command(command, _find_libraries(path.split(os.pathsep)))
     inherited = {name: value for name, value in os.environ.items() if name.startswith(("PYTHON", "LD_", "LC_", "LANG", "PATH"))}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**inherited, **settings})
+
+
+def _find_libraries(search_path: list[str]) -> list[str]:
+    """The folders that an isolated worker reads, each by the name that Python has for it and by the one without links."""
+    packages = [folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))]
+    folders = [Path(folder).absolute() for folder in (sys.prefix, *search_path, *packages)]
+    # A folder that anything may lie in is not shown, only the package that may have been put there.
+    folders = [folder / "strop" if str(folder) in ("/", "/tmp") else folder for folder in folders]
+    names = [str(name) for folder in folders if folder.is_dir() for name in (folder, folder.resolve())]
+    return list(dict.fromkeys(names))
 
 
 def _stop_worker(worker: subprocess.Popen[bytes]) -> int:

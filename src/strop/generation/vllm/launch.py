@@ -9,6 +9,7 @@ Used only on a CPU: with CUDA, vLLM starts its processes itself.
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -26,16 +27,7 @@ from strop.weight_sync.transports.connection import is_process_alive
 
 log = logging.getLogger(__name__)
 
-PRELOAD = [
-    "strop.models.vision.torchvision_hook",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.layers.quantization.online.base",
-    "vllm.model_executor.models.llama",
-    "strop.generation.vllm.compiler_preload",
-    "strop.weight_sync.fingerprints",
-]
+PRELOAD = ["strop.generation.vllm.engine_preload"]
 DRIVER_PID_VARIABLE = "STROP_DRIVER"  # environment variable: pid of the process that started the engine
 DRIVER_POLL_SECONDS = 1.0  # between two checks of the driver
 SPIN_SECONDS = 0.05  # how long a process of an engine that waits for another keeps its core; vLLM's own is 1 s
@@ -90,6 +82,7 @@ class ForkedEngineCore:
             torch.set_num_threads(int(threads))
         multiproc_executor.get_mp_context = partial(multiprocessing.get_context, "fork")
         shorten_spins()
+        end_without_collecting()
         EngineCoreProc.run_engine_core(*arguments, **options)
 
 
@@ -111,6 +104,11 @@ def shorten_spins() -> None:
         self.busy_loop_s = min(self.busy_loop_s, SPIN_SECONDS)
 
     SpinCondition.__init__ = initialize_and_shorten
+
+
+def end_without_collecting() -> None:
+    """Leave the objects of the server frozen in this process and its forks, which vLLM would have searched for garbage when it ends."""
+    gc.unfreeze = lambda: None
 
 
 def redirect_standard_output(file: Path) -> None:

@@ -45,6 +45,8 @@ class CpuMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not kwargs and func not in _REPLACED:  # nearly every call
+            return func(*args)
         kwargs = dict(kwargs or {})
         if "device" in kwargs:
             kwargs["device"] = _to_cpu(kwargs["device"])
@@ -59,6 +61,9 @@ class CpuMode(TorchFunctionMode):
         if func is Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
+
+
+_REPLACED = frozenset({Tensor.cuda, Tensor.pin_memory, Tensor.record_stream, Tensor.to, Tensor.type})
 
 
 def _to_cpu(device: Any) -> Any:

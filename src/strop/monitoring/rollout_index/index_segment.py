@@ -20,6 +20,7 @@ import numpy as np
 
 from strop.monitoring.rollout_index.arrow_numbers import from_numbers, to_numbers
 from strop.monitoring.rollout_index.step_scalars import NUMBERS, WORDS, StepScalars, join_scalars, read_step_scalars, take_scalars
+from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 
 INDEX_FOLDER = "index"
 STEPS_IN_A_SEGMENT = 100
@@ -64,8 +65,10 @@ class IndexSegment:
             if file.step not in same:
                 try:
                     parts.append(read_step_scalars(file.path, file.step))
-                except (OSError, ValueError, KeyError, TypeError) as error:  # half-written, damaged, or removed meanwhile
-                    unreadable[file.step] = f"{file.path.name} cannot be read: {str(error).partition(chr(10))[0][:200]}"
+                except DamagedRollouts as error:
+                    unreadable[file.step] = error.brief
+                except OSError as error:  # removed meanwhile, or not ours to read
+                    unreadable[file.step] = f"{file.path.name} cannot be read: {error.strerror or error}"
         return IndexSegment(self.number, wanted, _sort_by_step(join_scalars(parts)), unreadable)
 
     def keep(self, files: Mapping[int, StepFile]) -> IndexSegment:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from strop.monitoring.rollout_index.arrow_numbers import to_numbers
+from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
 NUMBERS: dict[str, Any] = {  # one value for each rollout, with the type that it has in memory and in an index file
@@ -42,7 +43,12 @@ class StepScalars:
 
 
 def read_step_scalars(path: Path, step: int) -> StepScalars:
-    """Read a step's file. Raises OSError, or ValueError for a file that is damaged."""
+    """Read a step's file. Raises OSError, or DamagedRollouts."""
+    with naming_damage(path):
+        return _read_scalars(path, step)
+
+
+def _read_scalars(path: Path, step: int) -> StepScalars:
     columns = _read_parquet_columns(path) if path.suffix == ".parquet" else _read_jsonl_columns(path, step)
     count = len(columns["group"])
     columns |= {"step": np.full(count, step), "row": np.arange(count)}

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore, decode_rows
 
@@ -15,11 +16,12 @@ ROWS_AT_ONCE = 64
 
 
 def read_rows(path: Path, step: int, rows: Sequence[int]) -> list[RolloutRecord]:
-    """Read rollouts by their places in the file, in order of place. Raises OSError, or ValueError for a damaged file."""
+    """Read rollouts by their places in the file, in order of place. Raises OSError, DamagedRollouts."""
     if path.suffix != ".parquet":
         records = RolloutStore(path.parents[1], "none").read(step)
         return [records[row] for row in sorted(rows) if row < len(records)]
-    return decode_rows(row for _, row in _iter_rows(path, rows, None))
+    with naming_damage(path):
+        return decode_rows(row for _, row in _iter_rows(path, rows, None))
 
 
 def read_values(path: Path, rows: Sequence[int], columns: Sequence[str]) -> dict[int, dict[str, Any]]:

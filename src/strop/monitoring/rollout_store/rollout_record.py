@@ -53,7 +53,7 @@ class RolloutRecord:
     kept: bool
     dropped_because: DropReason | None
     answer: str = ""  # the task's reference answer
-    prompt_messages: tuple[Mapping[str, str], ...] = ()  # role and content of each message before the first turn
+    prompt_messages: tuple[Mapping[str, str], ...] = ()  # role, content, and reasoning if it has some, before the first turn
     turns: tuple[TurnRecord, ...] = ()  # the messages after them; empty in files of earlier versions
     branches: tuple[tuple[int, int], ...] = ()  # of each, the path that it leaves, and the tokens of that path that it continues
     metrics: Mapping[str, float] = field(default_factory=dict)  # the environment's own
@@ -174,7 +174,7 @@ def _make_record(
         kept=dropped is None,
         dropped_because=dropped,
         answer=rollout.task.answer,
-        prompt_messages=tuple({"role": message.role, "content": message.shown_content} for message in _prompt_messages(rollout)),
+        prompt_messages=tuple(map(_store_message, _prompt_messages(rollout))),
         turns=make_turn_records(rollout),
         branches=tuple((branch.parent, branch.start) for branch in rollout.branches),
         metrics=storable_metrics(rollout),
@@ -215,6 +215,11 @@ def _expand_to_all_tokens(logprobs: Tensor, sampled: tuple[bool, ...]) -> tuple[
     return tuple(next(remaining) if is_sampled else 0.0 for is_sampled in sampled)
 
 
+def _store_message(message: Message) -> dict[str, str]:
+    stored = {"role": message.role, "content": message.shown_content}
+    return {**stored, "reasoning": message.reasoning} if message.reasoning else stored
+
+
 def _format_prompt(rollout: Rollout) -> str:
     return "\n".join(f"{message.role}: {message.shown_content}" for message in _prompt_messages(rollout))
 
@@ -248,6 +253,7 @@ def replace_surrogates(record: RolloutRecord) -> RolloutRecord:
                 state=None if turn.state is None else encodable(turn.state),
                 calls=tuple(map(encodable, turn.calls)),
                 tool=encodable(turn.tool),
+                reasoning=encodable(turn.reasoning),
             )
             for turn in record.turns
         ),

@@ -23,6 +23,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
 from strop.monitoring.rollout_store.learner_inputs import decode_inputs, make_kept_column
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts, RolloutFlag, encode_flags, group_flags, read_flags
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace_surrogates
@@ -101,9 +102,10 @@ class RolloutStore:
     def read(self, step: int, task_id: str | None = None, *, ledger: bool = True) -> list[RolloutRecord]:
         """Read the rollouts of ``step``, or those of one task; without ``ledger``, without what the update said of their tokens.
 
-        Raises FileNotFoundError."""
+        Raises FileNotFoundError, DamagedRollouts."""
         path, filters = self.path(step), None if task_id is None else [("task_id", "==", task_id)]
-        return _read_parquet(path, filters, ledger=ledger) if path.suffix == ".parquet" else _read_jsonl(path, task_id)
+        with naming_damage(path):
+            return _read_parquet(path, filters, ledger=ledger) if path.suffix == ".parquet" else _read_jsonl(path, task_id)
 
     def path(self, step: int) -> Path:
         """Return the file of ``step``. Raises FileNotFoundError."""
@@ -113,20 +115,22 @@ class RolloutStore:
         return files[step][0]
 
     def read_one(self, step: int, group: int, sample: int) -> RolloutRecord | None:
-        """Read one rollout of ``step``; None if it is not among them. Raises FileNotFoundError."""
+        """Read one rollout of ``step``; None if it is not among them. Raises FileNotFoundError, DamagedRollouts."""
         path, filters = self.path(step), [("group", "==", group), ("sample", "==", sample)]
-        records = _read_parquet(path, filters) if path.suffix == ".parquet" else _read_jsonl(path, None)
+        with naming_damage(path):
+            records = _read_parquet(path, filters) if path.suffix == ".parquet" else _read_jsonl(path, None)
         return next((record for record in records if (record.group, record.sample) == (group, sample)), None)
 
     def read_keys(self, step: int) -> list[tuple[int, int, str]]:
-        """Read (group, sample, task id) of the rollouts of ``step``. Raises FileNotFoundError."""
+        """Read (group, sample, task id) of the rollouts of ``step``. Raises FileNotFoundError, DamagedRollouts."""
         path, names = self.path(step), ["group", "sample", "task_id"]
-        if path.suffix == ".parquet":
-            rows = _import_pyarrow()[1].read_table(path, columns=names).to_pylist()
-        else:
-            with path.open(encoding="utf-8") as file:
-                rows = [json.loads(line) for line in file]
-        return [(row["group"], row["sample"], row["task_id"]) for row in rows]
+        with naming_damage(path):
+            if path.suffix == ".parquet":
+                rows = _import_pyarrow()[1].read_table(path, columns=names).to_pylist()
+            else:
+                with path.open(encoding="utf-8") as file:
+                    rows = [json.loads(line) for line in file]
+            return [(row["group"], row["sample"], row["task_id"]) for row in rows]
 
     def read_ratios(self, step: int) -> list[TokenRatio]:
         """Read the tokens of a step with the largest mismatch, the largest |log ratio| first. Empty if sampler and learner agree."""
@@ -140,8 +144,10 @@ class RolloutStore:
             self._files.write(path, encode_flags([*read_flags(path), *(flag for flag in flags if flag.step == step)]))
 
     def read_flags(self, step: int) -> FlaggedRollouts:
-        """Read the detectors that name rollouts of a step."""
-        return group_flags(read_flags(self._flags_path(step)))
+        """Read the detectors that name rollouts of a step. Raises DamagedRollouts."""
+        path = self._flags_path(step)
+        with naming_damage(path):
+            return group_flags(read_flags(path))
 
     def _flags_path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}_flags.jsonl"
@@ -157,7 +163,7 @@ class RolloutStore:
         self._files.write(path, encode_ratios(rows))
 
     def read_all(self) -> Iterator[RolloutRecord]:
-        """Iterate over all rollouts in step order, holding one step in memory at a time."""
+        """Iterate over all rollouts in step order, holding one step in memory at a time. Raises DamagedRollouts."""
         for step in self.steps():
             yield from self.read(step)
 
@@ -257,12 +263,12 @@ def _build_schema(pa: Any) -> pyarrow.Schema:
         "reward": pa.float64(),
         "rewards": pa.map_(pa.string(), pa.float64()),
         "kept": pa.bool_(),
-        "prompt_messages": pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])),
+        "prompt_messages": pa.list_(pa.struct([(name, pa.string()) for name in ("role", "content", "reasoning")])),
         "turns": pa.list_(
             pa.struct([
                 ("role", pa.string()), ("text", pa.string()), ("start", pa.int64()), ("end", pa.int64()), ("sampled", pa.bool_()),
                 ("versions", pa.list_(pa.int32())), ("reward", pa.float64()), ("calls", pa.list_(pa.string())), ("tool", pa.string()),
-                ("path", pa.int64()), ("state", pa.string()), ("images", pa.list_(pa.string())),
+                ("path", pa.int64()), ("state", pa.string()), ("images", pa.list_(pa.string())), ("reasoning", pa.string()),
             ])
         ),
         "branches": pa.list_(pa.list_(pa.int64())),
@@ -353,7 +359,9 @@ def _from_row(row: Mapping[str, Any]) -> RolloutRecord:
             "reward": float(row["reward"]),
             "rewards": {name: float(value) for name, value in row["rewards"].items()},
             "metrics": {name: float(value) for name, value in row.get("metrics", {}).items()},
-            "prompt_messages": tuple(row.get("prompt_messages", ())),
+            "prompt_messages": tuple(
+                {name: text for name, text in message.items() if text is not None} for message in row.get("prompt_messages", ())
+            ),
             "branches": tuple((parent, start) for parent, start in row.get("branches", ())),
             "prompt_images": tuple((message, image) for message, image in row.get("prompt_images", ())),
             **_token_columns(row, floats),
@@ -363,6 +371,7 @@ def _from_row(row: Mapping[str, Any]) -> RolloutRecord:
                     **{
                         **turn,
                         "versions": tuple(turn["versions"]),
+                        "reasoning": turn.get("reasoning") or "",
                         **{name: tuple(turn.get(name) or ()) for name in ("calls", "images")},
                     }
                 )

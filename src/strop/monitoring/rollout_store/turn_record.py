@@ -27,6 +27,7 @@ class TurnRecord:
     path: int = 0  # 0: the main path; i: branch i of the rollout
     state: str | None = None  # of the environment before a turn of the policy, if it says so
     images: tuple[str, ...] = ()  # names of the images that the environment showed, in order
+    reasoning: str = ""  # in a field of its own, of a message that was not sampled: what the policy sampled has it in its text
 
 
 def make_turn_records(rollout: Rollout) -> tuple[TurnRecord, ...]:
@@ -43,6 +44,7 @@ def make_turn_records(rollout: Rollout) -> tuple[TurnRecord, ...]:
                 turn.text if turn.sampled else message.shown_content,
                 tuple(call.name for call in message.tool_calls),
                 message.name,
+                "" if turn.sampled else message.reasoning,
             )
             for message in messages
         ]
@@ -59,10 +61,12 @@ def make_turn_records(rollout: Rollout) -> tuple[TurnRecord, ...]:
             "state": next(states, None) if turn.sampled else None,
         }
         shown = tuple(image_name(image.digest) for image in turn.images)
-        default = [("assistant" if turn.sampled else "user", turn.text, (), "")]
+        default = [("assistant" if turn.sampled else "user", turn.text, (), "", "")]
         records += [
-            TurnRecord(role=role, text=text, calls=calls, tool=tool, images=() if number else shown, **common)
-            for number, (role, text, calls, tool) in enumerate(named or default)
+            TurnRecord(
+                role=role, text=text, calls=calls, tool=tool, images=() if number else shown, reasoning=reasoning, **common
+            )
+            for number, (role, text, calls, tool, reasoning) in enumerate(named or default)
         ]
         first += len(turn.tokens) if turn.sampled else 0
         start, next_message = end, next_message + turn.num_messages

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.turn_record import TurnRecord
@@ -30,9 +31,11 @@ class ValidationSamples:
         return sorted(int(match[1]) for path in self.folder.glob("step_*") if (match := _FILE_PATTERN.fullmatch(path.name)))
 
     def read(self, step: int, task_id: str | None = None) -> list[RolloutRecord]:
-        """Read the samples of the validation after ``step``, or those of one task. Raises FileNotFoundError."""
-        values = json.loads((self.folder / f"step_{step:06d}.json").read_text(encoding="utf-8"))
-        return list(_read_tasks(step, [task for task in values["tasks"] if task_id in (None, task["task"])]))
+        """Read the samples of the validation after ``step``, or those of one task. Raises FileNotFoundError, DamagedRollouts."""
+        path = self.folder / f"step_{step:06d}.json"
+        with naming_damage(path):
+            values = json.loads(path.read_text(encoding="utf-8"))
+            return list(_read_tasks(step, [task for task in values["tasks"] if task_id in (None, task["task"])]))
 
     def read_flags(self, step: int) -> FlaggedRollouts:
         """Return nothing: the monitor of reward hacking does not look at validations."""
@@ -65,11 +68,16 @@ def _read_tasks(step: int, tasks: Sequence[Mapping[str, Any]]) -> Iterator[Rollo
                 kept=True,
                 dropped_because=None,
                 answer=task["answer"],
-                prompt_messages=tuple(sample["messages"][: len(sample["messages"]) - len(turns)]),
+                prompt_messages=tuple(map(_read_message, sample["messages"][: len(sample["messages"]) - len(turns)])),
                 turns=turns,
                 prompt_images=tuple((message, image) for message, image in sample.get("prompt_images", ())),
                 metrics={"accuracy": float(sample["accuracy"]), **sample.get("metrics", {})},
             )
+
+
+def _read_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message of the prompt as those of training are stored."""
+    return {"reasoning" if name == "reasoning_content" else name: value for name, value in message.items()}
 
 
 def _read_turns(sample: Mapping[str, Any]) -> tuple[TurnRecord, ...]:

@@ -23,6 +23,7 @@ class ReasoningPart:
     is_closed: bool = True  # False: reasoning that was never ended
     start: int | None = None  # tokens [start, end) of the rollout; None where the texts of tokens are not known
     end: int | None = None
+    origin: str = ""  # of reasoning that is no part of the turn's text: where it comes from
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,17 @@ def _format_message(message: ShownMessage, previews: Mapping[str, str]) -> str:
     note = f" ({html.escape(message.note)})" if message.note else ""
     return (
         f'<li class="{classes}"><span class="role">{html.escape(message.role)}{note}</span>'
+        f"{_format_reasoning(message)}"
         f'<pre class="text">{html.escape(message.text)}</pre>{"".join(_format_image(name, previews) for name in message.images)}</li>'
+    )
+
+
+def _format_reasoning(message: ShownMessage) -> str:
+    if not message.reasoning:
+        return ""
+    return (
+        f"<details><summary>reasoning, {html.escape(message.origin)}</summary>"
+        f'<pre class="text">{html.escape(message.reasoning)}</pre></details>'
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
+from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.user_code import suggest_names
@@ -49,13 +50,15 @@ class RolloutSelection:
     def over_steps(self) -> bool:
         return self.task is not None and self.step is None
 
+    @property
+    def one_step(self) -> bool:
+        return not self.over_steps and (self.ranked or not self.fill)
+
     def list_steps(self, stored: Sequence[int]) -> list[int]:
-        """Return the steps to read, in order."""
+        """Return the steps to read, in order. Of ``one_step``, the first that can be read."""
         if self.step is not None:
             return [self.step]
-        if self.over_steps:
-            return list(stored)
-        return list(reversed(stored)) if self.fill and not self.ranked else [stored[-1]]
+        return list(stored) if self.over_steps else list(reversed(stored))
 
 
 @dataclass(frozen=True)
@@ -66,17 +69,21 @@ class SelectedRollouts:
     matching: int
     summary: str  # of the steps that were read
     flags: Mapping[int, FlaggedRollouts] = field(default_factory=dict)  # by step
+    damaged: tuple[str, ...] = ()  # what is said of files that were passed over, because they cannot be read
 
     def flags_of(self, record: RolloutRecord) -> tuple[str, ...]:
         return self.flags.get(record.step, {}).get((record.task_id, record.sample), ())
 
 
 def select_rollouts(source: RolloutSource, selection: RolloutSelection) -> SelectedRollouts:
-    """Read the rollouts of a selection, one step at a time. Raises NoRollouts."""
+    """Read the rollouts of a selection, one step at a time.
+
+    Files that cannot be read are passed over, and said. Raises NoRollouts, and DamagedRollouts if no step that it asks for can be read."""
     steps = source.steps()
     if not steps:
         raise NoRollouts("no rollouts are stored")
-    flags = {step: flagged for step in steps if (flagged := source.read_flags(step))}
+    reader = _Reader(source)
+    flags = {step: flagged for step in steps if (flagged := reader.read_flags(step))}
     if selection.flagged:
         steps = [step for step in steps if step in flags]
         if not steps:
@@ -85,17 +92,54 @@ def select_rollouts(source: RolloutSource, selection: RolloutSelection) -> Selec
         raise NoRollouts(f"there are no rollouts of step {selection.step}; stored are {_describe_steps(steps)}")
     seen = _Seen()
     matching: list[RolloutRecord] = []
-    for step in selection.list_steps(steps):
-        records = source.read(step, selection.task if selection.over_steps else None)  # one task of many steps is read alone
+    for records in reader.read(selection, steps):
         found = [record for record in seen.watch(records) if _matches(record, selection, flags)]
         seen.matching += len(found)
         matching += found[:1] if selection.over_steps and not selection.ranked else found
         if not selection.over_steps and len(matching) >= selection.limit:
             break
     if not matching:
-        list(seen.watch(source.read(selection.step or steps[-1])))  # the names that there are
-        raise NoRollouts(f"no rollout of {_describe_range(selection.list_steps(steps))} {_explain(selection, seen)}")
-    return SelectedRollouts(tuple(_pick(matching, selection)), seen.matching, seen.describe(), flags)
+        list(seen.watch(reader.read_any(selection.step, steps)))  # the names that there are
+        raise NoRollouts(f"no rollout of {_describe_range(reader.steps)} {_explain(selection, seen)}")
+    return SelectedRollouts(tuple(_pick(matching, selection)), seen.matching, seen.describe(), flags, tuple(reader.damaged))
+
+
+class _Reader:
+    """Reads the steps of a selection, and passes over files that cannot be read."""
+
+    def __init__(self, source: RolloutSource) -> None:
+        self._source = source
+        self.steps: list[int] = []  # those that were read
+        self.damaged: list[str] = []
+
+    def read_flags(self, step: int) -> FlaggedRollouts:
+        try:
+            return self._source.read_flags(step)
+        except DamagedRollouts as error:
+            self.damaged.append(str(error))
+            return {}
+
+    def read(self, selection: RolloutSelection, stored: Sequence[int]) -> Iterator[list[RolloutRecord]]:
+        """Yield the rollouts of each step. Raises DamagedRollouts if the only step cannot be read, or none can."""
+        first: DamagedRollouts | None = None
+        for step in selection.list_steps(stored):
+            try:
+                records = self._source.read(step, selection.task if selection.over_steps else None)  # one task is read alone
+            except DamagedRollouts as error:
+                if selection.step is not None:
+                    raise
+                first = first or error
+                self.damaged.append(str(error))
+                continue
+            self.steps.append(step)
+            yield records
+            if selection.one_step:
+                return
+        if first is not None and not self.steps:
+            raise first
+
+    def read_any(self, step: int | None, stored: Sequence[int]) -> list[RolloutRecord]:
+        return next(self.read(RolloutSelection(step=step), stored))
 
 
 class _Seen:

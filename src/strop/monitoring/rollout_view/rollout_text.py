@@ -12,11 +12,14 @@ if TYPE_CHECKING:
 
 NARROW = 50  # columns; below, a role has a line of its own
 WIDEST_ROLE = 12
+LONGEST_REASONING = 200  # characters of what stands apart from a message
 STYLES = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "green"}
 
 
-def format_rollout(shown: ShownRollout, *, width: int, colour: bool) -> str:
-    """Return a rollout as lines of at most ``width`` columns. What the policy sampled has a bar, anything else dots."""
+def format_rollout(shown: ShownRollout, *, width: int, colour: bool, unfold: bool = False) -> str:
+    """Return a rollout as lines of at most ``width`` columns; ``unfold`` shows reasoning whole.
+
+    What the policy sampled has a bar, anything else dots."""
     from rich.console import Console
     from rich.rule import Rule
     from rich.text import Text
@@ -34,13 +37,13 @@ def format_rollout(shown: ShownRollout, *, width: int, colour: bool) -> str:
     for message in shown.messages:
         if not role_width:
             console.print(Text(message.role, style=_style(message)))
-        console.print(_make_table(message, role_width))
+        console.print(_make_table(message, role_width, LONGEST_REASONING if not unfold else None))
         if message.note and message.sampled:
             console.print(Text(f"({message.note})", style="dim"), justify="right")
     return "\n".join(line.rstrip(" ") for line in out.getvalue().split("\n"))
 
 
-def _make_table(message: ShownMessage, role_width: int) -> Table:
+def _make_table(message: ShownMessage, role_width: int, most: int | None) -> Table:
     """Return a message as columns: its role, if it has a width, the bar, and its text."""
     from rich.table import Table
     from rich.text import Text
@@ -50,10 +53,20 @@ def _make_table(message: ShownMessage, role_width: int) -> Table:
         table.add_column(width=role_width, justify="right", overflow="fold")
     table.add_column(width=1)
     table.add_column(overflow="fold")
-    for number, line in enumerate(message.text.expandtabs(4).split("\n")):
+    lines = [*_fold_reasoning(message, most), *message.text.expandtabs(4).split("\n")]
+    for number, line in enumerate(lines):
         role = [Text("" if number else message.role, style=_style(message))] if role_width else []
         table.add_row(*role, Text("|" if message.sampled else ":", style=_style(message)), Text(line))
     return table
+
+
+def _fold_reasoning(message: ShownMessage, most: int | None) -> list[str]:
+    """Return the reasoning of a message on one line, at most ``most`` characters of it; nothing without any."""
+    if not message.reasoning:
+        return []
+    text = " ".join(message.reasoning.split())
+    beginning = text if most is None or len(text) <= most else f"{text[:most]}..."
+    return [f"[reasoning, {message.origin}: {beginning}]"]
 
 
 def _style(message: ShownMessage) -> str:

@@ -28,6 +28,8 @@ class ShownMessage:
     sampled: bool
     note: str = ""  # its tokens, the weights that sampled it, the reward of its steps, and the state that it was sampled in
     images: tuple[str, ...] = ()  # names of stored images
+    reasoning: str = ""  # that the message has in a field of its own
+    origin: str = ""  # where that comes from
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,12 @@ def show_rollout(record: RolloutRecord, limit: int | None, flags: Sequence[str] 
     """
     title = f"step {record.step}, task {record.task_id}, sample {record.sample}, {record.environment}"
     messages = tuple(
-        replace(message, role=make_printable(message.role), text=make_printable(_shorten(message.text, limit)))
+        replace(
+            message,
+            role=make_printable(message.role),
+            text=make_printable(_shorten(message.text, limit)),
+            reasoning=make_printable(_shorten(message.reasoning, limit)),
+        )
         for message in _list_messages(record)
     )
     facts = tuple((make_printable(name), make_printable(_shorten(value, limit))) for name, value in _list_facts(record, flags))
@@ -58,6 +65,8 @@ def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
             message["content"],
             sampled=False,
             images=tuple(image for place, image in record.prompt_images if place == number),
+            reasoning=message.get("reasoning") or "",
+            origin=describe_origin(message.get("reasoning") or "", record.prompt),
         )
         for number, message in enumerate(record.prompt_messages)
     ]
@@ -68,6 +77,8 @@ def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
             turn.sampled,
             _describe_turn(turn) + _describe_state(turn.state) + branch,
             turn.images,
+            turn.reasoning,
+            describe_origin(turn.reasoning),
         )
         for turn, branch in zip(record.turns, _describe_branches(record), strict=True)
     ]
@@ -77,6 +88,22 @@ def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
         ShownMessage("prompt", record.prompt, sampled=False),
         ShownMessage("completion", record.completion, sampled=True, note=_describe_tokens(sum(record.sampled), ())),
     ]
+
+
+def describe_origin(reasoning: str, prompt: str = "") -> str:
+    """Return where reasoning comes from that stands apart from what a message says; "" without any. ``prompt``: as the policy read it.
+
+    Chat templates leave the reasoning of earlier messages out, or write it: what is in the prompt was read."""
+    if not reasoning:
+        return ""
+    origin = "given in a field of its own"
+    if not prompt:
+        return origin
+    return (
+        f"{origin}, and in the prompt"
+        if reasoning.strip() in prompt
+        else f"{origin}, and not in the prompt: the policy did not read it"
+    )
 
 
 def _describe_branches(record: RolloutRecord) -> Iterator[str]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.stored_images import StoredImages
+from strop.monitoring.rollout_view.marked_turns import join_turns
 from strop.monitoring.trackers.media import MetricHistogram, SampleImage, SampleRow, SampleTable, StepMedia
 from strop.safety.printable import make_printable, shorten
 
@@ -82,7 +83,7 @@ def _make_row(record: RolloutRecord) -> SampleRow:
         environment=_text(record.environment),
         task=_text(record.task_id),
         prompt=_text(messages or record.prompt),
-        completion=_text(record.completion),
+        completion=_text(join_turns(record.turns, record.completion)),
         answer=_text(record.answer),
         reward=record.reward,
         ending=_text(ending),
@@ -95,7 +96,7 @@ def _row_of_task(task: Mapping[str, Any], sample: Mapping[str, Any]) -> SampleRo
         environment=_text(task["environment"]),
         task=_text(str(task["task"])),
         prompt=_text("\n".join(f"{message['role']}: {message['content']}" for message in messages)),
-        completion=_text(sample["completion"]),
+        completion=_text(join_turns(sample.get("turns"), sample["completion"])),
         answer=_text(str(task["answer"])),
         reward=float(sample["reward"]),
         ending=_text(sample["ending"] or "error"),

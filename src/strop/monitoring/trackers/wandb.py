@@ -84,8 +84,9 @@ class WandbTracker(ServiceTracker["wandb.Run"]):
         Path(self._init["dir"]).mkdir(parents=True, exist_ok=True)
         from_scratch = resume_step is not None and resume_step < 0
         run_id = None if from_scratch else read_run_id(self._log_dir, ID_FILE)
-        # Console capture would record every redraw of the live console.
-        common = {**self._init, "settings": wandb.Settings(console="off")}
+        # Console capture would record every redraw of the live console. The summary at the end would stand among the run's last lines.
+        quiet = {} if "WANDB_QUIET" in os.environ else {"quiet": True}
+        common = {**self._init, "settings": wandb.Settings(console="off", **quiet)}
         if run_id is None or resume_step is None or self._is_offline():
             return wandb.init(id=run_id or create_run_id(self._log_dir, ID_FILE), resume="allow", **common)
         return _resume_rewound(run_id, resume_step, common)

@@ -201,10 +201,14 @@ def describe_dropped_groups(folder: Path, steps: Sequence[tuple[int, Mapping[str
 
 
 def _read_errors(folder: Path, step: int) -> list[str]:
+    from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
     from strop.monitoring.rollout_store.rollout_store import RolloutStore  # imports torch, so only on demand
 
     store = RolloutStore(folder, "none")
-    return [record.error for record in store.read(step) if record.error] if step in store.steps() else []
+    try:
+        return [record.error for record in store.read(step) if record.error] if step in store.steps() else []
+    except DamagedRollouts as error:
+        return [str(error)]
 
 
 def _describe_mismatch(status: Status | None, steps: Sequence[tuple[int, Mapping[str, float]]]) -> str | None:

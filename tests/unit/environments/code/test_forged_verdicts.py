@@ -11,7 +11,7 @@ from strop.environments.code.grade_code import CodeGrade, GradingRules, grade_co
 from strop.sandbox.base import Limits
 from strop.sandbox.sandbox_pool import get_sandbox
 
-RULES = GradingRules(limits=Limits(cpu_s=0.5, wall_s=4, memory_mb=256), total_s=1)
+RULES = GradingRules(limits=Limits(cpu_s=0.25, wall_s=4, memory_mb=256), total_s=0.5)
 ASSERTS = CodeProblem(
     question="Square a number.",
     tests=tuple(

@@ -15,6 +15,7 @@ from strop.sandbox.base import Limits
 from strop.sandbox.sandbox_pool import get_sandbox
 
 RULES = GradingRules(limits=Limits(cpu_s=1, wall_s=5))
+IMPATIENT = GradingRules(limits=Limits(cpu_s=0.3, wall_s=5))  # for programs that do not end
 SUMS = CodeProblem(
     question="Add.", tests=tuple(StdioTest(f"{a} {b}\n", f"{a + b}\n") for a, b in ((1, 2), (3, 4), (5, 6), (-1, 1)))
 )
@@ -46,7 +47,9 @@ def test_programs_of_each_language_read_and_write(language: str) -> None:
 
 
 def test_credit_is_partial_and_failures_are_counted() -> None:
-    found = grade(SUMS, "a, b = map(int, input().split())\nif a < 0: raise ValueError\nwhile a == 5: pass\nprint(3)")
+    found = grade(
+        SUMS, "a, b = map(int, input().split())\nif a < 0: raise ValueError\nwhile a == 5: pass\nprint(3)", rules=IMPATIENT
+    )
     assert (found.passed, found.total, found.timeouts, found.errors, found.compiled) == (1, 4, 1, 1, True)
     assert "ValueError" in " ".join(found.messages)
 
@@ -95,7 +98,7 @@ def test_functions_and_methods_of_solution_are_called() -> None:
     problem = CodeProblem(question="", tests=(CallTest("add", ([1], 2), ([3],)), CallTest("add", ([], 0), ([],))))
     assert grade(problem, "def add(xs, y): return [x + y for x in xs]").correct
     assert grade(problem, "class Solution:\n    def add(self, xs, y): return tuple(x + y for x in xs)").correct
-    slow = grade(problem, "def add(xs, y):\n    while not xs: pass\n    return [x + y for x in xs]")
+    slow = grade(problem, "def add(xs, y):\n    while not xs: pass\n    return [x + y for x in xs]", rules=IMPATIENT)
     assert (slow.passed, slow.timeouts, slow.errors) == (1, 1, 0)
     broken = grade(problem, "def add(xs, y): return xs[0] + y")
     assert (broken.passed, broken.timeouts, broken.errors) == (0, 0, 1)
@@ -129,7 +132,7 @@ def test_exceptions_of_the_program_reach_the_assertions() -> None:
 
 def test_a_call_that_takes_too_long_fails_its_assertions_alone() -> None:
     problem = asserts("assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3")
-    found = grade(problem, "def f(x):\n    while x == 3: pass\n    return x")
+    found = grade(problem, "def f(x):\n    while x == 3: pass\n    return x", rules=IMPATIENT)
     assert (found.passed, found.total, found.timeouts) == (2, 3, 1)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
 from strop.generation.generation_config import GenerationConfig
-from strop.generation.sglang.local_sglang_engines import require_sglang
+from strop.generation.sglang.require_sglang import require_sglang
 from strop.generation.sglang.server.cpu_stub import CPU_VARIABLE, KernelStubFinder, install_cpu_stub
 from strop.generation.sglang.sglang_config import SglangConfig
 from strop.generation.sglang.sglang_launch import RESERVED_ARGUMENTS, LaunchedAdapters, SglangLaunch, make_server_arguments

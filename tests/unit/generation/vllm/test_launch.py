@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import multiprocessing
 import os
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from strop.generation.vllm.launch import SPIN_SECONDS, ForkedEngineCore, fork_engine_cores, shorten_spins
+from strop.generation.vllm.launch import (
+    SPIN_SECONDS,
+    ForkedEngineCore,
+    end_without_collecting,
+    fork_engine_cores,
+    shorten_spins,
+)
+from support.forks import forks
 
 
 def test_a_core_is_sent_with_the_environment_of_that_moment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -51,3 +61,26 @@ def test_processes_of_an_engine_that_wait_for_each_other_soon_sleep(
     monkeypatch.delattr(shm_broadcast, "SpinCondition")
     shorten_spins()
     assert "takes cores from the learner" in caplog.text
+
+
+def count_what_stays_frozen(answers: Any) -> None:
+    """In a process of the server of engines."""
+    end_without_collecting()
+    gc.unfreeze()  # as vLLM does when it ends
+    from vllm.platforms import current_platform
+    from vllm.triton_utils.dispatcher import _registry
+
+    before = dict(_registry)
+    current_platform.register_triton_kernel_overrides()
+    answers.send((gc.get_freeze_count(), len(before), _registry == before, "torch._inductor.compile_fx" in sys.modules))
+
+
+def test_what_the_server_read_and_made_is_neither_searched_nor_made_again_by_its_forks() -> None:
+    answers, answer = multiprocessing.Pipe(duplex=False)
+    process = forks().Process(target=count_what_stays_frozen, args=(answer,))
+    process.start()
+    frozen, kernels, as_they_were, compiles = answers.recv()
+    process.join()
+    assert frozen > 100_000
+    assert kernels > 0 and as_they_were, "Triton's kernels are replaced, once"
+    assert compiles

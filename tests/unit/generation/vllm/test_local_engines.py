@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from strop.generation import launched_engines
 from strop.generation.generation_config import ColocatedConfig, GenerationConfig
-from strop.generation.vllm import local_engines
+from strop.generation.launched_engines import make_local_engines
 from strop.generation.vllm.engine_args import VllmLaunch
-from strop.generation.vllm.local_engines import make_local_engines
 from strop.generation.vllm.vllm_config import VllmConfig
 from strop.gpus import VISIBLE
 
@@ -94,6 +94,6 @@ def test_each_engine_writes_to_a_file_of_its_own() -> None:
 
 
 def test_without_vllm_engines_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(launched_engines, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"vLLM cannot be imported here .*pip install vllm.*policy\.generation\.backend=torch"):
         environments()

@@ -222,7 +222,7 @@ def test_requests_that_run_go_on_with_the_new_adapters(room: BackgroundLoop, bes
 def test_bfloat16_engines_hold_the_adapters_as_they_were_rounded(room: BackgroundLoop, tmp_path: Path, tokenizer: Any) -> None:
     """Some layers only, on the scale of rsLoRA."""
     lora = {"target_modules": ("q_proj", "v_proj", "down_proj"), "use_rslora": True}
-    served = serve_adapters(room, tmp_path, tokenizer, tolerance=0.3, lora=lora, dtype="bfloat16")
+    served = serve_adapters(room, tmp_path, tokenizer, tolerance=0.3, lora=lora, precision="bfloat16")
     try:
         move(served.model, 3)
         said = publish(room, served)

@@ -42,8 +42,10 @@ def ask(
 def test_logprobs_are_those_of_the_distribution_that_sampled(
     room: BackgroundLoop, served: ServedModel, sampling: Sampling
 ) -> None:
-    for seed in range(4):
-        completion = ask(room, served, sampling, seed)
+    async def with_seeds() -> list[Completion]:
+        return await asyncio.gather(*(served.pool.generate(PROMPT, sampling=sampling, seed=seed) for seed in range(4)))
+
+    for completion in room.run(with_seeds()):
         expected = compute_logprobs(served.model, PROMPT, completion.tokens, sampling)
         assert (completion.logprobs - expected).abs().max() < 2e-4
 

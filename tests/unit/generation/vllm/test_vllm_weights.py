@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from strop.generation.vllm import vllm_engine
 from strop.sampling import Sampling
 from strop.weight_sync.base import Sender
 from strop.weight_sync.transports.broadcast import BroadcastSender
@@ -169,8 +170,9 @@ def test_the_salt_alone_keeps_prefixes_of_other_weights_apart(
 
 
 def test_a_publish_that_fails_half_way_leaves_no_generator_with_weights_of_any_version(
-    room: BackgroundLoop, served: ServedModel
+    room: BackgroundLoop, served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(vllm_engine, "SHUTDOWN_SECONDS", vllm_engine.POLL_SECONDS)  # the engine does not die: waited for in vain
     before = served.weights.version
     with planted(room, served, "killed half way"):
         with pytest.raises(Exception, match="this worker fails in the middle"):

@@ -19,7 +19,7 @@ from support.megatron_adapters import PEFT, adapters_on_rank
 from support.megatron_parity import MegatronCase, case, train_cases_on_rank
 from support.models import build
 from support.needs import needs_megatron
-from support.parity import Case, Differences, compare, make_batch, train
+from support.parity import Case, Differences, compare, make_batch, shorter, train
 from support.sweep import sweep
 
 needs_megatron()
@@ -72,7 +72,10 @@ CASES = {
 @cache
 def train_together(names: tuple[str, ...]) -> Callable[[str], Differences]:
     """Train cases in one start of the ranks."""
-    cases = {name: (CASES[name][0], make_batch(CASES[name][0].case)) for name in names}
+    chosen = {name: CASES[name][0] for name in names}
+    if names[0] in KEPT_CASES:
+        chosen = {name: replace(made, case=shorter(made.case)) for name, made in chosen.items()}
+    cases = {name: (made, make_batch(made.case)) for name, made in chosen.items()}
     ranks = run_on_ranks(CASES[names[0]][0].world, train_cases_on_rank, cases)
 
     def differences(name: str) -> Differences:

@@ -21,6 +21,7 @@ from strop.learner.parallel.expert_parallel import apply_expert_parallel, check_
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.tensor_parallel import apply_tensor_parallel
 from strop.models.attention.attention_interface import IMPLEMENTATION
+from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
@@ -122,23 +123,29 @@ def test_experts_divided_over_ranks_with_different_tokens_are_those_of_one_proce
         assert {name: worst for name, worst in found.items() if max(worst[:2]) > BOUND} == {}
 
 
-def four_ranks(rank: int) -> dict[str, tuple[float, float, str]]:
-    layouts = {
-        f"tensor 2, experts {expert}, sequence {sequence}": ParallelDims(shard=2, tensor=2, expert=expert, sequence=sequence)
-        for expert in (1, 2, 4)
-        for sequence in (False, True)
-        if (expert, sequence) != (1, False)
-    }
-    return {
-        f"{name}: {layout}": compared(MODELS[name](), MODELS[name](), DeviceMeshes(sizes, "cpu"))
-        for layout, sizes in layouts.items()
-        for name in (("exact_mixture",) if sizes.sequence and sizes.expert == 1 else ("exact_mixture", "exact_uneven"))
-        if not (sizes.sequence and name == "exact_uneven")  # its plan leaves the attention whole
-    }
+Divided = tuple[str, int, bool]  # a model, the ranks that share its experts, whether rows are divided as well
+
+KEPT: tuple[Divided, ...] = (("exact_mixture", 1, True), ("exact_uneven", 2, False), ("exact_mixture", 4, True))
+ALL: tuple[Divided, ...] = (  # without rows that are divided for ``exact_uneven``, whose plan leaves the attention whole
+    *KEPT,
+    ("exact_mixture", 2, False),
+    ("exact_mixture", 2, True),
+    ("exact_mixture", 4, False),
+    ("exact_uneven", 4, False),
+)
 
 
-def test_experts_are_divided_further_than_layers_or_as_far() -> None:
-    for found in run_on_ranks(4, four_ranks):
+def four_ranks(rank: int, cases: tuple[Divided, ...]) -> dict[Divided, tuple[float, float, str]]:
+    found = {}
+    for name, expert, sequence in cases:
+        sizes = ParallelDims(shard=2, tensor=2, expert=expert, sequence=sequence)
+        found[name, expert, sequence] = compared(MODELS[name](), MODELS[name](), DeviceMeshes(sizes, "cpu"))
+    return found
+
+
+@pytest.mark.parametrize("cases", sweep([KEPT, ALL], KEPT), ids=lambda cases: f"{len(cases)} layouts")
+def test_experts_are_divided_further_than_layers_or_as_far(cases: tuple[Divided, ...]) -> None:
+    for found in run_on_ranks(4, four_ranks, cases):
         assert {name: worst for name, worst in found.items() if max(worst[:2]) > BOUND} == {}
 
 

@@ -112,14 +112,20 @@ def compared(case: dict[str, Any], meshes: DeviceMeshes) -> tuple[float, float, 
     return float((found - wanted).abs().max() / wanted.abs().max()), worst, name
 
 
-def every_case(rank: int, sequence: bool) -> dict[str, tuple[float, float, str]]:
+# In `make test` models of one kind are one, and what others cover at the same time is left out.
+OTHERS = ("llama", "qwen2", "qwen3", "llama, checkpointing", "llama, two micro-batches", "phi3")
+
+
+def every_case(rank: int, sequence: bool, kept: bool) -> dict[str, tuple[float, float, str]]:
     meshes = DeviceMeshes(ParallelDims(tensor=2, sequence=sequence), "cpu")
-    return {name: compared(case, meshes) for name, case in CASES.items() if case.get("only", sequence) == sequence}
+    cases = {name: case for name, case in CASES.items() if not kept or name not in OTHERS}
+    return {name: compared(case, meshes) for name, case in cases.items() if case.get("only", sequence) == sequence}
 
 
 @pytest.mark.parametrize("sequence", sweep([False, True], True))
-def test_a_model_divided_among_two_ranks_has_the_hidden_states_and_gradients_of_one_process(sequence: bool) -> None:
-    for found in run_on_ranks(2, every_case, sequence):
+@pytest.mark.parametrize("kept", sweep([False, True], True))
+def test_a_model_divided_among_two_ranks_has_the_hidden_states_and_gradients_of_one_process(sequence: bool, kept: bool) -> None:
+    for found in run_on_ranks(2, every_case, sequence, kept):
         assert {name: worst for name, worst in found.items() if max(worst[:2]) > BOUND} == {}
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,6 +21,7 @@ from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.trackers.base import NullTracker
 from strop.types import Group, Rollout, Task
 from support.simulated_policies import HACKS, HONEST, Policy, hacks_length, learns, needs_length, needs_length_badly, sample_step
+from support.sweep import sweep_rows
 
 PAGE = Path(__file__).parents[4] / "docs" / "reward_hacking.md"
 STEPS = 60
@@ -69,12 +71,10 @@ def test_each_planted_hack_is_found(name: str) -> None:
     assert "sample" in warning and "strop rollouts LOG_DIR --step" in warning
 
 
-@pytest.mark.parametrize("name", HONEST)
-def test_honest_runs_are_left_alone(name: str) -> None:
-    for seed in range(3):
-        monitor = make_monitor()
-        _, notes = run(monitor, HONEST[name], seed)
-        assert not notes
+@pytest.mark.parametrize(("name", "seed"), sweep_rows(product(HONEST, range(3)), *((name, 0) for name in HONEST)))
+def test_honest_runs_are_left_alone(name: str, seed: int) -> None:
+    _, notes = run(make_monitor(), HONEST[name], seed)
+    assert not notes
 
 
 @pytest.mark.exhaustive
@@ -111,10 +111,16 @@ def test_a_second_grader_that_drifts_away_is_found_and_one_that_agrees_is_not() 
     monitor = make_monitor("second_grader", second_grader=is_right)
     logged, notes = run(monitor, HACKS["duplicate_answers"])
     assert (found := first_alarm(logged, "second_grader")) is not None and found <= 45 and len(notes) == 1
-    for grader in (is_right, is_right_sometimes):
-        for seed in range(3):
-            monitor = make_monitor("second_grader", second_grader=grader)
-            assert not run(monitor, learns, seed)[1]
+    for seed, grader in enumerate((is_right, is_right_sometimes)):
+        monitor = make_monitor("second_grader", second_grader=grader)
+        assert not run(monitor, learns, seed)[1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("grader", [is_right, is_right_sometimes])
+def test_second_graders_that_agree_are_left_alone(grader: Grader, seed: int) -> None:
+    assert not run(make_monitor("second_grader", second_grader=grader), learns, seed)[1]
 
 
 def test_from_an_alarm_on_the_rollouts_that_show_it_are_flagged_and_no_honest_ones() -> None:

@@ -57,7 +57,7 @@ function Part({ part, view }) {
   if (!part.is_reasoning) return body;
   const size = part.start === null ? `${formatCount(part.text.length)} characters` : `${formatCount(part.end - part.start)} tokens`;
   return html`<details class="reasoning" open=${isOpen} onToggle=${(event) => setOpen(event.target.open)}>
-    <summary>reasoning <span class="pale">${part.text.trim() ? size : "empty"}${part.is_closed ? "" : ", never closed"}</span></summary>${isOpen && body}</details>`;
+    <summary>reasoning <span class="pale">${part.text.trim() ? size : "empty"}${part.is_closed ? "" : ", never closed"}${part.origin ? `, ${part.origin}` : ""}</span></summary>${isOpen && body}</details>`;
 }
 
 function notes(message) {

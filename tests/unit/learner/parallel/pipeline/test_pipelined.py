@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,7 +24,7 @@ from strop.models.value_head import ValueHead
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.models import build
-from support.parity import Case, Differences, build_network, compare, make_batch, train, train_on_rank
+from support.parity import Case, Differences, build_network, compare, make_batch, shorter, train, train_on_rank
 from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
@@ -93,7 +94,8 @@ def on_all(world: int, layout: str) -> Callable[[str], Differences]:
     """All cases of so many ranks that are kept for `make test`, or those of one layout, in one start of them."""
     chosen = KEPT if layout == "kept" else [name for name in BOUNDS if name not in KEPT and layout_of(name) == layout]
     names = [name for name in chosen if BOUNDS[name][0].sizes.world_size == world]
-    cases = {name: (BOUNDS[name][0], make_batch(BOUNDS[name][0])) for name in names}
+    shape = shorter if layout == "kept" else replace
+    cases = {name: (shape(BOUNDS[name][0]), make_batch(BOUNDS[name][0])) for name in names}
     ranks = run_on_ranks(world, train_on_rank, cases)
 
     def differences(name: str) -> Differences:
