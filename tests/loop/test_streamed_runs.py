@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from loop import long_streams
 from loop.killing import Kill
 from loop.kinds import SUMS, bitwise_equal, conversation, preference, start_run, train, train_to_end, write_rows
 from loop.runs import grpo, heed_interrupts, metrics_of, repeatable
+from strop.rollouts.tokenizing_worker import READY, read_message, write_message
 from support.forked_interpreter import Forked, forked_interpreter
 from support.sweep import sweep
 
@@ -83,6 +85,22 @@ def interpreter() -> Iterator[str]:
     """For workers, which would import transformers before they tokenize a line."""
     with forked_interpreter() as interpreter:
         yield interpreter
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [(lambda worker: worker.stdin.close(), 0), (lambda worker: worker.kill(), -9)], ids=["closed", "killed"]
+)
+def test_a_fork_and_the_process_that_stands_for_it_end_together(
+    end: Callable[[subprocess.Popen[bytes]], None], status: int, interpreter: str
+) -> None:
+    command = [interpreter, "-P", "-m", "strop.rollouts.tokenizing_worker"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdin is not None and worker.stdout is not None
+        write_message(worker.stdin, ("template", "rules"))
+        assert read_message(worker.stdout) == READY
+        end(worker)
+        assert worker.stdout.read() == b"", "which the fork holds as long as it lives"
+        assert worker.wait(10) == status
 
 
 @pytest.mark.parametrize("name", sweep(KILLED, "sft in workers"))

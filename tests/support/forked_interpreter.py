@@ -78,12 +78,11 @@ def serve(listener: socket.socket) -> None:
         for each in ready:
             if each is listener:
                 accept(listener, clients)
-            elif each in callers:
-                with suppress(ProcessLookupError):
-                    os.kill(callers[each], signal.SIGKILL)
-                _forget(clients, callers[each])
-            elif owners[each] in clients:
+            elif each in owners:
                 _forget(clients, owners[each])
+            elif callers[each] in clients:  # and did not end at the same time
+                os.kill(callers[each], signal.SIGKILL)
+                _forget(clients, callers[each])
 
 
 def _forget(clients: dict[int, tuple[socket.socket, int]], process: int) -> None:
