@@ -30,6 +30,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 BASE_CONFIG_FILE = "base_config.json"  # not config.json: the folder must not look like a full model
 CLASSIFIER_TASK = "SEQ_CLS"  # PEFT's task type of sequence classifiers
 _PREFIX = "base_model.model."  # of each name in PEFT's files
+_DOWN = ".lora_A.weight"
 _EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj")  # what PEFT takes for experts' layers, by name
 
 
@@ -141,7 +142,7 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     layers = lora_layers(model)
     for layer in layers:
-        weights[f"{_PREFIX}{layer.name}.lora_A.weight"] = layer.down.detach()
+        weights[f"{_PREFIX}{layer.name}{_DOWN}"] = layer.down.detach()
         weights[f"{_PREFIX}{layer.name}.lora_B.weight"] = layer.up.detach()
     for module_name in (_peft_config(model).modules_to_save or ()) if layers else ():
         layer_state = model.get_submodule(module_name).state_dict()
@@ -293,5 +294,30 @@ def merge_adapters(model: Any, folder: Path) -> Any:
     """Merge the adapters in ``folder`` into ``model`` and return an ordinary model. Accepts any adapters that PEFT can merge."""
     from peft import PeftModel
 
-    merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    config = _correct_peft_config(model, folder)
+    merged = PeftModel.from_pretrained(model, str(folder), **({} if config is None else {"config": config})).merge_and_unload()
     return merged.requires_grad_(True)  # PEFT froze it
+
+
+def _correct_peft_config(model: Any, folder: Path) -> Any:
+    """Return a configuration with which PEFT finds all layers of a folder that names some as it takes for experts; else None.
+
+    Such are files of PEFT with Transformers 4, and Megatron learners' of older versions. PEFT itself would leave these layers out.
+    """
+    from peft import PeftConfig
+    from safetensors import safe_open
+
+    config = PeftConfig.from_pretrained(str(folder))
+    if getattr(config, "target_parameters", None) or not (folder / WEIGHTS_FILE).exists():
+        return None
+    with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+        saved = [name.removeprefix(_PREFIX).removesuffix(_DOWN) for name in file.keys() if name.endswith(_DOWN)]
+    modules = dict(model.named_modules())
+    found = [name for name in saved if name in modules]
+    targets = AdapterTargets.of(found, model.config.model_type)
+    if not targets.parameters:
+        return None
+    if len(found) == len(saved):  # else some are of single experts, which PEFT puts together
+        config.target_modules = set(targets.modules)
+    config.target_parameters, config.lora_dropout = targets.parameters, 0.0
+    return config
