@@ -311,7 +311,8 @@ def _correct_peft_config(model: Any, folder: Path) -> Any:
     if getattr(config, "target_parameters", None) or not (folder / WEIGHTS_FILE).exists():
         return None
     with safe_open(folder / WEIGHTS_FILE, "pt") as file:
-        saved = [name.removeprefix(_PREFIX).removesuffix(_DOWN) for name in file.keys() if name.endswith(_DOWN)]
+        names = file.keys()
+    saved = [name.removeprefix(_PREFIX).removesuffix(_DOWN) for name in names if name.endswith(_DOWN)]
     modules = dict(model.named_modules())
     found = [name for name in saved if name in modules]
     targets = AdapterTargets.of(found, model.config.model_type)
