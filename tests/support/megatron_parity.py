@@ -208,6 +208,14 @@ def train_with_megatron(made: MegatronCase, batch: Batch) -> TrainingResult:
     return TrainingResult(steps, stepped, measured, scored, weights, [], trained)
 
 
+def compared_alone(single: TrainingResult) -> TrainingResult:
+    """What one process trained, as Megatron Core has it: no tied weights, and biases of experts in float32."""
+    weights = {
+        name: weight.float() if name.endswith("e_score_correction_bias") else weight for name, weight in single.weights.items()
+    }
+    return replace(single, weights=weights, tied=[])
+
+
 def train_cases_on_rank(rank: int, cases: dict[str, tuple[MegatronCase, Batch]]) -> dict[str, TrainingResult]:
     """Train every case on this rank. Only rank 0 returns weights."""
     found = {}

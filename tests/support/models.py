@@ -107,6 +107,36 @@ def _deepseek_v3() -> Any:
     )
 
 
+def _qwen2_moe() -> Any:
+    from transformers import Qwen2MoeConfig
+
+    return Qwen2MoeConfig(
+        **_SIZES,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        decoder_sparse_step=1,
+        mlp_only_layers=[0],
+    )
+
+
+def _glm4_moe() -> Any:
+    from transformers import Glm4MoeConfig
+
+    return Glm4MoeConfig(
+        **_SIZES,
+        head_dim=8,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=24,
+    )
+
+
 def _gpt_oss() -> Any:
     from transformers import GptOssConfig
 
@@ -140,12 +170,15 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "deepseek_v3": _deepseek_v3,
+    "qwen2_moe": _qwen2_moe,
+    "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "gpt2": _gpt2,
     "mamba": _mamba,
 }
 
-FAMILIES = tuple(name for name in CONFIGS if name not in ("mamba", "deepseek_v3"))  # support packed rows and the cached engine
+_SHARED_EXPERTS = ("deepseek_v3", "qwen2_moe", "glm4_moe")  # built where a test is of these
+FAMILIES = tuple(name for name in CONFIGS if name not in ("mamba", *_SHARED_EXPERTS))  # support packed rows and the cached engine
 
 
 def make_config(family: str, layers: int | None = None) -> Any:

@@ -117,7 +117,7 @@ def build_network(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda 
     model = to_float64(model) if case.dtype == torch.float64 else model.to(case.dtype)
     for parent in list(model.modules()) if case.dtype == torch.float64 else []:
         for name, child in list(parent.named_children()):
-            if type(child).__name__ in ("Qwen3MoeRMSNorm", "MixtralRMSNorm"):
+            if type(child).__name__ in ("Qwen3MoeRMSNorm", "MixtralRMSNorm", "DeepseekV3RMSNorm"):
                 setattr(parent, name, ExactNorm(child.weight, child.variance_epsilon))
     if case.dtype == torch.float64 and case.family.startswith(MEGATRON):
         make_exact(model)

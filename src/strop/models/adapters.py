@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 BASE_CONFIG_FILE = "base_config.json"  # not config.json: the folder must not look like a full model
 CLASSIFIER_TASK = "SEQ_CLS"  # PEFT's task type of sequence classifiers
 _PREFIX = "base_model.model."  # of each name in PEFT's files
+_DOWN = ".lora_A.weight"
+_EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj")  # what PEFT takes for experts' layers, by name
 
 
 def identity(tensor: Tensor) -> Tensor:
@@ -138,7 +142,7 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     layers = lora_layers(model)
     for layer in layers:
-        weights[f"{_PREFIX}{layer.name}.lora_A.weight"] = layer.down.detach()
+        weights[f"{_PREFIX}{layer.name}{_DOWN}"] = layer.down.detach()
         weights[f"{_PREFIX}{layer.name}.lora_B.weight"] = layer.up.detach()
     for module_name in (_peft_config(model).modules_to_save or ()) if layers else ():
         layer_state = model.get_submodule(module_name).state_dict()
@@ -149,6 +153,50 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
 def _peft_config(model: Any) -> Any:
     """Return PEFT's configuration of the model's adapters."""
     return model.peft_config[ADAPTER]
+
+
+@dataclass(frozen=True)
+class AdapterTargets:
+    """The layers with adapters, as PEFT's configuration names them."""
+
+    modules: list[str]  # target_modules
+    parameters: list[str]  # target_parameters
+
+    @classmethod
+    def of(cls, names: Iterable[str], model_type: str, *, experts: bool = False) -> AdapterTargets:
+        """Name layers, by full names or the ends of them, so that PEFT finds exactly these in a model of this type.
+
+        Since Transformers 5 keeps experts in one tensor, PEFT takes ``gate_proj`` and others in many mixtures for layers of experts,
+        also those of dense layers and shared experts, and puts adapters on the experts. The weights of such layers are named instead, which
+        PEFT leaves as they are. ``experts``: the model has experts; used only without PEFT, which cannot be asked then.
+        """
+        names = list(names)
+        renamed = {name for name in names if _is_renamed(name.rpartition(".")[2], model_type, experts)}
+        modules = [name for name in names if name not in renamed]
+        return cls(modules, [f"{name}.weight" for name in names if name in renamed])
+
+    def options(self) -> dict[str, Any]:
+        """Return the keys of PEFT's configuration."""
+        if not self.parameters:
+            return {"target_modules": self.modules}
+        # PEFT refuses dropout beside adapters of parameters, and dropout is of training alone.
+        return {"target_modules": self.modules, "target_parameters": self.parameters, "lora_dropout": 0.0}
+
+
+@cache
+def _is_renamed(layer: str, model_type: str, experts: bool) -> bool:
+    """Return whether PEFT looks for another layer when a configuration names this one."""
+    try:
+        from peft import LoraConfig
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:
+        return experts and layer in _EXPERT_LAYERS
+    config = LoraConfig(target_modules=[layer])
+    try:
+        convert_peft_config_for_transformers(config, SimpleNamespace(config=SimpleNamespace(model_type=model_type)), None)
+    except ValueError:  # gate_proj without up_proj
+        return True
+    return set(config.target_modules) != {layer}
 
 
 def save_adapters(model: Any, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
@@ -163,6 +211,7 @@ def save_adapters(model: Any, folder: Path, tensors: Mapping[str, Tensor] | None
     config = copy.deepcopy(_peft_config(model))
     config.inference_mode = True
     config.target_modules = sorted(config.target_modules)  # a set, whose order differs between runs
+    config.target_parameters = sorted(config.target_parameters or ()) or None
     config.save_pretrained(str(folder))
     model.config.to_json_file(folder / BASE_CONFIG_FILE)
     save_file(
@@ -245,5 +294,31 @@ def merge_adapters(model: Any, folder: Path) -> Any:
     """Merge the adapters in ``folder`` into ``model`` and return an ordinary model. Accepts any adapters that PEFT can merge."""
     from peft import PeftModel
 
-    merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    config = _correct_peft_config(model, folder)
+    merged = PeftModel.from_pretrained(model, str(folder), **({} if config is None else {"config": config})).merge_and_unload()
     return merged.requires_grad_(True)  # PEFT froze it
+
+
+def _correct_peft_config(model: Any, folder: Path) -> Any:
+    """Return a configuration with which PEFT finds all layers of a folder that names some as it takes for experts; else None.
+
+    Such are files of PEFT with Transformers 4, and Megatron learners' of older versions. PEFT itself would leave these layers out.
+    """
+    from peft import PeftConfig
+    from safetensors import safe_open
+
+    config = PeftConfig.from_pretrained(str(folder))
+    if getattr(config, "target_parameters", None) or not (folder / WEIGHTS_FILE).exists():
+        return None
+    with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+        names = file.keys()
+    saved = [name.removeprefix(_PREFIX).removesuffix(_DOWN) for name in names if name.endswith(_DOWN)]
+    modules = dict(model.named_modules())
+    found = [name for name in saved if name in modules]
+    targets = AdapterTargets.of(found, model.config.model_type)
+    if not targets.parameters:
+        return None
+    if len(found) == len(saved):  # else some are of single experts, which PEFT puts together
+        config.target_modules = set(targets.modules)
+    config.target_parameters, config.lora_dropout = targets.parameters, 0.0
+    return config

@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.models.adapters import ADAPTER, CLASSIFIER_TASK, adapter_folder, lora_layers
+from strop.models.adapters import ADAPTER, CLASSIFIER_TASK, AdapterTargets, adapter_folder, lora_layers
 from strop.models.export import load_merged_model, new_folder, save_model
 from strop.models.loading import load_tokenizer
 from strop.models.lora_config import LoraConfig
@@ -73,19 +73,25 @@ def _inject_adapters(model: Any, names: Sequence[str], options: LoraConfig, base
             "dtensor_cfg.lora_cfg.enabled needs the package peft: pip install 'strop[lora]', or set it to false"
         ) from error
     layers = dict(model.named_modules())
+    targets = _shorten_names(names, layers)
     config = PeftConfig(
         r=options.dim,
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         use_rslora=options.use_rslora,
-        target_modules=_shorten_names(names, layers),
+        target_modules=targets,
         fan_in_fan_out=not any(isinstance(layers[name], nn.Linear) for name in names),
         task_type=CLASSIFIER_TASK if _is_classifier(model) else "CAUSAL_LM",
         base_model_name_or_path=base,
     )
-    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-    # Set after the injection: PEFT would wrap the score layer.
-    model.peft_config[ADAPTER].modules_to_save = _modules_to_save(model) or None
+    # PEFT replaces the names of some layers by those of experts (see AdapterTargets), unless the model has no configuration.
+    plain = nn.Module()
+    for name, child in model.named_children():
+        plain.add_module(name, child)
+    inject_adapter_in_model(config, plain, adapter_name=ADAPTER)
+    # Set after the injection: PEFT would wrap the score layer, and make parametrizations of targets that are parameters.
+    saved = AdapterTargets.of(targets, model.config.model_type).options()
+    model.peft_config = {ADAPTER: replace(config, **saved, modules_to_save=_modules_to_save(model) or None)}
 
 
 def _shorten_names(names: Sequence[str], layers: Collection[str]) -> list[str]:

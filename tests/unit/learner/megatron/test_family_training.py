@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.support.ranks import run_on_ranks
 
 from support.megatron_families import FAMILIES
-from support.megatron_parity import MegatronCase, case, train_cases_on_rank
+from support.megatron_parity import MegatronCase, case, compared_alone, train_cases_on_rank
 from support.needs import needs_megatron
 from support.parity import MEGATRON, Differences, compare, make_batch, train
 from support.sweep import sweep
@@ -36,12 +35,7 @@ def measure(name: str, world: int) -> list[tuple[Sizes, Differences]]:
     no_decay = ("norm", "bias") if name.startswith("qwen2") else ("norm",)
     trained = case(family=MEGATRON + name, branches=True, packed=name != "nemotron", no_decay=no_decay)
     batch = make_batch(trained)
-    single = train(trained, batch)
-    weights = {  # Megatron Core's bias of experts is float32
-        weight: tensor.float() if weight.endswith("e_score_correction_bias") else tensor
-        for weight, tensor in single.weights.items()
-    }
-    single = replace(single, weights=weights, tied=[])
+    single = compared_alone(train(trained, batch))
     layouts = (MIXTURE if name in MIXTURES else DENSE)[world]
     cases = {str(sizes): (MegatronCase(case=trained, world=world, sizes=sizes), batch) for sizes in layouts}
     ranks = run_on_ranks(world, train_cases_on_rank, cases)

@@ -16,7 +16,7 @@ from tests.support.ranks import run_on_ranks
 from strop.models.adapters import lora_layers
 from strop.weight_sync.exporter import fingerprint_adapters
 from support.megatron_adapters import PEFT, adapters_on_rank
-from support.megatron_parity import MegatronCase, case, train_cases_on_rank
+from support.megatron_parity import MegatronCase, case, compared_alone, train_cases_on_rank
 from support.models import build
 from support.needs import needs_megatron
 from support.parity import Case, Differences, compare, make_batch, shorter, train
@@ -80,7 +80,7 @@ def train_together(names: tuple[str, ...]) -> Callable[[str], Differences]:
 
     def differences(name: str) -> Differences:
         made, batch = cases[name]
-        return compare([rank[name] for rank in ranks], replace(train(made.case, batch), tied=[]), len(batch.target))
+        return compare([rank[name] for rank in ranks], compared_alone(train(made.case, batch)), len(batch.target))
 
     return differences
 

@@ -24,6 +24,7 @@ def gather_adapters(adapters: StageAdapters, *, copies: bool = False) -> Adapter
         names,
         {placed.weight.name.removesuffix(".weight") for placed in adapters.weights.weights} - set(names),
         base=adapters.base,
+        model_type=adapters.hf_config.model_type,
         dim=adapters.config.dim,
         alpha=adapters.config.alpha,
         dropout=adapters.config.dropout,

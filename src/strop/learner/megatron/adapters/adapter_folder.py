@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from strop.models.adapters import BASE_CONFIG_FILE, CLASSIFIER_TASK, CONFIG_FILE, WEIGHTS_FILE
+from strop.models.adapters import BASE_CONFIG_FILE, CLASSIFIER_TASK, CONFIG_FILE, WEIGHTS_FILE, AdapterTargets
 from strop.weight_sync.base import AdapterFiles
 
 PREFIX = "base_model.model."  # of each name in PEFT's files
@@ -48,6 +48,7 @@ def make_peft_config(
     others: Collection[str],
     *,
     base: str,
+    model_type: str,
     dim: int,
     alpha: float,
     dropout: float = 0.0,
@@ -55,10 +56,13 @@ def make_peft_config(
 ) -> dict[str, Any]:
     """Return PEFT's configuration of adapters on ``layers`` of a Hugging Face model, which also has ``others``.
 
-    ``base``: the name that the model is loaded by. ``scores``: it has a score layer, which is trained whole.
+    ``base``: the name that the model is loaded by. ``model_type``: that of its configuration. ``scores``: it has a score layer, which is
+    trained whole.
     """
     ends = {name.rpartition(".")[2] for name in layers}
     apart = all(name.rpartition(".")[2] not in ends for name in others)
+    experts = any(".experts." in name for name in others)
+    targets = AdapterTargets.of(sorted(ends) if apart else layers, model_type, experts=experts)
     return {
         "peft_type": "LORA",
         "task_type": CLASSIFIER_TASK if scores else "CAUSAL_LM",
@@ -66,7 +70,7 @@ def make_peft_config(
         "r": dim,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": sorted(ends) if apart else list(layers),
+        **targets.options(),
         "modules_to_save": ["score"] if scores else None,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -53,7 +53,7 @@ def read_adapter_shards(iteration: Path, config: Any, peft: Mapping[str, Any], *
         found = ", ".join(sorted(unused)[:3]) or "none"
         raise ValueError(f"{iteration} has adapters that {type(config).__name__} has no layers for: {found}")
     layers = [name.removeprefix(PREFIX).removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
-    options = make_peft_config(layers, others, base=base, dim=int(peft["dim"]), alpha=peft["alpha"])
+    options = make_peft_config(layers, others, base=base, model_type=config.model_type, dim=int(peft["dim"]), alpha=peft["alpha"])
     return AdapterFolder(tensors, options, config.to_json_string())
 
 
