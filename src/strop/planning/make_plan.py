@@ -33,7 +33,7 @@ def make_plan(inputs: PlanInputs, price: float | None = None) -> RunPlan:
         time=time,
         cost=_count_cost(inputs, time, price),
         advice=(*_advise_node(inputs, node), *_advise(inputs)),
-        breaks_first=find_weakest(inputs, phases),
+        breaks_first=find_weakest(inputs, phases, node),
         assumptions=inputs.assumptions,
     )
 
@@ -207,12 +207,15 @@ def _fits(inputs: PlanInputs, setup: LearnerSetup, room: float) -> bool:
     return LearnerFootprint(inputs.model, setup).training_peak <= room
 
 
-def find_weakest(inputs: PlanInputs, phases: tuple[PhaseMemory, ...]) -> str:
-    """Say which phase has the least room, and how far what fills it may grow."""
+def find_weakest(inputs: PlanInputs, phases: tuple[PhaseMemory, ...], node: NodeMemory | None = None) -> str:
+    """Say which phase has the least room, and how far what fills it may grow; or that a node's CPU memory does not fit."""
     fullest = max(phases, key=lambda phase: phase.peak / phase.limit)
     if not fullest.fits:
         biggest = max(fullest.parts, key=lambda name: fullest.parts[name])
         return f"{fullest.phase} does not fit: it takes {fullest.peak / fullest.limit:.0%} of a device's memory, most of it {biggest}"
+    if node is not None and node.limit is not None and not node.fits:
+        biggest = max(node.parts, key=lambda name: node.parts[name])
+        return f"the CPU memory of a node does not fit: it takes {node.peak / node.limit:.0%}, most of it {biggest}"
     tightest = max((phase for phase in phases if phase.phase == "training"), key=lambda phase: phase.peak)
     share = tightest.peak / tightest.limit
     tokens = inputs.learner.tokens

@@ -133,6 +133,27 @@ def test_the_cpu_memory_of_a_node_is_a_row_and_does_not_fit_where_there_is_less(
     assert started["loading"] and set(started["parts_bytes"]) == {"policy, as it is loaded", "reference, as it is copied"}
 
 
+@pytest.mark.parametrize("config", ["ppo_math_1B.yaml", "ppo_math_1B_megatron.yaml"])
+def test_a_critic_gets_the_layout_that_is_chosen_for_the_policy(config, capsys, tmp_path):
+    (tmp_path / "small.json").write_text(json.dumps({**MODEL, "hidden_size": 2048, "intermediate_size": 8192}))
+    arguments = ("--devices", "16", "--hardware", "h100", "--model-config", str(tmp_path / "small.json"))
+    made = plan_json(capsys, str(CONFIGS / config), *arguments)
+    assert not made["fits"] and len(made["choices"]) == 3
+    for choice in made["choices"]:
+        own, critics = (
+            {key[len(name) :] for key in choice["overrides"] if key.startswith(name)} for name in ("policy.", "value.")
+        )
+        assert critics and critics == {key for key in own if not key.startswith(("generation.", "reference."))}
+        assert plan_json(capsys, str(CONFIGS / config), *choice["overrides"], *arguments, "--no-choices")["fits"]
+
+
+def test_a_plan_says_that_only_the_cpu_memory_of_a_node_is_too_small(capsys, model_config):
+    arguments = (str(CONFIGS / "grpo_math_8B.yaml"), "--hardware", "h100", "--model-config", str(model_config), "--devices", "16")
+    made = plan_json(capsys, *arguments, "--node-memory", "16")
+    assert made["breaks_first"].startswith("the CPU memory of a node does not fit: it takes 374%, most of it what leaves for the")
+    assert made["verdict"].startswith("the devices have room") or made["choices"]
+
+
 def test_a_run_that_does_not_fit_exits_with_1_and_says_what_would(capsys, model_config):
     path = str(CONFIGS / "grpo_math_8B.yaml")
     made = plan_json(capsys, path, "--hardware", "rtx4090", "--devices", "1", "--model-config", str(model_config))

@@ -47,8 +47,9 @@ def add_choices(given: RunPlan, inputs: PlanInputs, config: TrainingRunConfig, l
 
 def _list_better(given: RunPlan, inputs: PlanInputs, space: ChoiceSpace, config: TrainingRunConfig) -> Iterator[Better]:
     """Yield the overrides and the seconds of layouts that seem better than the configured one, the best first."""
+    critic_layers = next((each.model.num_layers for each in inputs.beside if each.learns), None)
     for ranked in rank_layouts(inputs, space):
-        overrides = list_overrides(ranked.choice, space, config, inputs.model.num_layers)
+        overrides = list_overrides(ranked.choice, space, config, inputs.model.num_layers, critic_layers)
         if overrides and _is_faster(ranked.seconds, given):
             yield overrides, ranked.seconds
 
@@ -80,6 +81,8 @@ def _find_problems(config: TrainingRunConfig) -> frozenset[tuple[str, str]]:
 def _judge(given: RunPlan, choices: Sequence[PlanChoice]) -> str:
     """Say why the configuration is not the best, or that it is."""
     if not choices:
+        if given.node is not None and not given.node.fits and all(phase.fits for phase in given.phases):
+            return "the devices have room; the layouts that were tried do not bring a node's CPU memory below its limit"
         kept = "is as good as any that was found" if given.fits else "does not fit, and neither does any other on these devices"
         return f"the layout of the configuration {kept}"
     best = choices[0].plan

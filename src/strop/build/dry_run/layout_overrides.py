@@ -9,7 +9,9 @@ from strop.build.dry_run.planned_learner import read_learner_choice
 from strop.build.dry_run.run_plan_inputs import count_references
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
+from strop.config.schema.run_config import PpoRunConfig
 from strop.distributed.placement import count_engines
+from strop.learner.model_config import ModelConfig
 from strop.planning.layouts.layout_choice import ChoiceSpace, DeviceSplit, EngineChoice, LayoutChoice, LearnerChoice
 from strop.planning.plan_inputs import PlanInputs
 
@@ -53,6 +55,16 @@ def read_space(config: TrainingRunConfig, inputs: PlanInputs) -> ChoiceSpace:
         references=count_references(config),
         spans_nodes=generation is not None and generation.uses_vllm,
         budget_is_measured=config.policy.batching.train_mb_tokens == "auto",
+        critic_alike=_has_critic_alike(config),
+    )
+
+
+def _has_critic_alike(config: TrainingRunConfig) -> bool:
+    """Whether a critic can have the policy's layout: a model of its own in the same kind of learner."""
+    return (
+        isinstance(config, PpoRunConfig)
+        and not config.value.head_only
+        and config.value.megatron_cfg.enabled == config.policy.megatron_cfg.enabled
     )
 
 
@@ -65,11 +77,21 @@ def _read_split(config: TrainingRunConfig) -> DeviceSplit:
     return DeviceSplit(shared=False, per_node=counts.generating_per_node)
 
 
-def list_overrides(choice: LayoutChoice, space: ChoiceSpace, config: TrainingRunConfig, layers: int) -> tuple[str, ...]:
-    """Return ``key=value`` for each setting of a choice that differs from the configuration. ``layers``: of the model."""
+def list_overrides(
+    choice: LayoutChoice, space: ChoiceSpace, config: TrainingRunConfig, layers: int, critic_layers: int | None = None
+) -> tuple[str, ...]:
+    """Return ``key=value`` for each setting of a choice that differs from the configuration.
+
+    ``layers``: of the model. ``critic_layers``: of a critic, which is divided as the model is, if the run can.
+    """
+    critic: Iterator[str] = iter(())
+    if isinstance(config, PpoRunConfig) and space.critic_alike and critic_layers is not None:
+        critic = _of_learner(choice.learner, config.value, "value", critic_layers)
     return (
         *_of_split(choice, space, config),
-        *_of_learner(choice.learner, space, config, layers),
+        *_of_learner(choice.learner, config.policy, "policy", layers),
+        *_of_reference(choice.learner, space),
+        *critic,
         *_of_engine(choice, space, config),
     )
 
@@ -89,23 +111,27 @@ def _of_split(choice: LayoutChoice, space: ChoiceSpace, config: TrainingRunConfi
             yield f"{GENERATION}.colocated.resources.num_nodes=null"
 
 
-def _of_learner(choice: LearnerChoice, space: ChoiceSpace, config: TrainingRunConfig, layers: int) -> Iterator[str]:
-    given, policy = space.given.learner, config.policy
-    section, keys = ("megatron_cfg", MEGATRON_KEYS) if space.megatron else ("dtensor_cfg", TORCH_KEYS)
-    for name, key in keys.items():
+def _of_learner(choice: LearnerChoice, model: ModelConfig, key: str, layers: int) -> Iterator[str]:
+    """Yield what makes the learner of a model, whose section is ``key`` and which has so many layers, that of a choice."""
+    given = read_learner_choice(model)
+    section, keys = ("megatron_cfg", MEGATRON_KEYS) if model.megatron_cfg.enabled else ("dtensor_cfg", TORCH_KEYS)
+    for name, own in keys.items():
         if (value := getattr(choice, name)) != getattr(given, name):
-            yield f"policy.{section}.{key}={_format(value, is_share=name == 'checkpointed')}"
-    if space.megatron and choice.stages != given.stages:
-        yield from _of_uneven_stages(choice.stages, config, layers)
-    if choice.offloads_reference != given.offloads_reference:
-        yield f"policy.reference.offload={str(choice.offloads_reference).lower()}"
+            yield f"{key}.{section}.{own}={_format(value, is_share=name == 'checkpointed')}"
+    if model.megatron_cfg.enabled and choice.stages != given.stages:
+        yield from _of_uneven_stages(choice.stages, model, key, layers)
     if choice.tokens != given.tokens:
-        yield f"policy.{policy.batching_key}.train_mb_tokens={choice.tokens}"
+        yield f"{key}.{model.batching_key}.train_mb_tokens={choice.tokens}"
 
 
-def _of_uneven_stages(stages: int, config: TrainingRunConfig, layers: int) -> Iterator[str]:
+def _of_reference(choice: LearnerChoice, space: ChoiceSpace) -> Iterator[str]:
+    if choice.offloads_reference != space.given.learner.offloads_reference:
+        yield f"policy.reference.offload={str(choice.offloads_reference).lower()}"
+
+
+def _of_uneven_stages(stages: int, model: ModelConfig, key: str, layers: int) -> Iterator[str]:
     """Yield how many layers the first and the last stage have: those that stages of equal size between them leave."""
-    sizes = config.policy.megatron_cfg
+    sizes = model.megatron_cfg
     first: int | None = None
     last: int | None = None
     if layers % stages and stages > 2:
@@ -118,9 +144,9 @@ def _of_uneven_stages(stages: int, config: TrainingRunConfig, layers: int) -> It
         ("last", last, sizes.num_layers_in_last_pipeline_stage),
     ):
         if wanted != own:
-            yield f"policy.megatron_cfg.num_layers_in_{end}_pipeline_stage={'null' if wanted is None else wanted}"
+            yield f"{key}.megatron_cfg.num_layers_in_{end}_pipeline_stage={'null' if wanted is None else wanted}"
     if sizes.virtual_pipeline_model_parallel_size is not None:
-        yield "policy.megatron_cfg.virtual_pipeline_model_parallel_size=null"
+        yield f"{key}.megatron_cfg.virtual_pipeline_model_parallel_size=null"
 
 
 def _of_engine(choice: LayoutChoice, space: ChoiceSpace, config: TrainingRunConfig) -> Iterator[str]:

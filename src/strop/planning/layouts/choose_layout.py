@@ -18,6 +18,7 @@ from strop.planning.layouts.layout_choice import (
     LayoutChoice,
     LearnerChoice,
     apply_choice,
+    apply_critic,
     apply_engine,
     apply_learner,
 )
@@ -114,8 +115,10 @@ def _list_fitting(placed: PlanInputs, space: ChoiceSpace, sizes: LearnerChoice, 
 def _training_fits(placed: PlanInputs, space: ChoiceSpace, choice: LearnerChoice, devices: int) -> bool:
     footprint = LearnerFootprint(placed.model, apply_learner(placed.learner, choice, space, devices))
     references = 0 if choice.offloads_reference else space.references
-    beside = sum(count_beside(placed, footprint, references).values())
-    return max(footprint.training_peak, footprint.scoring_peak) + beside <= MARGIN * limit_of(placed)
+    changed = apply_critic(placed, choice, space, devices)
+    beside = sum(count_beside(changed, footprint, references).values())
+    critics = (footprint.static + sum(each.training.values()) for each in changed.beside if each.learns)
+    return max(footprint.training_peak, footprint.scoring_peak, *critics) + beside <= MARGIN * limit_of(placed)
 
 
 def _rank_engines(inputs: PlanInputs, space: ChoiceSpace, split: DeviceSplit) -> list[EngineChoice | None]:

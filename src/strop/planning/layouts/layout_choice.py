@@ -115,6 +115,7 @@ class ChoiceSpace:
     spans_nodes: bool = False  # an engine may be larger than a node
     references: int = 0  # frozen models beside the policy, wherever they are kept
     budget_is_measured: bool = False  # train_mb_tokens: auto, which the run chooses itself
+    critic_alike: bool = False  # a critic beside the policy is divided as the policy is
 
     @property
     def devices(self) -> int:
@@ -149,12 +150,23 @@ def apply_learner(setup: LearnerSetup, choice: LearnerChoice, space: ChoiceSpace
     )
 
 
+def apply_critic(inputs: PlanInputs, choice: LearnerChoice, space: ChoiceSpace, devices: int) -> PlanInputs:
+    """Return the inputs of a plan with a critic that has the choice of the policy; where it has not, the inputs as they are."""
+    if not space.critic_alike:
+        return inputs
+    models = (
+        replace(each, setup=apply_learner(each.setup, choice, space, devices)) if each.learns else each for each in inputs.beside
+    )
+    return replace(inputs, beside=tuple(models))
+
+
 def apply_choice(inputs: PlanInputs, choice: LayoutChoice, space: ChoiceSpace) -> PlanInputs:
     """Return the inputs of a plan of a run with another layout."""
     kept = 0 if choice.learner.offloads_reference else space.references
+    devices = space.count_training(choice.split)
     changed = replace(
-        inputs,
-        learner=apply_learner(inputs.learner, choice.learner, space, space.count_training(choice.split)),
+        apply_critic(inputs, choice.learner, space, devices),
+        learner=apply_learner(inputs.learner, choice.learner, space, devices),
         references=kept,
         work=replace(inputs.work, moved_bytes=(space.references - kept) * inputs.reference_bytes),
     )
