@@ -61,6 +61,19 @@ def test_a_report_is_one_page_with_every_part(tmp_path: Path, capsys: pytest.Cap
     assert "strop grpo --config config.yaml " in said and "pip install torch==2.20" in said and "an answer" in said
 
 
+def test_samples_that_cannot_be_read_are_passed_over_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "mine")
+    for step in (0, 30):
+        file = run / "validation" / f"step_{step:06d}.json"
+        file.write_bytes(file.read_bytes()[:100])
+    said = text_of(check_page(make_page(capsys, run)))
+    assert "Step 0 of validation was passed over: DamagedRollouts: " in said and "Step 30 of validation was passed over" in said
+    assert "sampled both at step 1 and at step 30 of training" in said
+    (run / "rollouts" / "step_000030.parquet").write_bytes(b"")
+    said = text_of(check_page(make_page(capsys, run)))
+    assert "Step 30 of training was passed over: DamagedRollouts: " in said and "No task was sampled at two steps" in said
+
+
 def test_recorded_steps_are_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "mine", steps=2)
     assert "No step was recorded (logger.profile.steps)." in text_of(check_page(make_page(capsys, run)))

@@ -44,6 +44,7 @@ class ReportFacts:
     starts: Sequence[RunStart]
     validations: ValidationResults | None
     pairs: SamplePairs | None
+    unread: Sequence[str]  # why samples were passed over
     worst_tokens: Sequence[TokenRatio]
     incidents: Sequence[Incident]
 
@@ -80,6 +81,7 @@ def read_report_facts(run: Path) -> ReportFacts:
             f"{folder} has no metrics yet: the run has not finished its first step; try again after it, or see strop doctor {folder}"
         )
     text = _read_text(folder / "config.yaml")
+    pairs, unread = find_sample_pairs(folder)
     config = _parse_config(text)
     status, starts = _read_status(folder), read_run_starts(folder)
     return ReportFacts(
@@ -93,7 +95,8 @@ def read_report_facts(run: Path) -> ReportFacts:
         ended=_describe_end(folder, status),
         starts=starts,
         validations=read_validations(folder),
-        pairs=find_sample_pairs(folder),
+        pairs=pairs,
+        unread=unread,
         worst_tokens=_read_worst_tokens(folder),
         incidents=list_incidents(folder, steps, status, starts),
     )

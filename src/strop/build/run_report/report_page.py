@@ -201,9 +201,9 @@ def _format_value(value: float, is_share: bool) -> str:
 
 
 def _write_samples(facts: ReportFacts) -> str:
-    pairs = facts.pairs
+    pairs, unread = facts.pairs, "".join(map(make_paragraph, facts.unread))
     if pairs is None:
-        return make_paragraph(
+        return unread + make_paragraph(
             "No task was sampled at two steps that are stored. Validate at the start and at the end (val_at_start, val_at_end) to see the "
             "same tasks before and after."
         )
@@ -212,7 +212,7 @@ def _write_samples(facts: ReportFacts) -> str:
         f"{pairs.better:,} became better, {pairs.worse:,} worse, and {pairs.same:,} did not change. Shown are the largest changes both "
         "ways and the first tasks without one; of each task its first sample."
     )
-    return make_paragraph(said) + "".join(_write_pair(pair, pairs.first, pairs.last) for pair in pairs.shown)
+    return unread + make_paragraph(said) + "".join(_write_pair(pair, pairs.first, pairs.last) for pair in pairs.shown)
 
 
 def _write_pair(pair: SamplePair, first: int, last: int) -> str:

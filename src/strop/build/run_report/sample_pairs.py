@@ -12,6 +12,7 @@ from strop.monitoring.rollout_store.validation_samples import ValidationSamples
 
 TEXT_LIMIT = 4000  # characters of a message
 BETTER, WORSE, SAME = 4, 2, 2  # pairs shown of each
+MOST_UNREAD = 5  # files, after which no more are tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,21 +46,33 @@ class SamplePairs:
         return self.better + self.worse + self.same
 
 
-def find_sample_pairs(folder: Path) -> SamplePairs | None:
-    """Return samples of the same tasks before and after: of validations, or else of training; None if there are none.
+def find_sample_pairs(folder: Path) -> tuple[SamplePairs | None, tuple[str, ...]]:
+    """Return samples of the same tasks before and after: of validations, or else of training; None if there are none. Beside them, why
+    files were passed over that cannot be read: of another version, damaged, or all of them without pyarrow.
 
     Tasks that became better and worse are shown, the largest changes first, and some that did not change, in their order.
     """
+    unread: list[str] = []
     for name, store in (("validation", ValidationSamples(folder)), ("training", RolloutStore(folder, "none"))):
         steps = store.steps()
-        if len(steps) < 2:
-            continue
+        before = _read_first(store, steps, name, unread)
+        after = before and _read_first(store, [step for step in reversed(steps) if step > before[0]], name, unread)
+        if before and after and (pairs := pair_samples(before[1], after[1])):
+            return _choose(name, before[0], after[0], pairs), tuple(unread)
+    return None, tuple(unread)
+
+
+def _read_first(
+    store: ValidationSamples | RolloutStore, steps: Sequence[int], name: str, unread: list[str]
+) -> tuple[int, Sequence[RolloutRecord]] | None:
+    """Return the first of the steps that can be read, with its samples, and add to ``unread`` why others cannot."""
+    for step in steps:
         try:
-            pairs = pair_samples(store.read(steps[0]), store.read(steps[-1]))
-        except (OSError, ValueError, KeyError, TypeError, ImportError):  # of another version, damaged, or without pyarrow
-            continue
-        if pairs:
-            return _choose(name, steps[0], steps[-1], pairs)
+            return step, store.read(step)
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            unread.append(f"Step {step} of {name} was passed over: {type(error).__name__}: {error}")
+            if len(unread) >= MOST_UNREAD:
+                return None
     return None
 
 
