@@ -88,7 +88,7 @@ class BaseConfig:
         return hash(tuple(_values(self)))
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{name}={value!r}" for name, value in zip(fields_of(type(self)), _values(self), strict=True))
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in _field_names(cast("Any", type(self))))
         return f"{type(self).__qualname__}({values})"
 
     @classmethod
@@ -119,7 +119,12 @@ class BaseConfig:
 
 
 def _values(section: Any) -> list[Any]:
-    return [getattr(section, name) for name in fields_of(type(section))]
+    return [getattr(section, name) for name in _field_names(cast("Any", type(section)))]
+
+
+@cache
+def _field_names(model: type[BaseConfig]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cast("Any", model)))
 
 
 def fields_of(model: type[BaseConfig]) -> dict[str, FieldInfo]:
@@ -166,11 +171,6 @@ def iter_sections(section: BaseConfig, key: str = "") -> Iterator[tuple[str, Bas
 
 
 PLAIN = frozenset({bool, int, float, str, type(None)})  # types of values with no section inside
-
-
-@cache
-def _field_names(model: type[BaseConfig]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(cast("Any", model)))
 
 
 def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
