@@ -5,8 +5,6 @@ Imported only where they are used. They have been run in Triton's interpreter, n
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton  # type: ignore[import-untyped,import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped,import-not-found,unused-ignore]
@@ -45,10 +43,9 @@ class TritonRows:
         return gradient
 
 
+# Triton evaluates the annotations of a kernel and knows no other than ``tl.constexpr``.
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _summarize(
-    logits: Any, normalizers: Any, means: Any, columns: Any, stride: Any, temperature: Any, BLOCK: tl.constexpr
-) -> None:
+def _summarize(logits, normalizers, means, columns, stride, temperature, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program a row: the online softmax of its logits. ``weighted`` is the sum of exp(x - highest) * (x - highest)."""
     row = tl.program_id(0)
     start_of_row = logits + row.to(tl.int64) * stride
@@ -69,21 +66,21 @@ def _summarize(
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _differentiate(
-    logits: Any,
-    gradients: Any,
-    normalizers: Any,
-    of_logprob: Any,
-    of_entropy: Any,
-    shifts: Any,
-    places: Any,
-    chosen: Any,
-    columns: Any,
-    stride: Any,
-    temperature: Any,
+def _differentiate(  # type: ignore[no-untyped-def]
+    logits,
+    gradients,
+    normalizers,
+    of_logprob,
+    of_entropy,
+    shifts,
+    places,
+    chosen,
+    columns,
+    stride,
+    temperature,
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """One program a block of a row: softmax times the row's slopes, plus what its target gets (``RowSlopes``)."""
     row = tl.program_id(0)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
