@@ -112,7 +112,7 @@ async def verify_math(
             return ScoringResult(float(bool(normalized) and normalized == expected))
     elif method == "exact":
         return ScoringResult(0.0)
-    answer = text if boxed is None else f"\\boxed{{{boxed}}}"  # one box: math-verify would read several as a set
+    answer = text if boxed is None else f"\\boxed{{{boxed}}}"  # the same for all texts that end in it, so that its score is kept
     return await pool.call("math_verify", timeout_s, reference=reference, answer=answer)
 
 
