@@ -154,7 +154,7 @@ def _relative_comparison() -> Iterator[None]:
 def _differ_relatively(a: Any, b: Any) -> bool:
     """Whether two expressions that are equal in six decimal places have other leading digits; exact where both are rational."""
     from math_verify.grader import get_pct_val
-    from sympy import Rational
+    from sympy import Rational  # type: ignore[import-untyped,unused-ignore]
 
     percent = get_pct_val(a) is not None, get_pct_val(b) is not None
     if percent[0] != percent[1]:  # 9% and 9 are the same answer
@@ -171,7 +171,7 @@ def _differ_relatively(a: Any, b: Any) -> bool:
 
 def _evaluate_at_a_point(expression: Any) -> Any:
     """An expression with a number for each symbol."""
-    from sympy import Rational
+    from sympy import Rational  # type: ignore[import-untyped,unused-ignore]
 
     symbols = sorted(expression.free_symbols, key=str)
     return (
