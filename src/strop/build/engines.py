@@ -123,7 +123,8 @@ def _make_launch(
     adapters: bool,
     head: EagleHead | None,
 ) -> VllmLaunch | SglangLaunch:
-    generation, model = config.generation, str(write_model_folder(policy, spec.output_folder / "model"))
+    generation = config.generation
+    model = str(write_model_folder(policy, spec.output_folder / "model", config.max_total_sequence_length))
     if generation.uses_sglang:
         sent = _adapters_to_launch(policy) if adapters else None
         return SglangLaunch(config=generation, model=model, on_cpu=on_cpu, adapters=sent)

@@ -27,6 +27,7 @@ from strop.learner.torch.reference_store import model_fingerprint
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, offload, without_adapters
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.adapters import adapter_folder, base_model_name, lora_layers
+from strop.models.attention.rotary_scaling import fix_rotary_length, fixed_rotary_config
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import load_classifier, set_pad_token
 from strop.models.draft.draft_config import DraftConfig
@@ -39,6 +40,7 @@ from strop.models.fake_quant.calibration_texts import read_calibration_tokens
 from strop.models.fake_quant.modelopt_config import read_quant_config
 from strop.models.loading import (
     ModelNotFound,
+    apply_overrides,
     cast_weights,
     find_stop_token_ids,
     is_vision_config,
@@ -378,6 +380,7 @@ def _load_value_network(config: ModelConfig, seed: int, loader: ModelLoader, ini
 
 def _make_network(make: Callable[..., Any], model: Any, config: ModelConfig, loader: ModelLoader) -> Any:
     """Return ``make(model)`` with the configured precisions. The model is probed for packed rows before its weights are rounded."""
+    fix_rotary_length(model, config.max_total_sequence_length)
     make = partial(make, precision=PRECISIONS[config.precision], attention_kernel=config.attention_kernel)
     network = loader.make_network(model, make) if config.sequence_packing.enabled else make(model, packed=False)
     cast_weights(model, PRECISIONS[config.weights_dtype])
@@ -448,13 +451,16 @@ def make_offload(
     )
 
 
-def write_model_folder(policy: LoadedPolicy, folder: Path) -> Path:
-    """Write the folder that engines build the model from: configuration and tokenizer, without the weights, which the learner sends."""
+def write_model_folder(policy: LoadedPolicy, folder: Path, length: int) -> Path:
+    """Write the folder that engines build the model from: configuration and tokenizer, without the weights, which the learner sends.
+
+    ``length``: of the longest sequences, whose rotary embeddings learner and engines use for all.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     model = policy.network.model
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
+    apply_overrides(config, fixed_rotary_config(config, length)).save_pretrained(folder)
     policy.save(folder)
     save_input_scales(model, folder)
     return folder

@@ -117,6 +117,7 @@ def load_teacher_network(
     teacher = config.all_teachers[key]
     model = {name: getattr(teacher, name) for name in ("model_name", "tokenizer", "device", "precision", "weights_dtype")}
     model["dequantize_base_checkpoint"] = True  # a frozen model loses nothing by it
+    model["max_total_sequence_length"] = config.policy.max_total_sequence_length
     try:
         teacher_policy = load_policy(validate_section(ModelConfig, model), loader=loader)
     except ModelNotFound as error:

@@ -79,8 +79,8 @@ class MismatchConfig(BaseConfig):
 
     warn: float | None = Field(1.2, gt=1, description="Warn above this; null never warns (factor).")
     warn_every: int = Field(20, ge=1, description="Warn at most once in this many steps (steps).")
-    stop: float | None = Field(None, gt=1, description="End the run above this; null never does (factor).")
-    stop_after: int = Field(3, ge=1, description="Steps in a row above stop that end the run (steps).")
+    stop: float | None = Field(2.0, gt=1, validate_default=True, description="End the run above this; null never does (factor).")
+    stop_after: int = Field(10, ge=1, description="Steps in a row above stop that end the run (steps).")
 
     @field_validator("stop")
     @classmethod

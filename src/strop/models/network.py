@@ -107,7 +107,7 @@ class Network:
         attention_kernel: AttentionKernel = "auto",
     ) -> None:
         """``packed``: True reads packed rows, False padded rows, and None probes the model."""
-        self.model = model
+        self.model = name_base_model(model)
         self.precision = precision
         self.chunk = chunk
         self.attention_kernel: AttentionKernel = attention_kernel  # of packed rows
@@ -445,15 +445,29 @@ def probe_batch(vocabulary: int) -> Batch:
     )
 
 
+def name_base_model(model: Any) -> Any:
+    """Return a causal LM whose ``base_model`` is its decoder: Transformers' class of Llama 4's text names one that it does not have."""
+    if model.base_model is model and model.get_output_embeddings() is not None:
+        embeddings = model.get_input_embeddings()
+        for name, child in model.named_children():
+            if child is not embeddings and any(module is embeddings for module in child.modules()):
+                model.base_model_prefix = name
+    return model
+
+
 def disable_dropout(model: nn.Module) -> Sequence[str]:
-    """Disable dropout and return where it was active: probability ratios under two dropout masks would measure the masks."""
+    """Disable dropout and return where it was active: probability ratios under two dropout masks would measure the masks.
+
+    Families have it in modules and in numbers (``attention_dropout``, ``hidden_dropout``, ``resid_pdrop``).
+    """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if getattr(module, "attention_dropout", 0):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
-            names.append("attention_dropout")
+        for name, value in vars(module).items():
+            if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0:
+                setattr(module, name, 0.0)
+                names.append(name)
     return names
 
 

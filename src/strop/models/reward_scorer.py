@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strop.models.attention.rotary_scaling import fix_rotary_length
 from strop.models.classifiers import load_classifier
 from strop.models.loading import cast_weights
 from strop.models.network import disable_dropout
@@ -148,6 +149,7 @@ def load_reward_scorer(
             "with one label, such as the folder that strop rm saves (policy/weights)"
         )
     disable_dropout(model)
+    fix_rotary_length(model, model.config.get_text_config().max_position_embeddings)  # not by the neighbours of a conversation
     cast_weights(model, precision)
     placed = model.to(device) if device_map is None else _place_layers(model, device_map)
     return RewardScorer(placed, precision=precision, limits=limits)

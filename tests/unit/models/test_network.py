@@ -106,6 +106,26 @@ def test_dropout_is_turned_off_and_named() -> None:
     assert disable_dropout(model) == []
 
 
+def test_dropout_that_a_family_keeps_as_a_number_is_turned_off_too() -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2, hidden_dropout=0.1, attention_dropout=0.2)
+    model = BloomForCausalLM(config).train()
+    assert len(disable_dropout(model)) >= 3
+    tokens = torch.arange(12)[None]
+    assert torch.equal(model(tokens).logits, model(tokens).logits)
+
+
+def test_a_model_whose_class_names_no_base_of_its_own_has_a_decoder() -> None:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "intermediate_size_mlp": 16, "num_local_experts": 2}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0}
+    model = Llama4ForCausalLM(Llama4TextConfig(**sizes, **heads)).eval()
+    assert model.get_decoder() is model
+    assert Network(model, packed=False).decoder is model.model
+
+
 def test_a_folder_is_loaded_in_float32_with_its_tokenizer(tiny_model_folder: Path) -> None:
     model = load_model(str(tiny_model_folder))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

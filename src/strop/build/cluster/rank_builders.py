@@ -36,7 +36,8 @@ def choose_rank_builders(config: TrainingRunConfig) -> RankBuilders:
         return RankBuilders(
             partial(load_megatron_policy, config), partial(_build_megatron_models, config), write_megatron_model_folder
         )
-    return RankBuilders(partial(load_rank_policy, config), partial(build_rank_models, config), write_model_folder)
+    write = partial(write_model_folder, length=config.policy.max_total_sequence_length)
+    return RankBuilders(partial(load_rank_policy, config), partial(build_rank_models, config), write)
 
 
 def _build_megatron_models(config: TrainingRunConfig, *arguments: Any) -> RankModels:

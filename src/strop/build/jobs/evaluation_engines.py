@@ -41,7 +41,8 @@ from strop.generation.torch.torch_engine import make_torch_engine
 from strop.generation.vllm.engine_args import NodeRanks, VllmLaunch
 from strop.gpus import has_gpu, visible_gpus
 from strop.models.adapters import adapter_folder
-from strop.models.loading import find_model_folder, locate_model, override_config
+from strop.models.attention.rotary_scaling import fixed_rotary_config
+from strop.models.loading import find_model_folder, locate_model, override_config, read_model_config
 
 if TYPE_CHECKING:
     from strop.models.chat_template import ChatTemplate
@@ -274,7 +275,9 @@ def _make_actor(
 def _find_weights(job: EvaluationJob, stack: AsyncExitStack, note: Note, *, parent: Path | None) -> str:
     """Return the name or folder that vLLM reads the model from: its own, or a temporary one for adapters, a GGUF file, and a configuration
     with overrides. ``parent``: of the temporary folder, which several nodes see."""
-    name, overrides = job.policy.model_name, job.policy.hf_config_overrides
+    name = job.policy.model_name
+    fixed = fixed_rotary_config(read_model_config(name), job.policy.max_total_sequence_length)
+    overrides = {**job.policy.hf_config_overrides, **fixed}
     merged = adapter_folder(name) is not None
     location, gguf = ("", None) if merged else locate_model(name)
     if not merged and gguf is None and not overrides:

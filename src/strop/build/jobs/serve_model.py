@@ -188,7 +188,7 @@ async def _serve_tinker(job: ServeJob, options: TinkerOptions, folder: str) -> N
     length = job.max_model_len or DEFAULT_LENGTH
     server = TinkerServer(
         name=job.name,
-        base={**section, "max_total_sequence_length": length},
+        base=section,
         folders=WeightFolders(options.state_dir),
         length=length,
         api_key=job.api_key,
@@ -236,6 +236,7 @@ def _model_section(job: ServeJob, folder: str) -> dict[str, Any]:
         "weights_dtype": precision,
         "tokenizer": tokenizer,
         "dequantize_base_checkpoint": True,
+        "max_total_sequence_length": job.max_model_len or DEFAULT_LENGTH,
     }
 
 
