@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def build_serving_torch_engine(
     """Build a torch engine that loads the model and its weights itself."""
 
     def make() -> TorchEngine:
-        policy = load_policy(replace(config, max_total_sequence_length=length))
+        policy = load_policy(config)
         return make_torch_engine(policy.network, policy.tokenizer, options, length=length, stop_ids=stop_ids)
 
     return StandaloneTorchEngine(name, make, PRECISIONS[config.weights_dtype])
