@@ -16,6 +16,7 @@ from strop.environments.scoring.instruction_checks import LOOSELY, PACKAGES, STR
 from strop.environments.scoring.scoring_pool import get_scoring_pool
 from strop.environments.scoring.text_language import has_sentence_model
 from strop.environments.verifiers.base import drop_thoughts
+from strop.packages import install_command
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _read_rlvr(row: Mapping[str, Any]) -> tuple[Instruction, ...]:
 def _check_packages(name: str) -> None:
     """Raise EnvironmentConfigError where a package is missing, and warn where its data is."""
     if package := find_missing_package(name):
-        raise EnvironmentConfigError(f"the instruction {name} needs the package {package}: pip install 'strop[ifeval]'")
+        raise EnvironmentConfigError(f"the instruction {name} needs the package {package}: {install_command('ifeval')}")
     if PACKAGES.get(name) == "nltk" and "sentences" in name and not has_sentence_model():
         warnings.warn(
             "NLTK's model of sentences is not installed: sentences are told apart with a list of abbreviations, and their number may "
