@@ -167,6 +167,12 @@ def test_a_build_argument_that_means_nothing_ends_the_build(mistake: dict[str, s
         docker_commands(tmp_path, **mistake)
 
 
+def test_the_image_leaves_variables_to_the_job() -> None:
+    """Under pyxis those of the image hide the job's, and RAY_AUTH_MODE takes away the token of the cluster that a run starts for itself."""
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    assert re.findall(r"(\w+)=", "".join(re.findall(r"^ENV (.*)$", text, re.MULTILINE))) == ["PATH", "OMP_NUM_THREADS"]
+
+
 def test_the_image_has_the_cuda_that_torch_was_built_for() -> None:
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     found = re.search(r"^FROM nvidia/cuda:(\d+\.\d+)\.\d+-cudnn-devel-ubuntu", text, re.MULTILINE)
