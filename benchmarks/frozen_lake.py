@@ -1,6 +1,6 @@
 """Does a policy learn Gymnasium's FrozenLake through the adapter? Several seeds, each against the same run with a learning rate of zero.
 
-    pip install 'strop[gymnasium]'
+    pip install -e '.[gymnasium]'
     python benchmarks/frozen_lake.py --output frozen_lake.json                # some minutes on two cores
 
 A tiny model (two layers, untrained) first imitates games of random moves, ``strop sft``, so that it writes moves; then ``strop grpo``

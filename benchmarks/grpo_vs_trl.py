@@ -1,6 +1,6 @@
 """GRPO in TRL and in Strop, alternating steps on one CPU, with the same model, prompts, reward, optimizer, dtype and threads.
 
-    pip install 'strop[bench]'        python benchmarks/grpo_vs_trl.py --steps 5 --dtype both --json results.json
+    pip install -e '.[bench]'        python benchmarks/grpo_vs_trl.py --steps 5 --dtype both --json results.json
 
 Each side has its own process, so that memory is measured separately and threads and patches do not affect the other side. This process
 coordinates: one side computes while the other waits at a step boundary. Pairs of steps run A B, B A, A B, ...
@@ -677,7 +677,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found = versions()
     except metadata.PackageNotFoundError as error:
-        print(f"error: {error.name} is not installed; pip install 'strop[bench]'", file=sys.stderr)
+        print(f"error: {error.name} is not installed; pip install -e '.[bench]'", file=sys.stderr)
         return 1
     print(machine_line(found))
     results = []

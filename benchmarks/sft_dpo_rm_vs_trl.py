@@ -1,6 +1,6 @@
 """SFT, DPO and reward models in TRL and in Strop, alternating optimizer steps on one CPU.
 
-    pip install 'strop[bench]'        python benchmarks/sft_dpo_rm_vs_trl.py --steps 5 --dtype both --json results.json
+    pip install -e '.[bench]'        python benchmarks/sft_dpo_rm_vs_trl.py --steps 5 --dtype both --json results.json
 
 Both sides use the same model, optimizer, dtype and threads, and the same data in every optimizer step. Each side has its own process and
 computes only in its turn (benchmarks/README.md). First each side tries several micro-batch sizes and keeps the fastest.
@@ -912,7 +912,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found = versions()
     except metadata.PackageNotFoundError as error:
-        print(f"error: {error.name} is not installed; pip install 'strop[bench]'", file=sys.stderr)
+        print(f"error: {error.name} is not installed; pip install -e '.[bench]'", file=sys.stderr)
         return 1
     print(machine_line(found))
     dtypes = ("float32", "bfloat16") if options.dtype == "both" else (options.dtype,)

@@ -59,7 +59,7 @@ SHOWN = f"""async () => {{
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trace of a step, with torch's operators, of two ranks, an engine and an environment over Ray."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
     from loop.tiny import build_tiny
 
     folder = tmp_path_factory.mktemp("ray")

@@ -90,7 +90,7 @@ def check_nothing_is_left(folder: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_agents_in_processes_of_ray_reach_the_gateway_and_give_the_same_rollouts(tiny: Path, tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
     run(tiny, tmp_path / "alone")
     elsewhere = {"cluster.backend": "ray", "cluster.environment_hosts": 2}
     run(tiny, tmp_path / "ray", **elsewhere)

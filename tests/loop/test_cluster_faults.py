@@ -18,7 +18,7 @@ from loop.runs import Running, grpo, metrics_of, overrides, start, tiny_config
 from loop.victims import MARK, Marked, describe_processes, find_worker, wait_for_exit
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS = 8

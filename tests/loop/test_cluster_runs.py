@@ -19,7 +19,7 @@ from support.forked_interpreter import Forked, forked_interpreter
 from support.needs import needs_vllm
 from support.sweep import sweep
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 QUIET = {"logger.console": "plain", "checkpointing.save_period": 3, "grpo.max_num_steps": 4}

@@ -48,7 +48,7 @@ def test_the_head_is_trained_sent_proven_and_used(learner: str, tmp_path: Path) 
     needs_vllm()
     if learner == "megatron":
         needs_megatron()
-        pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+        pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
     model = build_tiny(tmp_path / "model", head_dim=32)
     settings = {**tiny_config(model), **SETTINGS, **(RANKS if learner == "megatron" else {})}
     outcome = start(["grpo", *overrides(settings)], tmp_path).finish(500)

@@ -78,7 +78,7 @@ def test_an_evaluation_that_is_killed_continues_to_the_same_bytes(tiny: Path, tm
 
 @pytest.mark.exhaustive
 def test_two_torch_engines_over_ray_say_what_one_in_this_process_says(tiny: Path, tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
     assert evaluate(tiny, tmp_path / "here").code == 0
     over_ray = evaluate(
         tiny, tmp_path / "ray", cluster__backend="ray", cluster__gpus_per_node=2, generation__torch_cfg__num_engines=2
@@ -91,7 +91,7 @@ def test_two_torch_engines_over_ray_say_what_one_in_this_process_says(tiny: Path
 @pytest.mark.exhaustive
 def test_two_vllm_engines_over_ray_say_what_two_on_this_machine_say(tmp_path: Path) -> None:
     needs_vllm()
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
     vllm = {"generation__backend": "vllm", "generation__vllm_cfg__kv_cache_memory_gb": 0.125, "generation__temperature": 0.0}
     greedy = {**vllm, "eval__num_tests_per_prompt": 1, "eval__k_value": 1, "generation__vllm_cfg__precision": "float32"}
     model, found = build_tiny(tmp_path / "tiny", head_dim=32), []

@@ -112,7 +112,7 @@ def test_recorded_data_is_cut_by_what_was_found(tiny: Path, tmp_path: Path) -> N
 @pytest.mark.timeout(600)
 def test_ranks_cut_by_what_the_smallest_found(tiny: Path, tmp_path: Path) -> None:
     """Each of two ranks may use half of the machine; a run with that number in the key is the same."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
     folders = {"auto": tmp_path / "auto", "number": tmp_path / "number"}
     budget: int | str = "auto"
     for folder in folders.values():

@@ -19,8 +19,8 @@ from loop.tiny import build_tiny
 from strop.models.loading import load_model
 from support.needs import needs_vllm
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
-pytest.importorskip("megatron.core", reason="Megatron Core is not installed: pip install 'strop[megatron]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
+pytest.importorskip("megatron.core", reason="Megatron Core is not installed: pip install -e '.[megatron]'")
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 RATE = 0.01

@@ -23,8 +23,8 @@ from support.forked_interpreter import Forked, forked_interpreter
 from support.forks import forks_with
 from support.needs import needs_vllm
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
-pytest.importorskip("megatron.core", reason="Megatron Core is not installed: pip install 'strop[megatron]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
+pytest.importorskip("megatron.core", reason="Megatron Core is not installed: pip install -e '.[megatron]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 4

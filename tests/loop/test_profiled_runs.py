@@ -61,7 +61,7 @@ def test_a_run_in_one_process_shows_its_loop_its_learner_its_engine_and_its_envi
 @pytest.mark.exhaustive
 def test_a_run_over_ray_shows_every_process_on_one_time_line(tiny: Path, tmp_path: Path) -> None:
     """All processes are on one machine here, where their clocks are one: what is found of them must be within the stated error."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
     ray = {"cluster.backend": "ray", "cluster.gpus_per_node": 2, "cluster.environment_hosts": 1}
     run(tiny, tmp_path, **ray, **{"logger.profile.operators": True})
     rooflines = {each.name: each for each in read_roofline(roofline_path(tmp_path / "logs" / "profiles", 3)).processes}

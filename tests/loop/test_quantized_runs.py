@@ -122,7 +122,7 @@ def test_recorded_data_trains_rounded_weights(kind: str, tiny: Path, tmp_path: P
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not packages.is_installed("torchao"), reason="torchao is not installed (pip install 'strop[fp8]')")
+@pytest.mark.skipif(not packages.is_installed("torchao"), reason="torchao is not installed (pip install -e '.[fp8]')")
 def test_a_run_trains_in_emulated_fp8(tiny: Path, tmp_path: Path) -> None:
     outcome = grpo(tiny, tmp_path, **SHORT, **{"policy.fp8.enabled": True, "policy.fp8.emulate": True})
     assert outcome.code == 0, outcome.err

@@ -81,9 +81,9 @@ def test_in_float32_the_learner_would_choose_what_is_replayed_and_nothing_change
 @pytest.mark.parametrize("learner", ["torch", "megatron"])
 def test_ranks_replay_what_an_engine_in_another_process_says(learner: str, mixture: Path, tmp_path: Path) -> None:
     """Experts cross processes, are cut among tensor ranks or stages, and are those that the ranks would choose, but for rounding."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
     if learner == "megatron":
-        pytest.importorskip("megatron.core", reason="Megatron Core is not installed: pip install 'strop[megatron]'")
+        pytest.importorskip("megatron.core", reason="Megatron Core is not installed: pip install -e '.[megatron]'")
         sizes = megatron(pipeline_model_parallel_size=2)
     else:
         sizes = {"cluster.gpus_per_node": 2, "policy.dtensor_cfg.tensor_parallel_size": 2, "cluster.backend": "ray"}

@@ -29,7 +29,7 @@ from strop.models.loading import load_tokenizer
 from strop.sampling import Sampling
 from support.rollouts import pack_for, simple_groups
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 from strop.distributed.ray import connect
 from support.sweep import sweep
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from strop.cli.log_folder import find_log_folder
 from strop.cli.output import USAGE_ERROR, RunParser
-from strop.packages import is_installed
+from strop.packages import install_command, is_installed
 
 DEFAULT_FOLDER = "logs"
 _LISTENING = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
@@ -28,7 +28,7 @@ def view(arguments: Sequence[str], command_line: str) -> int:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
     if not (is_installed("starlette") and is_installed("uvicorn")):
-        print("error: the view needs the packages starlette and uvicorn: pip install 'strop[view]'", file=sys.stderr)
+        print(f"error: the view needs the packages starlette and uvicorn: {install_command('view')}", file=sys.stderr)
         return USAGE_ERROR
     return _serve(options, places)
 

@@ -19,7 +19,7 @@ from strop.data.sources.source import DataSource
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, reward
 from strop.lazy_torch import torch
 from strop.models.tokenizer_config import read_chat_template
-from strop.packages import is_installed
+from strop.packages import install_command, is_installed
 from strop.types import Messages, Rollout
 
 if TYPE_CHECKING:  # a configuration is checked without loading models
@@ -73,7 +73,7 @@ class RatingModel:
         if self.device != "auto":
             raise EnvironmentConfigError(f"device is {self.device} and device_map is set too; leave device out")
         if not is_installed("accelerate"):
-            raise EnvironmentConfigError("device_map needs the package accelerate: pip install 'strop[verifiers]'")
+            raise EnvironmentConfigError(f"device_map needs the package accelerate: {install_command('verifiers')}")
 
     async def rate(self, messages: Messages) -> float:
         """Return the score of a conversation."""

@@ -16,6 +16,7 @@ from strop.generation.sglang.sglang_versions import CHECKED_SGLANG, unchecked_sg
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.vllm.versions import describe_checked, unchecked_version
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE, VllmConfig
+from strop.packages import install_command
 from strop.problems import Problem
 from strop.sampling import MAX_RECORDED_TOP_K
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
@@ -302,7 +303,7 @@ class GenerationConfig(BaseConfig):
             yield Problem(
                 f"{key}.backend",
                 "found vllm, but vLLM is not installed",
-                f"`make setup-vllm` installs it, `pip install vllm` on a machine with a GPU; or set {key}.backend=torch.",
+                f"`make setup-vllm` in Strop's checkout installs the build for this machine; or set {key}.backend=torch.",
             )
 
     def _check_http_client(self, key: str) -> Iterator[Problem]:
@@ -310,7 +311,7 @@ class GenerationConfig(BaseConfig):
             yield Problem(
                 f"{key}.backend",
                 "found sglang, whose server is asked over HTTP with aiohttp, which is not installed",
-                "pip install 'strop[serve]'.",
+                f"{install_command('serve')}.",
             )
 
     def _check_sglang_sampling(self, key: str) -> Iterator[Problem]:
@@ -406,7 +407,7 @@ class GenerationConfig(BaseConfig):
                 f"{key}.backend",
                 f"vLLM {version} is installed, and Strop, which repairs and reads parts of it that change, was checked with "
                 f"{describe_checked()}",
-                "pip install -c constraints/gpu.txt vllm installs that one; what does not fit ends the engine when it starts.",
+                "`make setup-vllm` in Strop's checkout installs that one; what does not fit ends the engine when it starts.",
             )
 
     def _warn_sglang(self, key: str) -> Iterator[Problem]:

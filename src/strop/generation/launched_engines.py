@@ -73,8 +73,8 @@ def _require_library(launch: VllmLaunch | SglangLaunch) -> None:
         make_server_arguments(launch, port=0, key="")  # refuses what cannot work before anything starts
     elif find_spec("vllm") is None:
         raise ValueError(
-            "policy.generation.backend is vllm, and vLLM cannot be imported here (No module named 'vllm'): install it (`pip install vllm`, "
-            "or `make setup-vllm` on a machine without a GPU), or set policy.generation.backend=torch"
+            "policy.generation.backend is vllm, and vLLM cannot be imported here (No module named 'vllm'): install it "
+            "(`make setup-vllm` in Strop's checkout takes the build for this machine), or set policy.generation.backend=torch"
         )
 
 

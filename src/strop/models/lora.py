@@ -29,6 +29,7 @@ from strop.models.export import load_merged_model, new_folder, save_model
 from strop.models.loading import load_tokenizer
 from strop.models.lora_config import LoraConfig
 from strop.models.value_network import get_score_layer
+from strop.packages import install_command
 from strop.user_code import suggest_names
 
 # Initialization of `down`; `up` is zero, so that the model initially equals its base.
@@ -70,7 +71,7 @@ def _inject_adapters(model: Any, names: Sequence[str], options: LoraConfig, base
         from peft import inject_adapter_in_model
     except ImportError as error:
         raise ImportError(
-            "dtensor_cfg.lora_cfg.enabled needs the package peft: pip install 'strop[lora]', or set it to false"
+            f"dtensor_cfg.lora_cfg.enabled needs the package peft: {install_command('lora')}, or set it to false"
         ) from error
     layers = dict(model.named_modules())
     targets = _shorten_names(names, layers)

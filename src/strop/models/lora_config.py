@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from strop import packages
 from strop.base_config import BaseConfig
+from strop.packages import install_command
 from strop.problems import Problem
 
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]
@@ -68,7 +69,7 @@ class LoraConfig(BaseConfig):
             yield Problem(
                 f"{key}.enabled",
                 "found true, but the package peft is not installed",
-                f"Run pip install 'strop[lora]', or set {key}.enabled=false.",
+                f"Run {install_command('lora')}, or set {key}.enabled=false.",
             )
 
     def warnings(self, key: str) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from pydantic import Field
 from strop import packages
 from strop.base_config import BaseConfig, subsection
 from strop.monitoring.profiling.profile_config import ProfileConfig
+from strop.packages import install_command
 from strop.problems import Problem
 
 SWANLAB_PROJECT = r"[0-9a-zA-Z_\-+.]{1,100}"
@@ -183,7 +184,7 @@ class LoggerConfig(BaseConfig):
                 yield Problem(
                     f"{key}.{name}_enabled",
                     f"found true, but the package {name} is not installed",
-                    f"Run pip install 'strop[{name}]', or set {key}.{name}_enabled=false.",
+                    f"Run {install_command(name)}, or set {key}.{name}_enabled=false.",
                 )
         if self.swanlab_enabled and self.swanlab.project and not re.fullmatch(SWANLAB_PROJECT, self.swanlab.project):
             yield Problem(

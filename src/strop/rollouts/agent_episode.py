@@ -12,6 +12,7 @@ from strop.environments.base import Environment
 from strop.gateway.gateway_config import GatewayConfig
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
+from strop.packages import install_command
 from strop.rollouts.tool_turns import ToolTurns
 from strop.sampling import Sampling
 from strop.tools.toolbox import ToolOffer
@@ -38,7 +39,7 @@ async def run_agent(
 ) -> Rollout:
     """Run the agent of a rollout. Raises what the agent raises, unless that follows from a refused request: then it is truncated."""
     if not packages.is_installed("aiohttp"):
-        raise ImportError(f"{environment.title} needs the gateway, and that the package aiohttp: pip install 'strop[serve]'")
+        raise ImportError(f"{environment.title} needs the gateway, and that the package aiohttp: {install_command('serve')}")
     from strop.gateway.agent_session import AgentSession
     from strop.gateway.gateway import get_gateway
 

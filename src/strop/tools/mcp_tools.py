@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from strop.packages import find_program, is_installed
+from strop.packages import find_program, install_command, is_installed
 from strop.tools.base import Tool, ToolConfigError, ToolError
 from strop.user_code import describe_error
 
@@ -43,7 +43,7 @@ class McpServer:
                 f"mcp.token_env is {self.token_env}, but the environment has no such variable; set it to the token"
             )
         if not is_installed("mcp"):
-            raise ToolConfigError("mcp needs the package mcp; install strop[tools]")
+            raise ToolConfigError(f"mcp needs the package mcp: {install_command('tools')}")
 
     @property
     def title(self) -> str:

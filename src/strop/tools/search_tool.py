@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from strop.packages import is_installed
+from strop.packages import install_command, is_installed
 from strop.tools.base import Tool
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
@@ -43,7 +43,7 @@ class SearchTool:
         if not os.path.exists(self.corpus):
             raise ValueError(f"there is no corpus {self.corpus!r}; set it to a .jsonl file or a folder of text files")
         if not is_installed("bm25s"):
-            raise ValueError("it needs a package: pip install 'strop[search]'")
+            raise ValueError(f"it needs a package: {install_command('search')}")
 
     def open(self) -> AbstractAsyncContextManager[Sequence[Tool]]:
         @asynccontextmanager

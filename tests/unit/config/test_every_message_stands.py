@@ -93,8 +93,8 @@ REWORDED: dict[str, str] = {
     "{}: its process died while generating{}": "{}: its process died {}{}",
     "policy.generation.backend is vllm, and vLLM cannot be imported here ({}): install it (`pip install vllm`, or `make setup-vllm` on a "
     "machine without a GPU), or set policy.generation.backend=torch": (
-        "policy.generation.backend is vllm, and vLLM cannot be imported here (No module named 'vllm'): install it (`pip install vllm`, or "
-        "`make setup-vllm` on a machine without a GPU), or set policy.generation.backend=torch"
+        "policy.generation.backend is vllm, and vLLM cannot be imported here (No module named 'vllm'): install it (`make setup-vllm` in "
+        "Strop's checkout takes the build for this machine), or set policy.generation.backend=torch"
     ),
     "found 1, but a leave-one-out baseline is the mean of the other rollouts of the group, and a group of one has none": (
         "a leave-one-out baseline is the mean of the other rollouts of the group, and a group of one has none"
@@ -156,11 +156,20 @@ REWORDED: dict[str, str] = {
     "found true with tensor_parallel_size = 1: there are no ranks to shard the sequence over": (
         "it has no effect: tensor_parallel_size is 1, so there are no ranks to shard the sequence over"
     ),
-    # The section's key is filled in:
-    "Run pip install 'strop[lora]', or set {}.dtensor_cfg.lora_cfg.enabled=false.": (
-        "Run pip install 'strop[lora]', or set {}.enabled=false."
+    # How an extra is installed is said in one place (strop.packages), and the section's key is filled in:
+    "Run pip install 'strop[lora]', or set {}.dtensor_cfg.lora_cfg.enabled=false.": "Run {}, or set {}.enabled=false.",
+    "Run pip install 'strop[{}]', or set logger.{}_enabled=false.": "Run {}, or set {}.{}_enabled=false.",
+    "dtensor_cfg.lora_cfg.enabled needs the package peft: pip install 'strop[lora]', or set it to false": (
+        "dtensor_cfg.lora_cfg.enabled needs the package peft: {}, or set it to false"
     ),
-    "Run pip install 'strop[{}]', or set logger.{}_enabled=false.": "Run pip install 'strop[{}]', or set {}.{}_enabled=false.",
+    "this run trains on {} devices (cluster.gpus_per_node, cluster.num_nodes), which requires Ray, and Ray cannot be imported here ({}): "
+    "pip install 'strop[ray]', or set cluster.backend=local and one device": (
+        "this run trains on {} devices (cluster.gpus_per_node, cluster.num_nodes), which requires Ray, and Ray cannot be imported here "
+        "({}): {}, or set cluster.backend=local and one device"
+    ),
+    "`make setup-vllm` installs it, `pip install vllm` on a machine with a GPU; or set {}.backend=torch.": (
+        "`make setup-vllm` in Strop's checkout installs the build for this machine; or set {}.backend=torch."
+    ),
     "Set it to auto or cuda_ipc, or policy.generation.colocated.enabled=false.": (
         "Set it to auto or cuda_ipc, or {}.colocated.enabled=false."
     ),

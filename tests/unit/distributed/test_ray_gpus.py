@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from tests.unit.distributed.things import Thing
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 
 from strop.distributed.base import ActorOptions
 from strop.distributed.cluster_config import ClusterConfig

@@ -78,7 +78,7 @@ def test_a_corpus_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch) -
     with pytest.raises(ValueError, match="line 1 of the corpus is no JSON object with a key 'text'"):
         ask(SearchTool(corpus=str(tmp_path / "bad.jsonl")), "x")
     monkeypatch.setattr("strop.tools.search_tool.is_installed", lambda package: False)
-    with pytest.raises(ValueError, match=r"pip install 'strop\[search\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[search\]'"):
         SearchTool(corpus=str(tmp_path))
 
 

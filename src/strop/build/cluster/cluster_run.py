@@ -16,6 +16,7 @@ from strop.distributed.actor_group import ActorGroupDied
 from strop.distributed.base import ActorDied, Cluster
 from strop.distributed.placement import DeviceCounts
 from strop.monitoring.trackers.base import Tracker
+from strop.packages import install_command
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,7 +38,7 @@ async def open_cluster(config: TrainingRunConfig, tracker: Tracker) -> AsyncIter
     except ImportError as error:
         raise ValueError(
             f"this run trains on {devices.learner_devices} devices (cluster.gpus_per_node, cluster.num_nodes), which requires Ray, and "
-            f"Ray cannot be imported here ({error}): pip install 'strop[ray]', or set cluster.backend=local and one device"
+            f"Ray cannot be imported here ({error}): {install_command('ray')}, or set cluster.backend=local and one device"
         ) from error
     folder = Path(config.logger.log_dir).resolve()
     cluster = await connect(

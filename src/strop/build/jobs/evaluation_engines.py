@@ -43,6 +43,7 @@ from strop.gpus import has_gpu, visible_gpus
 from strop.models.adapters import adapter_folder
 from strop.models.attention.rotary_scaling import fixed_rotary_config
 from strop.models.loading import find_model_folder, locate_model, override_config, read_model_config
+from strop.packages import install_command
 
 if TYPE_CHECKING:
     from strop.models.chat_template import ChatTemplate
@@ -162,7 +163,7 @@ async def _open_on_cluster(job: EvaluationJob, stack: AsyncExitStack, note: Note
     except ImportError as error:
         raise ValueError(
             f"this evaluation has engines in several processes or on several nodes (cluster.backend, cluster.num_nodes, num_engines), "
-            f"which requires Ray, and Ray cannot be imported here ({error}): pip install 'strop[ray]', or set cluster.backend=local and "
+            f"which requires Ray, and Ray cannot be imported here ({error}): {install_command('ray')}, or set cluster.backend=local and "
             "one engine"
         ) from error
     bundle = load_bundle(job.policy)

@@ -23,6 +23,7 @@ from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.learner.model_config import ModelConfig
 from strop.models.adapters import base_model_name, read_adapter_config
+from strop.packages import install_command
 
 DEFAULT_LENGTH = 8192  # tokens of prompt and completion, where the model allows more
 SHUTDOWN_SECONDS = 2.0  # for answers under way when the server is stopped
@@ -97,11 +98,13 @@ def _check_job(job: ServeJob) -> None:
     if job.tinker is not None and job.engine == "vllm":
         raise ValueError("--tinker trains and samples with the torch engine; leave out --engine vllm")
     if job.tinker is not None and not packages.is_installed("tinker"):
-        raise ValueError("--tinker needs the package tinker, whose messages it speaks: pip install 'strop[tinker]'")
+        raise ValueError(f"--tinker needs the package tinker, whose messages it speaks: {install_command('tinker')}")
     if job.engine == "vllm" and not packages.is_installed("vllm"):
-        raise ValueError("--engine vllm: vLLM is not installed; `pip install vllm`, or use --engine torch")
+        raise ValueError(
+            "--engine vllm: vLLM is not installed; `make setup-vllm` in Strop's checkout installs it, or use --engine torch"
+        )
     if not job.uses_vllm and not packages.is_installed("aiohttp"):
-        raise ValueError("the server over the torch engine needs the package aiohttp: pip install 'strop[serve]', or vllm")
+        raise ValueError(f"the server over the torch engine needs the package aiohttp: {install_command('serve')}, or vllm")
     if not job.uses_vllm and job.dtype == "float16":
         raise ValueError("--dtype float16 is not in the torch engine; use bfloat16 or float32, or --engine vllm")
     if not job.uses_vllm and job.extra:

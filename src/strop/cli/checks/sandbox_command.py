@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.cli.output import USAGE_ERROR
+from strop.packages import install_command
 
 
 def sandbox(arguments: Sequence[str], command_line: str) -> int:
@@ -104,7 +105,7 @@ def _serve(options: argparse.Namespace, config: Any) -> int:
     try:
         from strop.sandbox.sandbox_server import ServerOptions, serve_sandbox
     except ImportError:
-        print("error: the service needs aiohttp: pip install 'strop[serve]'", file=sys.stderr)
+        print(f"error: the service needs aiohttp: {install_command('serve')}", file=sys.stderr)
         return 1
     check_level(config.level)
     server = ServerOptions(

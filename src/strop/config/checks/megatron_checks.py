@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from strop import packages
 from strop.base_config import changed_keys
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, TrainingRunConfig, list_trained_models
+from strop.packages import install_command
 from strop.problems import Problem
 
 Problems = Iterator[Problem]
@@ -17,7 +18,7 @@ def check_megatron_installed(config: TrainingRunConfig) -> Problems:
         yield Problem(
             "policy.megatron_cfg.enabled",
             "found true, but the package megatron-core is not installed",
-            "Run pip install 'strop[megatron]'. Set policy.backend=torch to train it with the torch learner, which takes over what "
+            f"Run {install_command('megatron')}. Set policy.backend=torch to train it with the torch learner, which takes over what "
             "megatron_cfg says.",
         )
 

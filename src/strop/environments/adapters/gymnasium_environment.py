@@ -13,6 +13,7 @@ from typing import Any
 from strop.environments.adapters.gymnasium_spaces import InvalidAction, describe_observation, describe_space, parse_action
 from strop.environments.adapters.stepped_environment import SeededTask, SteppedAnswer, SteppedEnvironment
 from strop.environments.base import EnvironmentConfigError, import_user_code
+from strop.packages import install_command
 from strop.user_code import suggest_names
 
 
@@ -63,7 +64,7 @@ class GymnasiumEnvironment(SteppedEnvironment):
         try:
             import gymnasium
         except ImportError as error:
-            raise EnvironmentConfigError("the environment gymnasium needs a package: pip install 'strop[gymnasium]'") from error
+            raise EnvironmentConfigError(f"the environment gymnasium needs a package: {install_command('gymnasium')}") from error
         arguments = {**({"render_mode": "ansi"} if self.render else {}), **self.kwargs}
         try:
             if ".py:" in self.id:

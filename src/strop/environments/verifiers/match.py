@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.verifiers.base import AnswerVerifier, Reply, Score, read_references
-from strop.packages import is_installed
+from strop.packages import install_command, is_installed
 from strop.types import Task
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -99,7 +99,7 @@ class FuzzyMatchVerifier(MatchVerifier):
         if self.max_characters < 1:
             raise EnvironmentConfigError(f"max_characters is {self.max_characters}; it must be at least 1")
         if not is_installed("rapidfuzz"):
-            raise EnvironmentConfigError("the verifier fuzzy_match needs the package RapidFuzz: pip install 'strop[verifiers]'")
+            raise EnvironmentConfigError(f"the verifier fuzzy_match needs the package RapidFuzz: {install_command('verifiers')}")
 
     def score(self, task: Task, reply: Reply) -> Score:
         from rapidfuzz import distance, fuzz

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from strop import packages
 from strop.base_config import BaseConfig
+from strop.packages import install_command
 from strop.problems import Problem
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
@@ -41,7 +42,7 @@ class Float8Config(BaseConfig):
             yield Problem(
                 f"{key}.enabled",
                 "found true, but the package torchao is not installed",
-                "Run pip install 'strop[fp8]', or set it to false.",
+                f"Run {install_command('fp8')}, or set it to false.",
             )
         if device == "cpu" and not self.emulate:
             yield Problem(

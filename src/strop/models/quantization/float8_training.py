@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from strop.models.quantization.float8_config import Float8Config
+from strop.packages import install_command
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def convert_to_float8(model: Any, config: Float8Config, device: torch.device, se
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise ImportError(
-            f"{section}.enabled is true, which needs the package torchao: pip install 'strop[fp8]', or set it to false"
+            f"{section}.enabled is true, which needs the package torchao: {install_command('fp8')}, or set it to false"
         ) from error
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     counts: Counter[str] = Counter()

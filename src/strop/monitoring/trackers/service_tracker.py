@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from strop import packages
 from strop.monitoring.trackers.base import NullTracker
+from strop.packages import install_command
 
 
 class ServiceRun(Protocol):
@@ -56,5 +57,5 @@ def check_package(name: str) -> None:
     if not packages.is_installed(name):
         raise ImportError(
             f"logger.{name}_enabled is true, but {name} is not installed; "
-            f"install it (pip install 'strop[{name}]') or set logger.{name}_enabled=false"
+            f"install it ({install_command(name)}) or set logger.{name}_enabled=false"
         )

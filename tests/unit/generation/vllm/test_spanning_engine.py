@@ -16,7 +16,7 @@ from support.vllm_engines import perturb
 if TYPE_CHECKING:
     from support.vllm_engines import BackgroundLoop
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(500)]
 
 SECOND = "127.0.0.2"

