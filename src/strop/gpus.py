@@ -5,7 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 VISIBLE = (
     "CUDA_VISIBLE_DEVICES"  # set by a scheduler such as Slurm, or by the user: indices, or UUIDs of GPUs or of their MIG slices
@@ -52,3 +57,16 @@ def _has_driver() -> bool:
     except OSError:
         return False
     return True
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Return whether a device has memory and streams of its own."""
+    return device.type not in ("cpu", "meta", "mps")
+
+
+def upload(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of numbers on a device. The host does not wait for a GPU: the copy is from pinned memory, kept as long as needed."""
+    import torch
+
+    on_gpu = is_gpu(device)
+    return torch.tensor(values, dtype=dtype, pin_memory=on_gpu).to(device, non_blocking=on_gpu)
