@@ -64,9 +64,13 @@ def is_gpu(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta", "mps")
 
 
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the CPU on a device. The host does not wait for a GPU: it copies from pinned memory, kept as long as needed."""
+    return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor.to(device)
+
+
 def upload(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of numbers on a device. The host does not wait for a GPU: the copy is from pinned memory, kept as long as needed."""
+    """Return a tensor of numbers on a device, sent as ``send`` does."""
     import torch
 
-    on_gpu = is_gpu(device)
-    return torch.tensor(values, dtype=dtype, pin_memory=on_gpu).to(device, non_blocking=on_gpu)
+    return send(torch.tensor(values, dtype=dtype), device)

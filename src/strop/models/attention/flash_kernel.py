@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from strop.gpus import is_gpu, send, upload
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.merged_attention import Gradients, merge_part
 from strop.models.attention.tree_pieces import AttentionPiece, Levels
@@ -40,7 +41,7 @@ def flash_obstacle(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
             if query.dtype in known and size >= values
             else f"a CPU has none for {query.dtype} with heads of {size}, {values}"
         )
-    if query.device.type != "cuda":
+    if not is_gpu(query.device):
         return f"there are none for {query.device.type}"
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"a GPU has none for {query.dtype}"
@@ -230,7 +231,7 @@ def _add_rows(whole: Tensor, part: Tensor, place: Tensor | slice) -> None:
 def _make_varlen(pieces: list[AttentionPiece], causal: bool, device: torch.device) -> _VarlenLevel:
     assert causal or all(piece.distance is None for piece in pieces), "a window, which this kernel does not have"
     queries, keys = [piece.queries for piece in pieces], [piece.keys for piece in pieces]
-    ends = [torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32, device=device) for sizes in (queries, keys)]
+    ends = [upload(list(accumulate(sizes, initial=0)), torch.int32, device) for sizes in (queries, keys)]
     rows = _gather([(piece.query, piece.queries) for piece in pieces], device)
     columns = _gather([(piece.key, piece.keys) for piece in pieces], device)
     return _VarlenLevel(rows, columns, ends[0], ends[1], (max(queries), max(keys)), causal)
@@ -240,4 +241,4 @@ def _gather(ranges: list[tuple[int, int]], device: torch.device) -> Tensor | sli
     """Return the rows of ranges (first, count) one after the other: a slice if they follow each other, else indices."""
     if all(first + count == after for (first, count), (after, _) in pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][0] + ranges[-1][1])
-    return torch.cat([torch.arange(first, first + count) for first, count in ranges]).to(device)
+    return send(torch.cat([torch.arange(first, first + count) for first, count in ranges]), device)
