@@ -5,12 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 VISIBLE = (
     "CUDA_VISIBLE_DEVICES"  # set by a scheduler such as Slurm, or by the user: indices, or UUIDs of GPUs or of their MIG slices
@@ -57,20 +52,3 @@ def _has_driver() -> bool:
     except OSError:
         return False
     return True
-
-
-def is_gpu(device: torch.device) -> bool:
-    """Return whether a device has memory and streams of its own."""
-    return device.type not in ("cpu", "meta", "mps")
-
-
-def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the CPU on a device. The host does not wait for a GPU: it copies from pinned memory, kept as long as needed."""
-    return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor.to(device)
-
-
-def upload(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of numbers on a device, sent as ``send`` does."""
-    import torch
-
-    return send(torch.tensor(values, dtype=dtype), device)

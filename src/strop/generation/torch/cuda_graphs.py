@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.gpus import upload
+from strop.device_copies import upload
 from strop.models.routing.router_replay import find_routers
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from strop.gpus import is_gpu
+from strop.device_copies import is_gpu
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.flash_kernel import VarlenFlashKernel, flash_obstacle
 from strop.models.attention.merged_attention import attend_in_pieces

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from strop.device_copies import is_gpu, upload
 from strop.generation.torch.cuda_graphs import DecodeGraphs, capture_obstacle
 from strop.generation.torch.decode_kernels import DecodeKernels
 from strop.generation.torch.emulated_quantization import EmulatedQuantization, RoundedCache
@@ -19,7 +20,6 @@ from strop.generation.torch.image_reader import ImageReader
 from strop.generation.torch.image_tokens import PromptImages, find_blocks
 from strop.generation.torch.kv_cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
 from strop.generation.torch.torch_config import TorchGenerationConfig
-from strop.gpus import is_gpu, upload
 from strop.models.adapters import base_weights
 from strop.models.attention.attention_plan import AttentionPlan, AttentionSpec
 from strop.models.network import Network

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from strop.device_copies import upload
 from strop.generation.torch.decode_kernels import DTYPES, DecodeKernels
-from strop.gpus import upload
 from strop.models.exact.exact_logprobs import sampled_logprobs
 from strop.sampling import Sampling, filtered_logits
 

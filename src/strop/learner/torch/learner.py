@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -325,7 +326,8 @@ class TorchLearner:
         limit = self.config.max_grad_norm
         norm = self.parallelism.clip_grad_norm(self.parameters, limit if limit is not None else float("inf"))
         rate = float(self.optimizer.param_groups[0]["lr"])  # some optimizers keep a tensor that the schedule changes in place
-        if torch.isfinite(norm):
+        found = norm.item()  # the one number of a step that the host waits for
+        if math.isfinite(found):
             self.optimizer.step()
             self.masters.write_back()
             if self.average is not None:
@@ -339,9 +341,9 @@ class TorchLearner:
         if self._steps % STEPS_BETWEEN_TRIMS == 0 and self.network.device.type == "cpu":
             trim_freed_memory()
         return {
-            "grad_norm": metrics.mean(norm.item(), 1),
+            "grad_norm": metrics.mean(found, 1),
             "lr": metrics.mean(rate, 1),
-            "steps_skipped_for_nonfinite_gradient": metrics.total(float(not torch.isfinite(norm))),
+            "steps_skipped_for_nonfinite_gradient": metrics.total(float(not math.isfinite(found))),
             **drafted,
         }
 
