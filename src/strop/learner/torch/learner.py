@@ -35,6 +35,7 @@ from strop.learner.parallel.micro_batch import (
     sum_outputs,
     to_device,
 )
+from strop.learner.parallel.parallel_dims import to_local
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
 from strop.learner.parallel.single_device import SingleDevice
@@ -142,7 +143,7 @@ class TorchLearner:
         self.draft = self._make_draft(schedule_unit, length, section)
         self._steps = 0
         self.weight_offload = TensorOffload(self.parallelism.weight_tensors, network.device)
-        self.state_offload = TensorOffload(self._state_tensors, network.device)
+        self.state_offload = TensorOffload(self._state_tensors, network.device, self._coming_state)
 
     def _make_draft(self, schedule_unit: ScheduleUnit, length: int | None, section: str) -> DraftTrainer | None:
         """Return what trains the network's draft head, if it has one."""
@@ -195,6 +196,13 @@ class TorchLearner:
                 yield parameter.grad
         if self.draft is not None:
             yield from self.draft.tensors()
+
+    def _coming_state(self) -> Iterator[int]:
+        """Yield the sizes in bytes of what Adam will make in its first step; other optimizers' state is not known before."""
+        if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW) and not self.optimizer.state:
+            for parameter in self.parameters:
+                for _ in range(MOMENTS):
+                    yield to_local(parameter).nbytes
 
     def score(self, batch: Batch) -> Outputs:
         return assemble_outputs([self.score_local(batch)], len(batch.target))
