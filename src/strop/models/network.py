@@ -155,7 +155,8 @@ class Network:
     @property
     def reads_plain_rows(self) -> bool:
         """Whether it reads a packed row's tokens, positions and sources as they are, so that they may be on its device already."""
-        return self.packed and self.vision is None and self.routed is None and self.draft is None
+        whole = isinstance(self.token_sharding, NoTokenSharding)
+        return self.packed and whole and self.vision is None and self.routed is None and self.draft is None
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """[R] int64 -> embeddings [R, H]."""

@@ -79,7 +79,7 @@ class PairwisePreference(Algorithm):
                 weight = chosen / max(batch.totals.groups, 1)
         return batch.with_column(SFT_WEIGHT, weight)
 
-    def terms(self, outputs: TokenOutputs, batch: Batch) -> tuple[list[LossTerm], dict[str, float]]:
+    def terms(self, outputs: TokenOutputs, batch: Batch) -> tuple[list[LossTerm], dict[str, Tensor]]:
         """Return what the loss adds up, and what is logged."""
         counted = self.as_pairs(batch.sequence_lengths, batch).sum(1) > 0
         logprobs = self.per_completion(outputs.logprobs, batch)

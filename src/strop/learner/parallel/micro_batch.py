@@ -51,19 +51,19 @@ def make_dummy(batch: Batch, *, zero_gradient: bool) -> MicroBatch:
 
 
 def run_in_turn(
+    network: Any,
     micro_batches: Sequence[MicroBatch],
     compute: Callable[[Batch], OutputsT],
     loss: Callable[[MicroBatch, OutputsT], Tensor] | None,
     *,
     backward: bool,
-    send: Callable[[MicroBatch], MicroBatch] = lambda micro_batch: micro_batch,
 ) -> LocalOutputs[OutputsT]:
     """Run the passes of ``Parallelism.run_passes`` on a device that has all layers: one micro-batch after another.
 
-    The host does not wait for a GPU before the last of them. ``send``: moves what the network reads of a micro-batch.
+    The host does not wait for a GPU before the last of them.
     """
     results = []
-    for micro_batch in map(send, micro_batches):
+    for micro_batch in (send_to(network, each) for each in micro_batches):
         trained = backward and not micro_batch.zero_gradient
         with RECORDER.span("learner", "forward"), torch.set_grad_enabled(trained):
             outputs = compute(micro_batch.sub_batch.batch)
@@ -132,6 +132,15 @@ def sum_outputs(micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
     """Return a loss whose gradient reaches all that the network computed, for a pass that is measured only."""
     sums = [value.sum() for _, value in tensor_fields(outputs) if value.requires_grad]
     return torch.stack(sums).sum()
+
+
+def send_to(network: Any, micro_batch: MicroBatch) -> MicroBatch:
+    """Move what a network and its loss read of a micro-batch to their device, in one copy. Nothing of rows that it cuts or pads first."""
+    if not getattr(network, "reads_plain_rows", False):
+        return micro_batch
+    part = micro_batch.sub_batch
+    sent = to_device(part.batch, network.device, (*READ_COLUMNS, *LOSS_COLUMNS))
+    return replace(micro_batch, sub_batch=replace(part, batch=sent))
 
 
 LOSS_COLUMNS = ("target", "sequence", "rollout_logprobs", "versions", "advantages", "mask", "group", "rewards")

@@ -10,7 +10,6 @@ It also loads a checkpoint of several ranks (``strop.learner.parallel.sharded_ch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,7 @@ from strop.data.shares.batch_share import BatchShare, require_whole
 from strop.data.shares.split_rule import ShareRequest
 from strop.data.splitting import split_micro_batches
 from strop.learner.parallel import sharded_checkpoint
-from strop.learner.parallel.micro_batch import (
-    LOSS_COLUMNS,
-    READ_COLUMNS,
-    LocalOutputs,
-    MicroBatch,
-    OutputsT,
-    run_in_turn,
-    to_device,
-)
+from strop.learner.parallel.micro_batch import LocalOutputs, MicroBatch, OutputsT, run_in_turn
 from strop.learner.parallel.parallelism import NamedParameters, ParallelNetwork
 from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
@@ -81,15 +72,7 @@ class SingleDevice:
         backward: bool = False,
     ) -> LocalOutputs[OutputsT]:
         with use_learner_layers(self.network, keep_copies=True):
-            return run_in_turn(micro_batches, compute, loss, backward=backward, send=self._send)
-
-    def _send(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Move what network and loss read of a micro-batch to the device, in one copy; of a row of text, which is read as it is."""
-        if not getattr(self.network, "reads_plain_rows", False):
-            return micro_batch
-        part = micro_batch.sub_batch
-        sent = to_device(part.batch, self.network.device, (*READ_COLUMNS, *LOSS_COLUMNS))
-        return replace(micro_batch, sub_batch=replace(part, batch=sent))
+            return run_in_turn(self.network, micro_batches, compute, loss, backward=backward)
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, limit)
