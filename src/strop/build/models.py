@@ -151,7 +151,7 @@ def select_device(device: str) -> None:
     """Make the GPU of the policy the current one of this process, where libraries start what is given no device."""
     chosen = resolve_device(device)
     if chosen.index is not None:
-        torch.cuda.set_device(chosen)
+        torch.get_device_module(chosen).set_device(chosen)
 
 
 def set_up_gpu(config: TrainingRunConfig) -> None:

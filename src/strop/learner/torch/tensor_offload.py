@@ -104,8 +104,8 @@ class ModelOffload:
         """Move the models to CPU memory, and return what they occupied on the device to other processes."""
         for part in self.parts:
             part.offload()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            if is_gpu(part.device):
+                torch.get_device_module(part.device).empty_cache()
 
     def onload(self) -> None:
         for part in self.parts:
