@@ -20,7 +20,7 @@ def run_tests(arguments: list[str], folder: Path, timeout: float = 300) -> tuple
     if process.exitcode is None:
         process.kill()
         process.join()
-    return int(process.exitcode or 0), output.read_text()
+    return int(process.exitcode), output.read_text()
 
 
 def _main(arguments: list[str], output: str) -> None:
@@ -33,10 +33,22 @@ def _main(arguments: list[str], output: str) -> None:
     sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--simulated-gpu", *arguments]))
 
 
-def make_simulated_gpu_the_runs() -> None:
-    """For ``before`` of a run: what the configuration calls a GPU is the simulated one."""
+def take_simulated_gpu() -> None:
+    """Have the simulated GPU in this process, for ``auto`` too. For ``before`` of a run."""
     from strop import gpus
     from support import simulated_device
 
     simulated_device.install()
     gpus.KIND = "sim"
+
+
+def leave_fused_attention() -> None:
+    """For ``before`` of a run: have torch compute attention by products, not by the fused kernel that of all devices here a CPU has."""
+    import torch
+
+    torch.backends.cuda.enable_flash_sdp(False)  # the CPU's too
+
+
+def take_simulated_gpu_without_fused_attention() -> None:
+    leave_fused_attention()
+    take_simulated_gpu()

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from strop.device_copies import is_gpu
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.flash_kernel import flash_obstacle
 from strop.packages import has_cpp_compiler
@@ -25,8 +26,8 @@ PLAIN_SCORES = {
     ("cpu", torch.float32): 1 << 20,
     ("cpu", torch.bfloat16): 1 << 22,
     ("cpu", torch.float16): 1 << 20,
-    ("cuda", torch.float32): 1 << 22,  # not measured: there is no fused kernel for these
-    ("cuda", torch.float64): 1 << 22,
+    ("gpu", torch.float32): 1 << 22,  # not measured: there is no fused kernel for these
+    ("gpu", torch.float64): 1 << 22,
 }
 
 SMALLEST_FLEX_HEAD = 16  # on a GPU, where its kernel multiplies with tl.dot
@@ -73,7 +74,7 @@ def choose_piece_kernel(
 
 def _choose(query: Tensor, value: Tensor, scores: int, obstacle: str | None) -> KernelChoice:
     device, dtype = query.device.type, query.dtype
-    limit = PLAIN_SCORES.get((device, dtype), 0)
+    limit = PLAIN_SCORES.get(("gpu" if is_gpu(query.device) else device, dtype), 0)
     if scores <= limit:
         return KernelChoice("plain", f"a family of siblings has at most {limit:,} scores")
     if obstacle is None:
