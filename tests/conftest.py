@@ -30,6 +30,19 @@ settings.load_profile("strop")
 gc.disable()  # until all is collected: it would go through a million objects that stay, again and again
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--simulated-gpu", action="store_true", help="run tests/gpu on the simulated GPU (tests/support/simulated_device)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.simulated_gpu:
+        from support.simulated_device.in_process import take_simulated_gpu
+
+        take_simulated_gpu()
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     from support.tokenizer import build_tokenizer
@@ -95,7 +108,8 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where exhaustive tests are left out, properties are tried with fewer examples. Tests under gpu/ need a CUDA device."""
+    """Where exhaustive tests are left out, properties are tried with fewer examples. Tests under gpu/ need a CUDA device, or are to run on
+    the simulated one."""
     if "not exhaustive" in config.option.markexpr:
         from support.sweep import draw_fewer_examples
 
@@ -108,5 +122,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     for item in wanted:
         item.add_marker(pytest.mark.gpu)
-        if not torch.cuda.is_available():
+        if config.option.simulated_gpu:
+            from support.simulated_device.not_simulated import find_reason
+
+            if (reason := find_reason(item.path.name, item.name)) is not None:
+                item.add_marker(pytest.mark.skip(reason=f"not simulated: {reason}"))
+        elif not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from strop.generation.torch.model_runner import CachedRunner, infer_cache_shape
+from strop.gpus import KIND
 from strop.learner.torch.scorer import NetworkScorer
 from strop.models.network import Network
 from strop.sampling import Sampling, mix_seed
@@ -16,6 +17,8 @@ from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
 from support.torch_engine import Request, cache_config, make_engine, make_runner, run_requests, token_lists
 
 pytestmark = pytest.mark.gpu
+
+GPU = torch.get_device_module(KIND)
 
 FLOAT32 = 1e-4
 BFLOAT16 = 0.15
@@ -35,7 +38,7 @@ def requests(count: int = 12) -> list[Request]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_give_the_same_tokens_and_log_probabilities(family: str) -> None:
-    network = Network(build(family).to("cuda"))
+    network = Network(build(family).to(KIND))
     plain = run_requests(make_engine(make_runner(network, slots=5, cuda_graphs=False)), requests())
     graphs = run_requests(make_engine(make_runner(network, slots=5, cuda_graphs=True)), requests())
     assert token_lists(graphs) == token_lists(plain)
@@ -46,7 +49,7 @@ def test_graphs_give_the_same_tokens_and_log_probabilities(family: str) -> None:
 def test_graphs_follow_new_weights() -> None:
     """A recorded graph reads the memory of weights or of their copies: both are refreshed in place."""
     for precision in (torch.float32, torch.bfloat16):
-        network = Network(build("llama").to("cuda"), precision=precision)
+        network = Network(build("llama").to(KIND), precision=precision)
         runner = make_runner(network, slots=5, cuda_graphs=True)
         before = run_requests(make_engine(runner), requests())
         with torch.no_grad():
@@ -59,7 +62,7 @@ def test_graphs_follow_new_weights() -> None:
 
 
 def test_slots_and_neighbours_do_not_matter_on_the_gpu() -> None:
-    network = Network(build("llama").to("cuda"))
+    network = Network(build("llama").to(KIND))
     wanted = [run_requests(make_engine(make_runner(network, slots=1)), [request])[0] for request in requests()]
     for slots in (2, 12):
         assert token_lists(run_requests(make_engine(make_runner(network, slots=slots)), requests())) == token_lists(wanted)
@@ -68,7 +71,7 @@ def test_slots_and_neighbours_do_not_matter_on_the_gpu() -> None:
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_sampler_and_learner_agree_on_the_gpu(precision: torch.dtype, cuda_graphs: bool) -> None:
-    network = Network(build("mistral").to("cuda"), precision=precision)
+    network = Network(build("mistral").to(KIND), precision=precision)
     sampling = Sampling(max_new_tokens=20, temperature=0.8)
     asked = [Request([5, 40, 200, 31, 7, 7, 90], sampling, seed) for seed in range(6)]
     found = run_requests(make_engine(make_runner(network, cuda_graphs=cuda_graphs)), asked)
@@ -82,20 +85,20 @@ def test_sampler_and_learner_agree_on_the_gpu(precision: torch.dtype, cuda_graph
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_the_cache_takes_the_configured_memory_and_generating_no_more_than_a_little(cuda_graphs: bool) -> None:
-    network = Network(build("llama").to("cuda"))
+    network = Network(build("llama").to(KIND))
     memory = 32 * 2**20
     length = memory // infer_cache_shape(network).bytes_per_token // 8  # eight slots fill it
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    GPU.synchronize()
+    before = GPU.memory_allocated()
     runner = CachedRunner(network, cache_config(memory, slots=64, cuda_graphs=cuda_graphs), length=length)
     assert runner.slots == 8
-    assert torch.cuda.memory_allocated() - before <= memory + 2**20
-    torch.cuda.reset_peak_memory_stats()
+    assert GPU.memory_allocated() - before <= memory + 2**20
+    GPU.reset_peak_memory_stats()
     run_requests(make_engine(runner), requests(30))
     held = sum(entry.keys.nbytes + entry.values.nbytes for entry in runner.prefixes._entries.values())
     assert runner.cache.keys.nbytes + runner.cache.values.nbytes + held <= memory
     # Besides the cache: activations of small batches, and what graphs and libraries keep.
-    assert torch.cuda.max_memory_allocated() - before < memory + 64 * 2**20
+    assert GPU.max_memory_allocated() - before < memory + 64 * 2**20
 
 
 def test_draws_on_the_gpu_are_those_on_the_cpu() -> None:
@@ -106,7 +109,7 @@ def test_draws_on_the_gpu_are_those_on_the_cpu() -> None:
     numbers = [uniform(1, row) for row in range(500)]
     for sampling in (Sampling(entropy=True), Sampling(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, entropy=True)):
         cpu = sample_tokens(logits, [sampling] * 500, numbers)
-        gpu = sample_tokens(logits.cuda(), [sampling] * 500, numbers)
+        gpu = sample_tokens(logits.to(KIND), [sampling] * 500, numbers)
         same = cpu.tokens == gpu.tokens.cpu()
         assert float(same.float().mean()) > 0.99, "a number may fall on the boundary between two tokens"
         assert torch.allclose(cpu.logprobs[same], gpu.logprobs.cpu()[same], atol=1e-5)

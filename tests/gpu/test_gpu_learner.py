@@ -9,6 +9,7 @@ import torch
 
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.build.models import select_device
+from strop.gpus import KIND
 from strop.learner.torch.scorer import NetworkScorer, offload
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.plain_attention import causal_mask, masked_attention
@@ -17,10 +18,12 @@ from strop.sampling import Sampling
 from strop.types import Batch
 from support.algorithms import grpo
 from support.learners import make_torch_learner
-from support.models import FAMILIES, build, copy_gradients, largest_difference, to_float64
+from support.models import FAMILIES, build, copy_gradients, largest_difference, to_float64, with_exact_rotary
 from support.rollouts import pack_for, simple_groups
 
 pytestmark = pytest.mark.gpu
+
+GPU = torch.get_device_module(KIND)
 
 SHAPES = ((11, (9, 1, 14)), (2, (5,)), (5, (20, 3)))
 FLOAT32 = 1e-4  # other kernels, other orders of addition
@@ -48,7 +51,7 @@ def batch_of(algorithm: GRPO) -> Batch:
 
 
 def gradient_on(device: str, algorithm: GRPO, *, budget: int = 10**9, packed: bool = True) -> tuple[dict[str, torch.Tensor], Any]:
-    model = to_float64(build("llama")).to(device)
+    model = with_exact_rotary(to_float64(build("llama")).to(device))
     network = Network(model, precision=torch.float64, packed=packed, chunk=13)
     learner = make_torch_learner(network, Sampling(temperature=0.9), train_tokens=budget)
     result = learner.forward_backward(batch_of(algorithm), algorithm.loss)
@@ -62,7 +65,7 @@ def test_gradients_and_metrics_on_the_gpu_are_those_on_the_cpu(options: dict[str
     wanted, result = gradient_on("cpu", algorithm)
     for budget in (10**9, 20):
         for packed in (True, False):
-            found, other = gradient_on("cuda", algorithm, budget=budget, packed=packed)
+            found, other = gradient_on(KIND, algorithm, budget=budget, packed=packed)
             assert largest_difference(found, wanted) < 1e-9, (budget, packed)
             assert other.metrics["loss"].value == pytest.approx(result.metrics["loss"].value, rel=1e-6, abs=1e-9)
 
@@ -71,7 +74,7 @@ def test_gradients_and_metrics_on_the_gpu_are_those_on_the_cpu(options: dict[str
 def test_log_probabilities_on_the_gpu_are_those_on_the_cpu(family: str) -> None:
     batch = batch_of(grpo())
     found = []
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", KIND):
         network = Network(build(family).to(device))
         assert network.packed, network.fallback
         with torch.no_grad():
@@ -83,8 +86,8 @@ def test_log_probabilities_on_the_gpu_are_those_on_the_cpu(family: str) -> None:
 
 def test_an_offloaded_reference_leaves_the_gpu_between_uses_and_says_the_same() -> None:
     batch = batch_of(grpo())
-    stays = NetworkScorer(Network(build("llama").to("cuda")), Sampling(), score_tokens=30)
-    network = Network(build("llama").to("cuda"))
+    stays = NetworkScorer(Network(build("llama").to(KIND)), Sampling(), score_tokens=30)
+    network = Network(build("llama").to(KIND))
     leaves = NetworkScorer(network, Sampling(), score_tokens=30, context=offload(network))
     assert {parameter.device.type for parameter in leaves.network.model.parameters()} == {"cpu"}
     found = leaves.score(batch)
@@ -98,15 +101,15 @@ def test_logits_of_a_large_vocabulary_do_not_fill_the_memory() -> None:
     from strop.models.logprobs.token_logprobs import token_logprobs
 
     rows, words, width, chunk = 4096, 50_000, 64, 256
-    hidden = torch.randn(rows, width, device="cuda", requires_grad=True)
-    head = LMHead(torch.randn(words, width, device="cuda", requires_grad=True), None)
-    target = torch.randint(words, (rows,), device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    hidden = torch.randn(rows, width, device=KIND, requires_grad=True)
+    head = LMHead(torch.randn(words, width, device=KIND, requires_grad=True), None)
+    target = torch.randint(words, (rows,), device=KIND)
+    GPU.synchronize()
+    GPU.reset_peak_memory_stats()
+    before = GPU.memory_allocated()
     outputs = token_logprobs(hidden, target, head, Sampling(temperature=0.9), chunk)
     (outputs.logprobs.sum() - 0.1 * outputs.entropy.sum()).backward()
-    grown = torch.cuda.max_memory_allocated() - before
+    grown = GPU.max_memory_allocated() - before
     assert grown < 8 * chunk * words * 4, "a few chunks at a time"
     assert grown < rows * words * 4 * 0.6
 
@@ -119,13 +122,13 @@ def test_tritons_kernels_give_the_numbers_of_pytorchs_operators(
     from strop.models.logprobs import tiled_logprobs as module
     from strop.models.logprobs.logit_tiles import TorchTiles
 
-    assert type(module.choose_operations(torch.device("cuda"), dtype)).__name__ == "TritonRows"
+    assert type(module.choose_operations(torch.device(KIND), dtype)).__name__ == "TritonRows"
     leaves = [
-        torch.randn(300, 64, device="cuda"),
-        0.3 * torch.randn(50_001, 64, device="cuda"),
-        torch.randn(50_001, device="cuda"),
+        torch.randn(300, 64, device=KIND),
+        0.3 * torch.randn(50_001, 64, device=KIND),
+        torch.randn(50_001, device=KIND),
     ]
-    target = torch.randint(50_001, (300,), device="cuda")
+    target = torch.randint(50_001, (300,), device=KIND)
     found = []
     for operations in (module.choose_operations, lambda device, dtype: TorchTiles()):
         monkeypatch.setattr(module, "choose_operations", operations)
@@ -141,21 +144,21 @@ def test_tritons_kernels_give_the_numbers_of_pytorchs_operators(
 def test_attention_to_a_shared_prefix_stores_no_scores() -> None:
     """A mask and fewer key-value heads at once: torch has kernels for both only since some version, and falls back without a word."""
     heads, groups, queries, keys = 16, 4, 2048, 4096
-    query = torch.randn(2, heads, queries, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    key, value = (torch.randn(2, groups, keys, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    query = torch.randn(2, heads, queries, 64, device=KIND, dtype=torch.bfloat16, requires_grad=True)
+    key, value = (torch.randn(2, groups, keys, 64, device=KIND, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     mask = causal_mask(queries, keys, None, query.device)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    GPU.reset_peak_memory_stats()
+    before = GPU.memory_allocated()
     masked_attention(query, key, value, mask, AttentionSpec(0, 0.125)).sum().backward()
     scores = 2 * heads * queries * keys * 2  # bytes
-    assert torch.cuda.max_memory_allocated() - before < scores
+    assert GPU.max_memory_allocated() - before < scores
 
 
 def test_a_run_on_another_gpu_than_the_first_computes_there() -> None:
-    if torch.cuda.device_count() < 2:
+    if GPU.device_count() < 2:
         pytest.skip("one GPU only")
     select_device("cuda:1")
     try:
-        assert torch.cuda.current_device() == 1
+        assert GPU.current_device() == 1
     finally:
-        torch.cuda.set_device(0)
+        GPU.set_device(0)

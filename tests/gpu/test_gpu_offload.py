@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from strop.gpus import KIND
 from strop.learner.client import InlineCaller, MemoryClient
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.tensor_offload import ModelOffload
@@ -23,12 +24,14 @@ from support.rollouts import pack_for, simple_groups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
+GPU = torch.get_device_module(KIND)
+
 ALGORITHM = grpo()
 BATCH = pack_for(simple_groups((11, (9, 1, 14)), (2, (5,)), (5, (20, 3))), ALGORITHM)
 
 
 def learner_of(*, masters: bool = False) -> TorchLearner:
-    model = build("llama").to("cuda")
+    model = build("llama").to(KIND)
     network = Network(model, precision=torch.bfloat16 if masters else torch.float32, packed=True)
     if masters:
         cast_weights(model, torch.bfloat16)
@@ -52,7 +55,7 @@ def train(learner: TorchLearner, *, offloaded: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("masters", [False, True])
 def test_training_with_a_learner_that_leaves_is_the_same_to_the_bit(masters: bool) -> None:
     plain, moved = (train(learner_of(masters=masters), offloaded=offloaded) for offloaded in (False, True))
-    assert all(tensor.is_cuda or not tensor.dim() for tensor in moved)
+    assert all(tensor.device.type == KIND or not tensor.dim() for tensor in moved)
     assert all(torch.equal(one, other) for one, other in zip(plain, moved, strict=True))
 
 
@@ -61,13 +64,13 @@ def test_an_offloaded_learner_holds_no_memory_of_the_gpu_and_can_be_read_and_sco
     held = [tensor for tensor in train(learner, offloaded=False) if tensor.dim()]
     size, wanted = sum(tensor.nbytes for tensor in held), learner.score(BATCH)
     del held
-    before = torch.cuda.memory_allocated()
+    before = GPU.memory_allocated()
     offload_of(learner).offload()
-    assert before - torch.cuda.memory_allocated() >= 0.95 * size
+    assert before - GPU.memory_allocated() >= 0.95 * size
     assert all(parameter.is_pinned() for parameter in learner.model.parameters())
-    assert all(not tensor.is_cuda for _, tensor in learner.weights())
+    assert all(tensor.device.type != KIND for _, tensor in learner.weights())
     assert torch.equal(learner.score(BATCH).logprobs, wanted.logprobs)  # type: ignore[union-attr]
-    assert before - torch.cuda.memory_allocated() >= 0.95 * size, "and it left again"
+    assert before - GPU.memory_allocated() >= 0.95 * size, "and it left again"
     offload_of(learner).onload()
     assert learner.forward_backward(BATCH, ALGORITHM.loss).metrics
 
@@ -76,11 +79,11 @@ def test_swapping_in_the_average_needs_no_second_copy_of_the_weights() -> None:
     learner = learner_of()
     largest = max(parameter.nbytes for parameter in learner.model.parameters())
     assert learner.average is not None
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    GPU.reset_peak_memory_stats()
+    before = GPU.memory_allocated()
     with learner.average.swap_in(learner.trainable_parameters):
-        assert torch.cuda.memory_allocated() <= before
-    assert torch.cuda.max_memory_allocated() - before <= 2 * largest
+        assert GPU.memory_allocated() <= before
+    assert GPU.max_memory_allocated() - before <= 2 * largest
 
 
 @pytest.fixture
@@ -89,7 +92,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator
     from strop.generation.vllm.vllm_engine import VllmEngine
     from support.vllm_engines import BackgroundLoop, make_launch, save_model_folder, serve, served_model
 
-    room, model = BackgroundLoop(), served_model().to("cuda")
+    room, model = BackgroundLoop(), served_model().to(KIND)
     folder = save_model_folder(model, tokenizer, tmp_path_factory.mktemp("served"))
     launch = make_launch(folder, on_cpu=False, sleep_level=2, gpu_memory_utilization=0.3)
     engine = VllmEngine("engine 0", launch, tokenizer, stop_ids=(tokenizer.eos_token_id,))
@@ -106,10 +109,10 @@ def test_a_learner_is_away_while_a_colocated_engine_samples_and_back_to_train(se
     for version in range(3):
         published = room.run(model.weights.publish(version), 600)
         assert published["timing/train/offload"].value > 0 and published["weights/tensors_not_read_back"].value == 0
-        assert not any(parameter.is_cuda for parameter in learner.model.parameters())
+        assert not any(parameter.device.type == KIND for parameter in learner.model.parameters())
         completion = room.run(model.pool.generate(tuple(range(40, 60)), sampling=Sampling(max_new_tokens=8), seed=version))
         assert completion.versions.unique().item() == version
         room.run(model.weights.yield_device())
-        assert all(parameter.is_cuda for parameter in learner.model.parameters())
+        assert all(parameter.device.type == KIND for parameter in learner.model.parameters())
         learner.forward_backward(BATCH, ALGORITHM.loss)
         learner.step()

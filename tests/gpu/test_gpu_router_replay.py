@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strop.gpus import KIND
 from strop.models.network import Network
 from strop.models.routing.routes import RecordedRoutes
 from strop.sampling import Sampling
@@ -18,7 +19,7 @@ from support.torch_engine import Request, make_engine, make_runner, run_requests
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-DEVICE = torch.device("cuda", 0)
+DEVICE = torch.device(KIND, 0)
 
 
 def agreement(network: Network, tokens: list[int], routes: Tensor | None) -> float:

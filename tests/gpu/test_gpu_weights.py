@@ -7,22 +7,28 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+from strop.gpus import KIND
 from strop.weight_sync.base import ChannelAddress, Sender
 from strop.weight_sync.fingerprints import combine_fingerprints, fingerprint
 from strop.weight_sync.transports.broadcast import BroadcastSender
 from strop.weight_sync.transports.cuda_ipc import CudaIpcSender
 from strop.weight_sync.transports.host_memory import MemorySender
+from support.simulated_device.in_process import take_simulated_gpu
 from support.transports import expected_fingerprints, make_manifest, make_tensors, receive_fingerprints, spawn_child
 
 pytestmark = pytest.mark.gpu
 
-CUDA = torch.device("cuda", 0)
+GPU = torch.get_device_module(KIND)
+
+CUDA = torch.device(KIND, 0)
 SMALL = 64 << 10
 
 
-def receive_on_gpu(pipe: Connection, address: ChannelAddress, index: int, number: int) -> None:
-    device = torch.device("cuda", number)
-    torch.cuda.set_device(device)
+def receive_on_gpu(pipe: Connection, kind: str, address: ChannelAddress, index: int, number: int) -> None:
+    if kind == "sim":
+        take_simulated_gpu()
+    device = torch.device(kind, number)
+    torch.get_device_module(device).set_device(device)
     receiver = address.connect(index, device)
     while (manifest := pipe.recv()) is not None:
         pipe.send(receive_fingerprints(receiver, manifest))
@@ -36,7 +42,7 @@ def on_gpu(seed: int) -> list[tuple[str, torch.Tensor]]:
 def arrives(sender: Sender, number: int = 0) -> None:
     """Two publishes, bit for bit."""
     manifest = make_manifest()
-    with spawn_child(receive_on_gpu, sender.address, 0, number) as receiver:
+    with spawn_child(receive_on_gpu, KIND, sender.address, 0, number, fresh=KIND == "cuda") as receiver:
         for seed in range(2):
             receiver.pipe.send(manifest)
             sender.send(manifest, on_gpu(seed))
@@ -65,11 +71,11 @@ def test_by_gloo_broadcast() -> None:
     arrives(BroadcastSender(1, bucket_size=SMALL, timeout=60))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank")
+@pytest.mark.skipif(GPU.device_count() < 2, reason="NCCL needs a GPU for each rank")
 def test_by_nccl_broadcast() -> None:
     arrives(BroadcastSender(1, backend="nccl", device=CUDA, bucket_size=SMALL, timeout=60), 1)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(GPU.device_count() < 2, reason="needs two GPUs")
 def test_through_gpu_memory_to_another_gpu() -> None:
     arrives(CudaIpcSender(1, device=CUDA, bucket_size=SMALL, timeout=60), 1)

@@ -116,10 +116,15 @@ class ChildProcess:
 
 
 @contextmanager
-def spawn_child(body: Callable[..., None], *arguments: Any) -> Iterator[ChildProcess]:
-    """Run ``body(pipe, *arguments)`` in its own process, which is killed at the end if it is still alive."""
+def spawn_child(body: Callable[..., None], *arguments: Any, fresh: bool = False) -> Iterator[ChildProcess]:
+    """Run ``body(pipe, *arguments)`` in its own process, which is killed at the end if it is still alive.
+
+    ``fresh``: in a new interpreter, for what cannot use a GPU as a fork: the server of the forks may have imported a library that counted
+    the GPUs (torchao does).
+    """
     ours, theirs = multiprocessing.Pipe()
-    process = forks().Process(target=body, args=(theirs, *arguments), daemon=True)
+    context: Any = multiprocessing.get_context("spawn") if fresh else forks()
+    process = context.Process(target=body, args=(theirs, *arguments), daemon=True)
     process.start()
     theirs.close()
     try:

@@ -1,0 +1,32 @@
+"""Whole runs on the simulated GPU compute what they compute on a CPU, to the last digit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loop.kinds import train
+from loop.runs import metrics_of, repeatable
+from support.simulated_device import find_obstacle
+from support.simulated_device.in_process import leave_fused_attention, take_simulated_gpu_without_fused_attention
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_obstacle() is not None, reason=str(find_obstacle()))]
+
+STEPS = 3
+PLAIN = {"policy.attention_kernel": "plain"}  # auto chooses by device
+SAMPLED = {"policy.generation.backend": "torch", "policy.generation.torch_cfg.kv_cache_memory_gb": 0.01}
+
+
+@pytest.mark.parametrize("section", ["grpo", "sft", "dpo"])
+def test_a_run_on_the_simulated_gpu_is_that_on_the_cpu_to_the_last_digit(section: str, tiny: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {f"{section}.max_num_steps": STEPS, **PLAIN}
+    changes |= SAMPLED if section == "grpo" else {}
+    found = {}
+    for device, before in (("cpu", leave_fused_attention), ("auto", take_simulated_gpu_without_fused_attention)):
+        outcome = train(section, tiny, tmp_path / device, before=before, **changes, **{"policy.device": device})
+        assert outcome.code == 0, outcome.err
+        found[device] = repeatable(metrics_of(tmp_path / device / "logs"))
+    assert "sim" in outcome.out + outcome.err
+    assert len(found["cpu"]) >= STEPS and found["auto"] == found["cpu"]

@@ -1,0 +1,35 @@
+"""``tests/gpu`` on the simulated GPU, and the list of what cannot run there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.simulated_device import find_obstacle
+from support.simulated_device.in_process import ROOT, run_tests
+from support.simulated_device.not_simulated import REASONS
+
+FILES = sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> None:
+    if (obstacle := find_obstacle()) is not None:
+        pytest.skip(obstacle)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file not in REASONS])
+def test_what_runs_on_a_gpu_runs_on_the_simulated_one(file: str, tmp_path: Path) -> None:
+    code, said = run_tests([f"tests/gpu/{file}"], tmp_path)
+    assert code == 0, said
+    skipped = [line for line in said.splitlines() if line.startswith("SKIPPED")]
+    assert all("not simulated: " in line for line in skipped), said
+
+
+def test_the_list_of_what_cannot_be_simulated_names_tests_that_exist() -> None:
+    for key in REASONS:
+        file, _, test = key.partition("::")
+        assert file in FILES, key
+        assert re.search(rf"^def {test.partition('[')[0]}", (ROOT / "tests/gpu" / file).read_text(), re.M), key
