@@ -139,6 +139,7 @@ def run_with_graphs(network: Network, device: Device, monkeypatch: pytest.Monkey
     return runner, run_requests(make_engine(runner), requests())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_completions_are_those_without_graphs_at_sizes_that_change_among_running_requests(
     family: str, monkeypatch: pytest.MonkeyPatch
@@ -152,6 +153,7 @@ def test_completions_are_those_without_graphs_at_sizes_that_change_among_running
         assert torch.allclose(left.logprobs, right.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_capture_that_fails_leaves_its_stream_and_decoding_goes_on_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,6 +166,7 @@ def test_a_capture_that_fails_leaves_its_stream_and_decoding_goes_on_without(
     assert len(said) == 1 and "a step of 2 sequences cannot be captured (Cannot copy between CPU and CUDA tensors" in said[0]
 
 
+@pytest.mark.slow
 def test_mixtures_of_experts_are_not_captured_unless_their_products_have_one_shape() -> None:
     mixtures = {"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen2_moe", "glm4_moe"}
     for family in (each for each in CONFIGS if each != "mamba"):

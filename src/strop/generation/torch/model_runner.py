@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from strop.device_copies import is_gpu, upload
+from strop.device_copies import is_gpu, move, upload
 from strop.generation.torch.cuda_graphs import DecodeGraphs, capture_obstacle
 from strop.generation.torch.decode_kernels import DecodeKernels
 from strop.generation.torch.emulated_quantization import EmulatedQuantization, RoundedCache
@@ -253,11 +253,12 @@ class PlanRunner:
         rounds = self.quantization is not None and self.quantization.plan.fp8_cache
         options["plan"] = RoundedCache(plan) if rounds else plan
         places = positions[None] if positions.dim() == 1 else positions[:, None]
+        ids, places, *last = move([tokens[None], places, *([] if rows is None else [rows])], device)
         with self.network.autocast():
-            inputs = self.read_images(tokens, plan.images) if plan.images else {"input_ids": tokens[None].to(device)}
-            output = self.network.decoder(**inputs, position_ids=places.to(device), use_cache=False, **options)
+            inputs = self.read_images(tokens, plan.images) if plan.images else {"input_ids": ids}
+            output = self.network.decoder(**inputs, position_ids=places, use_cache=False, **options)
             hidden = output.last_hidden_state[0]
-            hidden = hidden if rows is None else hidden.index_select(0, rows.to(device))
+            hidden = hidden.index_select(0, last[0]) if last else hidden
             if self.network.exact is not None:
                 return self.network.exact_head.compute_logits(hidden)
             layer = self.network.model.get_output_embeddings()

@@ -1,0 +1,131 @@
+"""What makes a host wait for a GPU, and what it sends there, counted on the simulated GPU: bounds, so that none comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from strop.algorithms.supervised.sft import SFT
+from strop.generation.base import Completion
+from strop.gpus import KIND
+from strop.learner.torch.scorer import NetworkScorer
+from strop.models.attention import flash_kernel
+from strop.models.network import Network
+from strop.sampling import Sampling
+from strop.weight_sync.fingerprints import fingerprint
+from support import simulated_device
+from support.algorithms import grpo
+from support.learners import make_torch_learner
+from support.models import build
+from support.rollouts import make_group, make_rollout, make_turn, pack_for, pack_grpo, simple_groups
+from support.torch_engine import Request, make_engine, make_paged_runner, make_runner, run_requests
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(KIND != "sim", reason="counted on the simulated GPU (pytest --simulated-gpu)")]
+
+SHAPES = ((11, (9, 1, 14)), (2, (5,)), (5, (20, 3)))
+
+
+def crossings(counts: dict[str, int]) -> tuple[int, ...]:
+    """Values that the host reads, copies down, copies up from pageable and from pinned memory."""
+    return tuple(counts[name] for name in ("host reads", "downloads", "pageable uploads", "pinned uploads"))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_k=40, top_p=0.9, min_p=0.01, entropy=True)])
+def test_a_decoding_step_reads_once_and_sends_twice(sampling: Sampling, graphs: bool) -> None:
+    engine: Any = make_engine(make_runner(Network(build("llama").to(KIND)), slots=4, cuda_graphs=graphs))
+    step, steps = engine._step, []
+
+    def counted() -> None:
+        with simulated_device.counting() as counts:
+            step()
+        steps.append(crossings(counts))
+
+    engine._step = counted
+    run_requests(engine, [Request([5 + place, 40, 200], sampling, place) for place in range(4)])
+    assert set(steps[2:-1]) == {(0, 1, 0, 2)}
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", [grpo(), grpo(kl_penalty=0.2, entropy_bonus=0.1), SFT()], ids=["grpo", "terms", "sft"])
+def test_micro_batches_are_sent_in_one_copy_and_read_when_the_last_is_done(algorithm: Any, precision: torch.dtype) -> None:
+    """In bfloat16 the places of their attention are a second copy."""
+    batch = pack_for(simple_groups(*SHAPES), grpo())
+    batch = batch.with_column("reference_logprobs", batch.rollout_logprobs - 0.2)
+    for budget, parts in ((10**9, 1), (40, 2), (20, 4)):
+        network = Network(build("llama").to(KIND), precision=precision, packed=True)
+        learner = make_torch_learner(network, Sampling(temperature=0.9), train_tokens=budget)
+        for _ in range(2):
+            with simulated_device.counting() as counts:
+                learner.forward_backward(batch, algorithm.loss)
+            assert crossings(counts) == (0, 2, 0, parts if precision == torch.float32 else 2 * parts), budget
+            with simulated_device.counting() as counts:
+                learner.step()
+            assert crossings(counts) == (1, 0, 0, 0)
+
+
+def test_a_fingerprint_takes_64_mib_beside_its_tensor_and_one_read() -> None:
+    for shape, dtype in (
+        ((4096, 8192), torch.bfloat16),
+        ((70_000, 33), torch.uint8),
+        ((4096,), torch.float32),
+        ((0, 3), torch.float32),
+    ):
+        tensor = (100 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+        wanted, sent = fingerprint(tensor, rows=5, columns=2), tensor.to(KIND)
+        with simulated_device.counting() as counts:
+            assert fingerprint(sent, rows=5, columns=2) == wanted
+        assert crossings(counts) == (1, 0, 0, 0)
+        assert counts["peak bytes"] < 66 * 2**20
+
+
+class Counted:
+    """The operators of torch, with the calls of the fused kernel counted."""
+
+    calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls += name == "_flash_attention_forward"
+        return getattr(torch.ops.aten, name)
+
+
+@pytest.mark.parametrize("make", [make_runner, make_paged_runner])
+def test_all_prompts_are_read_by_two_calls_of_the_fused_kernel_a_layer(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One among their new tokens, one for what is cached; and the learner agrees with what follows."""
+    network, sampling, counted = Network(build("llama").to(KIND), precision=torch.bfloat16), Sampling(max_new_tokens=5), Counted()
+    engine = make_engine(make(network, slots=8, length=96, prefix_tokens=400))
+
+    async def sample(prompts: list[list[int]]) -> list[Completion]:
+        waiting = (engine.generate(prompt, sampling=sampling, seed=0, session=str(place)) for place, prompt in enumerate(prompts))
+        return list(await asyncio.gather(*waiting))
+
+    async def turns() -> tuple[list[list[int]], list[Completion]]:
+        prompts = [list(range(10, 10 + length)) for length in (3, 17, 9)]
+        first = await sample(prompts)
+        longer = [[*prompt, *done.tokens.tolist(), 7, 8] for prompt, done in zip(prompts, first, strict=True)]
+        monkeypatch.setattr(flash_kernel, "aten", counted)
+        second = await sample([*longer, [99, 98]])
+        await engine.close()
+        return [*prompts, *longer, [99, 98]], [*first, *second]
+
+    prompts, found = asyncio.run(turns())
+    assert counted.calls == 2 * 2, "two layers"
+    rollouts = [make_rollout(prompt, make_turn(done)) for prompt, done in zip(prompts, found, strict=True)]
+    batch = pack_grpo([make_group(rollout) for rollout in rollouts])
+    scores = NetworkScorer(network, sampling, score_tokens=200).score(batch)
+    assert float((scores.logprobs - batch.rollout_logprobs).abs().max()) < 0.15
+
+
+def test_layers_that_the_fused_kernel_does_not_know_read_each_prompt_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that a prompt exceeds, capped scores, and float32."""
+    for family, precision in (("mistral", torch.bfloat16), ("gemma2", torch.bfloat16), ("llama", torch.float32)):
+        counted = Counted()
+        network = Network(build(family).to(KIND), precision=precision)
+        engine = make_engine(make_runner(network))
+        with monkeypatch.context() as patch:
+            patch.setattr(flash_kernel, "aten", counted)
+            run_requests(engine, [Request(list(range(10, 30)), Sampling(max_new_tokens=2))])
+        assert counted.calls == 0, family
