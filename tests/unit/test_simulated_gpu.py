@@ -11,6 +11,7 @@ from support.simulated_device import find_obstacle
 from support.simulated_device.in_process import ROOT, run_tests
 from support.simulated_device.not_simulated import REASONS
 
+pytestmark = pytest.mark.slow
 FILES = sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
 
 
