@@ -127,7 +127,7 @@ class AllReduceProbe:
     def __init__(self, rank: int, world: int, on_cpu: bool) -> None:
         self.rank = rank
         self.world = world
-        self.backend, self.device = ("gloo", "cpu") if on_cpu else ("nccl", "cuda")
+        self.backend, self.device = ("gloo", "cpu") if on_cpu else ("cpu:gloo,cuda:nccl", "cuda")
         self._store: Any = None
 
     def open_store(self, host: str) -> int:
