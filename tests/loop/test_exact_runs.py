@@ -98,9 +98,9 @@ def test_a_deterministic_run_says_so_and_computes_on_a_cpu_what_an_ordinary_one_
     for deterministic in (True, False):
         folder = tmp_path / str(deterministic)
         settings = {"policy.deterministic": deterministic, "policy.generation.top_p": 0.95, "grpo.max_num_steps": 3}
-        outcome = grpo(tiny, folder, **settings)
+        outcome = grpo(tiny, folder, **{**settings, "logger.console": ...})
         assert outcome.code == 0, outcome.err
         lines[deterministic] = repeatable(metrics_of(folder / "logs"))
-        said[deterministic] = "to the last bit, in every process (policy.deterministic)" in outcome.out
+        said[deterministic] = "to the last bit, in every process (policy.deterministic)" in outcome.out + outcome.err
     assert said == {True: True, False: False}
     assert lines[True] == lines[False], "a CPU adds in one order anyway"
