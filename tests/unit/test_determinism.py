@@ -16,6 +16,8 @@ import torch
 from strop import determinism
 from strop.build.models import prepare_device
 from strop.determinism import ENVIRONMENT, deterministic_variables, running_sums, set_deterministic
+from strop.generation.generation_config import GenerationConfig
+from strop.generation.vllm.engine_args import VllmLaunch
 
 
 @pytest.fixture(autouse=True)
@@ -103,3 +105,32 @@ def test_no_running_sum_of_floats_is_left_that_torch_would_refuse() -> None:
     for folder in ("generation/torch", "learner", "models", "algorithms"):
         files += (source / folder).rglob("*.py")
     assert {path.stem for path in files if re.search(r"\.cum(sum|prod)\(", path.read_text())} == {*integers, *on_the_cpu}
+
+
+def test_engines_of_a_deterministic_run_are_batch_invariant_over_ray_too() -> None:
+    from types import SimpleNamespace
+
+    from strop.build.cluster.ray_backend import RayBackend
+
+    def environment(*, deterministic: bool, on_cpu: bool) -> dict[str, str]:
+        backend = object.__new__(RayBackend)
+        generation = GenerationConfig(backend="vllm")
+        policy = SimpleNamespace(
+            generation=generation,
+            adapter_rank=None,
+            router_replay=SimpleNamespace(enabled=False),
+            deterministic=deterministic,
+            draft=SimpleNamespace(enabled=False),
+        )
+        backend.config = SimpleNamespace(policy=policy)  # type: ignore[assignment]
+        backend.policy_info = SimpleNamespace(on_cpu=on_cpu)  # type: ignore[assignment]
+        backend.bundle = SimpleNamespace(template=SimpleNamespace(vision=None))  # type: ignore[assignment]
+        launched: list[VllmLaunch] = []
+        vars(backend)["_thread_env"] = lambda *arguments, **options: {}
+        vars(backend)["_make_launched_engine"] = lambda number, slot, launch: launched.append(launch)
+        backend._make_vllm_engine(0, SimpleNamespace(further=()), Path("folder"), Path("outputs"), False)  # type: ignore[arg-type]
+        return launched[0].env_vars
+
+    assert environment(deterministic=True, on_cpu=False)["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in environment(deterministic=False, on_cpu=False)
+    assert "VLLM_BATCH_INVARIANT" not in environment(deterministic=True, on_cpu=True), "a CPU has no such mode"
