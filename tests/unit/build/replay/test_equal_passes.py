@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from strop.build.replay import equal_passes
 from strop.build.replay.equal_passes import EqualPasses, compare_passes, passes_may_differ
 from strop.build.replay.retrained_steps import compare_metrics
-from strop.config import GrpoRunConfig
-from strop.config.load.load import load_config
 
 FIRST = {"loss": 0.5, "grad_norm": 1.50, "entropy": 2.0, "reward": 1.0}
 SECOND = {"loss": 0.5001, "grad_norm": 1.53, "entropy": 2.0, "reward": 1.0}
@@ -30,10 +34,12 @@ def test_where_passes_are_equal_every_difference_counts() -> None:
     assert passes.unexplained(compare_metrics(3, {**FIRST, "loss": 0.5000001}, FIRST)) == ["loss"]
 
 
-def test_equal_passes_differ_on_gpus_alone_and_not_with_the_key() -> None:
-    def may_differ(*overrides: str) -> bool:
-        model = ("policy.model_name=m", "data.train.dataset_name=d", "env={}")
-        return passes_may_differ(load_config(None, [*model[:2], *overrides], root=GrpoRunConfig).config)
+def test_equal_passes_differ_on_gpus_alone_and_not_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equal_passes, "resolve_device", torch.device)
 
-    assert not may_differ("policy.device=cpu")
-    assert not may_differ("policy.device=cuda", "policy.deterministic=true")
+    def may_differ(device: str, *, deterministic: bool) -> bool:
+        policy = SimpleNamespace(device=device, deterministic=deterministic)
+        return passes_may_differ(SimpleNamespace(policy=policy))  # type: ignore[arg-type]
+
+    assert may_differ("cuda", deterministic=False) and may_differ("cuda:1", deterministic=False)
+    assert not may_differ("cuda", deterministic=True) and not may_differ("cpu", deterministic=False)
