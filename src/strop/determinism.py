@@ -9,7 +9,7 @@ the switch adds (NVLS); Transformer Engine refuses kernels that are not determin
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
