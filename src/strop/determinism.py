@@ -9,7 +9,7 @@ the switch adds (NVLS); Transformer Engine refuses kernels that are not determin
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,9 +54,8 @@ def follow_environment() -> None:
     enabled = bool(os.environ.get(VARIABLE))
     if enabled != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(enabled)  # flash attention ignores a mode that only warns
-        torch.utils.deterministic.fill_uninitialized_memory = (
-            not enabled
-        )  # a pass over all new memory, and none is read unwritten
+        options: Any = torch.utils.deterministic
+        options.fill_uninitialized_memory = not enabled  # a pass over all new memory, and none is read unwritten
 
 
 def running_sums(values: Tensor) -> Tensor:
