@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from strop.determinism import running_sums
 from strop.lazy_torch import Tensor, torch
 
 KEPT_TOKENS = "kept_tokens"  # a batch column, [N, K] int32: the token ids each target was sampled from, padded with NO_TOKEN
@@ -83,7 +84,7 @@ def keep_mask(logits: Tensor, sampling: Sampling) -> Tensor:
         keep &= logits >= likeliest + torch.full((), sampling.min_p, device=logits.device).log()
     if sampling.top_p < 1:
         probabilities, order = logits.masked_fill(~keep, float("-inf")).softmax(-1).sort(dim=-1, descending=True)
-        mass_before = probabilities.cumsum(-1) - probabilities
+        mass_before = running_sums(probabilities) - probabilities
         keep &= torch.zeros_like(keep).scatter(-1, order, mass_before < sampling.top_p)
     return keep
 

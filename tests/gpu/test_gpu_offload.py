@@ -53,10 +53,15 @@ def train(learner: TorchLearner, *, offloaded: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("masters", [False, True])
-def test_training_with_a_learner_that_leaves_is_the_same_to_the_bit(masters: bool) -> None:
-    plain, moved = (train(learner_of(masters=masters), offloaded=offloaded) for offloaded in (False, True))
+def test_training_with_a_learner_that_leaves_differs_no_more_than_two_equal_runs(masters: bool) -> None:
+    """To the bit where these are equal: kernels of a GPU add in the order of arrival, unless policy.deterministic is set."""
+    plain, again, moved = (train(learner_of(masters=masters), offloaded=offloaded) for offloaded in (False, False, True))
     assert all(tensor.device.type == KIND or not tensor.dim() for tensor in moved)
-    assert all(torch.equal(one, other) for one, other in zip(plain, moved, strict=True))
+    assert largest_between(plain, moved) <= 10 * largest_between(plain, again)
+
+
+def largest_between(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    return max(float((left.double() - right.double()).abs().max()) for left, right in zip(one, other, strict=True))
 
 
 def test_an_offloaded_learner_holds_no_memory_of_the_gpu_and_can_be_read_and_scored() -> None:

@@ -24,7 +24,7 @@ CASES = [
 
 def train_on_gpu(rank: int, folder: str, batches: list[Batch]) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     results = [train(case, batch, DeviceMeshes(case.sizes, "cuda")) for case, batch in zip(CASES, batches, strict=True)]
     torch.save([(result.steps, result.step_metrics) for result in results], f"{folder}/{rank}.pt")
     dist.destroy_process_group()

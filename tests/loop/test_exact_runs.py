@@ -91,3 +91,16 @@ def test_what_cannot_be_exact_is_refused_before_the_run(tiny: Path, tmp_path: Pa
     outcome = grpo(tiny, tmp_path, **{**EXACT, "policy.generation.keep_sampling_mask": True, "policy.generation.top_k": 5})
     assert outcome.code != 0
     assert "with policy.exact_on_policy the filters keep the same tokens on both sides" in outcome.err
+
+
+def test_a_deterministic_run_says_so_and_computes_on_a_cpu_what_an_ordinary_one_does(tiny: Path, tmp_path: Path) -> None:
+    lines, said = {}, {}
+    for deterministic in (True, False):
+        folder = tmp_path / str(deterministic)
+        settings = {"policy.deterministic": deterministic, "policy.generation.top_p": 0.95, "grpo.max_num_steps": 3}
+        outcome = grpo(tiny, folder, **{**settings, "logger.console": ...})
+        assert outcome.code == 0, outcome.err
+        lines[deterministic] = repeatable(metrics_of(folder / "logs"))
+        said[deterministic] = "to the last bit, in every process (policy.deterministic)" in outcome.out + outcome.err
+    assert said == {True: True, False: False}
+    assert lines[True] == lines[False], "a CPU adds in one order anyway"

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from loop.kinds import train_to_end
+from strop.build.replay import replay as replay_module
 from strop.build.replay.replay import ReplayResult, replay
+from strop.build.replay.replayed_step import ReplayedStep
 from strop.cli.commands import main
 from strop.ledger.token_ledger import TokenLedger, make_ledger
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
@@ -128,6 +131,36 @@ def test_steps_are_replayed_to_the_last_digit_and_the_ledger_sums_to_the_loss(
     assert found["gradient_cosine"] == pytest.approx(1.0) and found["change_ratio"] == pytest.approx(2.0, abs=0.1)
     assert found["changed"]["metrics"]["train/lr"] == 0.006
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before, "a replay wrote into the run"
+
+
+def add_noise(monkeypatch: pytest.MonkeyPatch, *factors: float) -> None:
+    """Let each pass of a step compute metrics that are off by a factor, as on a device whose kernels add in the order of arrival."""
+    passes, train = iter(factors), replay_module.replay_step
+
+    async def train_with_noise(*arguments: Any) -> ReplayedStep:
+        found = await train(*arguments)
+        factor = next(passes)
+        return replace(found, metrics={name: value * factor for name, value in found.metrics.items()})
+
+    monkeypatch.setattr(replay_module, "passes_may_differ", lambda config: True)
+    monkeypatch.setattr(replay_module, "replay_step", train_with_noise)
+
+
+def test_where_equal_passes_differ_only_what_differs_by_more_is_a_fault(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_kind("gspo", tiny, tmp_path, grpo__max_num_steps=3, checkpointing__save_period=2)
+    for factors, code, said in (
+        ((1.0001, 0.9999), 0, "none differs by more than that"),
+        ((1.1, 1.1001), 1, "by more than that differ: train/"),
+        ((1.0, 1.0001), 0, "logged metrics are reproduced to the last digit"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path)
+            add_noise(patch, *factors)
+            assert main(["replay", "logs", "--step", "3", "--no-store"]) == code, factors
+        output = capsys.readouterr()
+        assert said in output.out and "the step is trained a second time, to see by how much" in output.err
 
 
 @pytest.mark.exhaustive

@@ -135,7 +135,7 @@ def _make_launch(
         max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
         return_routes=config.router_replay.enabled,
         reads_images=policy.template.vision is not None,
-        batch_invariant=config.exact_on_policy,
+        batch_invariant=config.exact_on_policy or (config.deterministic and not on_cpu),
         draft="" if head is None else str(save_head(head, spec.output_folder / "draft")),
     )
 

@@ -20,6 +20,7 @@ from strop.build.local_device import resolve_device_name
 from strop.config import TrainingRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import PpoRunConfig, RmRunConfig, RolloutRunConfig, list_trained_models
+from strop.determinism import follow_environment
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
@@ -141,6 +142,7 @@ def resolve_device(device: str) -> torch.device:
 
 def prepare_device(device: str, threads: int | None) -> torch.device:
     """Choose the device and set up this process for it. Raises ValueError if the device does not exist."""
+    follow_environment()
     if threads is not None:
         torch.set_num_threads(threads)
     chosen = resolve_device(device)

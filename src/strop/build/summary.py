@@ -63,6 +63,7 @@ def summarize(
         *middle,
         f"training    {_format_training(config.training, validates=bool(config.data.validation or config.data.validation_entries))}",
         *devices.lines,
+        *(["repeats     to the last bit, in every process (policy.deterministic)"] if config.policy.deterministic else []),
         _format_folders(config),
     ]
     return "\n".join(lines)

@@ -26,6 +26,7 @@ from strop.build.summary import summarize
 from strop.checkpointing.step_folders import list_steps
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.load.auto_backend import resolve_auto_backend
+from strop.determinism import set_deterministic
 from strop.distributed.base import Cluster
 from strop.generation.base import Generator
 from strop.monitoring.console.closing import Closing
@@ -159,6 +160,7 @@ async def build_run(
     or None for a run on recorded data. ``algorithm``: the configuration's, if it has been made."""
     algorithm = algorithm or make_run_algorithm(config)
     seed_everything(config.training.seed)
+    set_deterministic(config.policy.deterministic)
     for line in summarize(config, algorithm, on_cpu=None if cluster is None else cluster.on_cpu).splitlines():
         tracker.note(line)
     if isinstance(config, RolloutRunConfig):

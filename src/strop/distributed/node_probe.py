@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import os
 import platform
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import uuid
 from importlib import metadata
@@ -16,6 +18,7 @@ from typing import Any
 
 from strop.distributed.preflight import FolderStatus, Gpu, NodeInfo
 from strop.distributed.rendezvous import serve_store
+from strop.gpus import VISIBLE
 
 GIB = 2.0**30
 TOKEN_FILE = "driver"
@@ -23,18 +26,22 @@ FOLDER_TIMEOUT = 5.0  # until the driver's file must be visible
 PACKAGES = ("torch", "transformers", "ray")
 
 
-def probe_node(packages: tuple[str, ...], models: tuple[str, ...], folders: tuple[str, ...], token: str) -> NodeInfo:
+def probe_node(
+    packages: tuple[str, ...], models: tuple[str, ...], folders: tuple[str, ...], token: str, cuda_ipc: bool = False
+) -> NodeInfo:
     """Report the hardware and software of this node, and what it can read.
 
-    The driver has written ``token`` to a subfolder of this name in each of ``folders``.
+    The driver has written ``token`` to a subfolder of this name in each of ``folders``. ``cuda_ipc``: try it, if there are GPUs.
     """
+    gpus = list_gpus()
     return NodeInfo(
         host=socket.gethostname(),
         versions=get_versions(packages),
         shm=_disk_size(Path("/dev/shm")),
-        gpus=list_gpus(),
+        gpus=gpus,
         models={name: find_model_error(name) for name in models},
         folders={folder: check_folder(Path(folder), token) for folder in folders},
+        cuda_ipc=try_in_process("cuda") if cuda_ipc and gpus else "",
     )
 
 
@@ -76,6 +83,18 @@ def list_gpus() -> tuple[Gpu, ...]:
         return ()
     rows = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.count(",") == 2]
     return tuple(Gpu(name, float(memory) / 1024 if memory.isdigit() else 0.0, driver) for name, memory, driver in rows)
+
+
+def try_in_process(device: str) -> str:
+    """Run ``ipc_trial`` on this node, on its first GPU, which Ray hides from a process that computes nothing. Return why it failed."""
+    visible = {} if os.environ.get(VISIBLE) else {VISIBLE: "0"}
+    command = [sys.executable, "-m", "strop.distributed.ipc_trial", device]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **visible})
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    return "" if done.returncode == 0 else lines[-1] if lines else f"its process ended with {done.returncode}"
 
 
 def find_model_error(name: str) -> str:
@@ -127,7 +146,7 @@ class AllReduceProbe:
     def __init__(self, rank: int, world: int, on_cpu: bool) -> None:
         self.rank = rank
         self.world = world
-        self.backend, self.device = ("gloo", "cpu") if on_cpu else ("nccl", "cuda")
+        self.backend, self.device = ("gloo", "cpu") if on_cpu else ("cpu:gloo,cuda:nccl", "cuda")
         self._store: Any = None
 
     def open_store(self, host: str) -> int:

@@ -34,6 +34,7 @@ class RunNeeds:
     models: tuple[str, ...] = ()  # to read: folders or names on the hub
     folder_keys: Mapping[str, str] = field(default_factory=dict)  # folders that all nodes share, each with the key that sets it
     environment: Mapping[str, str] = field(default_factory=dict)  # of the learner's processes
+    cuda_ipc: bool = False  # whether weights go to the engines through GPU memory that processes share
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class NodeInfo:
     gpus: tuple[Gpu, ...] = ()
     models: Mapping[str, str] = field(default_factory=dict)  # name -> why it cannot be read; empty: it can be
     folders: Mapping[str, FolderStatus] = field(default_factory=dict)
+    cuda_ipc: str = ""  # why one process cannot read the GPU memory of another; empty: it can, or nobody needs it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,7 @@ def find_problems(survey: ClusterSurvey) -> list[Finding]:
         *check_folders(survey),
         *check_models(survey),
         *check_shared_memory(survey),
+        *check_cuda_ipc(survey),
         *check_all_reduce(survey),
     ]
     return sorted(findings, key=lambda finding: not finding.fatal)
@@ -237,6 +240,17 @@ def check_shared_memory(survey: ClusterSurvey) -> Iterator[Finding]:
                 f"/dev/shm has {info.shm:.2f} GiB, and the processes of a node exchange tensors through it",
                 "Start the container with more (docker --shm-size=16g; an emptyDir with medium: Memory on Kubernetes).",
                 fatal=False,
+            )
+
+
+def check_cuda_ipc(survey: ClusterSurvey) -> Iterator[Finding]:
+    for report in survey.nodes:
+        if report.info and report.info.cuda_ipc:
+            yield Finding(
+                report.name,
+                f"a process cannot read the GPU memory of another (CUDA IPC), as engines read weights: {report.info.cuda_ipc}",
+                "Start containers with --ipc=host, and learner and engines in one PID namespace (Kubernetes: hostIPC, or one pod), or set "
+                "policy.generation.weight_sync.transport=memory.",
             )
 
 

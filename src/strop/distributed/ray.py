@@ -31,6 +31,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from strop.data.sources.local_copies import COPIES_VARIABLE, copies_folder
+from strop.determinism import deterministic_variables
 from strop.distributed.base import ActorDied, ActorOptions, NodeLost, RemoteActor
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.guardian import Guardian
@@ -133,7 +134,7 @@ class RayCluster:
         return remote
 
     def _actor_options(self, options: ActorOptions) -> dict[str, Any]:
-        role, variables = options.role, {**options.environment, **options.role.env_vars}
+        role, variables = options.role, {**deterministic_variables(), **options.environment, **options.role.env_vars}
         if not self.on_cpu and not options.num_gpus:  # otherwise Ray chooses the GPUs
             gpus = self._gpus[options.node or 0]
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[device] for device in options.devices)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from strop import metrics
 from strop.metrics import Metrics
@@ -24,6 +25,8 @@ from strop.weight_sync.verification import (
     verify_version,
 )
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
+
+T = TypeVar("T")
 
 PUBLISH_ATTEMPTS = 4  # dead engines are restarted before each
 
@@ -122,14 +125,17 @@ class WeightPublisher:
         if self.options.separate_devices:
             return
         self._asleep = True
-        for engine in self.engines:
-            try:
-                await engine.pause(keep_running=False)
-                await engine.sleep()
-            except EngineDied as error:
-                self._note(f"{error}; it is restarted for the next publish")
+        await _at_once(self.engines, self._put_to_sleep)
+        # Only when all are asleep: vLLM's sleep fails if the free memory of its GPU falls meanwhile.
         if self.learner_memory is not None:
             await self.learner_memory.onload()
+
+    async def _put_to_sleep(self, engine: UpdatableEngine) -> None:
+        try:
+            await engine.pause(keep_running=False)
+            await engine.sleep()
+        except EngineDied as error:
+            self._note(f"{error}; it is restarted for the next publish")
 
     async def publish(self, version: int) -> Metrics:
         started = time.perf_counter()
@@ -154,14 +160,13 @@ class WeightPublisher:
     async def _publish(self, version: int) -> _PublishStats:
         await self._restart_dead_engines()
         with waiting("weight sync", on="engines to finish running requests", kind="weight_sync"):
-            await asyncio.gather(*(engine.pause(keep_running=self.options.in_flight) for engine in self.engines))
+            await _at_once(self.engines, lambda engine: engine.pause(keep_running=self.options.in_flight))
         if self._asleep:
-            for engine in self.engines:
-                await engine.wake()
+            await _at_once(self.engines, lambda engine: engine.wake())
             self._asleep = False  # only after all are awake: if one dies here, the retry must still wake the others
         stats = _PublishStats()
         await self._deliver(self.engines, version, stats, verify=is_verification_due(self.config, self.publishes))
-        await asyncio.gather(*(engine.resume(version) for engine in self.engines))
+        await _at_once(self.engines, lambda engine: engine.resume(version))
         self.version = version
         if self.publishes == 0:
             self._note(f"weights: version {version} is in {', '.join(engine.name for engine in self.engines)}: {stats}")
@@ -170,16 +175,20 @@ class WeightPublisher:
         return stats
 
     async def _restart_dead_engines(self) -> None:
-        """Restart dead engines, and drop those that cannot be restarted. Raises EngineLost if dropping is not allowed."""
-        for engine in self.engines:
-            if engine.alive:
-                continue
-            try:
-                await self._start(engine)
-            except EngineLost:
-                if not self._drop_engine(engine):
-                    raise
-                self.engines = tuple(other for other in self.engines if other is not engine)
+        """Restart dead engines, and drop those that cannot be restarted. Raises EngineLost if dropping is not allowed.
+
+        All start at once, also with an empty cache of compiled code: engines of one machine then each compile the same, in the time that
+        one of them takes. vLLM writes its compiled files atomically, so that those who share a cache do not disturb each other.
+        """
+        await _at_once([engine for engine in self.engines if not engine.alive], self._start_or_drop)
+
+    async def _start_or_drop(self, engine: UpdatableEngine) -> None:
+        try:
+            await self._start(engine)
+        except EngineLost:
+            if not self._drop_engine(engine):
+                raise
+            self.engines = tuple(other for other in self.engines if other is not engine)
 
     async def restart_engine(self, engine: UpdatableEngine) -> None:
         """Restart an engine that died, and send it the weights of the last publish, with full verification."""
@@ -213,8 +222,7 @@ class WeightPublisher:
         else:
             await self._send_weights(engines, version, stats, verify=verify, content="last" if resend else "weights")
         if self.options.in_flight:  # before the canary, since sampling it also resumes the suspended requests
-            for engine in engines:
-                await engine.reset_prefix_cache(running=self.options.recompute)
+            await _at_once(engines, lambda engine: engine.reset_prefix_cache(running=self.options.recompute))
         # With async training the learner no longer has the weights of the last publish to compare with.
         skip_canary = resend and self.options.async_training
         if verify and self._canary is not None and not skip_canary:
@@ -233,8 +241,8 @@ class WeightPublisher:
             self._with_base |= {id(engine) for engine in without_base}
         started = time.perf_counter()
         adapters = await self.exporter.export_adapters(resend=resend)
-        for engine in engines:
-            receipt = await engine.load_adapter(adapters.files, version)
+        receipts = await _at_once(engines, lambda engine: engine.load_adapter(adapters.files, version))
+        for engine, receipt in zip(engines, receipts, strict=True):
             verify_version(engine.name, receipt, version)
             verify_arrival(engine.name, adapters.fingerprints, receipt)
         stats.bytes_sent += len(adapters.files.weights) * len(engines)
@@ -256,13 +264,10 @@ class WeightPublisher:
             verify_arrival(engine.name, fingerprints.sent, receipt)
         if verify:
             started = time.perf_counter()
-            for engine in engines:
+            held = await _at_once(engines, lambda engine: engine.read_back_fingerprints())
+            for engine, found in zip(engines, held, strict=True):
                 report = verify_fingerprints(
-                    engine.name,
-                    fingerprints.read_back,
-                    plan.aliases,
-                    await engine.read_back_fingerprints(),
-                    experts=fingerprints.experts,
+                    engine.name, fingerprints.read_back, plan.aliases, found, experts=fingerprints.experts
                 )
                 stats.read_back, stats.unread = report.verified, len(report.unread)
                 self._report_unread(engine, report.unread, report.verified)
@@ -278,3 +283,15 @@ class WeightPublisher:
 
     async def close(self) -> None:
         await self.channel.close()
+
+
+async def _at_once(engines: Sequence[UpdatableEngine], call: Callable[[UpdatableEngine], Awaitable[T]]) -> list[T]:
+    """Await ``call`` of all engines at once, each to its end, so that none is left in the middle of it. Return their results.
+
+    Raises the first error, an EngineDied only if there is no other: the engine is restarted, and the publish tried again.
+    """
+    results = await asyncio.gather(*map(call, engines), return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, EngineDied))
+    return cast(list[T], results)

@@ -497,3 +497,41 @@ def test_layers_are_not_compiled_beside_what_they_cannot_follow(overrides: list[
 def test_layers_are_compiled_with_ordinary_settings() -> None:
     assert not [problem for problem in accepted("policy.compile=true") if "policy.compile" in problem]
     assert not [problem for problem in accepted("policy.compile=auto") if "policy.compile" in problem]
+
+
+GPU = "policy.device=cuda"
+VLLM = "policy.generation.backend=vllm"
+SGLANG = "policy.generation.backend=sglang"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "reason"),
+    [
+        ([VLLM, "policy.device=cpu"], "policy.deterministic", "vLLM has its batch-invariant mode on GPUs alone"),
+        ([SGLANG, GPU], "policy.generation.sglang_cfg.enable_deterministic_inference", "depends on the batch without it"),
+        ([AUTO, GPU], "policy.sequence_packing.train_mb_tokens", "may cut a batch otherwise in another run"),
+        (["grpo.async_grpo.enabled=true", GPU], "policy.deterministic", "depends on the speed of rollouts"),
+        (
+            ["grpo.async_grpo.enabled=true", "grpo.async_grpo.record_events=true", GPU],
+            "policy.deterministic",
+            "speed of rollouts",
+        ),
+    ],
+)
+def test_a_deterministic_run_is_refused_where_something_lets_equal_runs_differ(
+    overrides: list[str], key: str, reason: str
+) -> None:
+    text = str(refusal("policy.deterministic=true", *overrides))
+    assert f"{key}: found" in text and reason in text
+    assert "policy.deterministic" not in str(refusal("policy.precision=nonsense", *overrides)), "only then"
+
+
+def test_a_deterministic_run_is_warned_of_turns_that_come_when_environments_answer() -> None:
+    def warned(*overrides: str) -> bool:
+        return "only if these answer in the same order" in str(accepted("policy.deterministic=true", GPU, *overrides))
+
+    turns = "grpo.max_rollout_turns=3"
+    assert warned(turns)
+    assert not warned() and not warned(turns, VLLM) and not warned(turns, "policy.exact_on_policy=true")
+    repeatable = ("grpo.async_grpo.enabled=true", "grpo.async_grpo.repeatable=true")
+    assert not warned(turns, *repeatable)

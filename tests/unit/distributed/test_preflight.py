@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from strop.distributed.node_probe import TOKEN_FILE, check_folder, get_versions, probe_node
+from strop.distributed import node_probe
+from strop.distributed.node_probe import TOKEN_FILE, check_folder, get_versions, probe_node, try_in_process
 from strop.distributed.preflight import (
     AllReduceSpeed,
     ClusterSurvey,
@@ -149,6 +150,27 @@ def test_a_model_that_a_node_cannot_read_is_a_problem() -> None:
 def test_a_small_dev_shm_is_a_warning() -> None:
     finding = only(find_problems(survey(node(0, facts(shm=0.06)), node(1))))
     assert not finding.fatal and "0.06 GiB" in finding.problem and "--shm-size" in finding.fix
+
+
+def test_a_node_whose_processes_do_not_share_gpu_memory_is_a_problem_with_both_ways_out() -> None:
+    found = only(find_problems(survey(node(0), node(1, facts(cuda_ipc="TransportError: receiver 0: CUDA error")))))
+    assert found.fatal and found.where == "node 1 (10.0.0.1)" and "receiver 0: CUDA error" in found.problem
+    assert "--ipc=host" in found.fix and "weight_sync.transport=memory" in found.fix
+
+
+@pytest.mark.slow
+def test_memory_is_shared_between_two_processes_as_engines_share_it_and_what_fails_is_said() -> None:
+    assert try_in_process("cpu") == ""
+    assert "nonsense" in try_in_process("nonsense")
+
+
+def test_a_node_without_gpus_tries_no_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(node_probe, "try_in_process", lambda device: tried.append(device) or "it cannot")
+    assert probe_node((), (), (), "token", cuda_ipc=True).cuda_ipc == "" and not tried
+    monkeypatch.setattr(node_probe, "list_gpus", lambda: (H100,))
+    assert probe_node((), (), (), "token").cuda_ipc == "" and not tried
+    assert probe_node((), (), (), "token", cuda_ipc=True).cuda_ipc == "it cannot" and tried == ["cuda"]
 
 
 def test_nodes_that_do_not_have_what_the_run_asks_for_are_the_first_problem() -> None:

@@ -16,6 +16,7 @@ import pytest
 from ray.exceptions import OutOfMemoryError
 from tests.unit.distributed.things import AsyncThing, Thing
 
+from strop.determinism import VARIABLE, set_deterministic
 from strop.distributed import ray as module
 from strop.distributed.actor_group import ActorGroup, ActorGroupDied
 from strop.distributed.base import ActorDied, ActorOptions
@@ -57,6 +58,17 @@ def test_an_object_answers_from_a_process_of_its_own_with_its_environment(room: 
     assert room.run(thing.call("add", 3)) == 8
     assert room.run(thing.call("process")) == thing.pid and is_process_alive(thing.pid)
     assert room.run(thing.call("environment", "GREETING")) == "good day"
+
+
+def test_processes_of_a_deterministic_run_are_started_for_it_before_cuda_is(room: Room) -> None:
+    set_deterministic(True)
+    try:
+        thing = room.thing(6, environment={"NCCL_NVLS_ENABLE": "1"})
+    finally:
+        set_deterministic(False)
+    assert room.run(thing.call("environment", "CUBLAS_WORKSPACE_CONFIG")) == ":4096:8"
+    assert room.run(thing.call("environment", VARIABLE)) == "1", "so that torch is set as soon as a model is loaded"
+    assert room.run(thing.call("environment", "NCCL_NVLS_ENABLE")) == "1", "what is set for a role wins"
 
 
 def test_what_it_raises_is_raised_here_and_says_where_it_came_from(room: Room) -> None:

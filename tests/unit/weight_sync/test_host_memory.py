@@ -20,8 +20,9 @@ import torch
 
 from strop.weight_sync.base import Manifest, TransportError
 from strop.weight_sync.fingerprints import fingerprint
-from strop.weight_sync.transports.host_memory import MemorySender
+from strop.weight_sync.transports.host_memory import MemoryReceiver, MemorySender
 from strop.weight_sync.transports.manifest import build_manifest
+from strop.weight_sync.transports.shared_buffer import SharedBufferAddress
 from support.transports import (
     CPU,
     Failure,
@@ -195,6 +196,67 @@ def test_a_receiver_that_was_killed_is_named_and_its_successor_is_served() -> No
     sender.send(manifest, make_tensors(2))
     thread.join(20)
     assert found == [expected_fingerprints(make_tensors(2), manifest)]
+    sender.close()
+
+
+class BlindReceiver(MemoryReceiver):
+    """Cannot open the sender's memory, as a process without the sender's GPU, or a fork of one that has used CUDA."""
+
+    def _open_memory(self, handle: int) -> torch.Tensor:
+        super()._open_memory(handle)
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+
+def fail_and_stay(pipe: Connection, address: SharedBufferAddress) -> None:
+    receiver = BlindReceiver(address, 0, CPU)
+    manifest = pipe.recv()
+    try:
+        next(receiver.receive(manifest))
+    except RuntimeError as error:
+        pipe.send(str(error))
+    pipe.recv()
+
+
+def test_a_receiver_that_cannot_open_the_memory_ends_its_sender_at_once_with_its_reason(sender: MemorySender) -> None:
+    manifest = make_manifest()
+    with spawn_child(fail_and_stay, sender.address) as child:
+        child.pipe.send(manifest)
+        started = time.monotonic()
+        with pytest.raises(TransportError, match="receiver 0: RuntimeError: Cannot re-initialize CUDA in forked subprocess"):
+            sender.send(manifest, make_tensors(0))
+        assert time.monotonic() - started < 10, "its time limit is 20 s"
+        assert child.answer() == "Cannot re-initialize CUDA in forked subprocess"
+    receiver = sender.address.connect(0, CPU)
+    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
+    sender.send(manifest, make_tensors(2))
+    thread.join(20)
+    assert found == [expected_fingerprints(make_tensors(2), manifest)]
+
+
+def connect_and_wait(pipe: Connection, address: SharedBufferAddress, index: int) -> None:
+    receiver = address.connect(index, CPU)
+    pipe.send("connected")
+    pipe.recv()
+    receiver.close()
+
+
+def test_a_receiver_that_dies_while_others_are_awaited_ends_its_sender_at_once() -> None:
+    sender = MemorySender(2, bucket_size=SMALL, timeout=60)
+    manifest = make_manifest()
+    with spawn_child(connect_and_wait, sender.address, 0) as child:
+        assert child.answer() == "connected"
+        killer = threading.Timer(1.0, child.kill)
+        started = time.monotonic()
+        killer.start()
+        with pytest.raises(TransportError, match=rf"receiver 0 \(process {child.process.pid}\) went away"):
+            sender.send(manifest, make_tensors(0))
+        assert time.monotonic() - started < 15
+        killer.join()
+    threads = [in_thread(functools.partial(receive_fingerprints, sender.address.connect(n, CPU), manifest)) for n in range(2)]
+    sender.send(manifest, make_tensors(1))
+    for thread, found in threads:
+        thread.join(20)
+        assert found == [expected_fingerprints(make_tensors(1), manifest)]
     sender.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -19,12 +19,14 @@ from strop.weight_sync.base import (
     CanarySample,
     ChannelAddress,
     EngineDied,
+    EngineLost,
     LoadReceipt,
     Manifest,
     Receiver,
     Sender,
     TensorFingerprint,
     TransportError,
+    UpdatableEngine,
 )
 from strop.weight_sync.canary import Canary
 from strop.weight_sync.exporter import make_local_exporter
@@ -334,6 +336,108 @@ def test_an_engine_that_dies_as_it_wakes_leaves_no_other_asleep(tmp_path: Path) 
     engines[1].calls.clear()
     asyncio.run(weights.publish(1))
     assert engines[1].calls.index("wake") < engines[1].calls.index("load")
+    asyncio.run(weights.close())
+
+
+class SlowEngine(PlainEngine):
+    """Takes its time to start, to sleep and to wake, and notes when it is done."""
+
+    async def _slow(self, call: str) -> None:
+        await asyncio.sleep(0.2)
+        self._enter(call)
+
+    async def start(self) -> None:
+        await asyncio.sleep(0.2)
+        await super().start()
+
+    async def sleep(self) -> None:
+        await self._slow("sleep")
+
+    async def wake(self) -> None:
+        await self._slow("wake")
+
+
+def test_eight_engines_start_sleep_and_wake_in_the_time_of_one(tmp_path: Path) -> None:
+    engines = [SlowEngine(f"engine {number}") for number in range(8)]
+    weights = publisher(Learner(), engines, tmp_path, separate_devices=False, config=WeightSyncConfig(proof="first"))
+
+    async def cycle() -> tuple[float, float]:
+        started = time.monotonic()
+        await weights.publish(0)
+        published = time.monotonic()
+        await weights.yield_device()
+        return published - started, time.monotonic() - published
+
+    for seconds in (*asyncio.run(cycle()), asyncio.run(_timed(weights.publish(1)))):
+        assert 0.2 <= seconds < 0.8, "one after another takes 1.6 s"
+    asyncio.run(weights.close())
+
+
+async def _timed(call: Awaitable[object]) -> float:
+    started = time.monotonic()
+    await call
+    return time.monotonic() - started
+
+
+def test_a_learner_comes_back_only_when_the_last_engine_sleeps_or_is_dead(tmp_path: Path) -> None:
+    engines: list[PlainEngine] = [PlainEngine("engine 0"), PlainEngine("engine 1"), SlowEngine("engine 2")]
+    calls: list[str] = []
+    for engine in engines:
+        engine.calls = calls
+    weights = publisher(Learner(), engines, tmp_path, separate_devices=False)
+    weights.learner_memory = TimedMemory(Memory(calls))
+    asyncio.run(weights.publish(0))
+    engines[0].dies_in = ["sleep"]
+    calls.clear()
+    asyncio.run(weights.yield_device())
+    assert calls.count("sleep") == 3 and calls[-1] == "onload"
+    calls.clear()
+    asyncio.run(weights.publish(1))
+    assert calls[0] == "offload" and calls.count("start") == 1, "and the dead one is started again"
+    assert all(engine.open and engine.label == 1 for engine in engines)
+    asyncio.run(weights.close())
+
+
+@pytest.mark.parametrize(("call", "error"), [("sleep", RuntimeError), ("wake", RuntimeError), ("start", ValueError)])
+def test_an_error_that_no_restart_mends_ends_the_run_when_no_other_engine_is_in_the_middle_of_it(
+    tmp_path: Path, call: str, error: type[Exception]
+) -> None:
+    engines = [PlainEngine("engine 0"), SlowEngine("engine 1"), SlowEngine("engine 2")]
+    weights = publisher(Learner(), engines, tmp_path, separate_devices=False)
+
+    async def refuse() -> None:
+        raise error("no kernel for this model")
+
+    async def cycle() -> None:
+        for version in range(2):
+            await weights.publish(version)
+            await weights.yield_device()
+
+    setattr(engines[0], call, refuse)
+    engines[2].dies_in = [call] if call != "start" else []
+    with pytest.raises(error, match="no kernel"):
+        asyncio.run(cycle())
+    assert engines[1].calls[-1] == call and call in engines[2].calls
+    asyncio.run(weights.close())
+
+
+def test_engines_that_are_lost_as_they_start_are_dropped_and_the_others_go_on(tmp_path: Path) -> None:
+    engines = [PlainEngine(f"engine {number}") for number in range(4)]
+    weights = publisher(Learner(), engines, tmp_path)
+    dropped: list[UpdatableEngine] = []
+
+    async def lost() -> None:
+        raise EngineLost("its node is gone")
+
+    def drop(engine: UpdatableEngine) -> bool:
+        dropped.append(engine)
+        return True
+
+    weights._drop_engine = drop
+    engines[0].start = engines[2].start = lost  # type: ignore[method-assign]
+    asyncio.run(weights.publish(0))
+    assert dropped == [engines[0], engines[2]] and weights.engines == (engines[1], engines[3])
+    assert engines[1].open and engines[3].open
     asyncio.run(weights.close())
 
 

@@ -70,8 +70,8 @@ class ReferencedPreference(PairwisePreference):
 
     def _length_weights(self, batch: Batch, beyond: float) -> Tensor:
         """Return ``beyond`` for counted tokens after the length of the shorter completion of their pair, and 1 for the others, [N]."""
-        lengths = batch.sequence_lengths.double()
-        position = batch.mask.double().cumsum(0) - (lengths.cumsum(0) - lengths)[batch.sequence]  # from 1
+        lengths = batch.sequence_lengths.long()  # integers are summed exactly, in any order
+        position = batch.mask.long().cumsum(0) - (lengths.cumsum(0) - lengths)[batch.sequence]  # from 1
         shorter = self.as_pairs(lengths, batch).amin(1)
         return torch.where(position > shorter[batch.group[batch.sequence]], beyond, 1.0)
 

@@ -35,7 +35,7 @@ async def _check(config: TrainingRunConfig) -> int:
         cpus = compute_reserved_cpus(config)
         async with connect_to_inspect(cluster, on_cpu=runs_on_cpu(config), cpus_per_node=cpus) as connected:
             config = resolve_auto_backend(config, has_gpus=not connected.on_cpu)  # the driver's machine may have none
-            survey = await survey_cluster(connected, _list_needs(config))
+            survey = await survey_cluster(connected, _list_needs(config, on_cpu=connected.on_cpu))
     except (ConnectionError, PlacementError, ImportError, RuntimeError) as error:
         print(f"problem  {error}", file=sys.stderr)
         return 1
@@ -45,14 +45,21 @@ async def _check(config: TrainingRunConfig) -> int:
     return _print_findings([*find_problems(survey), *_check_layout(config, on_cpu=connected.on_cpu)])
 
 
-def _list_needs(config: TrainingRunConfig) -> RunNeeds:
+def _list_needs(config: TrainingRunConfig, *, on_cpu: bool) -> RunNeeds:
     return RunNeeds(
         devices=config.cluster.gpus_per_node,
         packages=_required_packages(config),
         models=_model_names(config),
         folder_keys=_shared_folders(config),
         environment=config.cluster.roles.learner.env_vars,
+        cuda_ipc=not on_cpu and _uses_cuda_ipc(config),
     )
+
+
+def _uses_cuda_ipc(config: TrainingRunConfig) -> bool:
+    """Whether an engine may get the weights through GPU memory: it is colocated, and no other transport is named."""
+    generation = config.policy.generation
+    return generation.uses_engines and generation.colocated.enabled and generation.weight_sync.transport in ("auto", "cuda_ipc")
 
 
 def _required_packages(config: TrainingRunConfig) -> tuple[str, ...]:

@@ -169,6 +169,7 @@ class RayBackend:
             max_lora_rank=config.adapter_rank if adapters else None,
             return_routes=config.router_replay.enabled,
             reads_images=self.bundle.template.vision is not None,
+            batch_invariant=config.deterministic and not self.policy_info.on_cpu,
             draft=str(folder.parent / "draft") if sends_draft(self.config) else "",
             environment=self._thread_env(config.generation.vllm_cfg.num_threads, generates=True),
             output_file=outputs / f"engine_{number}.log",

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from strop.build.dry_run.examined_optimizers import find_optimizer_problems
+from strop.build.replay.equal_passes import EqualPasses, compare_passes, passes_may_differ
 from strop.build.replay.original_machine import find_start, keep_threads, list_differences
 from strop.build.replay.replay_plan import Configured, ReplayPlan, Weights, plan_replay
 from strop.build.replay.replayed_run import Beginning, ReplayedRun, open_replayed_run, read_stored
@@ -68,6 +69,7 @@ class ReplayResult:
     gradient_cosine: float | None = None  # of the gradients of the first optimizer step, which begins with the same weights
     change_cosine: float | None = None  # of what the whole step changes in the weights
     change_ratio: float | None = None  # norm of that change with the overrides / as it was
+    passes: EqualPasses | None = None  # the step trained twice as it was, where equal passes may differ; None: they are equal
     elsewhere: Sequence[str] = ()  # what is different here from where the step ran, such as "torch 2.12.0 -> 2.13.0"
     time: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
@@ -80,10 +82,15 @@ class ReplayResult:
 
     @property
     def failed(self) -> bool:
-        """Whether the run could not be reproduced, though nobody asked for other weights."""
+        """Whether the run could not be reproduced, though nobody asked for other weights, by more than equal passes differ here."""
         if self.retrained is not None and not self.retrained.equal:
-            return True
-        return self.exact and bool(self.reproduction.different)
+            return self.passes is None or not self.passes.different
+        return self.exact and bool(self.unexplained)
+
+    @property
+    def unexplained(self) -> Sequence[str]:
+        """The metrics that differ from what was logged, by more than equal passes differ here."""
+        return list(self.reproduction.different) if self.passes is None else self.passes.unexplained(self.reproduction)
 
 
 async def replay(
@@ -123,17 +130,24 @@ async def _replay(plan: ReplayPlan, overrides: Sequence[str], note: Note) -> Rep
     with trusted, keep_threads(), TemporaryDirectory(prefix="strop-replay-") as scratch:
         way = _Way(plan, Path(scratch), note)
         beginning = await way.reach_part()
-        changed = None
+        changed, passes, twice = None, None, passes_may_differ(configured[0])
         async with open_replayed_run(folder, beginning, *configured) as opened:
             await way.train(opened, step - 1)
-            if changed_config is not None and opened.run.step != beginning.step:
+            if (changed_config is not None or twice) and opened.run.step != beginning.step:
                 beginning = opened.save(way.scratch)
             base = await replay_step(opened.run, await opened.read_step())
+        if twice:
+            note(
+                "equal passes may differ on a GPU (policy.deterministic is false): the step is trained a second time, to see by how much"
+            )
+            async with open_replayed_run(folder, beginning, *configured) as opened:
+                again = await replay_step(opened.run, await opened.read_step())
+            passes = compare_passes(step, base.metrics, again.metrics)
         if changed_config is not None:
             async with open_replayed_run(folder, beginning, *changed_config) as opened:
                 changed = await replay_step(opened.run, await opened.read_step())
         elsewhere = list_differences(find_start(folder, step))
-    return replace(_compare(plan, overrides, way.summarize(), base, changed), elsewhere=elsewhere)
+    return replace(_compare(plan, overrides, way.summarize(), base, changed), elsewhere=elsewhere, passes=passes)
 
 
 def _check(plan: ReplayPlan, at_step: Sequence[Configured]) -> None:

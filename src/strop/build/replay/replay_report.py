@@ -63,6 +63,15 @@ def _format_reproduction(result: ReplayResult) -> Iterator[str]:
         yield f"{found.compared} logged metrics are reproduced to the last digit; {others}"
         return
     yield f"{len(found.different)} of {found.compared} logged metrics differ:"
+    if (passes := result.passes) is not None:
+        yield (
+            f"  two equal passes differ in {len(passes.different)} of {passes.compared} here (a GPU, policy.deterministic=false); "
+            + (
+                f"by more than that differ: {', '.join(result.unexplained)}"
+                if result.unexplained
+                else "none differs by more than that"
+            )
+        )
     for name, (logged, replayed) in sorted(found.different.items()):
         yield f"  {name}: logged {logged!r}, replayed {replayed!r}"
 

@@ -23,6 +23,7 @@ from strop.checkpointing.base import Restorable, RunState
 from strop.checkpointing.folders import FolderCheckpointer
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, dump_config
 from strop.data.data_state import DataState
+from strop.determinism import set_deterministic
 from strop.learner.client import LearnerClient
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import NullTracker, Tracker
@@ -77,6 +78,7 @@ async def open_replayed_run(
 ) -> AsyncIterator[ReplayedRun]:
     """Build the run in a log folder as it was after a step. Raises ReplayError, CheckpointError, ModelNotFound."""
     seed_everything(config.training.seed)
+    set_deterministic(config.policy.deterministic)
     tracker = NullTracker()
     if isinstance(config, RolloutRunConfig):
         run, bundle = await _build_rollouts(beginning, config, algorithm, tracker)

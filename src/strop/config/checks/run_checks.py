@@ -382,12 +382,14 @@ ERROR_CHECKS: tuple[Check, ...] = (
     check_past_opponents,
     check_eval_sampling,
     exact_checks.check_one_process,
+    exact_checks.check_order_of_events,
     quantization_checks.check_adapters_of_other_processes,
     memory_checks.check_measured_budget,
     *cluster_checks.ERROR_CHECKS,
     *megatron_checks.ERROR_CHECKS,
 )
 WARNING_CHECKS: tuple[Check, ...] = (
+    exact_checks.warn_order_of_turns,
     warn_no_validation_data,
     warn_unranked_checkpoints,
     warn_unused_recomputation,

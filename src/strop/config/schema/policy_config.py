@@ -60,6 +60,12 @@ class PolicyConfig(QuantConfig, ModelConfig):
         "attention, norms and activations in one order of additions, whatever stands beside the token. The ratio of an on-policy "
         "step is then exactly 1, which every step checks. Costs time (performance). For the torch engine in the learner's process.",
     )
+    deterministic: bool = Field(
+        False,
+        description="Make two equal runs equal to the last bit on GPUs: torch's deterministic algorithms with flash attention's backward "
+        "pass, a fixed cuBLAS workspace, NCCL without additions in the switch, Megatron Core's deterministic mode, vLLM's batch-invariant "
+        "kernels. Slower (checkpoints). A CPU repeats without it.",
+    )
     reference: ReferenceConfig = subsection(ReferenceConfig)
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
     draft: DraftConfig = subsection(DraftConfig)
@@ -83,6 +89,9 @@ class PolicyConfig(QuantConfig, ModelConfig):
         yield from self._check_draft(key)
         if self.exact_on_policy:
             yield from self._check_exact(key)
+        if self.deterministic:
+            yield from self._check_deterministic(key)
+            yield from self._check_deterministic_engine(key)
         yield from self._check_fake_quant(key)
         yield from self._check_quantized_sampling(key)
 
@@ -294,6 +303,29 @@ class PolicyConfig(QuantConfig, ModelConfig):
                 f"Set it to false, or these sizes of {key}.dtensor_cfg to 1.",
             )
 
+    def _check_deterministic(self, key: str) -> Iterator[Problem]:
+        """Yield what would let two equal runs differ."""
+        if self.batching.train_mb_tokens == "auto":
+            yield Problem(
+                f"{key}.{self.batching_key}.train_mb_tokens",
+                f"found auto, but {key}.deterministic is true, and a budget that is measured may cut a batch otherwise in another run",
+                f"Set it to the number of tokens that a run found, or {key}.deterministic=false.",
+            )
+
+    def _check_deterministic_engine(self, key: str) -> Iterator[Problem]:
+        if self.generation.uses_vllm and self.device == "cpu":
+            yield Problem(
+                f"{key}.deterministic",
+                "found true, but vLLM has its batch-invariant mode on GPUs alone; on a CPU the last bits of a token depend on the batch",
+                f"Set {key}.generation.backend=torch, or {key}.deterministic=false.",
+            )
+        if self.generation.uses_sglang and not self.generation.sglang_cfg.enable_deterministic_inference:
+            yield Problem(
+                f"{key}.generation.sglang_cfg.enable_deterministic_inference",
+                f"found false, but {key}.deterministic is true, and a token of SGLang depends on the batch without it",
+                f"Set it to true, which needs a GPU, or {key}.deterministic=false.",
+            )
+
     def _check_fake_quant(self, key: str) -> Iterator[Problem]:
         """Yield what rounded weights and inputs do not go together with, in the learner."""
         yield from self.quant_errors(key)
@@ -440,6 +472,8 @@ class RecordedPolicyConfig(PolicyConfig):
     def errors(self, key: str) -> Iterator[Problem]:
         yield from ModelConfig.errors(self, key)
         yield from self._check_backend(key)
+        if self.deterministic:
+            yield from self._check_deterministic(key)
         yield from self._check_draft(key)
         yield from self._check_fake_quant(key)
 

@@ -176,7 +176,8 @@ class LearnerWorker:
         """Initialize the process group. ``timeout``: seconds after which a collective fails if a rank does not take part."""
         limit = datetime.timedelta(seconds=timeout)
         store = self._store or dist.TCPStore(host, port, self.world, False, timeout=limit)
-        backend = "gloo" if self.device == "cpu" else "nccl"
+        # Gloo beside NCCL: a collective of CPU tensors, such as of pickled objects, works whatever the ranks compute on.
+        backend = "gloo" if self.device == "cpu" else "cpu:gloo,cuda:nccl"
         if self.device != "cpu":
             torch.cuda.set_device(0)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=limit)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from strop.determinism import running_sums
 from strop.device_copies import upload
 from strop.generation.torch.decode_kernels import DTYPES, DecodeKernels
 from strop.models.exact.exact_logprobs import sampled_logprobs
@@ -114,7 +115,7 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 def _search_cdf(weights: Tensor, uniforms: Tensor | None, target: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return (index whose interval of the running sum contains the target mass, remainder inside that interval, total mass), each [B]."""
-    running = weights.cumsum(-1)
+    running = running_sums(weights)
     total = running[:, -1]
     mass = uniforms * total if uniforms is not None else target
     assert mass is not None

@@ -34,7 +34,11 @@ def read_draft_shards(runner: Any, rank: int) -> Iterator[WeightShard]:
 
 
 def _drafter(runner: Any) -> Any:
-    model = getattr(getattr(runner, "drafter", None), "model", None)
+    """Return the draft model of vLLM's model runner: V2 and newer V1 say it themselves, older ones have it in ``drafter``."""
+    if callable(get_draft_model := getattr(runner, "get_draft_model", None)):
+        model = get_draft_model()
+    else:
+        model = getattr(getattr(runner, "drafter", None), "model", None)
     if model is None:
         raise RuntimeError(
             "weights of a draft head were published, but this engine has no drafter that takes them: set "

@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -32,6 +32,29 @@ DRIVER_PID_VARIABLE = "STROP_DRIVER"  # environment variable: pid of the process
 DRIVER_POLL_SECONDS = 1.0  # between two checks of the driver
 SPIN_SECONDS = 0.05  # how long a process of an engine that waits for another keeps its core; vLLM's own is 1 s
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # OpenMP reads it only when it is loaded, which happens once, in the server
+
+
+LAUNCHING = threading.Lock()  # held by the engine whose settings this process has
+
+
+@contextmanager
+def leave_when_launched(settings: ExitStack) -> Iterator[None]:
+    """Close ``settings``, those of this process for the processes of an engine, as soon as these run; until then they only get ready."""
+    from vllm.v1.engine import core_client
+
+    launch = core_client.launch_core_engines
+
+    @contextmanager
+    def launch_and_leave(*arguments: Any, **options: Any) -> Iterator[Any]:
+        with launch(*arguments, **options) as launched:
+            settings.close()
+            yield launched
+
+    core_client.launch_core_engines = launch_and_leave
+    try:
+        yield
+    finally:
+        core_client.launch_core_engines = launch
 
 
 def start_fork_server() -> None:

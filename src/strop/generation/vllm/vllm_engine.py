@@ -18,14 +18,20 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 from strop.generation.base import Completion, RequestTooLong
 from strop.generation.vllm.engine_args import ENGINE_ENVIRONMENT, VllmLaunch, check_cpu_attention, make_engine_args
-from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, fork_engine_cores, start_fork_server
+from strop.generation.vllm.launch import (
+    DRIVER_PID_VARIABLE,
+    LAUNCHING,
+    fork_engine_cores,
+    leave_when_launched,
+    start_fork_server,
+)
 from strop.generation.vllm.quantized.fp8_launch import kernel_plan
 from strop.models.vision.vision_processor import VisionProcessor
 from strop.sampling import Sampling
@@ -97,17 +103,23 @@ class VllmEngine:
         return f"; the end of {self.launch.output_file}:\n" + "\n".join(f"  {line}" for line in lines)
 
     def _start(self) -> Any:
-        with engine_environment(self.launch.env_vars), hide_main_module(), redirect_output(self.launch.output_file):
-            if not self.launch.on_cpu:
-                return self._create_engine()
-            start_fork_server()
-            with fork_engine_cores(self.launch.output_file):
-                return self._create_engine()
+        # These settings are of this whole process, where other engines start too: the next gets its turn when the processes of this one
+        # run. Then they all get ready at once, which takes minutes on a GPU.
+        with tempfile.TemporaryDirectory(prefix="strop-start-") as folder, ExitStack() as settings:
+            settings.enter_context(LAUNCHING)
+            settings.enter_context(engine_environment(self.launch.env_vars))
+            settings.enter_context(hide_main_module())
+            settings.enter_context(redirect_output(self.launch.output_file, Path(folder)))
+            if self.launch.on_cpu:
+                start_fork_server()
+                settings.enter_context(fork_engine_cores(self.launch.output_file))
+            return self._create_engine(settings)
 
-    def _create_engine(self) -> Any:
+    def _create_engine(self, settings: ExitStack) -> Any:
         from strop.generation.vllm.images.model_inspection import inspect_models_here
 
         import_vllm()
+        settings.enter_context(leave_when_launched(settings))
         inspect_models_here()
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -121,8 +133,7 @@ class VllmEngine:
             from strop.generation.vllm.spanning_executor import SpanningExecutor, leave_gpus_to_workers
 
             args.distributed_executor_backend = SpanningExecutor
-            with leave_gpus_to_workers():
-                return AsyncLLM.from_engine_args(args, stat_loggers=[self._counters.make_logger])
+            settings.enter_context(leave_gpus_to_workers())
         return AsyncLLM.from_engine_args(args, stat_loggers=[self._counters.make_logger])
 
     async def close(self) -> None:
@@ -408,19 +419,20 @@ def hide_main_module() -> Iterator[None]:
 
 
 @contextmanager
-def redirect_output(file: Path | None) -> Iterator[None]:
-    """Redirect the output of processes started inside to ``file``, by starting Python through a small shell script. None: do nothing."""
+def redirect_output(file: Path | None, folder: Path) -> Iterator[None]:
+    """Redirect the output of processes started inside to ``file``, by starting Python through a small shell script. None: do nothing.
+
+    The script is in ``folder``, and needed until these processes run."""
     if file is None:
         yield
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     python = multiprocessing.spawn.get_executable()
-    with tempfile.TemporaryDirectory(prefix="strop-start-") as folder:
-        script = Path(folder) / "python"
-        script.write_text(f'#!/bin/sh\nexec {shlex.quote(os.fsdecode(python))} "$@" >>{shlex.quote(str(file))} 2>&1\n')
-        script.chmod(0o700)
-        multiprocessing.spawn.set_executable(str(script))
-        try:
-            yield
-        finally:
-            multiprocessing.spawn.set_executable(python)
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nexec {shlex.quote(os.fsdecode(python))} "$@" >>{shlex.quote(str(file))} 2>&1\n')
+    script.chmod(0o700)
+    multiprocessing.spawn.set_executable(str(script))
+    try:
+        yield
+    finally:
+        multiprocessing.spawn.set_executable(python)

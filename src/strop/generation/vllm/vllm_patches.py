@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class VllmPatch:
     bug: str
     apply: Callable[[], None]
     checked: tuple[str, ...]  # versions of vLLM that have the bug, and in which it was seen to be gone with the patch
-    only_cpu: bool = True
+    platform: Literal["cpu", "gpu", "any"] = "cpu"
     only_drafts: bool = False  # speculation.method=draft_model, which is refused with versions that were not checked
 
 
@@ -50,7 +50,7 @@ def apply_patches() -> None:
     from vllm.platforms import current_platform
 
     for patch in PATCHES:
-        if current_platform.is_cpu() or not patch.only_cpu:
+        if patch.platform in ("any", "cpu" if current_platform.is_cpu() else "gpu"):
             apply_patch(patch, installed_version() or "of an unknown version")
 
 
@@ -81,6 +81,18 @@ def _patch_draft_loading() -> None:
         return created if load_config is None else replace(created, load_config=load_config)
 
     DraftModelProposer._create_draft_vllm_config = create_with_draft_load_config
+
+
+def _patch_v2_draft_loading() -> None:
+    """The same for model runner V2, which runs on GPUs. Its speculators of other methods read ``draft_load_config`` themselves."""
+    from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator
+
+    get_model = speculator.get_model
+
+    def get_with_draft_load_config(*, vllm_config: Any, **options: Any) -> Any:
+        return get_model(vllm_config=vllm_config, load_config=vllm_config.speculative_config.draft_load_config, **options)
+
+    speculator.get_model = get_with_draft_load_config
 
 
 def _patch_rejection_sampler() -> None:
@@ -235,7 +247,14 @@ PATCHES = (
         bug="a draft model starts with random weights",
         apply=_patch_draft_loading,
         checked=("0.32.0",),
-        only_cpu=False,
+        platform="any",
+        only_drafts=True,
+    ),
+    VllmPatch(
+        bug="a draft model starts with random weights in model runner V2",
+        apply=_patch_v2_draft_loading,
+        checked=("0.32.0",),
+        platform="gpu",
         only_drafts=True,
     ),
     VllmPatch(

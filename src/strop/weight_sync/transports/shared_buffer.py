@@ -19,7 +19,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -35,6 +35,7 @@ from strop.weight_sync.transports.connection import (
     accept_receiver,
     close_listener,
     connect_to_sender,
+    is_process_alive,
     listen,
     wait_for_peers,
 )
@@ -125,11 +126,14 @@ class SharedBufferSender(ABC):
                 raise
 
     def _connect_receivers(self) -> None:
-        """Wait until every receiver is connected. Raises a TransportError that names the missing ones."""
+        """Wait until every receiver is connected. Raises a TransportError that names the missing ones, or one that dies meanwhile."""
         self._drop_lost_receivers()
         deadline = time.monotonic() + self.timeout
         while True:
             self._check_open()
+            for peer in self._drop_lost_receivers():
+                if not is_process_alive(peer.pid):  # otherwise it connects again
+                    raise peer.make_lost_error()
             missing = [index for index in range(self.receivers) if index not in self._peers]
             remaining = max(0.0, deadline - time.monotonic())
             if wait([self._listener], min(POLL_SECONDS, remaining) if missing else 0.0):
@@ -140,13 +144,16 @@ class SharedBufferSender(ABC):
                 names = _format_receivers(missing)
                 raise TransportError(f"{names} of {self.receivers} did not connect within {self.timeout:g} s")
 
-    def _drop_lost_receivers(self) -> None:
+    def _drop_lost_receivers(self) -> list[PeerConnection]:
+        lost = []
         for index, peer in list(self._peers.items()):
             try:
                 while peer.has_message():
                     peer.read()  # about an earlier publish
             except TransportError:
-                self._peers.pop(index).connection.close()
+                lost.append(self._peers.pop(index))
+                peer.connection.close()
+        return lost
 
     def _accept_receiver(self) -> None:
         accepted = accept_receiver(self._listener, self.timeout)
@@ -232,7 +239,7 @@ class SharedBufferReceiver(ABC):
     def receive(self, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
         publish, memory = self._begin(manifest_digest(manifest))
         placed = place_buckets(split_into_buckets(manifest, self.address.bucket_size), memory.numel())
-        try:
+        with self._reporting_failure(publish):
             for count, place in enumerate(placed, 1):
                 self._wait_until_filled(publish)
                 for item in place.bucket.tensors:
@@ -240,11 +247,6 @@ class SharedBufferReceiver(ABC):
                 for stream in _current_streams(self.device, memory.device):
                     stream.synchronize()
                 self.sender.send(PublishMessage(publish, count))
-        except BaseException as error:  # also GeneratorExit, if the caller stops iterating
-            reason = "its reader stopped" if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}"
-            with suppress(TransportError):
-                self._report_failure(publish, reason)
-            raise
 
     def _begin(self, digest: str) -> tuple[int, Tensor]:
         """Wait for the next publish. Return its number and the shared memory. Publishes that were aborted meanwhile are skipped."""
@@ -252,7 +254,8 @@ class SharedBufferReceiver(ABC):
             message = self._read("begin to send")
             if message.memory is not None:
                 self._memory = None
-                self._memory = self._open_memory(message.memory)
+                with self._reporting_failure(message.publish):
+                    self._memory = self._open_memory(message.memory)
             if message.digest and message.digest != digest:
                 reason = "its manifest is not the sender's: pass the same manifest on both sides"
                 self._report_failure(message.publish, reason)
@@ -272,6 +275,17 @@ class SharedBufferReceiver(ABC):
         wait_for_peers([self.sender], timeout, f"{self.sender.peer} did not {action} within {timeout:g} s")
         message: PublishMessage = self.sender.read()
         return message
+
+    @contextmanager
+    def _reporting_failure(self, publish: int) -> Iterator[None]:
+        """Say to the sender why this receiver cannot go on, also if its caller stops iterating."""
+        try:
+            yield
+        except BaseException as error:
+            reason = "its reader stopped" if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}"
+            with suppress(TransportError):
+                self._report_failure(publish, reason)
+            raise
 
     def _report_failure(self, publish: int, reason: str) -> None:
         self.sender.send(PublishMessage(publish, failure=f"receiver {self.index}: {reason}"))

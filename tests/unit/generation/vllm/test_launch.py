@@ -5,14 +5,22 @@ from __future__ import annotations
 import gc
 import inspect
 import multiprocessing
+import multiprocessing.spawn
 import os
 import pickle
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from strop.generation.generation_config import GenerationConfig
+from strop.generation.vllm import vllm_engine
+from strop.generation.vllm.engine_args import VllmLaunch
 from strop.generation.vllm.launch import (
     SPIN_SECONDS,
     ForkedEngineCore,
@@ -20,6 +28,7 @@ from strop.generation.vllm.launch import (
     fork_engine_cores,
     shorten_spins,
 )
+from strop.generation.vllm.vllm_engine import VllmEngine
 from support.forks import forks
 
 
@@ -84,3 +93,51 @@ def test_what_the_server_read_and_made_is_neither_searched_nor_made_again_by_its
     assert frozen > 100_000
     assert kernels > 0 and as_they_were, "Triton's kernels are replaced, once"
     assert compiles
+
+
+def test_engines_of_one_process_get_ready_at_once_and_each_is_launched_with_its_own_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from vllm.v1.engine import async_llm, core_client
+
+    launched: list[tuple[str, str]] = []
+    all_run = threading.Barrier(2)  # nobody passes before the processes of both engines run
+
+    @contextmanager
+    def launch() -> Iterator[None]:
+        python = multiprocessing.spawn.get_executable()
+        launched.append((os.environ["CUDA_VISIBLE_DEVICES"], Path(os.fsdecode(python)).read_text()))
+        yield
+        all_run.wait(10)
+        assert Path(os.fsdecode(python)).exists(), "a process that was started by it may still read it"
+
+    def from_engine_args(*_: Any, **__: Any) -> str:
+        with core_client.launch_core_engines():
+            pass
+        return "ready"
+
+    monkeypatch.setattr(core_client, "launch_core_engines", launch)
+    monkeypatch.setattr(async_llm.AsyncLLM, "from_engine_args", from_engine_args)
+    monkeypatch.setattr(vllm_engine, "make_engine_args", lambda launch: None)
+    before = dict(os.environ), multiprocessing.spawn.get_executable()
+    engines = [
+        VllmEngine(
+            f"engine {number}",
+            VllmLaunch(
+                config=GenerationConfig(backend="vllm"),
+                model="folder",
+                on_cpu=False,
+                environment={"CUDA_VISIBLE_DEVICES": str(number)},
+                output_file=tmp_path / f"engine_{number}.log",
+            ),
+            None,
+            stop_ids=(),
+        )
+        for number in range(2)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda engine: engine._start(), engines)) == ["ready", "ready"]
+    for number, (gpu, script) in enumerate(sorted(launched)):
+        assert gpu == str(number) and f"engine_{number}.log" in script
+    assert (dict(os.environ), multiprocessing.spawn.get_executable()) == before
+    assert core_client.launch_core_engines is launch

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -83,3 +87,45 @@ def test_every_patch_was_checked_with_the_pinned_versions() -> None:
     from strop.generation.vllm.vllm_patches import PATCHES
 
     assert all(set(patch.checked) == set(CHECKED_VERSIONS) for patch in PATCHES)
+
+
+@pytest.mark.slow
+def test_a_draft_model_is_loaded_as_drafts_are_in_model_runner_v2_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator
+
+    from strop.generation.vllm.vllm_patches import PATCHES
+
+    assert "load_config" not in inspect.getsource(speculator.StandaloneARSpeculator.load_draft_model), "it is no longer needed"
+    loaded: list[dict[str, Any]] = []
+    monkeypatch.setattr(speculator, "get_model", lambda **options: loaded.append(options))
+    (patch,) = [each for each in PATCHES if "runner V2" in each.bug]
+    assert patch.platform == "gpu" and patch.only_drafts, "a CPU has model runner V1"
+    patch.apply()
+    config = SimpleNamespace(speculative_config=SimpleNamespace(draft_load_config="auto"), load_config="dummy")
+    speculator.get_model(vllm_config=config, prefix="draft_model")
+    assert loaded == [{"vllm_config": config, "load_config": "auto", "prefix": "draft_model"}]
+
+
+def test_the_drafter_is_found_in_both_model_runners() -> None:
+    from strop.generation.vllm.draft_weights import _drafter
+
+    v1, v2 = SimpleNamespace(drafter=SimpleNamespace(model="V1's")), SimpleNamespace(get_draft_model=lambda: "V2's")
+    assert (_drafter(v1), _drafter(v2)) == ("V1's", "V2's")
+    for without in (SimpleNamespace(), SimpleNamespace(drafter=None), SimpleNamespace(get_draft_model=lambda: None)):
+        with pytest.raises(RuntimeError, match="this engine has no drafter"):
+            _drafter(without)
+
+
+def test_what_a_worker_asks_of_vllm_s_model_runner_is_there_in_v1_and_in_v2() -> None:
+    """Read in their sources: V2 has never run here, as it needs a GPU."""
+    import vllm
+
+    for path in ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"):
+        source = (Path(vllm.__file__).parent / path).read_text()
+        for method in ("get_model", "get_draft_model", "reload_weights"):
+            assert re.search(rf"^    def {method}\(", source, re.MULTILINE), (path, method)
+        assert re.search(r"^class GPUModelRunner\((\n    )?LoRAModelRunnerMixin", source, re.MULTILINE), path
+        for attribute in ("vllm_config", "device"):
+            assert f"self.{attribute} = " in source, (path, attribute)
+    shared = (Path(vllm.__file__).parent / "v1/worker/lora_model_runner_mixin.py").read_text()
+    assert "self.lora_manager = " in shared

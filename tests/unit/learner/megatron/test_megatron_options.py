@@ -109,8 +109,8 @@ def test_an_option_leaves_the_numbers_of_the_torch_learner(name: str) -> None:
         assert getattr(found, part) <= getattr(bound, part), (part, found)
 
 
-def check(family: str, **options: Any) -> None:
-    """Check options for a family's model, as the stages are built."""
+def check(family: str, **options: Any) -> Any:
+    """Check options for a family's model, as the stages are built, and return Megatron Core's configuration of it."""
     from strop.learner.megatron.cpu_shim import prepare_megatron
 
     prepare_megatron("cpu")
@@ -119,7 +119,8 @@ def check(family: str, **options: Any) -> None:
     from support.models import CONFIGS
 
     hf_config = CONFIGS[family]()
-    transformer_config(find_family(hf_config).architecture(hf_config), MegatronConfig(enabled=True, **options), torch.float32)
+    architecture = find_family(hf_config).architecture(hf_config)
+    return transformer_config(architecture, MegatronConfig(enabled=True, **options), torch.float32)
 
 
 def refuse_on_rank(rank: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, str]:
@@ -164,6 +165,18 @@ def test_what_is_not_installed_or_not_in_a_model_is_refused_with_its_key() -> No
         assert name in found[name]
     for name, message in TOO_OLD.items():
         assert message in found[name]
+
+
+def read_deterministic_mode(rank: int) -> list[bool]:
+    found = []
+    for enabled in (False, True):
+        torch.use_deterministic_algorithms(enabled)
+        found.append(check("qwen3").deterministic_mode)
+    return found
+
+
+def test_a_deterministic_run_has_megatron_s_deterministic_mode() -> None:
+    assert run_on_ranks(1, read_deterministic_mode)[0] == [False, True]
 
 
 def test_options_that_cannot_work_anywhere_are_errors() -> None:

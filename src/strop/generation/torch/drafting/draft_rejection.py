@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from strop.determinism import running_sums
 from strop.sampling import Sampling, filtered_logits
 
 
@@ -39,7 +40,7 @@ def keep_or_redraw(
     kept = kept_below * draft_probs[row, drafts] < probs[row, drafts]
     rest = (probs - draft_probs).clamp(min=0.0)
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, probs)  # p = q but for rounding
-    running = rest.double().cumsum(-1)
+    running = running_sums(rest.double())
     mass = torch.minimum(uniforms.double() * running[:, -1], torch.nextafter(running[:, -1], torch.zeros_like(running[:, -1])))
     redrawn = torch.searchsorted(running, mass[:, None], right=True).squeeze(1)
     tokens = torch.where(kept, drafts, redrawn)

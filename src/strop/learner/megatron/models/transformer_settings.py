@@ -43,6 +43,7 @@ def _common_fields(dtype: torch.dtype) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "calculate_per_token_loss": True,  # ranks add gradients: a loss divides by the totals of the optimizer step itself
         "variable_seq_lengths": True,
+        "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
         "moe_token_dispatcher_type": "alltoall",  # of dense models too: variable lengths refuse the default
         # Weights are read from files. But the initialization must run: it sets the attributes by which the gradient's norm knows what is
         # divided over tensor-parallel ranks, and a norm without them is wrong by a third.

@@ -79,6 +79,8 @@ class ShardGather:
         if region is None or region not in regions.holders or regions.source(region, owner) != self.rank:
             return PendingShards()
         shard = local_shard(tensor).tensor.to(self.parallelism.device, self._dtype_of(tensor)).contiguous()
+        # Gloo matches messages by their tag. NCCL ignores it, and matches those of two ranks by the order in which they are posted: all
+        # ranks begin the tensors of a publish in one order, so both find the same pairs.
         return PendingShards(works=_post([dist.P2POp(dist.isend, shard, owner, tag=regions.number)]), held=shard)
 
     def _receive(self, tensor: Tensor, regions: TensorRegions) -> PendingShards:

@@ -1,0 +1,76 @@
+"""``policy.deterministic``: two equal runs are equal to the last bit on a GPU too, where kernels otherwise add in the order of arrival.
+
+What a process needs for that stands in its environment, which its children inherit and Ray's actors are given, since CUDA's libraries read
+it when they start. Read in their sources, not run: torch's flash attention adds the gradient of queries by atomics unless deterministic
+algorithms are on and do not only warn; cuBLAS divides a product otherwise if its workspace differs; NCCL adds in the order of arrival where
+the switch adds (NVLS); Transformer Engine refuses kernels that are not deterministic.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VARIABLE = "STROP_DETERMINISTIC"
+ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_NVLS_ENABLE": "0",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    VARIABLE: "1",
+}
+
+
+def set_deterministic(enabled: bool) -> None:
+    """Set this process and those that it starts. Raises ValueError if CUDA began here with other settings."""
+    if not enabled:
+        if os.environ.get(VARIABLE):
+            for name in ENVIRONMENT:
+                os.environ.pop(name, None)
+            follow_environment()
+        return
+    import torch
+
+    if torch.cuda.is_initialized() and os.environ.get("CUBLAS_WORKSPACE_CONFIG") != ENVIRONMENT["CUBLAS_WORKSPACE_CONFIG"]:
+        raise ValueError(
+            "policy.deterministic is true, but this process has used the GPU before, and cuBLAS reads CUBLAS_WORKSPACE_CONFIG only then; "
+            f"set it to {ENVIRONMENT['CUBLAS_WORKSPACE_CONFIG']} before the first use of the GPU, or start the run in a process of its own"
+        )
+    os.environ.update(ENVIRONMENT)
+    follow_environment()
+
+
+def deterministic_variables() -> dict[str, str]:
+    """Return the environment variables for a process of the run that does not inherit this one's; none without ``policy.deterministic``."""
+    return dict(ENVIRONMENT) if os.environ.get(VARIABLE) else {}
+
+
+def follow_environment() -> None:
+    """Have torch in this process compute as its environment asks. In every process that computes with a model."""
+    import torch
+
+    enabled = bool(os.environ.get(VARIABLE))
+    if enabled != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(enabled)  # flash attention ignores a mode that only warns
+        options: Any = torch.utils.deterministic
+        options.fill_uninitialized_memory = not enabled  # a pass over all new memory, and none is read unwritten
+
+
+def running_sums(values: Tensor) -> Tensor:
+    """Return ``values.cumsum(-1)``, which torch refuses on a GPU with deterministic algorithms.
+
+    There only a single row is added in an order that varies; several are added by kernels of a fixed order.
+    """
+    import torch
+
+    if values.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+        return values.cumsum(-1)
+    torch.use_deterministic_algorithms(False)
+    try:
+        if values.numel() > values.shape[-1]:
+            return values.cumsum(-1)
+        return torch.stack((values, values)).cumsum(-1)[0]
+    finally:
+        torch.use_deterministic_algorithms(True)
