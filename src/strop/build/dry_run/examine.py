@@ -19,6 +19,7 @@ from strop.build.dry_run.examined_folders import find_folder_problems
 from strop.build.dry_run.examined_heads import find_head_problems
 from strop.build.dry_run.examined_models import find_model_problems
 from strop.build.dry_run.examined_optimizers import find_optimizer_problems
+from strop.build.dry_run.examined_sizes import find_size_problems
 from strop.build.dry_run.examined_templates import find_template_problems
 from strop.checkpointing.step_folders import list_steps
 from strop.config import EvalRunConfig, LoadedConfig, TrainingRunConfig
@@ -56,6 +57,8 @@ def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> 
     found = [*find_model_problems(config), *rows.problems]
     problems += [problem for problem in found if not any(problem.message in other.message for other in problems)]
     problems += find_template_problems(config)
+    misfits, doubts = find_size_problems(config)
+    problems += misfits
     if not isinstance(config, EvalRunConfig):
         problems += [*find_head_problems(config), *(find_folder_problems(config) if data else ())]
     if not problems and not isinstance(config, EvalRunConfig):
@@ -63,7 +66,7 @@ def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> 
     if problems:
         raise ConfigError(problems)
     checkpoints = [] if isinstance(config, EvalRunConfig) or not data else _describe_checkpoints(config)
-    return Examination(algorithm, (*rows.notes, *checkpoints))
+    return Examination(algorithm, (*rows.notes, *(" ".join(str(doubt).split()) for doubt in doubts), *checkpoints))
 
 
 def _collect(problems: list[Problem], check: Callable[[Any], Any], config: TrainingRunConfig) -> Any:
