@@ -28,6 +28,7 @@ def _read_true_or_false(value: object) -> object:
     return {True: "auto", False: "never"}[value] if isinstance(value, bool) else value
 
 
+Strings = Annotated[tuple[str, ...], Field(strict=False)]
 Resume = Annotated[Literal["auto", "must", "never", "previous"], BeforeValidator(_read_true_or_false)]
 
 
@@ -41,6 +42,7 @@ class CheckpointingConfig(BaseConfig):
         "save_on_sigterm_within",
         "checkpoint_must_save_by",
         "resume",
+        "accept_changed",
     )
 
     validation_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "reward", "avg_length")
@@ -78,6 +80,11 @@ class CheckpointingConfig(BaseConfig):
         description="auto (or true): continue from the newest checkpoint in checkpoint_dir, if there is one; must: without one, end with "
         "an error; previous: set damaged checkpoints aside and continue from the newest whole one; never (or false): begin anew, and "
         "move what is there to previous_N.",
+    )
+    accept_changed: Strings = Field(
+        (),
+        description="Keys whose data, weights, tokenizer or prompts may be others than when the run began, although their value is the "
+        "same, such as data.train.dataset_name; all is every key. Without it a run is not continued with other contents.",
     )
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from strop.build.dry_run.examined_sizes import find_size_problems
+from strop.build.contents.examined_sizes import find_size_problems
 from strop.build.models import TokenizerBundle
 from strop.config.schema.run_config import EvalRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.problems import Problem, raise_problems

@@ -14,12 +14,12 @@ from typing import Any
 from strop.algorithms.base import Algorithm
 from strop.build.algorithm.run_algorithm import make_run_algorithm
 from strop.build.cluster.device_plan import format_placement
+from strop.build.contents.examined_sizes import find_size_problems
 from strop.build.dry_run.examined_data import DataExamination, examine_data
 from strop.build.dry_run.examined_folders import find_folder_problems
 from strop.build.dry_run.examined_heads import find_head_problems
 from strop.build.dry_run.examined_models import find_model_problems
 from strop.build.dry_run.examined_optimizers import find_optimizer_problems
-from strop.build.dry_run.examined_sizes import find_size_problems
 from strop.build.dry_run.examined_templates import find_template_problems
 from strop.checkpointing.step_folders import list_steps
 from strop.config import EvalRunConfig, LoadedConfig, TrainingRunConfig

@@ -130,6 +130,17 @@ def find_folder(name: str) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
+def find_cached_commit(kind: str, name: str, revision: str | None) -> str:
+    """Return the commit of a repository as it is in the hub's cache; empty if it is not there. ``kind``: models or datasets."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    try:
+        refs = Path(HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}" / "refs"
+        return (refs / (revision or "main")).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""
+
+
 def read_tokenizer_files(name: str, template: str | None) -> TokenizerFiles:
     """Return the tokens of a tokenizer with a tokenizer.json. ``template``: the configured one; None is the tokenizer's own."""
     folder = find_folder(name)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from strop.build.contents.examined_sizes import find_size_problems
 from strop.build.contents.model_check import check_model, note_turn_end
-from strop.build.dry_run.examined_sizes import find_size_problems
 from strop.build.models import TokenizerBundle
 from strop.config import TRAINING_RUNS, load_config
 from strop.models.chat_template import ChatTemplate
