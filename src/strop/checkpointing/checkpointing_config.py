@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from strop.base_config import BaseConfig
+from strop.base_config import BaseConfig, PathText
 from strop.problems import Problem
 
 # Metrics that metric_name may name after train:. A name with a slash is a metric of an environment or algorithm.
@@ -48,7 +48,7 @@ class CheckpointingConfig(BaseConfig):
     validation_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "reward", "avg_length")
 
     enabled: bool = Field(True, description="Save checkpoints.")
-    checkpoint_dir: str = Field("results/grpo", min_length=1, description="Folder of the step_N folders.")
+    checkpoint_dir: PathText = Field("results/grpo", min_length=1, description="Folder of the step_N folders.")
     metric_name: str | None = Field(
         "val:accuracy", description="Metric that ranks checkpoints, train:NAME or val:NAME; null keeps the newest."
     )
@@ -145,7 +145,7 @@ class RecordedCheckpointingConfig(CheckpointingConfig):
     # val_loss and validation-default_loss are NeMo-RL's names of loss.
     validation_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "nll", "val_loss", "validation-default_loss")
 
-    checkpoint_dir: str = Field("results/recorded", min_length=1, description="Folder of the step_N folders.")
+    checkpoint_dir: PathText = Field("results/recorded", min_length=1, description="Folder of the step_N folders.")
     metric_name: str | None = Field(
         "val:loss", description="Metric that ranks checkpoints, train:NAME or val:NAME; null keeps the newest."
     )

@@ -7,7 +7,6 @@ mended in mid-run, which is said.
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import importlib.util
@@ -33,6 +32,7 @@ from strop.data.sources.streaming.file_shards import is_pattern, list_files
 from strop.models.fit.model_sizes import find_cached_commit, find_folder
 from strop.models.tokenizer_config import TokenizerConfig
 from strop.storage.content_digest import digest_ends, digest_files
+from strop.user_code import list_own_files
 
 CONTENTS_FILE = "contents.json"
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "config.json", "adapter_config.json")
@@ -121,7 +121,9 @@ def _data(config: TrainingRunConfig) -> Iterator[tuple[str, Content]]:
     for part, entries in (("train", config.data.train), ("validation", config.data.validation or ())):
         for key, entry in zip(entry_keys(f"data.{part}", len(entries)), entries, strict=True):
             if entry.rows is not None:
-                yield f"{key}.rows", Content("data", "the rows in memory", _digest_rows(entry.rows), f"{len(entry.rows):,} rows")
+                if hasattr(entry.rows, "__len__"):  # a stream cannot be read before the run
+                    size = f"{len(entry.rows):,} rows"
+                    yield f"{key}.rows", Content("data", "the rows in memory", _digest_rows(entry.rows), size)
             elif entry.dataset_name is not None and not is_dataset_class(entry.dataset_name):
                 yield f"{key}.dataset_name", _describe_dataset(entry, entry.dataset_name)
 
@@ -297,8 +299,8 @@ def _find_module(name: str) -> Path | None:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):
         return None
-    path = None if spec is None or spec.origin is None else Path(spec.origin)
-    return path if path is not None and path.suffix == ".py" and not name.startswith("strop.") else None
+    found = None if spec is None or spec.origin is None else Path(spec.origin)
+    return found if found is not None and found.suffix == ".py" and not name.startswith("strop.") else None
 
 
 def _describe_callable(function: Any) -> Content:
@@ -314,33 +316,7 @@ def _describe_callable(function: Any) -> Content:
 
 
 def _with_neighbours(file: Path) -> list[Path]:
-    """Return a file of code and the files beside it that it imports, and those that they do."""
-    found: dict[Path, None] = {}
-    waiting = [file]
-    while waiting:
-        path = waiting.pop()
-        if path in found:
-            continue
-        found[path] = None
-        for name in _imported_names(path):
-            beside = file.parent.joinpath(*name.split("."))
-            waiting += [each for each in (beside.with_suffix(".py"), beside / "__init__.py") if _is_file(each)]
-    return list(found)
-
-
-def _imported_names(path: Path) -> Iterator[str]:
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, ValueError, SyntaxError, RecursionError):  # said where it is imported
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (alias.name for alias in node.names)
+    return list_own_files(file.resolve(), file.resolve().parent)
 
 
 def _is_file(path: Path) -> bool:
