@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from strop.build.contents.examined_sizes import find_size_problems
 from strop.build.models import TokenizerBundle
 from strop.config.schema.run_config import EvalRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.data.sources.streaming.streamed import is_streamed
+from strop.environments.base import DatasetEnvironment, PromptedTask
+from strop.environments.mixture import Mixture
 from strop.problems import Problem, raise_problems
 from strop.sampling import Sampling
+
+MOST_CHECKED = 10_000  # tasks whose answers are looked at
 
 
 def check_model(config: TrainingRunConfig | EvalRunConfig, bundle: TokenizerBundle, note: Callable[[str], object]) -> None:
@@ -43,3 +49,21 @@ def note_turn_end(bundle: TokenizerBundle, sampling: Sampling, section: str, not
             f"warning: {section}.stop_token_ids: the chat template ends a reply with {text!r}, which is no stop token (those are "
             f"{known}), so replies go on after it, and rewards read what follows. Set it to [{token_id}]."
         )
+
+
+def note_empty_answers(source: Mixture, note: Callable[[str], object]) -> None:
+    """Note rows whose expected answer is empty: a reward that looks for it in a reply finds it in every one."""
+    for component in source.components:
+        if is_streamed(component.tasks) or not isinstance(component.environment, DatasetEnvironment):
+            continue
+        checked: list[PromptedTask] = []
+        for index in range(min(len(component.tasks), MOST_CHECKED)):
+            with suppress(Exception):  # raised again, and counted, when its turn comes
+                checked.append(component.tasks[index])  # type: ignore[arg-type]
+        empty = [task for task in checked if not task.answer.strip()]
+        has_answers = len(empty) < len(checked) or component.environment.needs_answers
+        if empty and (has_answers or "answer" in (empty[0].metadata or {})):
+            note(
+                f"warning: {component.name}: the expected answer is empty in {len(empty)} of {len(checked)} tasks, first in "
+                f"{empty[0].id}; a reward that looks for the answer in a reply finds it in all. Correct the rows, or remove them."
+            )

@@ -131,7 +131,7 @@ def parse_object(line: bytes, where: str) -> Record:
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{where} is not UTF-8 text ({error.reason} at byte {error.start} of the line); save it as UTF-8"
+            f"{where} is not JSON: it is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
         ) from error
     except (ValueError, RecursionError) as error:
         text = line[:800].decode(errors="replace").strip()

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from strop.build.contents.examined_sizes import find_size_problems
-from strop.build.contents.model_check import check_model, note_turn_end
+from strop.build.contents.model_check import check_model, note_empty_answers, note_turn_end
 from strop.build.models import TokenizerBundle
 from strop.config import TRAINING_RUNS, load_config
+from strop.data.sources.source import DataSource
+from strop.environments.mixture import Component, Mixture
+from strop.environments.registry import make_environment
 from strop.models.chat_template import ChatTemplate
 from strop.sampling import Sampling
 from support.models import build
@@ -104,3 +107,19 @@ def test_the_end_of_a_turn_that_is_no_stop_token_is_said(
     notes: list[str] = []
     note_turn_end(TokenizerBundle(tokenizer, ChatTemplate(tokenizer), stops), sampling, "policy.generation", notes.append)
     assert all(part in " ".join(notes) for part in said) and bool(notes) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        (["1", "", "3"], "empty in 1 of 3 tasks, first in rows-"),
+        (["", " ", ""], "empty in 3 of 3 tasks"),
+        (["1", "2", "0"], ""),
+    ],
+)
+def test_an_empty_reference_is_said_at_the_start_with_its_row(answers: list[str], said: str) -> None:
+    environment = make_environment("reward_function", {"reward": lambda task, rollout: float(task.answer in rollout.text)})
+    tasks = environment.tasks(DataSource(rows=[{"problem": f"q{index}", "answer": each} for index, each in enumerate(answers)]))
+    notes: list[str] = []
+    note_empty_answers(Mixture((Component("mine", environment, tasks),)), notes.append)
+    assert said in " ".join(notes) and bool(notes) == bool(said)
