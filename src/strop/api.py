@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from strop.checkpointing.saved_model import find_saved_model
+from strop.data.sources.in_memory import check_rows
 from strop.results import Evaluation, Run
 from strop.safety.exits import run_coroutine
+from strop.user_code import remember_code
 
 if TYPE_CHECKING:
     import datasets
@@ -289,6 +291,7 @@ def _data_settings(part: str | None, data: Data | Sequence[str] | None, scored: 
     """Return the keys of a data entry. ``scored``: by the reward or environment of the call."""
     if data is None:
         return {}
+    _is_rows(data)
     names = _list_names(data)
     entry: Any = dict(data) if isinstance(data, Mapping) else {"dataset_name": str(data)} if isinstance(data, str | Path) else {}
     entry = {"dataset_name": names} if names else entry
@@ -310,7 +313,12 @@ def _check_scored(config: TrainingRunConfig) -> None:
 
 
 def _is_rows(data: Data | Sequence[str] | None) -> bool:
-    return data is not None and not isinstance(data, str | Path | Mapping) and not _list_names(data)
+    """Whether data is in memory. Raises DataError for an object that cannot be data."""
+    splits = type(data).__name__ in ("DatasetDict", "IterableDatasetDict")  # mappings, and no settings
+    if data is None or (isinstance(data, str | Path | Mapping) and not splits) or _list_names(data):
+        return False
+    check_rows(data, streamed=True)
+    return True
 
 
 def _list_names(data: Data | Sequence[str] | None) -> list[str]:
@@ -339,6 +347,10 @@ def _with_reward(env: Mapping[str, EnvironmentConfig], reward: Reward | None) ->
     if reward is None:
         return dict(env)
     key = "reward" if callable(reward) or isinstance(reward, str) else "rewards"
+    given: Any = [reward] if key == "reward" else reward.values() if isinstance(reward, Mapping) else reward
+    for each in given:
+        if callable(each):
+            remember_code(each)
     options = {name: value for name, value in env[ALIAS].options.items() if name != "reward"}
     return {**env, ALIAS: replace(env[ALIAS], options={**options, key: reward})}
 

@@ -7,12 +7,13 @@ the parent section.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, fields
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
-from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, CoreSchema
@@ -21,6 +22,15 @@ from strop.problems import Problem
 from strop.safety.redaction import REDACTED, SECRET
 
 KeyPath = tuple[str, ...]
+
+
+def expand_home(value: str) -> str:
+    """Return a path with the home folder in the place of ``~`` or ``~user``; any other text as it is."""
+    return os.path.expanduser(value) if value.startswith("~") else value
+
+
+# A folder, a file, or a name that may be one: of a model, of data or of code.
+PathText = Annotated[str, AfterValidator(expand_home)]
 
 
 def _reject_float16(value: object) -> object:

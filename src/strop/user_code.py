@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
+import linecache
 import sys
-from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
+import traceback
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, get_type_hints
@@ -51,12 +59,13 @@ def explain_invalid(kind: Any, value: Any, error: Exception) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type and the text of an exception that user code raised, shortened in the middle if it is long."""
+    """Return the type, the text and the place of an exception that user code raised, shortened in the middle if it is long."""
     try:
         text = str(error)
     except Exception as failed:  # its own __str__ raises
         text = f"(its text cannot be read: {type(failed).__name__})"
-    return f"{type(error).__name__}: {shorten(text, MAX_ERROR_TEXT)}"
+    place = find_user_place(error)
+    return f"{type(error).__name__}: {shorten(text, MAX_ERROR_TEXT)}" + (f" ({place})" if place is not None else "")
 
 
 def describe_value(value: Any) -> str:
@@ -65,6 +74,54 @@ def describe_value(value: Any) -> str:
         return f"{value!r:.80}"
     except Exception:
         return f"an object of type {type(value).__name__}"
+
+
+@dataclass(frozen=True)
+class UserPlace:
+    """The last line of a user's code that an exception came through."""
+
+    file: str
+    line: int
+    function: str  # with its class, such as Objective.loss
+    traceback: str  # from the first line of the user's code on
+
+    def __str__(self) -> str:
+        return f"{self.file}, line {self.line}, in {self.function}"
+
+
+def find_user_place(error: BaseException) -> UserPlace | None:
+    """Return where in a user's code an exception, or what caused it, was raised or passed through; None if it did not."""
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        frames = list(traceback.walk_tb(cause.__traceback__))
+        own = [index for index, (frame, _) in enumerate(frames) if is_user_file(frame.f_code.co_filename)]
+        if own:
+            frame, line = frames[own[-1]]
+            shown = traceback.StackSummary.extract(iter(frames[own[0] :]), lookup_lines=True)
+            text = "".join([*shown.format(), *traceback.format_exception_only(cause)])
+            return UserPlace(_shorten_path(frame.f_code.co_filename), line, frame.f_code.co_qualname, text.rstrip())
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return None
+
+
+def is_user_file(file: str) -> bool:
+    """Whether a file of code was imported because a configuration or a call names it, or by one that was."""
+    return file in _user_files or any(Path(file) in state for state in _states.values())
+
+
+def remember_code(function: Any) -> None:
+    """Know the file of a function that was given in Python as a user's."""
+    with suppress(TypeError, OSError):
+        _user_files.add(str(inspect.getsourcefile(inspect.unwrap(getattr(function, "func", function)))))
+
+
+def _shorten_path(file: str) -> str:
+    try:
+        return str(Path(file).relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return file
 
 
 def import_attribute(path: str) -> Any:
@@ -77,9 +134,9 @@ def import_attribute(path: str) -> Any:
 
         if is_interrupt(error):
             raise
-        raise UserCodeError(
-            f"{path}: importing {module_name!r} failed: {type(error).__name__}: {shorten(str(error), MAX_ERROR_TEXT)}"
-        ) from error
+        raise UserCodeError(f"{path}: importing {module_name!r} failed: {describe_error(error)}") from error
+    if not module.__name__.startswith("strop."):
+        _user_files.add(str(getattr(module, "__file__", "")))
     if not hasattr(module, attribute):
         public = [name for name, value in vars(module).items() if isinstance(value, type | FunctionType)]
         raise UserCodeError(f"{module_name!r} has no {attribute!r}{suggest_names(attribute, public)}")
@@ -87,45 +144,181 @@ def import_attribute(path: str) -> Any:
 
 
 def _import_module(name: str) -> ModuleType:
-    folder = str(Path.cwd())
-    if folder in sys.path or "" in sys.path:
+    """Import a module by name. One below the current folder is loaded again if its file, or one that it imports, was edited."""
+    folder = Path.cwd()
+    if str(folder) not in sys.path and "" not in sys.path:
+        sys.path.append(str(folder))  # last, so that it shadows nothing; a console script does not search it by default
+        importlib.invalidate_caches()
+    file = next((path for path in _module_paths(folder, name) if path.is_file()), None)
+    if file is None or name == "__main__":
         return importlib.import_module(name)
-    sys.path.append(folder)  # last, so that it shadows nothing; a console script does not search it by default
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(folder)
+    state = _read_state(file, folder)
+    if name in sys.modules and _states.setdefault(name, state) != state:
+        for path in state:
+            _forget_modules(path, keep=())
+    module = importlib.import_module(name)
+    _states[name] = state
+    return module
 
 
 _found_files: dict[Path, Path] = {}
+_user_files: set[str] = set()  # of modules and functions that users name
+_State = dict[Path, bytes]  # the source of files of code
+_states: dict[str, _State] = {}  # of modules as they were loaded, by name
 
 
 def _find_file(path: Path) -> Path:
     """Return the full path. A reward may change the working directory: then it is where it was found before."""
-    full = path.resolve()
+    full = path.expanduser().resolve()
     if full.is_file():
         _found_files[path] = full
     return _found_files.get(path, full)
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file once, under a name derived from its full path."""
+    """Import a file under a name derived from its full path, and again if it, or a file beside it that it imports, was edited.
+
+    What it imports is looked for beside it first, as Python does for a script. These files are modules of their own folder: two rewards in
+    two folders may each have a ``utils.py``, and none takes the place of a library's module elsewhere.
+    """
     full = _find_file(path)
     name = f"strop_plugin_{full.stem}_{hashlib.blake2b(str(full).encode(), digest_size=4).hexdigest()}"
-    if name in sys.modules:
-        return sys.modules[name]
     if not full.is_file():
+        if name in sys.modules:
+            return sys.modules[name]
         raise FileNotFoundError(f"there is no file {full}")
-    spec = importlib.util.spec_from_file_location(name, full)
+    state = _read_state(full, full.parent)
+    if name in sys.modules and _states.get(name) == state:
+        return sys.modules[name]
+    for edited in state:
+        _forget_modules(edited, keep=(name,))
+    linecache.checkcache()
+    neighbours = _Neighbours.of(full.parent)
+    spec = importlib.util.spec_from_loader(name, _NeighbourLoader(name, str(full), neighbours))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before execution: dataclasses look up their module
+    _states[name] = state  # first: what it raises has a place in it
+    sys.modules[name] = sys.modules[f"{neighbours.package}.{full.stem}"] = module  # first: dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        del sys.modules[name], sys.modules[f"{neighbours.package}.{full.stem}"]
         raise
     return module
+
+
+def list_own_files(file: Path, folder: Path) -> list[Path]:
+    """Return a file of code and those in ``folder`` that it imports, and that they do."""
+    found: dict[Path, None] = {}
+    waiting = [file]
+    while waiting:
+        path = waiting.pop()
+        if path in found:
+            continue
+        found[path] = None
+        for name in _imported_names(path):
+            bases = {folder, path.parent}  # of a package in the folder, relative names
+            waiting += [each for base in bases for each in _module_paths(base, name) if each.is_file()]
+    return list(found)
+
+
+def _module_paths(folder: Path, name: str) -> tuple[Path, ...]:
+    """Return where in a folder a module, or the packages that it is in, may be."""
+    parts = name.split(".")
+    packages = (folder.joinpath(*parts[:length], "__init__.py") for length in range(1, len(parts) + 1))
+    return (folder.joinpath(*parts).with_suffix(".py"), *reversed(list(packages)))
+
+
+def _imported_names(path: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, ValueError, SyntaxError, RecursionError):  # said where it is imported
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = f"{node.module}." if node.module else ""
+            yield from ([node.module] if node.module else [])
+            yield from (f"{prefix}{alias.name}" for alias in node.names if alias.name != "*")
+
+
+def _read_state(file: Path, folder: Path) -> _State:
+    return {path: hashlib.blake2b(path.read_bytes()).digest() for path in list_own_files(file, folder)}
+
+
+def _forget_modules(file: Path, keep: Collection[str]) -> None:
+    """Let the next import of a file's module load it again."""
+    for name, module in list(sys.modules.items()):
+        if name not in keep and name != "__main__" and getattr(module, "__file__", None) == str(file):
+            del sys.modules[name]
+            parent, _, child = name.rpartition(".")
+            if parent in sys.modules:
+                vars(sys.modules[parent]).pop(child, None)
+
+
+@dataclass(frozen=True)
+class _Neighbours:
+    """``__import__`` of the files in a folder: what lies beside them comes first, as modules of a package that stands for the folder."""
+
+    folder: Path
+    package: str
+
+    @classmethod
+    def of(cls, folder: Path) -> _Neighbours:
+        package = f"strop_beside_{hashlib.blake2b(str(folder).encode(), digest_size=4).hexdigest()}"
+        if package not in sys.modules:
+            module = ModuleType(package, f"The files in {folder}.")
+            module.__path__ = [str(folder)]
+            sys.modules[package] = module
+        if not any(isinstance(finder, _NeighbourFinder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _NeighbourFinder())
+        return cls(folder, package)
+
+    def import_name(
+        self, name: str, globals: Any = None, locals: Any = None, fromlist: Sequence[str] = (), level: int = 0
+    ) -> Any:
+        top = name.partition(".")[0]
+        if level or not any(path.is_file() for path in _module_paths(self.folder, top)):
+            return builtins.__import__(name, globals, locals, fromlist, level)
+        leaf = importlib.import_module(f"{self.package}.{name}")
+        if not fromlist:
+            return sys.modules[f"{self.package}.{top}"]
+        for item in fromlist:
+            if hasattr(leaf, "__path__") and not hasattr(leaf, item) and item != "*":
+                with suppress(ModuleNotFoundError):
+                    importlib.import_module(f"{leaf.__name__}.{item}")
+        return leaf
+
+
+class _NeighbourLoader(SourceFileLoader):
+    """Loads a file whose imports look beside it first."""
+
+    def __init__(self, name: str, path: str, neighbours: _Neighbours) -> None:
+        super().__init__(name, path)
+        self.neighbours = neighbours
+
+    def get_code(self, fullname: str) -> Any:
+        """Compile the source: cached code is known by its time in whole seconds and its size, which an edit may leave as they are."""
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__builtins__"] = {**vars(builtins), "__import__": self.neighbours.import_name}
+        super().exec_module(module)
+
+
+class _NeighbourFinder(MetaPathFinder):
+    """Finds the modules of packages that stand for folders."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        package = fullname.partition(".")[0]
+        if not package.startswith("strop_beside_") or package == fullname:
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader) and spec.origin is not None:
+            folder = Path(sys.modules[package].__path__[0])
+            spec.loader = _NeighbourLoader(fullname, spec.origin, _Neighbours(folder, package))
+        return spec
 
 
 def find_near_paths(path: Path) -> list[Path]:

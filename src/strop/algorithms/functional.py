@@ -14,19 +14,33 @@ POLICY_LOGPROBS = "policy_logprobs"  # a batch column, [N]: log-probabilities by
 POLICY_SQUARES = "policy_log_sum_sq_probs"  # a batch column, [N]: log of the sum over the vocabulary of p^2, by the same policy
 POLICY_COLUMNS = frozenset({POLICY_LOGPROBS, POLICY_SQUARES})  # what the policy itself provides
 
-# Rewards that differ by less than this share of their magnitude count as equal: sums of float32 rewards have rounding errors of that size,
-# and dividing by their standard deviation would turn them into full-size advantages.
-RELATIVE_ROUNDING = 1e-6
+# Values that differ by less than this share of their magnitude count as equal: sums have rounding errors of that size, and dividing by
+# their standard deviation would turn them into full-size advantages.
+RELATIVE_ROUNDING = 1e-6  # of float32
+ROUNDING_FLOAT64 = 1e-12
 EPS = 1e-6  # added to a standard deviation before dividing by it
 VARIANCE_EPS = 1e-8  # added to a variance before its root divides
 MAX_EXPONENT = 60.0  # nats: float32 overflows at 88, and ratios are still multiplied by advantages and summed
 MAX_LOG_RATIO = 1e4  # nats: stands for infinity, if one side gives a sampled token probability 0
 
 
+def rounding_of(values: Tensor) -> float:
+    """Return the share of their magnitude by which values may differ and count as equal.
+
+    Whole numbers are exact. Values of float64 that float32 has too may come from a model's scores, with its rounding errors; rewards that
+    a function computed in Python hardly ever are such.
+    """
+    if values.dtype != torch.float64:
+        return RELATIVE_ROUNDING
+    if torch.equal(values, values.round()):
+        return 0.0
+    return RELATIVE_ROUNDING if torch.equal(values, values.float().double()) else ROUNDING_FLOAT64
+
+
 def varies(rewards: Tensor) -> bool:
     """Return whether the rewards [G] of a group differ by more than rounding errors."""
     spread = rewards.max() - rewards.min()
-    return bool(spread > RELATIVE_ROUNDING * rewards.abs().max())
+    return bool(spread > rounding_of(rewards) * rewards.abs().max())
 
 
 def whiten(values: Tensor, mask: Tensor, eps: float = EPS, *, unbiased: bool = False) -> Tensor:
@@ -35,8 +49,9 @@ def whiten(values: Tensor, mask: Tensor, eps: float = EPS, *, unbiased: bool = F
     The result is zero if the counted values do not vary. ``unbiased`` divides by sqrt(variance with Bessel's correction + 1e-8) instead,
     as the whitening of NeMo-RL, verl and TRL.
     """
-    counted = values[mask > 0].double()
-    if not len(counted) or not varies(counted):
+    chosen = values[mask > 0]
+    counted = chosen.double()
+    if not len(counted) or not varies(chosen):
         return torch.zeros_like(values, dtype=torch.float64)
     if unbiased:
         return (values.double() - counted.mean()) / (counted.var() + VARIANCE_EPS).sqrt()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from strop.algorithms.functional import EPS, RELATIVE_ROUNDING, varies
+from strop.algorithms.functional import EPS, rounding_of, varies
 from strop.lazy_torch import Tensor, torch
 
 # What a reward is divided by: the deviation of its group as a population, with Bessel's correction, or that of the group's other rewards.
@@ -51,5 +51,5 @@ def _deviation_of_others(rewards: Tensor, eps: float) -> Tensor:
     count = len(rewards)
     others = rewards.expand(count, count)[~torch.eye(count, dtype=torch.bool, device=rewards.device)].view(count, count - 1)
     squares = (others - others.mean(1, keepdim=True)).square().sum(1)
-    vary = others.amax(1) - others.amin(1) > RELATIVE_ROUNDING * others.abs().amax(1)
+    vary = others.amax(1) - others.amin(1) > rounding_of(others) * others.abs().amax(1)
     return torch.where(vary, (squares / max(count - 2, 1)).sqrt() + eps, 1.0)

@@ -23,6 +23,7 @@ from strop.storage.storage_error import StorageError
 from strop.trainer.health.health_monitor import TooManySkipped
 from strop.trainer.mismatch import MismatchTooLarge
 from strop.trainer.run import TooFewTasks, TooManyDropped
+from strop.user_code import find_user_place
 from strop.weight_sync.base import EngineDied, TransportError
 from strop.weight_sync.verification import VerificationFailed
 
@@ -75,14 +76,18 @@ def run_command(work: Coroutine[Any, Any, None]) -> int:
 
 
 def _print_error(error: Exception) -> None:
-    """Print the message; with STROP_LOG=debug, also the traceback."""
+    """Print the message, with the place and the traceback of what a user's code raised; with STROP_LOG=debug, always the traceback."""
     print(f"error: {make_printable(str(error)) or type(error).__name__}", file=sys.stderr)
     log.debug("where the error was raised", exc_info=error)
-    root: BaseException = error
-    while root.__cause__ is not None:
-        root = root.__cause__
-    from_environment = isinstance(error, TooManyDropped) or (
-        isinstance(error, EnvironmentConfigError) and not isinstance(root, ValueError)
-    )
-    if from_environment and not log.isEnabledFor(logging.DEBUG):
+    if log.isEnabledFor(logging.DEBUG):
+        return
+    if (place := find_user_place(error)) is not None:
+        print(f"It came through your code ({place}):\n{make_printable(place.traceback)}", file=sys.stderr)
+    elif isinstance(error, TooManyDropped | EnvironmentConfigError) and not isinstance(_find_root(error), ValueError):
         print("Set STROP_LOG=debug to see the tracebacks of errors in environments.", file=sys.stderr)
+
+
+def _find_root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy
 import torch
 
+from strop.build.contents.run_contents import find_contents, write_contents
 from strop.build.monitors.run_throughput import read_dimensions
 from strop.build.monitors.tracker_services import make_services
 from strop.checkpointing.background import BackgroundCheckpointer
@@ -78,6 +79,7 @@ def make_checkpoints(config: TrainingRunConfig, save_tokenizer: Callable[[Path],
     return FolderCheckpointer(
         folder=Path(saving.checkpoint_dir),
         config_text=dump_config(config),
+        contents_text=write_contents(find_contents(config)),
         save_tokenizer=save_tokenizer,
         keep_top_k=saving.keep_top_k,
         metric=resolve_metric(saving.metric_name) if saving.metric_name else None,

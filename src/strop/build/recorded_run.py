@@ -11,6 +11,7 @@ from typing import Any
 
 from strop.algorithms.base import Algorithm
 from strop.build.backend import make_backend
+from strop.build.contents.model_check import check_model
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_health, make_saver
 from strop.build.models import TokenizerBundle
 from strop.build.resume.restore import restore_checkpoint, resume_run
@@ -147,6 +148,7 @@ async def build_recorded_run(
     parts = read_examples(config, config.data.train, "train", algorithm)
     held_out_parts = read_validation_examples(config, algorithm)
     backend = await make_backend(config, cluster, tracker)
+    check_model(config, backend.bundle, tracker.note)
     examples = join_examples(config, config.data.train, parts, algorithm, backend.bundle)
     validation_groups = make_validation_groups(config, held_out_parts, algorithm, backend.bundle, tracker)
     held_out = f", {len(validation_groups)} to validate on" if validation_groups else ""

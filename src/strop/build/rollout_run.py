@@ -12,6 +12,7 @@ from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
 from strop.build.algorithm.run_algorithm import count_steps_per_batch
 from strop.build.backend import Backend, LocalBackend, make_backend
 from strop.build.cluster.ray_backend import make_remote_environments
+from strop.build.contents.model_check import check_model, note_empty_answers
 from strop.build.engines import GeneratorSpec
 from strop.build.events.clocked_run import make_clock_state, start_clock
 from strop.build.jobs.episode_rules import make_episode_rules
@@ -73,6 +74,7 @@ async def build_rollout_run(
     validation_source = make_validation_tasks(config, remote_environments)
     held_out = "" if validation_source is None else f", {len(validation_source)} to validate on"
     tracker.note(f"{describe_count(train_source.epoch_size, 'tasks')} to train on{held_out}{describe_order(config)}")
+    note_empty_answers(train_source, tracker.note)
     environments = [
         each.environment for source in (train_source, validation_source) if source is not None for each in source.components
     ]
@@ -80,6 +82,7 @@ async def build_rollout_run(
         tracker.progress("trying the sandbox")
         tracker.note(await try_sandbox())
     backend = await make_backend(config, cluster, tracker)
+    check_model(config, backend.bundle, tracker.note)
     sampling = Sampling(**config.policy.generation.sampling_options())
     options = make_train_options(
         config,

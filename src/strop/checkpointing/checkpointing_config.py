@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from strop.base_config import BaseConfig
+from strop.base_config import BaseConfig, PathText
 from strop.problems import Problem
 
 # Metrics that metric_name may name after train:. A name with a slash is a metric of an environment or algorithm.
@@ -28,6 +28,7 @@ def _read_true_or_false(value: object) -> object:
     return {True: "auto", False: "never"}[value] if isinstance(value, bool) else value
 
 
+Strings = Annotated[tuple[str, ...], Field(strict=False)]
 Resume = Annotated[Literal["auto", "must", "never", "previous"], BeforeValidator(_read_true_or_false)]
 
 
@@ -41,12 +42,13 @@ class CheckpointingConfig(BaseConfig):
         "save_on_sigterm_within",
         "checkpoint_must_save_by",
         "resume",
+        "accept_changed",
     )
 
     validation_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "reward", "avg_length")
 
     enabled: bool = Field(True, description="Save checkpoints.")
-    checkpoint_dir: str = Field("results/grpo", min_length=1, description="Folder of the step_N folders.")
+    checkpoint_dir: PathText = Field("results/grpo", min_length=1, description="Folder of the step_N folders.")
     metric_name: str | None = Field(
         "val:accuracy", description="Metric that ranks checkpoints, train:NAME or val:NAME; null keeps the newest."
     )
@@ -78,6 +80,11 @@ class CheckpointingConfig(BaseConfig):
         description="auto (or true): continue from the newest checkpoint in checkpoint_dir, if there is one; must: without one, end with "
         "an error; previous: set damaged checkpoints aside and continue from the newest whole one; never (or false): begin anew, and "
         "move what is there to previous_N.",
+    )
+    accept_changed: Strings = Field(
+        (),
+        description="Keys whose data, weights, tokenizer or prompts may be others than when the run began, although their value is the "
+        "same, such as data.train.dataset_name; all is every key. Without it a run is not continued with other contents.",
     )
 
     @property
@@ -138,7 +145,7 @@ class RecordedCheckpointingConfig(CheckpointingConfig):
     # val_loss and validation-default_loss are NeMo-RL's names of loss.
     validation_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "nll", "val_loss", "validation-default_loss")
 
-    checkpoint_dir: str = Field("results/recorded", min_length=1, description="Folder of the step_N folders.")
+    checkpoint_dir: PathText = Field("results/recorded", min_length=1, description="Folder of the step_N folders.")
     metric_name: str | None = Field(
         "val:loss", description="Metric that ranks checkpoints, train:NAME or val:NAME; null keeps the newest."
     )

@@ -33,6 +33,7 @@ from strop.models.export import (
     new_folder,
     save_model,
 )
+from strop.models.fit.load_report import LoadReport, find_not_finite
 from strop.models.loading import ModelNotFound, find_model_folder, load_model, load_tokenizer
 
 SHARD_FILE_SUFFIXES = (METADATA, ".distcp", LATEST)  # endings of shard files, which are not copied
@@ -176,8 +177,9 @@ def _load_base(model: Any, base: Path) -> None:
         raise ConversionError(
             f"{base} has no checkpoint of Megatron Core: name the iter_XXXXXXX folder of the base, or leave it out"
         )
-    missing = model.load_state_dict(read_hugging_face_weights(iteration, model.config), strict=False)
-    assert not missing.unexpected_keys
+    weights = read_hugging_face_weights(iteration, model.config)
+    LoadReport(not_finite=list(find_not_finite(weights.items()))).refuse(str(base), type(model).__name__, key="")
+    model.load_state_dict(weights, strict=False)  # all but tied weights, which the reader has once
 
 
 def _model_folder(source: SavedModel) -> Path:

@@ -2,6 +2,7 @@
 
     step_170/
       config.yaml            the resolved configuration
+      contents.json          fingerprints of what its names stand for: weights, data, tokenizer, prompts, code
       state.pt               step, stream (cursor, buffered groups), random states, metrics
       files.json             saved files with sizes and checksums, to find one that is missing, truncated or changed; the run's id
       metric.json            the metric that ranks checkpoints
@@ -42,7 +43,7 @@ from strop.storage.storage_error import StorageError, find_refusal, format_bytes
 log = logging.getLogger(__name__)
 
 RUN = "/run"  # in files.json: the id of the run, which all its checkpoints have
-_RECORDS = ("config.yaml", "metric.json")  # for people: a change is said, and no reason to refuse a checkpoint
+_RECORDS = ("config.yaml", "contents.json", "metric.json")  # for people: a change is said, and no reason to refuse a checkpoint
 
 
 class CheckpointError(RuntimeError):
@@ -56,6 +57,7 @@ class FolderCheckpointer:
     folder: Path
     config_text: str
     save_tokenizer: Callable[[Path], Any]
+    contents_text: str = "{}"  # fingerprints of what the names in the configuration stand for
     keep_top_k: int | None = 3  # None keeps all
     metric: str | None = None  # name as logged, such as validation/accuracy
     higher_is_better: bool = True
@@ -97,6 +99,7 @@ class FolderCheckpointer:
             if weights.is_dir():
                 self.save_tokenizer(weights)
         (draft / "config.yaml").write_text(self.config_text)
+        (draft / "contents.json").write_text(self.contents_text, encoding="utf-8")
         write_run_state(draft / "state.pt", state, randomness)
         value = state.logged.get(self.metric) if self.metric else None
         (draft / "metric.json").write_text(json.dumps({"name": self.metric, "value": value, "step": state.step}))

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, field_serializer, model_validator
 
-from strop.base_config import BaseConfig, default_of, fields_of, follows, subsection, to_tree
+from strop.base_config import BaseConfig, PathText, default_of, fields_of, follows, subsection, to_tree
 from strop.data.curriculum.curriculum_config import CurriculumConfig
 from strop.data.prompt_template import AUTO_PROMPT
 from strop.data.sources.dataset_class import is_dataset_class
@@ -21,7 +21,7 @@ from strop.problems import Problem
 class DataEntryConfig(BaseConfig):
     """One source of tasks. Keys that an entry of train or validation does not set come from data.default."""
 
-    dataset_name: str | None = Field(
+    dataset_name: PathText | None = Field(
         None,
         description="A built-in dataset, OWNER/NAME on the hub, a .jsonl, .json, .csv, .parquet or .arrow file, or a class or function "
         "that makes rows (package.module.Class, module:name, file.py:name); null for an environment that generates its tasks.",
@@ -76,17 +76,17 @@ class DataEntryConfig(BaseConfig):
         description="Column of the images of a record, one or a list: paths, addresses, bytes, or the images of a hub dataset; null looks "
         "for images and image. A text has places for them as <image>, else they come first.",
     )
-    media_data_dir: str | None = Field(
+    media_data_dir: PathText | None = Field(
         None,
         description="Folder of images whose paths are relative; null is the working directory, or else the folder of the data file.",
     )
-    prompt_file: str | None = Field(
+    prompt_file: PathText | None = Field(
         None,
         description="Text file with {question} or {} where the question goes; null is the question alone, and auto the usual wording of a "
         "built-in dataset that has one. Like system_prompt_file, it is relative to the working directory, or else to the folder of the "
         "configuration that names it or one above.",
     )
-    system_prompt_file: str | None = Field(None, description="Text file with the system prompt; null is none.")
+    system_prompt_file: PathText | None = Field(None, description="Text file with the system prompt; null is none.")
     system_prompt: str | None = Field(None, description="The system prompt; null is none.")
     shuffle_choices: bool = Field(
         False,
@@ -150,6 +150,7 @@ class DataEntryConfig(BaseConfig):
 
     def errors(self, key: str) -> Iterator[Problem]:
         yield from self._check_files(key)
+        yield from self._check_unread(key)
         yield from self._check_system_prompt(key)
         yield from self._check_streaming(key)
         if self.dataset_kwargs and not is_dataset_class(self.dataset_name or ""):
@@ -171,6 +172,14 @@ class DataEntryConfig(BaseConfig):
                     "Set the path of an existing file, absolute or relative to the working directory.",
                 )
 
+    def _check_unread(self, key: str) -> Iterator[Problem]:
+        for name, value in list_unread_keys(self).items() if self.is_file else ():
+            yield Problem(
+                f"{key}.{name}",
+                f"found {value}, but {self.dataset_name} is a file, of which all rows are read",
+                "Set it to null; size and split_validation_size choose a part of a file.",
+            )
+
     def _check_streaming(self, key: str) -> Iterator[Problem]:
         if self.streaming and self.data_name is None:
             yield Problem(
@@ -186,6 +195,12 @@ class DataEntryConfig(BaseConfig):
     def _check_system_prompt(self, key: str) -> Iterator[Problem]:
         if self.system_prompt is not None and self.system_prompt_file is not None:
             yield Problem(f"{key}.system_prompt", "both system_prompt and system_prompt_file are set", "Set one of them to null.")
+
+
+def list_unread_keys(entry: Any) -> dict[str, str]:
+    """Return the keys of an entry, or of a data source, that no file has: a subset, a revision, and a split other than all rows."""
+    given = {name: getattr(entry, name) for name in ("subset", "split", "revision")}
+    return {name: value for name, value in given.items() if value is not None and (name, value) != ("split", "train")}
 
 
 def _is_file(path: str) -> bool:
@@ -350,7 +365,7 @@ def _merge_entries(entries: Any, default: Any) -> Any:
 class EvalEntryConfig(DataEntryConfig):
     """A set of tasks to evaluate on."""
 
-    prompt_file: str | None = Field(
+    prompt_file: PathText | None = Field(
         AUTO_PROMPT,
         description="Text file with {question} or {} where the question goes; auto is the usual wording of a built-in dataset that has "
         "one, else the question alone; null is the question alone. Like system_prompt_file, it is relative to the working directory, or "

@@ -7,7 +7,9 @@ cannot represent is an error; nothing is dropped silently.
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +29,7 @@ ROLES: Mapping[str, str] = {
     "function_call": "assistant",
     "observation": "tool",
 }
+_LISTED = re.compile(r"\s*\[\s*\{\s*[\"']")  # how a list of objects begins as text
 TOOL_ROLES = ("tool", "function", "ipython")
 CALL_ROLE = "function_call"  # ShareGPT's: a message that is a call
 TEXT_TYPES = ("text", "input_text", "output_text")
@@ -43,7 +46,7 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 def get_text_or_messages(record: Record, key: str, option: str, where: str) -> str | tuple[Message, ...]:
     """Return the text or the messages of a column. Raises DataError for other values."""
-    value = get_value(record, key, option, where)
+    value = decode_messages(get_value(record, key, option, where))
     if isinstance(value, list | tuple):
         return parse_messages(value, f"{where}: {key!r}", record.get(IMAGES))
     if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
@@ -52,6 +55,21 @@ def get_text_or_messages(record: Record, key: str, option: str, where: str) -> s
         f"{where}: {key!r} is {value!r:.80}, neither text nor a list of messages. Set {option} to a key that holds one of them, "
         "or fix the record"
     )
+
+
+def decode_messages(value: Any) -> Any:
+    """Return the list of messages that a text holds as JSON or as Python writes it, as exports to CSV and Parquet have it; any other value
+    as it is."""
+    if not isinstance(value, str) or not _LISTED.match(value):
+        return value
+    for read in (json.loads, ast.literal_eval):
+        try:
+            found = read(value)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if isinstance(found, list) and all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in found):
+            return found
+    return value
 
 
 def get_prompt_text(record: Record, key: str, option: str, where: str) -> str:
@@ -76,6 +94,7 @@ def parse_messages(value: Any, where: str, images: Any = None) -> tuple[Message,
     ``images``: of the record, for messages that only have places for them, ``{type: image}`` or ``<image>`` in a text. Without any place
     they stand before the text of the first message by the user.
     """
+    value = decode_messages(value)
     if not isinstance(value, list | tuple):
         raise DataError(f"{where} is {value!r:.80}, not a list of messages, each an object with role and content")
     if not value:

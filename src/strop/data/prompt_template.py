@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.data.sources.records import DataError
+from strop.storage.text_file import read_text_file
 from strop.types import Message, system, user
 
 AUTO_PROMPT = "auto"  # in place of a prompt file: the usual wording of a built-in set, if it has one
@@ -25,10 +26,10 @@ class PromptTemplate:
         return (prompt,) if self.system is None else (system(self.system), prompt)
 
 
-def read_text_file(path: str, option: str) -> str:
+def read_prompt_file(path: str, option: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text_file(path)
+    except (OSError, ValueError) as error:
         raise DataError(f"{option} {path!r} cannot be read ({error}); looked for {Path(path).absolute()}") from error
 
 

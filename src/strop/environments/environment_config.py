@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_serializer, model_validator
 from pydantic_core import ArgsKwargs
 
-from strop.base_config import BaseConfig
+from strop.base_config import BaseConfig, expand_home
 
 
 class EnvironmentConfig(BaseConfig):
@@ -34,7 +34,8 @@ class EnvironmentConfig(BaseConfig):
                 return values
         if not isinstance(values, Mapping):
             return values
-        return {"type": values.get("type"), "options": {name: value for name, value in values.items() if name != "type"}}
+        options = {name: _expand_homes(value) for name, value in values.items() if name != "type"}
+        return {"type": _expand_homes(values.get("type")), "options": options}
 
     @model_serializer
     def _serialize(self) -> dict[str, Any]:
@@ -47,6 +48,15 @@ class EnvironmentConfig(BaseConfig):
         if {"agent", "command"} & set(self.options):
             return "agent"
         return "reward_function" if {"reward", "rewards"} & set(self.options) else alias
+
+
+def _expand_homes(value: Any) -> Any:
+    """Expand ``~/`` at the begin of texts: options have no types that would tell paths."""
+    if isinstance(value, dict):
+        return {key: _expand_homes(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_expand_homes(inner) for inner in value]
+    return expand_home(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _name_functions(value: Any) -> Any:

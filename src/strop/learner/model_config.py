@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from strop.base_config import BaseConfig, Device, Precision, follows, subsection
+from strop.base_config import BaseConfig, Device, PathText, Precision, follows, subsection
 from strop.data.packing_config import DynamicBatchingConfig, SequencePackingConfig
 from strop.learner.megatron.megatron_config import MegatronConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
@@ -40,7 +40,7 @@ class ModelConfig(BaseConfig):
         "compile",
     )
 
-    model_name: str = Field(..., min_length=1, description="A hub name or a folder with a Hugging Face model.")
+    model_name: PathText = Field(..., min_length=1, description="A hub name or a folder with a Hugging Face model.")
     tokenizer: TokenizerConfig = subsection(TokenizerConfig)
     image_processor: ImageProcessorConfig = subsection(ImageProcessorConfig)
     hf_config_overrides: dict[str, Any] = Field(

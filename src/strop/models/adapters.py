@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from strop.models.fake_quant.apply_fake_quant import RoundWeight, weight_roundings
 from strop.models.fake_quant.fake_quant_linear import round_base_weight
+from strop.models.fit.load_report import LoadReport, find_not_finite
 from strop.sampling import at_least_float32
 
 ADAPTER = "default"  # PEFT's name of the only adapter
@@ -291,12 +292,23 @@ def is_classifier_adapter(folder: Path) -> bool:
 
 
 def merge_adapters(model: Any, folder: Path) -> Any:
-    """Merge the adapters in ``folder`` into ``model`` and return an ordinary model. Accepts any adapters that PEFT can merge."""
+    """Merge the adapters in ``folder`` into ``model`` and return an ordinary model. Accepts any adapters that PEFT can merge.
+
+    Raises WeightsDoNotFit for adapters that are not those of their configuration or of the model.
+    """
     from peft import PeftModel
 
     config = _correct_peft_config(model, folder)
-    merged = PeftModel.from_pretrained(model, str(folder), **({} if config is None else {"config": config})).merge_and_unload()
-    return merged.requires_grad_(True)  # PEFT froze it
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Found missing adapter keys")  # refused below
+        adapted = PeftModel.from_pretrained(model, str(folder), **({} if config is None else {"config": config}))
+    loaded = adapted.load_adapter(
+        str(folder), ADAPTER, ignore_mismatched_sizes=True
+    )  # again, as only this returns what was loaded
+    own = [(name, tensor) for name, tensor in adapted.state_dict().items() if f".{ADAPTER}." in name]
+    report = LoadReport(missing=loaded.missing_keys, unexpected=loaded.unexpected_keys, not_finite=list(find_not_finite(own)))
+    report.refuse(str(folder), f"the adapters of {type(model).__name__}")
+    return adapted.merge_and_unload().requires_grad_(True)  # PEFT froze it
 
 
 def _correct_peft_config(model: Any, folder: Path) -> Any:

@@ -379,6 +379,18 @@ class ChatTemplate:
         )
         return suffix, start - length
 
+    @property
+    def turn_end(self) -> tuple[int, str] | None:
+        """The token with which the template ends a reply, as its id and text; None if it uses no special token for it."""
+        if self.joins_plain_text:
+            return None
+        try:
+            suffix, generated = self._reply_suffix
+        except (ConversationError, ValueError):  # said where an example is read
+            return None
+        ids = self.tokenizer.encode(suffix[:generated], add_special_tokens=False)
+        return (ids[-1], suffix[:generated]) if ids else None
+
     @cached_property
     def _call_suffix(self) -> tuple[str, int]:
         """The same as ``_reply_suffix`` for a message with calls, of which some templates end otherwise: the last special token and on."""

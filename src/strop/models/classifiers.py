@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from strop.models.adapters import adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
+from strop.models.fit.load_report import LoadReport
 from strop.models.loading import (
     apply_overrides,
     from_pretrained,
     load_base_config,
     load_dequantized,
     load_model,
+    load_weights,
     locate_model,
-    quiet_transformers,
 )
 from strop.models.quantization.quantized_checkpoint import check_quantized
 from strop.models.value_network import get_score_layer
@@ -26,6 +29,7 @@ from strop.safety.remote_code import trusts_remote_code
 log = logging.getLogger(__name__)
 
 _CLASSIFIER = "ForSequenceClassification"
+OUTPUT_LAYERS = ("lm_head.", "embed_out.")  # of language models, which their classifiers lack
 
 
 def load_classifier(
@@ -60,14 +64,23 @@ def load_classifier(
     _check_supported(name, config)
     method, kind = check_quantized(name, config, dequantize=dequantize), AutoModelForSequenceClassification
     if method is not None:
-        model, info = load_dequantized(kind, folder, config, method, output_loading_info=True)
+        model, report = load_dequantized(kind, name, folder, config, method)
     else:
-        with quiet_transformers():
-            model, info = from_pretrained(kind, folder, config=config, dtype=torch.float32, output_loading_info=True)
-    fresh = [key for key in info["missing_keys"] if getattr(model, key.partition(".")[0]) is get_score_layer(model)]
-    if missing := sorted(set(info["missing_keys"]) - set(fresh)):
-        raise ValueError(f"policy.model_name: {name} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}")
+        model, report = load_weights(partial(from_pretrained, kind), name, folder, config=config, dtype=torch.float32)
+    head = get_score_layer(model)
+    fresh = any(getattr(model, key.partition(".")[0]) is head for key in report.missing)
+    (_forget_head(report, model) if fresh else report).refuse(name, type(model).__name__)
     return (_init_score_layer(model, seed, init_std) if fresh else model).to(device)
+
+
+def _forget_head(report: LoadReport, model: Any) -> LoadReport:
+    """Leave the score layer, which will be initialized, and the language model's output layer out of a report."""
+    inside = f"{model.base_model_prefix}."
+    return replace(
+        report,
+        missing=[name for name in report.missing if name.startswith(inside)],
+        unexpected=[name for name in report.unexpected if not name.startswith(OUTPUT_LAYERS)],
+    )
 
 
 def _load_with_adapters(adapters: Path, overrides: Mapping[str, Any] | None) -> Any:

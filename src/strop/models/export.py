@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from torch import Tensor
 
 from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, is_classifier_adapter
 from strop.models.classifiers import load_classifier
+from strop.models.fit.load_report import LoadReport, find_not_finite
 from strop.models.loading import (
     cast_weights,
     find_auto_class,
     from_pretrained,
     load_generation_config,
     load_model,
+    load_weights,
     locate_model,
     quiet_transformers,
 )
@@ -94,14 +97,11 @@ def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path, for
     kind = find_model_class(config)
     with torch.device("meta"), quiet_transformers():
         model = kind(config)
-    names = set(model.state_dict())
     unexpected = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
     model.tie_weights()
     missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
-    if missing or unexpected:
-        raise ValueError(
-            f"the weights do not fit {kind.__name__}: of {len(names)} weights, missing {missing[:3]}, unexpected {unexpected[:3]}"
-        )
+    report = LoadReport(missing=missing, unexpected=unexpected, not_finite=list(find_not_finite(weights.items())))
+    report.refuse("the checkpoint", kind.__name__, key="")
     model.config.dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), None)
     save_model(model, folder, form)
 
@@ -111,8 +111,9 @@ def load_saved_model(folder: str) -> Any:
     if not (Path(folder) / "config.json").exists() or not any(Path(folder).glob("*.safetensors")):
         return load_model(folder)
     kind = find_model_class(load_model_config(folder))
-    with quiet_transformers():
-        return from_pretrained(kind, folder, dtype="auto")
+    model, report = load_weights(partial(from_pretrained, kind), folder, folder, dtype="auto")
+    report.refuse(folder, kind.__name__, key="")
+    return model
 
 
 def load_merged_model(adapters: Path) -> Any:

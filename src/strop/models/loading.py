@@ -8,8 +8,9 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stderr
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
+from strop.models.fit.load_report import LoadReport, find_conversion_errors
 from strop.models.quantization.quantized_checkpoint import (
     check_quantized,
     dequantizing_options,
@@ -59,6 +61,21 @@ def from_pretrained(kind: Any, name: str | Path, **options: Any) -> Any:
         ) from error
 
 
+def load_weights(load: Callable[..., Any], name: str, *arguments: Any, **options: Any) -> tuple[Any, LoadReport]:
+    """Call a ``from_pretrained`` and return the model and what was loaded, which the caller refuses. ``name``: for messages.
+
+    Raises WeightsDoNotFit for weights that Transformers cannot convert.
+    """
+    with quiet_transformers():
+        try:
+            model, info = load(*arguments, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        except RuntimeError as error:
+            if not (unconverted := find_conversion_errors(error)):
+                raise
+            LoadReport(unconverted=unconverted).refuse(name, "their model")
+    return model, LoadReport.of_transformers(info, model)
+
+
 def load_model(
     name: str,
     *,
@@ -72,7 +89,8 @@ def load_model(
 
     ``name`` may be a folder with adapters in PEFT's format: they are merged into their base, which is loaded by its recorded name with the
     configuration beside the adapters. ``config`` replaces the model's own configuration. ``dequantize``: weights may be quantised. Raises
-    ModelNotFound, and QuantizedCheckpoint for quantised weights that are not to be dequantised.
+    ModelNotFound, WeightsDoNotFit for weights that are not the model's, and QuantizedCheckpoint for quantised weights that are not to be
+    dequantised.
     """
     from transformers import AutoConfig
 
@@ -86,35 +104,31 @@ def load_model(
     options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
     config = apply_overrides(config or from_pretrained(AutoConfig, folder, **options), overrides)
     method = None if gguf else check_quantized(name, config, dequantize=dequantize)
-    if method is not None:
-        return load_dequantized(find_auto_class(config), folder, config, method).to(device)
+    kind = find_auto_class(config)
     hide_progress = redirect_stderr(io.StringIO()) if gguf else nullcontext()  # the GGUF dequantizer's progress bar has no switch
-    with quiet_transformers(), hide_progress:
-        model = from_pretrained(find_auto_class(config), folder, config=config, dtype=torch.float32, **options)
+    with hide_progress:
+        if method is not None:
+            model, report = load_dequantized(kind, name, folder, config, method)
+        else:
+            load = partial(from_pretrained, kind)
+            model, report = load_weights(load, name, folder, config=config, dtype=torch.float32, **options)
+    report.refuse(name, type(model).__name__)
     if gguf:
         _drop_quantization_config(model)
     return model.to(device)
 
 
-def load_dequantized(kind: Any, location: str, config: Any, method: str, **options: Any) -> Any:
-    """``kind.from_pretrained`` of a checkpoint with weights quantised by ``method``, in float32. ``options``: of ``from_pretrained``.
-
-    Raises QuantizedCheckpoint.
-    """
+def load_dequantized(kind: Any, name: str, location: str, config: Any, method: str) -> tuple[Any, LoadReport]:
+    """``load_weights`` of a checkpoint with weights quantised by ``method``, in float32. Raises QuantizedCheckpoint, WeightsDoNotFit."""
     if method == "mxfp4":
-        with quiet_transformers():
-            loaded = from_pretrained(
-                kind, location, config=config, dtype=torch.float32, **dequantizing_options(config), **options
-            )
+        load, options = partial(from_pretrained, kind, location), dequantizing_options(config)
     else:
         weights = read_dequantized(find_model_folder(location), config)
         del config.quantization_config
-        with quiet_transformers():
-            loaded = kind._model_mapping[type(config)].from_pretrained(
-                None, config=config, state_dict=weights, dtype=torch.float32, **options
-            )
-    forget_quantization(loaded[0] if isinstance(loaded, tuple) else loaded)
-    return loaded
+        load, options = partial(kind._model_mapping[type(config)].from_pretrained, None), {"state_dict": weights}
+    model, report = load_weights(load, name, config=config, dtype=torch.float32, **options)
+    forget_quantization(model)
+    return model, report
 
 
 def model_from_config(folder: Path) -> Any:

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from strop.base_config import BaseConfig, follows
+from strop.base_config import BaseConfig, PathText, follows
 from strop.problems import Problem
+from strop.storage.text_file import read_text_file
 
 
 class TokenizerConfig(BaseConfig):
@@ -17,7 +18,7 @@ class TokenizerConfig(BaseConfig):
 
     identity_keys: ClassVar[tuple[str, ...]] = ("*",)
 
-    name: str = follows("..model_name", standalone=..., min_length=1, description="A hub name or a folder.")
+    name: PathText = follows("..model_name", standalone=..., min_length=1, description="A hub name or a folder.")
     chat_template: str | None = Field(
         None,
         description="Jinja template, or a file that holds one; null or default is the tokenizer's own, passthrough "
@@ -61,7 +62,7 @@ def read_chat_template(value: str | None) -> str | None:
     if value == "passthrough":
         return PASSTHROUGH
     try:
-        return Path(value).expanduser().read_text(encoding="utf-8")
+        return read_text_file(value)
     except (OSError, ValueError, RuntimeError) as error:  # not UTF-8, a name that no file can have, the home of nobody
         raise ValueError(
             f"it is neither a Jinja template nor a file with one: {Path(value).absolute()!s:.300} cannot be read"

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from strop import packages
-from strop.base_config import BaseConfig, subsection
+from strop.base_config import BaseConfig, PathText, subsection
 from strop.monitoring.profiling.profile_config import ProfileConfig
 from strop.packages import install_command
 from strop.problems import Problem
@@ -33,7 +33,7 @@ class WandbConfig(BaseConfig):
     mode: Literal["online", "offline", "disabled"] | None = Field(
         None, description="offline keeps the run on this machine for a later wandb sync; null is WANDB_MODE, or else online."
     )
-    dir: str | None = Field(None, description="Folder of its wandb folder; null is the run's log folder.")
+    dir: PathText | None = Field(None, description="Folder of its wandb folder; null is the run's log folder.")
 
 
 class TensorboardConfig(BaseConfig):
@@ -41,7 +41,7 @@ class TensorboardConfig(BaseConfig):
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
-    log_dir: str | None = Field(None, description="Folder of the event files; null is tensorboard in the run's log folder.")
+    log_dir: PathText | None = Field(None, description="Folder of the event files; null is tensorboard in the run's log folder.")
 
 
 class MlflowConfig(BaseConfig):
@@ -116,7 +116,7 @@ class LoggerConfig(BaseConfig):
 
     unrelated_keys: ClassVar[tuple[str, ...]] = ("*",)
 
-    log_dir: str = Field("logs", min_length=1, description="Folder of the runs' log folders, each with a metrics.jsonl.")
+    log_dir: PathText = Field("logs", min_length=1, description="Folder of the runs' log folders, each with a metrics.jsonl.")
     num_val_samples_to_print: int = Field(0, ge=0, description="Rollouts printed at each validation (rollouts).")
     console: Literal["auto", "live", "plain", "none"] = Field(
         "auto", description="live redraws, plain prints lines; auto is live in a terminal and plain elsewhere."

@@ -1,4 +1,4 @@
-"""``starts.jsonl``: one line for each start of a run, with what it ran on: command, packages, hardware, and fingerprints of its data."""
+"""``starts.jsonl``: one line for each start of a run, with what it ran on: command, packages, hardware, fingerprints of its contents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RunStart:
     command: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     hardware: Mapping[str, str] = field(default_factory=dict)
-    data: Mapping[str, str] = field(default_factory=dict)  # fingerprints by the place of an entry: data.train[0]
+    data: Mapping[str, str] = field(default_factory=dict)  # fingerprints of what names stand for, by key
 
 
 def record_run_start(folder: Path, start: RunStart) -> None:

@@ -14,7 +14,7 @@ import xxhash
 
 _CHUNK = 1 << 22
 _OWN = "/checksum"  # key of the list's own checksum; no file is called that
-_THREADS = min(8, os.cpu_count() or 1)
+THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,15 @@ class FileChecksum:
 def compute_checksums(folder: Path, entries: Iterable[str]) -> dict[str, FileChecksum]:
     """Return the checksums of all files in ``entries`` (files or folders), by path relative to ``folder``."""
     paths = sorted(path for entry in entries for path in _files(folder / entry))
-    with ThreadPoolExecutor(_THREADS) as threads:
-        return {str(path.relative_to(folder)): sums for path, sums in zip(paths, threads.map(_compute, paths), strict=True)}
+    with ThreadPoolExecutor(THREADS) as threads:
+        return {
+            str(path.relative_to(folder)): sums for path, sums in zip(paths, threads.map(compute_checksum, paths), strict=True)
+        }
 
 
 def find_damage(folder: Path, saved: Mapping[str, FileChecksum]) -> str | None:
     """Return what is wrong with the first file that is not as it was saved, or None."""
-    with ThreadPoolExecutor(_THREADS) as threads:
+    with ThreadPoolExecutor(THREADS) as threads:
         found = threads.map(lambda item: _compare(folder / item[0], item[1]), sorted(saved.items()))
         return next((damage for damage in found if damage is not None), None)
 
@@ -69,7 +71,7 @@ def _files(entry: Path) -> list[Path]:
     return [path for path in entry.rglob("*") if path.is_file()] if entry.is_dir() else [entry] if entry.is_file() else []
 
 
-def _compute(path: Path) -> FileChecksum:
+def compute_checksum(path: Path) -> FileChecksum:
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(_CHUNK))
@@ -86,6 +88,6 @@ def _compare(path: Path, saved: FileChecksum) -> str | None:
     size = path.stat().st_size
     if size != saved.bytes:
         return f"{path} has {size} bytes, and {saved.bytes} were saved"
-    if saved.xxh3 is not None and _compute(path).xxh3 != saved.xxh3:
+    if saved.xxh3 is not None and compute_checksum(path).xxh3 != saved.xxh3:
         return f"{path} is damaged: its contents are not those that were saved (their checksums differ)"
     return None

@@ -49,7 +49,7 @@ class ScratchFolder:
         for path in sorted(source.rglob("*")):
             folders = [each for each in path.parents if source in each.parents]
             if path.is_file() and not any(each.is_symlink() for each in (path, *folders)):
-                self.write(path.relative_to(source).as_posix(), path.read_text(encoding="utf-8", errors="replace"))
+                self.write(path.relative_to(source).as_posix(), path.read_text(encoding="utf-8-sig", errors="replace"))
 
     def describe(self) -> str:
         return "\n".join(f"{path} ({len(text)} characters)" for path, text in sorted(self.texts.items())) or "(no files)"

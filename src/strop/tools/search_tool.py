@@ -122,9 +122,9 @@ def read_corpus(path: Path) -> Iterator[Document]:
         for file in sorted(path.rglob("*")):
             if file.suffix in TEXT_SUFFIXES and file.is_file():
                 name = file.relative_to(path).as_posix()
-                yield Document(name, "", file.read_text(encoding="utf-8", errors="replace"))
+                yield Document(name, "", file.read_text(encoding="utf-8-sig", errors="replace"))
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield _read_document(line, f"{path}, line {number}", number)

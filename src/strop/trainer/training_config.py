@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig, follows, sets, subsection, validate_section
+from strop.base_config import BaseConfig, PathText, follows, sets, subsection, validate_section
 from strop.problems import Problem
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 
@@ -136,7 +136,7 @@ class AsyncConfig(BaseConfig):
         description="Write the order of events to events.jsonl in logger.log_dir, for replay_events. Without repeatable the engine waits "
         "for nobody, and this makes such a run repeatable afterwards.",
     )
-    replay_events: str | None = Field(
+    replay_events: PathText | None = Field(
         None, description="An events.jsonl: every event happens when it did in that run, which is so repeated bit for bit."
     )
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig, default_of
+from strop.base_config import BaseConfig, PathText, default_of
 from strop.problems import Problem
 
 
@@ -21,7 +21,7 @@ class WeightSyncConfig(BaseConfig):
         description="memory: shared memory of one machine; cuda_ipc: device memory of one GPU; broadcast: gloo, or NCCL "
         "between GPUs; folder: files; auto chooses by where learner and engines are.",
     )
-    folder: str | None = Field(
+    folder: PathText | None = Field(
         None, description="Folder of transport folder, which every engine must see; null is engines/weights in logger.log_dir."
     )
     bucket_mb: float | None = Field(

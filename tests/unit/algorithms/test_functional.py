@@ -168,3 +168,21 @@ def test_a_constant_length_must_be_given() -> None:
     batch = pack_grpo(simple_groups((3, (2,))))
     with pytest.raises(ValueError, match="positive constant_length"):
         aggregate(torch.ones(2), batch, "constant_length")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "dtype", "vary"),
+    [
+        ([1e8, 1e8 + 1, 1e8 + 2, 1e8 + 3], torch.float64, True),
+        ([1000.0, 1000.0001, 1000.0002], torch.float64, True),
+        ([1e-9, 2e-9], torch.float64, True),
+        ([0.1 + 0.2, 0.3], torch.float64, False),
+        ([1e7, 1e7 + 1], torch.float64, True),
+        ([0.1 * 3, 0.3, 0.1 + 0.1 + 0.1], torch.float64, False),
+        ([1000.0, 1000.0001], torch.float32, False),
+    ],
+)
+def test_rewards_that_differ_little_vary_as_far_as_their_data_type_tells(
+    rewards: list[float], dtype: torch.dtype, vary: bool
+) -> None:
+    assert varies(torch.tensor(rewards, dtype=dtype)) is vary

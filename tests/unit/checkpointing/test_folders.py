@@ -48,6 +48,7 @@ def test_a_checkpoint_has_what_its_doc_says(tmp_path):
     files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
     assert files == [
         "config.yaml",
+        "contents.json",
         "files.json",
         "metric.json",
         "policy/optimizer.txt",

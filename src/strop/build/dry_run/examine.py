@@ -14,6 +14,7 @@ from typing import Any
 from strop.algorithms.base import Algorithm
 from strop.build.algorithm.run_algorithm import make_run_algorithm
 from strop.build.cluster.device_plan import format_placement
+from strop.build.contents.examined_sizes import find_size_problems
 from strop.build.dry_run.examined_data import DataExamination, examine_data
 from strop.build.dry_run.examined_folders import find_folder_problems
 from strop.build.dry_run.examined_heads import find_head_problems
@@ -56,6 +57,8 @@ def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> 
     found = [*find_model_problems(config), *rows.problems]
     problems += [problem for problem in found if not any(problem.message in other.message for other in problems)]
     problems += find_template_problems(config)
+    misfits, doubts = find_size_problems(config)
+    problems += misfits
     if not isinstance(config, EvalRunConfig):
         problems += [*find_head_problems(config), *(find_folder_problems(config) if data else ())]
     if not problems and not isinstance(config, EvalRunConfig):
@@ -63,7 +66,7 @@ def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> 
     if problems:
         raise ConfigError(problems)
     checkpoints = [] if isinstance(config, EvalRunConfig) or not data else _describe_checkpoints(config)
-    return Examination(algorithm, (*rows.notes, *checkpoints))
+    return Examination(algorithm, (*rows.notes, *(" ".join(str(doubt).split()) for doubt in doubts), *checkpoints))
 
 
 def _collect(problems: list[Problem], check: Callable[[Any], Any], config: TrainingRunConfig) -> Any:

@@ -7,11 +7,9 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from strop.base_config import BaseConfig, iter_sections
-from strop.config.schema.run_config import EvalRunConfig, RolloutRunConfig
-from strop.environments.environment_config import EnvironmentConfig
+from strop.base_config import BaseConfig
+from strop.config.schema.run_config import EvalRunConfig, iter_model_names
 from strop.problems import Problem
 from strop.user_code import find_near_paths
 
@@ -24,28 +22,11 @@ HUB_MODEL = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*", re.ASCII)
 def find_model_problems(config: BaseConfig) -> Iterator[Problem]:
     """Yield a problem for each key that names a folder without a model."""
     reported: set[str] = set()
-    for key, name in _iter_model_names(config):
+    for key, name in iter_model_names(config):
         reason = explain_missing_model(name) or (None if isinstance(config, EvalRunConfig) else _explain_shards(name))
         if name not in reported and reason:
             reported.add(name)
             yield Problem(key, reason, "Set it to a folder with a model, or to OWNER/NAME of the hub.")
-
-
-def _iter_model_names(config: BaseConfig) -> Iterator[tuple[str, str]]:
-    for key, section in iter_sections(config):
-        name = getattr(section, "model_name", None)
-        if isinstance(name, str) and name != "self":
-            yield f"{key}.model_name", name
-    if isinstance(config, RolloutRunConfig | EvalRunConfig):
-        for alias, environment in config.env.items():
-            name = _name_reward_model(alias, environment)
-            if name is not None:
-                yield f"env.{alias}.model_name", name
-
-
-def _name_reward_model(alias: str, environment: EnvironmentConfig) -> str | None:
-    name: Any = environment.options.get("model_name")
-    return name if environment.type_of(alias) == "reward_model" and isinstance(name, str) else None
 
 
 def explain_missing_model(name: str) -> str | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.build.cluster.engine_builders import build_serving_torch_engine
+from strop.build.contents.model_check import note_turn_end
 from strop.build.jobs.evaluation_job import EvaluationJob
 from strop.build.models import TokenizerBundle, load_bundle, load_policy, resolve_device, select_device
 from strop.distributed.base import ActorOptions, Cluster
@@ -83,12 +84,13 @@ async def open_engines(job: EvaluationJob, note: Note, *, output_folder: Path | 
             outputs = output_folder / "workers" if output_folder else _make_temporary_folder(stack, "strop-output-")
             yield await _open_local(job, stack, note, outputs)
         else:
-            yield _open_here(job, stack)
+            yield _open_here(job, stack, note)
 
 
-def _open_here(job: EvaluationJob, stack: AsyncExitStack) -> OpenEngines:
+def _open_here(job: EvaluationJob, stack: AsyncExitStack, note: Note) -> OpenEngines:
     select_device(job.policy.device)
     policy = load_policy(job.policy)
+    note_turn_end(policy, job.sets[0].sampling, "generation", note)
     options, length = job.generation.torch_cfg, job.rules.max_length
     engine = make_torch_engine(policy.network, policy.tokenizer, options, length=length, stop_ids=policy.stop_ids)
     engine.resume(0)
@@ -98,6 +100,7 @@ def _open_here(job: EvaluationJob, stack: AsyncExitStack) -> OpenEngines:
 
 async def _open_local(job: EvaluationJob, stack: AsyncExitStack, note: Note, outputs: Path) -> OpenEngines:
     device, bundle = resolve_device(job.policy.device), load_bundle(job.policy)
+    note_turn_end(bundle, job.sets[0].sampling, "generation", note)
     launch = _make_launch(
         bundle,
         config=_share_devices(job, on_cpu=device.type == "cpu"),
@@ -167,6 +170,7 @@ async def _open_on_cluster(job: EvaluationJob, stack: AsyncExitStack, note: Note
             "one engine"
         ) from error
     bundle = load_bundle(job.policy)
+    note_turn_end(bundle, job.sets[0].sampling, "generation", note)
     generation, device = job.generation, job.policy.device
     counts = DeviceCounts(
         nodes=job.cluster.num_nodes,

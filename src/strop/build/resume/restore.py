@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.base_config import redact_secrets, to_tree
+from strop.build.contents.run_contents import CONTENTS_FILE, Content, find_contents, write_contents
 from strop.build.resume.resume_plan import CONFIG_FILE, ResumePlan, plan_resume
-from strop.build.run_report.data_fingerprints import fingerprint_data
 from strop.checkpointing.base import Restorable, RunState
 from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.config import TrainingRunConfig, dump_config
@@ -34,6 +34,7 @@ RECORDS = (
     "rollouts",
     "validation",
     CONFIG_FILE,
+    CONTENTS_FILE,
     HISTORY_FILE,
     EVENTS_FILE,
     STARTS_FILE,
@@ -69,13 +70,15 @@ def restore_checkpoint(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG_FILE).write_text(dump_config(config))
+        contents = find_contents(config)
+        (folder / CONTENTS_FILE).write_text(write_contents(contents), encoding="utf-8")
         record_start(
             folder,
             step=last,
             config=redact_secrets(to_tree(config)),
             changed={change.key: (change.old, change.new) for change in plan.changes},
         )
-        record_run_start(folder, _describe_start(config, last))
+        record_run_start(folder, _describe_start(contents, last))
     except OSError as error:
         raise StorageError(f"logger.log_dir: {explain_folder(folder, error)}") from error
     if state is None:
@@ -89,14 +92,14 @@ def restore_checkpoint(
     return replace(state, stream=_restart_groups(state.stream))
 
 
-def _describe_start(config: TrainingRunConfig, last: int) -> RunStart:
+def _describe_start(contents: Mapping[str, Content], last: int) -> RunStart:
     return RunStart(
         after_step=max(last, 0),
         time=format_now(),
         command=describe_command(),
         versions=find_versions(),
         hardware=describe_hardware(),
-        data=fingerprint_data(config),
+        data={key: str(content) for key, content in contents.items()},
     )
 
 
@@ -108,6 +111,8 @@ def _say_continued(plan: ResumePlan, state: RunState, tracker: Tracker) -> None:
         tracker.note(f"{plan.not_compared} cannot be read, or was changed: its settings are not compared with those of this run")
     if plan.changes:
         tracker.note(f"resumed with: {', '.join(map(str, plan.changes))} (applied from step {state.step + 1} on)")
+    for content in plan.contents:
+        tracker.note(f"changed since {plan.checkpoint} was saved: {content}")
 
 
 def changes_rollouts(config: TrainingRunConfig, plan: ResumePlan) -> bool:

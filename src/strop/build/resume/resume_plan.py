@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from strop.build.contents.run_contents import CONTENTS_FILE, ContentChange, compare_contents, find_contents, read_contents
 from strop.checkpointing.folders import is_damaged, was_changed
 from strop.checkpointing.step_folders import list_steps
 from strop.config import TRAINING_RUNS, ConfigError, TrainingRunConfig, load_config
@@ -33,6 +34,7 @@ class ResumePlan:
 
     checkpoint: Path | None = None  # to continue from; None: a new run
     changes: Sequence[Change] = ()  # settings that are applied from the next step on
+    contents: Sequence[ContentChange] = ()  # what names stand for now that they did not, and was accepted or may change
     nothing_to_do: str | None = None  # what to say of a run that is finished
     not_compared: Path | None = None  # a configuration that cannot be read, or was changed since it was saved
 
@@ -64,11 +66,32 @@ def plan_resume(config: TrainingRunConfig) -> ResumePlan:
     if finished is not None and (saving.resume == "previous" or is_damaged(checkpoint)):
         finished = None  # the checkpoint is looked into first
     applied = [change for change in changes if change.role == "applied"]
+    nothing_to_do = describe_finished(config, steps[-1], applied, finished)
     return ResumePlan(
         checkpoint=checkpoint,
         changes=applied,
-        nothing_to_do=describe_finished(config, steps[-1], applied, finished),
+        contents=() if nothing_to_do is not None else _compare_contents(config, checkpoint),
+        nothing_to_do=nothing_to_do,
     )
+
+
+def _compare_contents(config: TrainingRunConfig, checkpoint: Path) -> list[ContentChange]:
+    """Return what stands for something else than when the checkpoint was saved. Raises ResumeError for what identifies the run."""
+    saved = {} if was_changed(checkpoint, CONTENTS_FILE) else read_contents(checkpoint / CONTENTS_FILE)
+    if not saved:  # of an earlier version
+        return []
+    changes = compare_contents(saved, find_contents(config), type(config))
+    accepted = config.checkpointing.accept_changed
+    other = [each for each in changes if each.role == "identity" and each.key not in accepted and "all" not in accepted]
+    if other:
+        lines = "".join(f"\n    {each}" for each in other)
+        keys = ",".join(each.key for each in other)
+        raise ResumeError(
+            f"{checkpoint} was saved by a run in which the same names stood for something else:{lines}\n"
+            f"To continue that run, put back what was there; to accept what is there now, set checkpointing.accept_changed=[{keys}]. "
+            f"{ANOTHER_RUN.format(checkpoint.parent)}"
+        )
+    return changes
 
 
 def read_saved_config(path: Path, config: TrainingRunConfig) -> TrainingRunConfig | None:

@@ -317,7 +317,7 @@ def _write_environment(facts: ReportFacts) -> str:
         _facts_or({} if start is None else start.hardware, "The hardware is not recorded: an older run."),
     ]
     parts += [
-        "<h3>Data</h3>\n",
+        "<h3>Data, weights and code</h3>\n",
         _facts_or({} if start is None else start.data, "Fingerprints of the data are not recorded: an older run."),
     ]
     return "".join(parts)

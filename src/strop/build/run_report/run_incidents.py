@@ -66,7 +66,7 @@ def _list_starts(starts: Sequence[RunStart]) -> Iterator[Incident]:
     for before, start in pairwise(starts):
         changed = [f"{name} {old} -> {new}" for name, old, new in _differ(before.versions, start.versions)]
         changed += [f"{name}: {old} -> {new}" for name, old, new in _differ(before.hardware, start.hardware)]
-        changed += [f"data changed, {name}: {old} -> {new}" for name, old, new in _differ(before.data, start.data)]
+        changed += [f"contents changed, {name}: {old} -> {new}" for name, old, new in _differ(before.data, start.data)]
         yield Incident(
             "restart", start.time, f"continued after step {start.after_step}" + "".join(f"; {each}" for each in changed)
         )

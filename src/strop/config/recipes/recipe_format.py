@@ -55,7 +55,7 @@ def find_format(path: Path) -> RecipeFormat:
         if other is not None and path.suffix != ".json":
             return other
     try:
-        values, _ = parse_once(path.read_text(encoding="utf-8"))
+        values, _ = parse_once(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, yaml_text.YamlError):
         return list_formats()[DEFAULT]  # which says what is wrong with the file
     found = (other for other in list_formats().values() if isinstance(values, dict) and other.matches(values))

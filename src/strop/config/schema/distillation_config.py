@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from strop.base_config import BaseConfig, Device, Precision, follows, subsection
+from strop.base_config import BaseConfig, Device, PathText, Precision, follows, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
 from strop.learner.megatron.megatron_config import MegatronConfig
 from strop.learner.model_config import check_weights_dtype
@@ -68,7 +68,7 @@ class TeacherConfig(BaseConfig):
     identity_keys: ClassVar[tuple[str, ...]] = ("model_name", "demonstration", "self_weights")
     unrelated_keys: ClassVar[tuple[str, ...]] = ("device", "logprob_mb_tokens", "hosts", "offload")
 
-    model_name: str = Field(
+    model_name: PathText = Field(
         ..., min_length=1, description="A hub name or a folder; self is the policy, prompted with a demonstration."
     )
     tokenizer: TeacherTokenizerConfig = subsection(TeacherTokenizerConfig)

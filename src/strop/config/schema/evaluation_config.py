@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig, Device, Precision, changed_keys, follows
+from strop.base_config import BaseConfig, Device, PathText, Precision, changed_keys, follows
 from strop.distributed.cluster_config import ClusterConfig
 from strop.generation.generation_config import GenerationConfig, Temperature, TopK
 from strop.models.tokenizer_config import TokenizerConfig
@@ -34,7 +34,7 @@ class EvalConfig(BaseConfig):
         "(turns).",
     )
     seed: int = Field(42, ge=0, description="Seed of all randomness of the evaluation.")
-    save_path: str | None = Field(
+    save_path: PathText | None = Field(
         "auto",
         description="Folder for every sample, from which the same command continues; auto is a new one, in evaluations of the run's log "
         "folder or in results/evals; null does not save.",
@@ -59,7 +59,7 @@ class EvalTokenizerConfig(TokenizerConfig):
 class EvalGenerationConfig(GenerationConfig):
     """The model, the inference engine and how it samples."""
 
-    model_name: str = Field(..., min_length=1, description="A hub name or a folder with a Hugging Face model.")
+    model_name: PathText = Field(..., min_length=1, description="A hub name or a folder with a Hugging Face model.")
     max_new_tokens: int = follows(
         ".vllm_cfg.max_model_len", standalone=2048, ge=1, description="Longest completion of one turn (tokens)."
     )

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig, follows, sets, subsection
+from strop.base_config import BaseConfig, PathText, follows, sets, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig, PolicyGradientConfig
 from strop.learner.model_config import ModelConfig
 from strop.models.tokenizer_config import TokenizerConfig
@@ -109,7 +109,7 @@ class ValueConfig(ModelConfig):
 
     identity_keys: ClassVar[tuple[str, ...]] = ("head_only",)
 
-    model_name: str = follows(
+    model_name: PathText = follows(
         "..policy.model_name", standalone=..., min_length=1, description="A causal LM or a sequence classifier with one label."
     )
     tokenizer: ValueTokenizerConfig = subsection(ValueTokenizerConfig)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from strop.base_config import BaseConfig, subsection
+from strop.base_config import BaseConfig, iter_sections, subsection
 from strop.checkpointing.checkpointing_config import CheckpointingConfig, RecordedCheckpointingConfig
 from strop.config.schema.distillation_config import (
     DistillationAlgorithmConfig,
@@ -219,3 +219,21 @@ def generation_section(config: TrainingRunConfig | EvalRunConfig) -> tuple[str, 
     if isinstance(config, TrainingRunConfig):
         return "policy.generation", config.policy.generation
     return "generation", config.generation
+
+
+def iter_model_names(config: BaseConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, name) of every model that a configuration names: trained ones, teachers, critics and reward models."""
+    for key, section in iter_sections(config):
+        name = getattr(section, "model_name", None)
+        if isinstance(name, str) and name != "self":
+            yield f"{key}.model_name", name
+    if isinstance(config, RolloutRunConfig | EvalRunConfig):
+        for alias, environment in config.env.items():
+            name = _name_reward_model(alias, environment)
+            if name is not None:
+                yield f"env.{alias}.model_name", name
+
+
+def _name_reward_model(alias: str, environment: EnvironmentConfig) -> str | None:
+    name: Any = environment.options.get("model_name")
+    return name if environment.type_of(alias) == "reward_model" and isinstance(name, str) else None

@@ -249,16 +249,38 @@ def _find_missing_entry(path: KeyPath, source: ConfigSource, root: type[BaseConf
 
 
 def parse_override_value(path: KeyPath, text: str, root: type[BaseConfig]) -> Any:
-    """Parse a value as YAML, except that ``name=7`` is the string "7" where the key is a string, and ``*x`` is always a string."""
+    """Parse a value as YAML, but whole: `` #`` begins no comment, and what YAML would take out of a plain text (``*x``, ``&x``, ``a: b``)
+    belongs to it. ``name=7`` is the string "7" where the key is a string. Quotes, brackets and braces are YAML's.
+    """
+    plain = text.lstrip()[:1] not in ("[", "{", "'", '"')
+    field = keys.find_field(root, path)
+    is_text = field is not None and keys.format_type(field) in ("str", "str or null")
     try:
         value = yaml_text.parse_value(text)
     except yaml_text.YamlError:
-        if text.lstrip()[:1] in ("[", "{", "'", '"'):
+        if not plain:
             raise
         return text
-    field = keys.find_field(root, path)
-    is_text = field is not None and keys.format_type(field) in ("str", "str or null")
-    return text if is_text and isinstance(value, bool | int | float) else value
+    if not plain:
+        _refuse_rest(text, value)
+        return value
+    if _COMMENT.search(text) or isinstance(value, str) or (is_text and value is not None):
+        return text.strip() if isinstance(value, str) or not is_text else text
+    return value
+
+
+_COMMENT = re.compile(r"(^|\s)#")
+
+
+def _refuse_rest(text: str, value: Any) -> None:
+    """Raise YamlError for text after a closing quote or bracket that YAML would read as a comment, and leave out."""
+    for match in re.finditer(r"\s#", text):
+        try:
+            cut = yaml_text.parse_value(text[: match.start()])
+        except yaml_text.YamlError:  # inside of quotes
+            continue
+        if cut == value:
+            raise yaml_text.YamlError(f"{text[match.start() :].strip()!r} would be a comment, and be left out")
 
 
 def set_key(source: ConfigSource, path: KeyPath, value: Any, origin: Origin) -> tuple[Problem | None, ConfigSource]:

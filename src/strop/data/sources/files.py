@@ -12,11 +12,13 @@ import os
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from strop.data.sources.in_memory import DatasetRecords, ListRecords
 from strop.data.sources.records import DataError, Record, Records
+from strop.storage.text_file import NotUtf8, decode_text
 
+LONGEST_FIELD = (1 << 31) - 1  # characters of a field of a CSV file; Python's own limit is 131,072
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
 
@@ -122,7 +124,15 @@ def refuse_utf16(path: Path, start: bytes) -> None:
 
 def parse_object(line: bytes, where: str) -> Record:
     try:
-        value = json.loads(line)
+        value = json.loads(line, object_pairs_hook=_refuse_twice)
+    except _KeyTwice as error:
+        raise DataError(
+            f"{where} has the key {error.key!r} twice in one object, of which JSON keeps the last; remove one"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where} is not JSON: it is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from error
     except (ValueError, RecursionError) as error:
         text = line[:800].decode(errors="replace").strip()
         raise DataError(f"{where} is not JSON ({_explain(error)}): {text:.200}. Each line must be one JSON object") from error
@@ -132,13 +142,31 @@ def parse_object(line: bytes, where: str) -> Record:
     return value
 
 
+class _KeyTwice(ValueError):
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {key!r} twice")
+        self.key = key
+
+
+def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _KeyTwice(next(name for name in names if names.count(name) > 1))
+    return values
+
+
 def _explain(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else f"{error!s:.200}"
 
 
 def _read_json(path: Path) -> Records:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(decode_text(path.read_bytes(), path), object_pairs_hook=_refuse_twice)
+    except _KeyTwice as error:
+        raise DataError(f"{path} has an object with {error}, of which JSON keeps the last; remove one") from error
+    except NotUtf8 as error:
+        raise DataError(str(error)) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({_explain(error)}). If it has one object per line, name it .jsonl") from error
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
@@ -155,14 +183,24 @@ def _read_csv(path: Path) -> Records:
 
 def iter_csv(path: Path, file: TextIO) -> Iterator[Record]:
     """Yield the rows of a CSV file. Raises DataError with the line of one that is malformed."""
+    csv.field_size_limit(LONGEST_FIELD)
     reader = csv.DictReader(file, strict=True)
     try:
+        names = [name for name in reader.fieldnames or () if name]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise DataError(f"{path} has two columns named {twice[0]!r}, of which the last would be read; rename or remove one")
         for record in reader:
             if None in record or None in record.values():
                 expected = len(reader.fieldnames or ())
                 raise DataError(f"{path}:{reader.line_num} does not have the {expected} fields of the header")
             yield record
-    except (csv.Error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        try:
+            decode_text(path.read_bytes(), path)
+        except NotUtf8 as found:
+            raise DataError(str(found)) from error
+        raise
+    except csv.Error as error:
         raise DataError(f"{path}:{reader.line_num} is not CSV ({error})") from error
 
 

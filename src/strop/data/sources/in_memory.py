@@ -104,10 +104,7 @@ def open_rows(rows: Any) -> Records:
     """
     if isinstance(rows, Records):
         return rows
-    if not (is_dataset(rows) or (isinstance(rows, Sequence) and not isinstance(rows, str | bytes))):
-        raise DataError(
-            f"rows is of the type {type(rows).__name__}; pass a list of dicts or a datasets.Dataset{_suggest_rows(rows)}"
-        )
+    check_rows(rows)
     if len(rows) == 0:
         raise DataError("rows is empty; a dataset needs at least one row")
     if is_dataset(rows):
@@ -119,6 +116,17 @@ def open_rows(rows: Any) -> Records:
     return ListRecords(_name_rows(rows), rows)
 
 
+def check_rows(rows: Any, *, streamed: bool = False) -> None:
+    """Raise DataError for an object that is neither a list of dicts nor a ``datasets.Dataset``, nor, where rows are ``streamed``, an
+    ``IterableDataset``."""
+    if streamed and type(rows).__name__ == "IterableDataset":
+        return
+    if not (is_dataset(rows) or (isinstance(rows, Sequence) and not isinstance(rows, str | bytes))):
+        raise DataError(
+            f"rows is of the type {type(rows).__name__}; pass a list of dicts or a datasets.Dataset{_suggest_rows(rows)}"
+        )
+
+
 def is_dataset(rows: Any) -> bool:
     """Whether this is a ``datasets.Dataset``; whoever has one has imported the library."""
     library = sys.modules.get("datasets")
@@ -127,8 +135,13 @@ def is_dataset(rows: Any) -> bool:
 
 def _suggest_rows(rows: Any) -> str:
     match type(rows).__name__:
-        case "DatasetDict":
-            return f": one of its splits {sorted(rows)}"
+        case "DatasetDict" | "IterableDatasetDict":
+            names = sorted(rows)
+            return f": one of its splits {names}, such as data[{names[0]!r}]" if names else ""
+        case "generator" | "map" | "filter" | "zip" | "set" | "frozenset" | "dict_values":
+            return ": list(rows)"
+        case "DataLoader":
+            return ": its dataset"
         case "IterableDataset":
             return "; set streaming=True to read it in order, or pass list(rows.take(1000)), its first 1000 rows"
         case "DataFrame":

@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeVar, overload
 
 from strop.data.builtin.all_sets import BUILTIN_DATASETS
 from strop.data.builtin.builtin_dataset import BuiltinDataset, Choices, Purpose
-from strop.data.data_config import DataEntryConfig
+from strop.data.data_config import DataEntryConfig, list_unread_keys
 from strop.data.messages import get_prompt_text, get_text_or_messages, last_message_text
-from strop.data.prompt_template import AUTO_PROMPT, PromptTemplate, parse_prompt_template, read_text_file
+from strop.data.prompt_template import AUTO_PROMPT, PromptTemplate, parse_prompt_template, read_prompt_file
 from strop.data.sources.choices import read_choices
 from strop.data.sources.dataset_class import (
     call_dataset_class,
@@ -168,13 +168,13 @@ class DataSource:
     def load_template(self) -> PromptTemplate:
         """Load the prompt template. Raises DataError if a file is missing or has no placeholder for the question."""
         file = self.system_prompt_file
-        system_prompt = read_text_file(file, "system_prompt_file").strip() if file else self.system_prompt
+        system_prompt = read_prompt_file(file, "system_prompt_file").strip() if file else self.system_prompt
         builtin = self.rows_of or BUILTIN_DATASETS.get(self.dataset_name or "")
         if self.prompt_file == AUTO_PROMPT and builtin is not None and builtin.prompt is not None:
             return parse_prompt_template(builtin.prompt, f"of {self.dataset_name}", system_prompt)
         if self.prompt_file in (None, AUTO_PROMPT):
             return PromptTemplate(system=system_prompt)
-        text = read_text_file(self.prompt_file, "prompt_file")
+        text = read_prompt_file(self.prompt_file, "prompt_file")
         if builtin is not None and builtin.choices is not None and "{question}" not in text and "{}" not in text:
             return PromptTemplate(f"{text}\n\n", system=system_prompt)  # an instruction, above the question and its options
         return parse_prompt_template(text, repr(self.prompt_file), system_prompt)
@@ -331,6 +331,9 @@ class DataSource:
         return StreamedRecords(RecordStream("rows", list_shards("rows", rows))) if self.streaming else open_rows(rows)
 
     def _open_file(self, name: str) -> Records:
+        if unread := list_unread_keys(self):
+            key, value = next(iter(unread.items()))
+            raise DataError(f"{key} is {value}, but {name} is a file, of which all rows are read; set it to null")
         return StreamedRecords(RecordStream(name, find_shards(name))) if self.streaming else open_file(Path(name))
 
 

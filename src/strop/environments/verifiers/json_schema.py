@@ -7,13 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.scoring.scoring_pool import get_scoring_pool
 from strop.environments.verifiers.base import AnswerVerifier, Reply, Score, read_path
 from strop.packages import install_command, is_installed
+from strop.storage.text_file import read_text_file
 from strop.types import Task
 
 _FENCED = re.compile(r"^[ \t]*```[ \t]*(?:json)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
@@ -50,7 +50,7 @@ class JsonSchemaVerifier(AnswerVerifier):
         if self.schema_file is None:
             return self.json_schema
         try:
-            return json.loads(Path(self.schema_file).read_text(encoding="utf-8"))
+            return json.loads(read_text_file(self.schema_file))
         except (OSError, ValueError) as error:
             raise EnvironmentConfigError(f"schema_file {self.schema_file} cannot be read: {error}") from error
 

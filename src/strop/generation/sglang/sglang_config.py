@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig, Precision, follows, subsection
+from strop.base_config import BaseConfig, PathText, Precision, follows, subsection
 from strop.problems import Problem
 
 
@@ -82,7 +82,9 @@ class SglangConfig(BaseConfig):
     speculative_algorithm: str | None = Field(
         None, description="Speculative decoding: EAGLE, EAGLE3, NEXTN, NGRAM or STANDALONE; null is off."
     )
-    speculative_draft_model_path: str | None = Field(None, description="Draft model: a hub name or folder. It is not trained.")
+    speculative_draft_model_path: PathText | None = Field(
+        None, description="Draft model: a hub name or folder. It is not trained."
+    )
     speculative_num_steps: int | None = Field(None, ge=1, description="Steps of the draft at a time (steps).")
     speculative_eagle_topk: int | None = Field(None, ge=1, description="Branches of the draft in each step (branches).")
     speculative_num_draft_tokens: int | None = Field(None, ge=1, description="Tokens verified at a time (tokens).")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from strop import packages
-from strop.base_config import BaseConfig, Precision, default_of, follows, subsection
+from strop.base_config import BaseConfig, PathText, Precision, default_of, follows, subsection
 from strop.generation.vllm.versions import describe_checked, unchecked_version
 from strop.problems import Problem
 
@@ -28,7 +28,7 @@ class SpeculationConfig(BaseConfig):
     num_speculative_tokens: int = Field(4, ge=1, description="Tokens proposed at a time (tokens).")
     prompt_lookup_min: int = Field(2, ge=1, description="Shortest match of ngram (tokens).")
     prompt_lookup_max: int = Field(4, ge=1, description="Longest match of ngram (tokens).")
-    model_name: str | None = Field(
+    model_name: PathText | None = Field(
         None,
         description="Hub name or folder of the draft: a small model with the policy's vocabulary, an EAGLE-3 head, or for mtp the "
         "policy's checkpoint. It is not trained; null with policy.draft, whose head is.",

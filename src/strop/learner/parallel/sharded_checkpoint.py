@@ -39,6 +39,7 @@ from strop.learner.parallel.shard_files import (
 )
 from strop.learner.training_state import TrainingState
 from strop.models.adapters import adapter_folder, load_adapters, lora_layers, save_adapters
+from strop.models.fit.load_report import LoadReport
 from strop.models.loading import quiet_transformers
 
 dist: Any = torch.distributed
@@ -243,11 +244,7 @@ def load_weights(model: Any, folder: Path) -> None:
     mismatched = [
         name for name, alias in stored_names.items() if alias is not None and stored.shapes[alias] != shards[name].shape
     ]
-    if missing or unexpected or mismatched:
-        raise ValueError(
-            f"the weights in {folder} do not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}, of another shape "
-            f"{mismatched[:3]}"
-        )
+    LoadReport(missing=missing, unexpected=unexpected, mismatched=mismatched).refuse(str(folder), "the model", key="")
     stored.read({alias: shards[name] for name, alias in stored_names.items() if alias is not None})
 
 
@@ -267,8 +264,7 @@ def _open_weights(model: Any, folder: Path, known: set[str]) -> TensorReader:
     with quiet_transformers():
         config = copy.deepcopy(model.config)
         full, info = type(model).from_pretrained(folder, config=config, dtype="auto", output_loading_info=True)
-    if mismatches := {kind: sorted(names)[:3] for kind, names in info.items() if names}:
-        raise ValueError(f"the weights in {folder} do not fit the model: {mismatches}")
+    LoadReport.of_transformers(info, full).refuse(str(folder), "the model", key="")
     return InMemoryReader(full.state_dict())
 
 

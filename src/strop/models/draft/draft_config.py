@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig
+from strop.base_config import BaseConfig, PathText
 from strop.problems import Problem
 
 LayerIndices = Annotated[tuple[int, ...], Field(strict=False)]
@@ -19,7 +19,7 @@ class DraftConfig(BaseConfig):
     identity_keys: ClassVar[tuple[str, ...]] = ("enabled", "model_name", "num_layers", "aux_layer_indices")
 
     enabled: bool = Field(False, description="Train a draft head beside the policy, for speculative decoding.")
-    model_name: str | None = Field(
+    model_name: PathText | None = Field(
         None,
         description="A hub name or folder with an EAGLE-3 head of this policy; null starts a new one, of the policy's shape.",
     )

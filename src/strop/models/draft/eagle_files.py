@@ -13,6 +13,7 @@ from torch import Tensor
 
 from strop.models.draft.eagle_config import WEIGHTS, read_shape
 from strop.models.draft.eagle_head import EagleHead
+from strop.models.fit.load_report import find_not_finite
 from strop.models.loading import ModelNotFound, locate_model
 
 MAPS = ("d2t", "t2d")
@@ -102,6 +103,8 @@ def load_head_weights(head: EagleHead, tensors: Mapping[str, Tensor], policy_hea
         raise ValueError(f"it has no {', '.join(missing[:3])}")
     if unknown := sorted(given.keys() - own.keys() - {*MAPS, "embed_tokens.weight", "lm_head.weight"}):
         raise ValueError(f"its {', '.join(unknown[:3])} has no place in a head of {head.shape.layers} layers")
+    if broken := sorted(find_not_finite((name, given[name]) for name in own)):
+        raise ValueError(f"its {', '.join(broken[:3])} has NaN or infinite values")
     for name, parameter in own.items():
         if parameter.shape != given[name].shape:
             raise ValueError(f"its {name} is {tuple(given[name].shape)}, not {tuple(parameter.shape)}")

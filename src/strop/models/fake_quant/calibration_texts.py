@@ -12,6 +12,7 @@ import torch
 from strop.data.sources.files import open_file
 from strop.data.sources.hub import open_hub
 from strop.data.sources.records import DataError
+from strop.storage.text_file import read_text_file
 
 RANDOM = "random"
 # Names of ModelOpt's data sets: (name on the hub, subset, column).
@@ -50,7 +51,7 @@ def read_calibration_tokens(source: str, *, size: int, length: int, tokenizer: A
 def _iter_texts(source: str) -> Iterator[str]:
     path = Path(source).expanduser()
     if path.suffix == ".txt" and path.is_file():
-        yield from (line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+        yield from (line.strip() for line in read_text_file(path).splitlines() if line.strip())
         return
     name, subset, column = KNOWN.get(source, (source, None, None))
     records: Sequence[Mapping[str, Any]] = open_file(path) if path.is_file() else open_hub(name, subset, "train")

@@ -21,6 +21,7 @@ from typing import Any
 
 from strop.models.fake_quant.modelopt_presets import PRESETS, REFUSED_PRESETS
 from strop.models.fake_quant.quantizer_rules import QuantizerFormat, QuantizerRule, QuantizerRules
+from strop.storage.text_file import read_text_file
 
 # Quantisers of tensors that are neither weights nor inputs of linear layers; the names stand for those of any layer.
 OTHER_QUANTIZERS = {
@@ -69,7 +70,7 @@ def _read_file(source: str, path: Path) -> QuantizerRules:
             f"found {source!r}, which is neither a configuration of ModelOpt that is known here nor a file",
             f"Did you mean {near[0]}?" if near else "Set it to one of " + ", ".join(sorted(PRESETS)) + ", or a YAML file.",
         )
-    return _parse(source, path.read_text(encoding="utf-8"))
+    return _parse(source, read_text_file(path))
 
 
 @cache

@@ -44,6 +44,7 @@ class Diagnosis:
     waits: tuple[str, ...] = ()  # a tree, one line per wait
     troubles: tuple[str, ...] = ()  # reports of waits over their limits
     error: str | None = None  # as in ``why``
+    traceback: str | None = None  # of an error in a user's code
     dropped: tuple[str, ...]  # failed groups of the last steps, and their errors
     mismatch: str | None
     checkpoint: str | None = None  # the newest one
@@ -106,6 +107,7 @@ def diagnose(run: Path) -> Diagnosis:
         waits=tuple(format_tree(status.waits)),
         troubles=status.troubles,
         error=status.error,
+        traceback=status.traceback,
         dropped=dropped,
         mismatch=mismatch,
         checkpoint=checkpoint,
@@ -268,6 +270,7 @@ def format_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         "last step": f"{diagnosis.step}{since}" if diagnosis.step else "none yet",
         "doing": diagnosis.doing if alive or diagnosis.verdict == "dead" else "",
         "waits": "\n".join(diagnosis.waits),
+        "traceback": diagnosis.traceback or "",
         "over limits": "\n".join(diagnosis.troubles),
         "dropped": "\n".join(diagnosis.dropped),
         "mismatch": diagnosis.mismatch or "",

@@ -29,6 +29,7 @@ from strop.monitoring.watchdog.status_tracker import MAX_ENTRIES, StatusTracker
 from strop.monitoring.watchdog.waits import Wait, snapshot_waits
 from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
 from strop.safety.redaction import describe_command
+from strop.user_code import describe_error, find_user_place
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,9 @@ class Watchdog:
         cause = timeout or error
         state: StatusState = "finished" if cause is None else "failed" if isinstance(cause, Exception) else "interrupted"
         with suppress(OSError):
-            self._write(state, (), error=f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else None)
+            place = None if cause is None else find_user_place(cause)
+            said = None if cause is None or (state == "interrupted" and place is None) else describe_error(cause)
+            self._write(state, (), error=said, traceback=None if place is None else place.traceback)
         if timeout is not None:
             raise timeout from None
 
@@ -207,6 +210,7 @@ class Watchdog:
         silent: float = 0.0,
         troubles: tuple[str, ...] = (),
         error: str | None = None,
+        traceback: str | None = None,
     ) -> None:
         write_status(
             self._folder,
@@ -228,6 +232,7 @@ class Watchdog:
                 checkpoints=self._checkpoints,
                 troubles=troubles,
                 error=error,
+                traceback=traceback,
                 notes=tuple(self.status_tracker.notes),
                 reports=tuple(self._reports),
                 stacks=None if self._stacks is None else str(self._stacks),

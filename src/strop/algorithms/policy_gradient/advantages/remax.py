@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from strop.algorithms.functional import RELATIVE_ROUNDING, Aggregation
+from strop.algorithms.functional import Aggregation, rounding_of
 from strop.algorithms.policy_gradient.advantages.reinforce import Reinforce
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
@@ -31,7 +31,7 @@ class GreedyBaseline(Advantage):
             raise ValueError("the credit needs a greedy rollout as baseline, but this group has none")
         greedy = torch.full_like(group.rewards, group.greedy_reward)
         difference = group.rewards - greedy
-        rounding = RELATIVE_ROUNDING * torch.maximum(group.rewards.abs(), greedy.abs())
+        rounding = rounding_of(group.rewards) * torch.maximum(group.rewards.abs(), greedy.abs())
         return torch.where(difference.abs() > rounding, difference, 0.0)
 
 

@@ -33,7 +33,7 @@ def is_verl(values: Mapping[str, Any]) -> bool:
 def read_verl(path: Path) -> ReadRecipe:
     """Translate a file. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError([describe_missing_file(path, (), error)]) from error
     except UnicodeDecodeError as error:
@@ -68,7 +68,7 @@ def _read_own_config(path: Path, script: ShellScript) -> dict[str, Any]:
         file = folder / script.flags.get("config-path", "") / f"{stem}.yaml"
         if file.is_file():
             try:
-                parsed, _ = parse_once(file.read_text(encoding="utf-8"))
+                parsed, _ = parse_once(file.read_text(encoding="utf-8-sig"))
             except (OSError, UnicodeDecodeError, yaml_text.YamlError):
                 return {}
             bases = [base for base in parsed.pop("defaults", []) if base in OWN_CONFIGS]

@@ -11,9 +11,9 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from strop.environments.base import EnvironmentConfigError
+from strop.storage.text_file import read_text_file
 from strop.thoughts import read_answer
 from strop.types import Message, Messages
 from strop.user_code import suggest_names
@@ -101,8 +101,8 @@ def _read_template(template: str) -> str:
     if "{" in template or "\n" in template:
         return template
     try:
-        return Path(template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text_file(template)
+    except (OSError, ValueError) as error:
         raise EnvironmentConfigError(
             f"the prompt of the judge {template!r:.200} has no places such as {{reply}}, and no file of that name can be read: {error}"
         ) from error

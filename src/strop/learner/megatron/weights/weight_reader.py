@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from strop.models.fit.load_report import LoadReport, find_not_finite
+
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -49,6 +51,7 @@ class FileWeights:
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         part: Tensor = self._file(self.files[name]).get_slice(name)[index]
+        LoadReport(not_finite=list(find_not_finite([(name, part)]))).refuse(str(self.folder), "the model", key="")
         return part
 
     def _file(self, name: str) -> Any:
