@@ -19,6 +19,7 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
+from strop.safety.redaction import redact_text
 from strop.sandbox.base import ExitReason, Limits, Program, RunResult, SandboxError
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class RemoteSandbox:
     """A sandbox behind one HTTP service or several, which share the load."""
 
     def __init__(self, urls: Sequence[str], api_key: str | None = None) -> None:
-        self.urls = tuple(url.rstrip("/") for url in urls)
+        self.urls = tuple(redact_text(url.rstrip("/")) for url in urls)  # a login in it has no use, and they stand in messages
         self._key = api_key or os.environ.get(API_KEY_VARIABLE, "")
         if not self._key:
             raise SandboxError(

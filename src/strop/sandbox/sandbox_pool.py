@@ -19,6 +19,7 @@ from queue import Empty, LifoQueue
 from typing import Any
 
 from strop.base_config import validate_section
+from strop.safety.redaction import redact_text
 from strop.sandbox.base import ExitReason, Limits, Program, RunResult, Sandbox, SandboxError
 from strop.sandbox.launcher import LANGUAGES, PACKAGES, SandboxWorker, WorkerDied, check_level, find_commands
 from strop.sandbox.sandbox_config import SandboxConfig, SandboxLevel
@@ -52,7 +53,7 @@ async def try_sandbox() -> str:
         raise SandboxError(
             f"the sandbox does not run Python: {result.stderr.strip()[-500:] or result.reason}; see strop sandbox check"
         )
-    where = ", ".join(config.url) if config.url else f"in the sandbox of this machine, sandbox.level={config.level}"
+    where = redact_text(", ".join(config.url)) if config.url else f"in the sandbox of this machine, sandbox.level={config.level}"
     return f"programs of the policy run {'at ' if config.url else ''}{where}{'' if config.url else WEAKNESSES[config.level]}"
 
 
