@@ -30,7 +30,7 @@ QUIET_S = 10.0  # after which waiting for a service is worth a warning
 RETRY_S = 60.0  # how long a request is tried again where all services are busy or dead
 PAUSE_S = 10.0  # how long a service that could not be reached is left out
 GRACE_S = 60.0  # for a request to wait in the service, and for a compiler, after the program's limit
-LOST = "the interpreter was lost with its service; it begins anew"
+LOST = "an interpreter was lost with its service, and its variables with it; set up more than one address in sandbox.url to start others"
 DEFAULT_LIMITS = Limits()
 
 
@@ -130,7 +130,7 @@ class RemoteSandbox:
 
 
 class RemoteSession:
-    """An interpreter in a service. It begins anew, perhaps elsewhere, where its service was lost."""
+    """An interpreter in a service. Where that was lost a call fails, and the next one begins a new interpreter, perhaps elsewhere."""
 
     def __init__(self, sandbox: RemoteSandbox, language: str, limits: Limits) -> None:
         self._sandbox, self._limits, self._language = sandbox, limits, language
@@ -146,9 +146,9 @@ class RemoteSession:
         try:
             call = {"source": source, "wall_s": wall}
             return read_result(await self._sandbox.call(url, "POST", f"/v1/sessions/{name}/run", call, wall + GRACE_S))
-        except (Unavailable, SessionGone):
+        except (Unavailable, SessionGone) as error:
             self._place = None
-            return RunResult(reason=ExitReason.SIGNAL, exit_code=-9, stderr=LOST)
+            raise SandboxError(LOST) from error
 
     async def end(self) -> None:
         place, self._place = self._place, None

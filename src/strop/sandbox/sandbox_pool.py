@@ -215,28 +215,39 @@ class PoolSession:
     def _run(self, source: str, wall_s: float | None) -> RunResult:
         wall = self._limits.wall_s if wall_s is None else wall_s
         with self._running:
-            new = self._worker is None
-            worker = self._worker or self._pool.take()
-            request: dict[str, Any] = {"source": source, "wall_s": wall}
-            limits = asdict(self._limits)
-            if new:
-                request |= {"language": "python", "stdin": "", "files": {}, "limits": limits, "session": True}
             try:
-                result, alive = call_session(worker, request, limits, wall + GRACE_S)
-            except WorkerDied:
-                self._worker = None
-                self._pool.drop(worker)
-                if new:
-                    raise SandboxError("the worker of an interpreter died before its first call") from None
-                return RunResult(reason=ExitReason.SIGNAL, exit_code=-9, stderr="the interpreter's process died; it begins anew")
-            except BaseException:
-                self._worker = None
-                self._pool.drop(worker)
-                raise
-            self._worker = worker if alive else None
-            if not alive:
-                self._pool.give(worker)
-            return result
+                return self._call(source, wall)
+            except WorkerDied as error:
+                if error.lost_state:
+                    raise SandboxError(
+                        f"an interpreter was ended from outside ({error}), and its variables with it: is the machine out of memory?"
+                    ) from error
+            try:  # it had no variables yet: once more with another
+                return self._call(source, wall)
+            except WorkerDied as error:
+                raise SandboxError(
+                    f"two workers of the sandbox died, one after the other ({error}): is the machine out of memory?"
+                ) from error
+
+    def _call(self, source: str, wall: float) -> RunResult:
+        new = self._worker is None
+        worker = self._worker or self._pool.take()
+        request: dict[str, Any] = {"source": source, "wall_s": wall}
+        limits = asdict(self._limits)
+        if new:
+            request |= {"language": "python", "stdin": "", "files": {}, "limits": limits, "session": True}
+        try:
+            result, alive = call_session(worker, request, limits, wall + GRACE_S)
+        except BaseException as error:
+            self._worker = None
+            self._pool.drop(worker)
+            if isinstance(error, WorkerDied):
+                error.lost_state = not new
+            raise
+        self._worker = worker if alive else None
+        if not alive:
+            self._pool.give(worker)
+        return result
 
     def end(self) -> None:
         """Close the interpreter."""

@@ -56,7 +56,7 @@ class ViewedRun:
         """Read status.json; None if there is none. Raises ViewError for a file of another version or a half-written one."""
         try:
             return read_status(self.folder)
-        except (ValueError, OSError, AttributeError) as error:
+        except (ValueError, OSError, AttributeError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise ViewError(f"status.json cannot be read: {str(error)[:300]}", 422) from None
 
     def is_live(self) -> bool:
@@ -130,6 +130,15 @@ class ViewedRun:
             "validations": self.validation_steps(),
         }
 
+    def describe_unread(self, error: Exception) -> dict[str, Any]:
+        """Return what the list of runs says of one whose files cannot be read."""
+        nothing = dict.fromkeys(("kind", "algorithm"), "") | dict.fromkeys(
+            ("model", "seed", "max_steps", "started", "steps_with_rollouts")
+        )
+        why = f"unreadable ({type(error).__name__}: {str(error)[:200]})"
+        about = {"id": self.id, "name": self.name, "folder": str(self.folder), "live": False, "state": why, "step": 0}
+        return {**nothing, **about, "updated": self.updated, "has_rollouts": False, "validations": []}
+
     def _config_or_nothing(self) -> Mapping[str, Any]:
         try:
             return self.config()
@@ -168,7 +177,7 @@ def _read_history(path: Path) -> dict[str, Any] | None:
         for line in lines[1:]:
             for key, (_, new) in (line.get("changed") or {}).items():
                 _set(config, key.split("."), new)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return None
     return config if isinstance(config, dict) else None
 
