@@ -282,7 +282,7 @@ def _run_session(job: Job) -> None:
         alive = process.alive
         if not alive:
             job.close()
-        _send(job.channel, {**outcome.reply(), "alive": alive})
+        _send(job.channel, {**outcome.reply(), "alive": alive, "held": job.measure().memory if alive else 0})
         if not alive:
             return
         job.signal_all(signal.SIGSTOP)  # between calls, nothing of it runs

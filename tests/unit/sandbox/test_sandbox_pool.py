@@ -451,3 +451,24 @@ def test_an_interpreter_whose_idle_worker_had_died_begins_with_another() -> None
             assert (await session.run("print(1)")).stdout == "1\n"
 
     use(work, workers=1)
+
+
+def test_open_interpreters_hold_no_more_memory_together_than_is_configured() -> None:
+    async def work(pool: SandboxPool) -> None:
+        async with (
+            pool.session(limits=LIMITS) as small,
+            pool.session(limits=LIMITS) as large,
+            pool.session(limits=LIMITS) as last,
+        ):
+            await small.run("x = 1")
+            await large.run("kept = bytearray(60_000_000)")
+            assert (await large.run("len(kept)")).stdout == "60000000\n", "alone it may"
+            await last.run("kept = bytearray(50_000_000)")
+            with pytest.raises(
+                SandboxError, match=r"held \d+ MB together, more than sandbox.memory_mb = 100; the largest, with 6\d MB"
+            ):
+                await large.run("len(kept)")
+            assert (await small.run("x")).stdout == "1\n" and (await last.run("len(kept)")).stdout == "50000000\n"
+            assert sum(session.held for session in (small, large, last)) < 100 << 20
+
+    use(work, memory_mb=100)
