@@ -21,7 +21,7 @@ from typing import Any
 from strop.base_config import validate_section
 from strop.hardware.machine_memory import total_memory
 from strop.safety.redaction import redact_text
-from strop.sandbox.base import ExitReason, Limits, Program, RunResult, Sandbox, SandboxError
+from strop.sandbox.base import ExitReason, Limits, Program, RunResult, Sandbox, SandboxError, SandboxFull
 from strop.sandbox.launcher import LANGUAGES, PACKAGES, SandboxWorker, WorkerDied, check_level, find_commands
 from strop.sandbox.sandbox_config import SandboxConfig, SandboxLevel
 
@@ -105,7 +105,7 @@ class SandboxPool:
         self._check(language, limits, {})
         with self._lock:
             if self._open_sessions >= self.config.sessions:
-                raise SandboxError(
+                raise SandboxFull(
                     f"{self._open_sessions} interpreters are open, as many as sandbox.sessions allows; set it higher"
                 )
             self._open_sessions += 1

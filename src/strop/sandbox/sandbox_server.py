@@ -25,7 +25,7 @@ from aiohttp import web
 
 from strop.safety.http_requests import BODY_SECONDS, read_json_body, refuse_request
 from strop.safety.site_guard import is_key
-from strop.sandbox.base import Limits, Program, RunResult, SandboxError, SandboxSession
+from strop.sandbox.base import Limits, Program, RunResult, SandboxError, SandboxFull, SandboxSession
 from strop.sandbox.sandbox_pool import SandboxPool
 
 SESSION_IDLE_S = 900.0  # after which a session that nobody calls is closed
@@ -96,6 +96,8 @@ class SandboxServer:
             return _error(error.status, error.reason)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             return _error(422, f"{error}")
+        except SandboxFull as error:
+            return _error(503, str(error))
         except SandboxError as error:
             return _error(500, str(error))
 
