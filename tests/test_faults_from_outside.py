@@ -1,6 +1,6 @@
 """What was found from outside, by the name of its page: the test that holds its mend, or the sentence why it stays.
 
-A row of another page is another key of ``FINDINGS``: a test is named ``module::function``, below ``tests/``; a row without a test has a sentence.
+Each page has a key in ``FINDINGS``. A test is named ``module::function``, below ``tests/``; a row without one has a sentence.
 """
 
 from __future__ import annotations
