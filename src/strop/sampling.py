@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import TypeGuard
 
 from strop.lazy_torch import Tensor, torch
 
@@ -89,7 +90,7 @@ class Sampling:
         return self.record_sampling_mask and self.filtered and not self.greedy
 
 
-def is_finite(value: object) -> bool:
+def is_finite(value: object) -> TypeGuard[float]:
     """Return whether a value is a number that a float can hold; a bool is none."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
@@ -97,7 +98,7 @@ def is_finite(value: object) -> bool:
         return False
 
 
-def is_whole(value: object, lowest: int, highest: int) -> bool:
+def is_whole(value: object, lowest: int, highest: int) -> TypeGuard[int]:
     """Return whether a value is an int within bounds; a bool is none."""
     return isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
 
