@@ -19,7 +19,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, CoreSchema
 
 from strop.problems import Problem
-from strop.safety.redaction import REDACTED, SECRET
 
 KeyPath = tuple[str, ...]
 
@@ -218,18 +217,6 @@ def to_tree(section: BaseConfig, *, mode: Literal["python", "json"] = "json") ->
     """Return the values of a section as nested dicts, as they would be written in YAML."""
     tree: dict[str, Any] = _adapter(type(section)).dump_python(section, mode=mode)
     return tree
-
-
-def redact_secrets(value: Any, parent: str = "") -> Any:
-    """Return nested dicts without the values of environment variables (``env_vars``) whose names say that they are secret."""
-    if isinstance(value, Mapping):
-        return {
-            key: REDACTED if parent == "env_vars" and SECRET.search(str(key)) else redact_secrets(inner, str(key))
-            for key, inner in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [redact_secrets(inner) for inner in value]
-    return value
 
 
 def to_json(section: BaseConfig) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.safety.printable import shorten
+from strop.safety.redaction import redact_text
 
 COMMAND_LINE, PYTHON = "command line", "Python"
 LONGEST_MESSAGE, LONGEST_FIX, MOST_LISTED = 2_000, 900, 30  # characters, and problems of an error
@@ -39,7 +40,7 @@ class Problem:
     def __str__(self) -> str:
         where = ": ".join(shorten(str(part), 200) for part in (self.origin, self.key) if part)
         text = f"{where}: {shorten(self.message, LONGEST_MESSAGE)}" if where else shorten(self.message, LONGEST_MESSAGE)
-        return f"{text}\n    {shorten(self.fix, LONGEST_FIX)}" if self.fix else text
+        return redact_text(f"{text}\n    {shorten(self.fix, LONGEST_FIX)}" if self.fix else text)
 
 
 class ConfigError(Exception):

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
+from typing import TypeGuard
 
 from strop.determinism import running_sums
 from strop.lazy_torch import Tensor, torch
@@ -17,6 +19,9 @@ from strop.lazy_torch import Tensor, torch
 KEPT_TOKENS = "kept_tokens"  # a batch column, [N, K] int32: the token ids each target was sampled from, padded with NO_TOKEN
 NO_TOKEN = -1
 MAX_RECORDED_TOP_K = 4096  # largest top_k of a request that records the sampling mask: 16 KiB per sampled token
+SMALLEST = 1e-6  # positive temperature or top_p: far smaller ones overflow or vanish in float32
+MAX_COUNT = 2**31 - 1  # of what engines store in 32 bits: token ids, top_k, tokens of a completion
+MAX_STOP_STRINGS, MAX_STOP_BYTES = 1024, 64 * 1024  # they are searched for after each token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,21 +39,41 @@ class Sampling:
     record_sampling_mask: bool = False  # also report which tokens the filters kept at each step; no effect without filters
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or positive")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}; it must be at least 1, or null to keep every token")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1], and 1 keeps every token")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p is {self.min_p}; it must be in [0, 1], and 0 keeps every token")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        if not (is_finite(self.temperature) and (self.temperature == 0 or SMALLEST <= self.temperature <= 1 / SMALLEST)):
+            raise ValueError(
+                f"temperature is {shown(self.temperature)}; it must be 0 (greedy) or positive, a number of {SMALLEST:g} to {1 / SMALLEST:g}"
+            )
+        if self.top_k is not None and not is_whole(self.top_k, 1, MAX_COUNT):
+            raise ValueError(f"top_k is {shown(self.top_k)}; it must be at least 1, or null to keep every token, and whole")
+        if not (is_finite(self.top_p) and SMALLEST <= self.top_p <= 1):
+            raise ValueError(
+                f"top_p is {shown(self.top_p)}; it must be in (0, 1], and 1 keeps every token ({SMALLEST:g} is the least)"
+            )
+        if not (is_finite(self.min_p) and 0 <= self.min_p <= 1):
+            raise ValueError(f"min_p is {shown(self.min_p)}; it must be in [0, 1], and 0 keeps every token")
+        if not is_whole(self.max_new_tokens, 1, MAX_COUNT):
+            raise ValueError(f"max_new_tokens is {shown(self.max_new_tokens)}; it must be at least 1, and whole")
+        self._check_stops()
         if self.records_sampling_mask and (self.top_k is None or self.top_k > MAX_RECORDED_TOP_K):
             raise ValueError(
                 f"the sampling mask is to be recorded for each sampled token, but top_k is {self.top_k}: a mask may then hold most of the "
                 f"vocabulary. Set top_k to at most {MAX_RECORDED_TOP_K}; 512 seldom changes the result of a top_p below 0.95 and costs "
                 "at most 2 KiB per token"
+            )
+
+    def _check_stops(self) -> None:
+        if not all(is_whole(token, 0, MAX_COUNT) for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids are {shown(self.stop_token_ids)}; they must be token ids, whole numbers from 0")
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"a stop string is {shown(text)}; it must be a text of at least one character")
+            if not is_encodable(text):
+                raise ValueError(f"the stop string {shown(text)} has a lone surrogate, which no token is decoded to")
+        size = sum(len(text.encode()) for text in self.stop_strings)
+        if len(self.stop_strings) > MAX_STOP_STRINGS or size > MAX_STOP_BYTES:
+            raise ValueError(
+                f"there are {len(self.stop_strings)} stop strings of {size} bytes in total, which are searched for after each token; "
+                f"there may be {MAX_STOP_STRINGS} of {MAX_STOP_BYTES} bytes"
             )
 
     @property
@@ -64,6 +89,37 @@ class Sampling:
     def records_sampling_mask(self) -> bool:
         """Whether the engine reports the sampling mask of each token."""
         return self.record_sampling_mask and self.filtered and not self.greedy
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Return whether a value is a number that a float can hold; a bool is none."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    except OverflowError:  # an int beyond the largest float
+        return False
+
+
+def is_whole(value: object, lowest: int, highest: int) -> TypeGuard[int]:
+    """Return whether a value is an int within bounds; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
+
+
+def is_encodable(text: str) -> bool:
+    """Return whether a text is Unicode without lone surrogates, which JSON can carry and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown(value: object) -> str:
+    """Return a value of a request as a message shows it, in ASCII and cut off if it is long."""
+    try:
+        text = ascii(value)
+    except ValueError:  # an int of thousands of digits
+        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def at_least_float32(values: Tensor) -> Tensor:

@@ -107,6 +107,21 @@ MEMORY_USERS = (
         TIME,
     ),
     attempt("fills a file in memory that no limit counts", "os.memfd_create('a')"),
+    *(
+        attempt(f"makes a pair of sockets of family {family}", f"call(53, {family}, 1, 0, ctypes.create_string_buffer(8))")
+        for family in (2, 10, 16, 40)
+    ),
+    attempt(
+        "makes a pair of sockets with a family in the high half",
+        "call(53, ctypes.c_ulong((1 << 32) | 2), 1, 0, ctypes.create_string_buffer(8))",
+    ),
+    attempt("takes the machine's contexts of asynchronous I/O", "call(206, 1, ctypes.byref(ctypes.c_ulong(0)))"),
+    attempt("writes the unwritten data of all disks", "call(162)"),
+    attempt("writes the unwritten data of a file system", "call(306, os.open('/usr', 0))"),
+    attempt("watches what the machine opens", "call(294, 0)"),
+    attempt("watches what the machine opens, by the older call", "call(253)"),
+    attempt("drops the machine's cached files", "os.posix_fadvise(os.open('/usr/bin/env', 0), 0, 0, 4)"),
+    attempt("starts the machine's handler of crashes", "1 / (__import__('resource').getrlimit(4) != (1, 1))"),
     attempt("fills System V shared memory", "call(29, 0, 1 << 20, 0o1777)"),
     attempt("opens a POSIX message queue", "call(240, b'queue', 66, 0o600, None)"),
     attempt("opens a System V message queue", "call(68, 0, 0o1777)"),

@@ -12,14 +12,17 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 from jinja2.exceptions import SecurityError
 
-from loop.tiny import tiny_tokenizer
-from strop.config import GrpoRunConfig, dump_config, load_config
+from loop.tiny import build_tiny, tiny_tokenizer
+from strop.cli import main
+from strop.config import ConfigError, GrpoRunConfig, dump_config, load_config
 from strop.config.source.interpolation import RESOLVERS
 from strop.data.prompt_template import parse_prompt_template
 from strop.models.chat_template import ChatTemplate
-from strop.safety.redaction import REDACTED, describe_command, redact_arguments
+from strop.problems import Problem
+from strop.safety.redaction import REDACTED, describe_command, redact_arguments, redact_secrets, redact_yaml
 from strop.storage.folder_lock import make_holder
 from strop.types import user
 from support.source_trees import PACKAGE, dotted, parse_package, walk, without_collecting
@@ -137,12 +140,86 @@ def test_secrets_in_env_vars_are_not_written_down(monkeypatch: pytest.MonkeyPatc
     assert config.cluster.roles.learner.env_vars["HF_TOKEN"] == "from-the-environment"
     text = dump_config(config)
     assert "from-the-environment" not in text and "hidden" not in text
-    assert text.count(REDACTED) == 2 and "NCCL_DEBUG: INFO" in text
+    assert text.count(REDACTED) == 3 and "NCCL_DEBUG" in text and "INFO" not in text
     assert redact_arguments(["strop", "grpo", *overrides])[-3:] == [
         f"cluster.roles.learner.env_vars.HF_TOKEN={REDACTED}",
         f"cluster.roles.learner.env_vars.AWS_SECRET_ACCESS_KEY={REDACTED}",
-        overrides[-1],
+        f"cluster.roles.learner.env_vars.NCCL_DEBUG={REDACTED}",
     ]
+
+
+SECRETS = (
+    "WANDB_KEY", "PRIVATE_KEY", "HF_AUTH", "GH_PAT", "PGPASS", "PASSPHRASE", "BEARER", "COOKIE", "DATABASE_URL", "X", "lower", "HF_TOKEN"
+)  # fmt: skip
+LOGINS = (
+    "http://user:s3cr3t@host:8900", "https://s3cr3t@github.com/a/b", "postgresql://u:s3cr3t@db/x?y=1", "http://u:p@s3cr3t@h",
+    "HTTPS://:s3cr3t@h",
+)  # fmt: skip
+
+
+def test_no_variable_and_no_login_of_a_url_is_left_in_settings_texts_and_commands() -> None:
+    values = {
+        "cluster": {
+            "roles": {"engine": {"env_vars": {name: f"s3cr3t-{name}" for name in SECRETS}}},
+            "list": [{"env_vars": {"A": ["s3cr3t"]}}],
+        },
+        "sandbox": {"url": list(LOGINS)},
+        "note": f"see {LOGINS[0]} and {LOGINS[1]}",
+        "kept": "http://host:80/path@v1 a@b.c git@host:x",
+    }
+    found = redact_secrets(values)
+    assert "s3cr3t" not in repr(found) and found["kept"] == values["kept"] and redact_secrets(found) == found
+    for flow in (False, True, None):
+        assert "s3cr3t" not in redact_yaml(yaml.safe_dump(values, default_flow_style=flow)), flow
+    block = "a:\n  env_vars:\n    KEY: |-\n      s3cr3t: line\n      s3cr3t\n\n      s3cr3t\n    B: s3cr3t\n  other: kept\n"
+    assert redact_yaml(block).count("s3cr3t") == 0 and "other: kept" in redact_yaml(block) and "KEY" in redact_yaml(block)
+    words = [f"sandbox.url={LOGINS[0]}", "x={env_vars: {A: s3cr3t}}", "a.env_vars={A: s3cr3t}", *LOGINS, "--config", "a.yaml"]
+    assert "s3cr3t" not in " ".join(redact_arguments(words)) and redact_arguments(words)[-2:] == words[-2:]
+    assert "s3cr3t" not in str(Problem("sandbox.url", f"found {LOGINS[0]}", f"not {LOGINS[1]}"))
+
+
+def test_a_configuration_whose_secrets_were_left_out_is_not_started_with_what_stands_for_them(tmp_path: Path) -> None:
+    overrides = [
+        "policy.model_name=m",
+        "data.train.env_name=arithmetic",
+        "env.arithmetic={}",
+        "cluster.roles.learner.env_vars.LEVEL=info",
+    ]
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(load_config(None, overrides, root=GrpoRunConfig, check=False).config))
+    with pytest.raises(
+        ConfigError, match=r"cluster\.roles\.learner\.env_vars\.LEVEL: found <redacted>: the files of a run leave out"
+    ):
+        load_config(path, root=GrpoRunConfig)
+    load_config(path, root=GrpoRunConfig, check=False)
+    load_config(path, ["cluster.roles.learner.env_vars.LEVEL=info"], root=GrpoRunConfig)
+
+
+@pytest.mark.slow
+def test_no_file_of_a_run_holds_a_variable_or_the_login_of_a_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = build_tiny(tmp_path / "model")
+    words = [
+        "grpo", f"policy.model_name={model}", "policy.max_total_sequence_length=96", "policy.precision=float32", "policy.device=cpu",
+        "policy.train_global_batch_size=4", "grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", "grpo.max_num_steps=2",
+        "data.train.env_name=arithmetic", "env.arithmetic={}", "policy.generation.backend=torch", "checkpointing.enabled=true",
+        f"checkpointing.checkpoint_dir={tmp_path}/results", "checkpointing.save_period=1", f"logger.log_dir={tmp_path}/logs",
+        "logger.tensorboard_enabled=true", f"sandbox.url={LOGINS[0]}", "grpo.val_period=0", "policy.num_threads=1",
+        *(f"cluster.roles.learner.env_vars.{name}=s3cr3t{index}" for index, name in enumerate(SECRETS)),
+    ]  # fmt: skip
+    monkeypatch.setenv("STROP_SANDBOX_API_KEY", "key")
+    for more in ((), ("grpo.max_num_steps=3", "cluster.roles.learner.env_vars.X=s3cr3t-changed")):
+        monkeypatch.setattr(sys, "argv", ["strop", *words, *more])
+        assert main([*words, *more]) == 0
+    said = capsys.readouterr()
+    assert "s3cr3t" not in said.out + said.err
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "logs"), "--output", str(page)]) == 0
+    files = [path for folder in ("logs", "results") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    assert len(files) > 20
+    for path in (*files, page):
+        assert b"s3cr3t" not in path.read_bytes(), path
 
 
 def test_the_lock_of_a_folder_names_the_command_without_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ def _load_decoder(folder: Path) -> Callable[[list[int]], str] | None:
 
         decode: Callable[[list[int]], str] = load_tokenizer(name).decode
         return decode
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml_text.YamlError) as error:
         reason = str(error).partition("\n")[0]
         print(
             f"warning: tokens are shown by their ids, because the tokenizer of the run ({name}) cannot be read: {reason}",

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from strop.base_config import BaseConfig, fields_of, redact_secrets, section_model, to_tree
+from strop.base_config import BaseConfig, fields_of, section_model, to_tree
 from strop.config.source.keys import entry_model, is_entry_list
+from strop.safety.redaction import redact_secrets
 
 Role = Literal["identity", "applied", "unrelated"]
 ROLES: tuple[Role, ...] = ("identity", "unrelated")  # those that sections declare

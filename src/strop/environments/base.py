@@ -46,6 +46,9 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 DEFAULT_NUM_TASKS = 10_000  # used by generated tasks when data.size is not set
 
 
+LARGEST_REWARD = 1e30  # float32 ends at 3.4e38, and groups and batches add rewards up
+
+
 class RewardError(Exception):
     """A reward method raised, or returned something other than a finite number. The message names the environment and the method."""
 
@@ -526,6 +529,11 @@ def check_total(environment: Environment[Any], task: Task, total: float, rewards
         raise RewardError(
             f"the rewards of {environment.title} sum to {total} on task {task.id!r}: {largest} returned {rewards[largest]:.4g}; keep "
             "rewards, and reward_weights times rewards, below 1e300"
+        )
+    if abs(total) > LARGEST_REWARD:
+        raise RewardError(
+            f"the reward of {environment.title} is {total:.4g} on task {task.id!r}, and its advantages would not be finite in "
+            f"the learner's float32; keep rewards below {LARGEST_REWARD:g}, for instance with reward_scaling"
         )
 
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from strop.gateway.gateway_config import GatewayConfig
 from strop.gateway.history import EncodedRequest, History
 from strop.gateway.streamed_text import cut_at_stop
 from strop.gateway.turn_tree import add_turns
-from strop.generation.base import Completion, Generator
+from strop.generation.base import Completion, Generator, InvalidRequest, RequestTooLong
 from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.watchdog.waits import waiting
@@ -86,6 +87,7 @@ class AgentSession:
         self._history = History(self.template, self._encode_prompt)
         self._counts = dict.fromkeys(COUNTED, 0)
         self._requests = self._turns = 0
+        self._lock = Lock()
         self._asked: dict[bytes, int] = {}  # contexts -> how often they were asked for
 
     def count_request(self) -> None:
@@ -98,7 +100,7 @@ class AgentSession:
             )
 
     def read(self, body: Any, *, is_chat: bool) -> tuple[CompletionRequest, EncodedRequest | None]:
-        """Read a request. Raises BadRequest."""
+        """Read a request, in any thread. Raises BadRequest."""
         encoded: list[EncodedRequest] = []
 
         def encode(messages: tuple[Message, ...], tools: Sequence[Any]) -> list[int]:
@@ -112,17 +114,21 @@ class AgentSession:
             if error.code == "context_length_exceeded":
                 self.ending, self.prompt_error = Ending.CONTEXT, str(error)
             raise
-        wanted = len(asked.prompts) * asked.choices
-        if self._turns + wanted > self.max_turns:
+        self._take_turns(len(asked.prompts) * asked.choices)
+        return asked, encoded[0] if encoded else None
+
+    def _take_turns(self, wanted: int) -> None:
+        with self._lock:
+            if self._turns + wanted <= self.max_turns:
+                self._turns += wanted
+                return
             self._counts["refused"] += 1
             self.ending = Ending.TURNS
-            raise BadRequest(
-                f"the episode has had {self._turns} turns of the policy, {wanted} more are asked for, and it may have {self.max_turns} "
-                "(max_rollout_turns)",
-                code="max_turns_exceeded",
-            )
-        self._turns += wanted
-        return asked, encoded[0] if encoded else None
+        raise BadRequest(
+            f"the episode has had {self._turns} turns of the policy, {wanted} more are asked for, and it may have {self.max_turns} "
+            "(max_rollout_turns)",
+            code="max_turns_exceeded",
+        )
 
     async def complete(
         self, asked: CompletionRequest, encoded: EncodedRequest | None
@@ -130,7 +136,10 @@ class AgentSession:
         """Sample all completions of a request, in order, with their replies."""
         number = self._requests
         self._count(asked, encoded)
-        sampling = self._choose_sampling(asked)
+        try:
+            sampling = self._choose_sampling(asked)
+        except ValueError as error:
+            raise self._refuse(error) from error
         sampled = [
             self._sample(prompt, sampling, (number, place * asked.choices + choice))
             for place, prompt in enumerate(asked.prompts)
@@ -138,11 +147,22 @@ class AgentSession:
         ]
         try:
             completions = await asyncio.gather(*sampled)
+        except InvalidRequest as error:
+            raise self._refuse(error) from error
         except Exception as error:  # of the engine, not of the agent
             self.failure = self.failure or error
             raise
         replies = [self._record(asked, encoded, number, place, completion) for place, completion in enumerate(completions)]
         return list(completions), replies
+
+    def _refuse(self, error: ValueError) -> BadRequest:
+        """Count a request that an engine cannot serve: that is the agent's error, and its rollout goes on."""
+        self._counts["refused"] += 1
+        self.prompt_error = str(error)
+        if isinstance(error, RequestTooLong):
+            self.ending = Ending.CONTEXT
+            return BadRequest(str(error), code="context_length_exceeded")
+        return BadRequest(str(error))
 
     def _encode_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> list[int]:
         if not tools:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from strop.generation.base import InvalidRequest
+
 
 class BadRequest(ValueError):
     """A request that cannot be answered: what was found, and why not."""
@@ -18,4 +20,6 @@ def format_error(error: Exception) -> dict[str, Any]:
     if isinstance(error, BadRequest):
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(error.status, "invalid_request_error")
         return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+    if isinstance(error, InvalidRequest):
+        return {"error": {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}}
     return {"error": {"message": "the server failed; its log says why", "type": "server_error", "param": None, "code": None}}

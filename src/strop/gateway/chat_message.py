@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strop.gateway.bad_request import BadRequest
+from strop.sampling import is_encodable
 from strop.tools.base import ParsedReply
 from strop.types import Message, ToolCall
 
@@ -52,10 +53,8 @@ def read_content(content: Any, where: str) -> str:
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
         raise BadRequest(f"{where}.content must be a text or a list of texts", where)
-    try:
-        content.encode()
-    except UnicodeEncodeError:
-        raise BadRequest(f"{where}.content has a lone surrogate, which is not text", where) from None
+    if not is_encodable(content):
+        raise BadRequest(f"{where}.content has a lone surrogate, which is not text", where)
     return content
 
 
@@ -70,7 +69,7 @@ def read_arguments(arguments: Any, where: str) -> Mapping[str, Any]:
     """Read the arguments of a call, an object or its JSON. Raises BadRequest."""
     try:
         read = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"{where}: the arguments are not valid JSON: {error}", where) from error
     if not isinstance(read, Mapping):
         raise BadRequest(f"{where}: the arguments must be a JSON object; found {type(read).__name__}", where)

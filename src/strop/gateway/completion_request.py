@@ -10,10 +10,10 @@ from typing import Any
 from strop.gateway.bad_request import BadRequest
 from strop.gateway.chat_message import read_messages, read_tools
 from strop.models.chat_template import ChatTemplate
-from strop.sampling import Sampling
+from strop.sampling import Sampling, is_encodable, is_finite, is_whole, shown
 from strop.types import Message
 
-MAX_CHOICES = 128
+MAX_PROMPTS, MAX_CHOICES = 2048, 128
 Neutral = Mapping[str, Sequence[Any]]  # parameter -> its values that change nothing
 PENALTIES: Neutral = {"presence_penalty": (None, 0, 0.0), "frequency_penalty": (None, 0, 0.0)}
 NOT_SUPPORTED: Neutral = {
@@ -74,11 +74,12 @@ class RequestReader:
         messages = read_messages(body.get("messages")) if is_chat else ()
         tools = read_tools(body)
         if is_chat:
+            self._check_characters((*(message.content for message in messages), tools), "messages")
             prompts: Sequence[Sequence[int]] = [self._encode_messages(messages, tools, encode)]
         else:
             prompts = self._encode_prompts(body.get("prompt"), encode_text or self.encode_text)
         for prompt in prompts:
-            self._check_length(prompt, "messages" if is_chat else "prompt")
+            self._check_length(len(prompt), "messages" if is_chat else "prompt")
         room = self.max_length - max(map(len, prompts))
         stop = _read_stop(body.get("stop"))
         asked = body.get("max_completion_tokens")
@@ -126,27 +127,38 @@ class RequestReader:
                 f"the model {name!r} does not exist; this server has {self.model!r}", "model", status=404, code="model_not_found"
             )
 
-    def _check_length(self, prompt: Sequence[int], param: str) -> None:
-        if not prompt:
+    def _check_length(self, tokens: int, param: str, about: str = "") -> None:
+        if not tokens:
             raise BadRequest("the prompt is empty", param)
-        if len(prompt) >= self.max_length:
+        if tokens >= self.max_length:
             raise BadRequest(
-                f"the prompt has {len(prompt)} tokens and the server allows {self.max_length} for prompt and completion together "
+                f"the prompt has {about}{tokens} tokens and the server allows {self.max_length} for prompt and completion together "
                 f"({self.length_key})",
                 param,
                 code="context_length_exceeded",
             )
 
+    def _check_characters(self, texts: Any, param: str) -> None:
+        """Refuse what is too long however it is tokenized, which takes a second for each megabyte."""
+        characters = _count_characters(texts)
+        if characters >= self.max_length * (longest := self.template.longest_token):
+            self._check_length(characters // longest, param, f"{characters} characters, at least ")
+
     def _make_sampling(self, body: Mapping[str, Any], limit: int, stop: tuple[str, ...]) -> Sampling:
         top_k = _read(body, "top_k", int, -1)
-        return Sampling(
-            temperature=_read(body, "temperature", float, 1.0, lowest=0, highest=2),
-            top_p=_read(body, "top_p", float, 1.0, lowest=1e-6, highest=1),
-            top_k=None if top_k < 1 else top_k,
-            min_p=_read(body, "min_p", float, 0.0, lowest=0, highest=1),
-            max_new_tokens=limit,
-            stop_strings=stop,
-        )
+        try:
+            return Sampling(
+                temperature=_read(body, "temperature", float, 1.0, lowest=0, highest=2),
+                top_p=_read(body, "top_p", float, 1.0, lowest=1e-6, highest=1),
+                top_k=None if top_k < 1 else top_k,
+                min_p=_read(body, "min_p", float, 0.0, lowest=0, highest=1),
+                max_new_tokens=limit,
+                stop_strings=stop,
+            )
+        except BadRequest:
+            raise
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
 
     def _encode_messages(
         self, messages: tuple[Message, ...], tools: Sequence[Mapping[str, Any]], encode: Encode | None
@@ -159,30 +171,52 @@ class RequestReader:
             ) from error
 
     def _encode_prompts(self, prompt: Any, encode: EncodeText) -> list[Sequence[int]]:
-        prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+        prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str) else [prompt]
+        if len(prompts) > MAX_PROMPTS:
+            raise BadRequest(f"there are {len(prompts)} prompts; a request may have {MAX_PROMPTS}", "prompt")
         return [self._encode_prompt(each, encode) for each in prompts]
 
     def _encode_prompt(self, prompt: Any, encode: EncodeText) -> Sequence[int]:
         if isinstance(prompt, str):
+            self._check_characters(prompt, "prompt")
             try:
                 return encode(prompt)
             except (TypeError, ValueError) as error:  # a lone surrogate
                 raise BadRequest(f"the prompt cannot be read by the tokenizer: {error}", "prompt") from error
-        if isinstance(prompt, list) and all(
-            isinstance(token, int) and 0 <= token < len(self.template.tokenizer) for token in prompt
-        ):
-            return prompt
-        raise BadRequest("prompt must be a text, a list of token ids, or a list of these", "prompt")
+        if not isinstance(prompt, list):
+            raise BadRequest("prompt must be a text, a list of token ids, or a list of these", "prompt")
+        self._check_length(len(prompt), "prompt")
+        last = len(self.template.tokenizer) - 1
+        for token in prompt:
+            if not is_whole(token, 0, last):
+                raise BadRequest(f"the prompt holds {shown(token)}; token ids are whole numbers of 0 to {last}", "prompt")
+        return prompt
 
     def encode_text(self, text: str) -> Sequence[int]:
         ids: Sequence[int] = self.template.tokenizer(text)["input_ids"]
         return ids
 
 
+def _count_characters(value: Any) -> int:
+    """Return how many characters the texts in a value of JSON have."""
+    count, left = 0, [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            count += len(each)
+        elif isinstance(each, Mapping):
+            left.extend((*each, *each.values()))
+        elif isinstance(each, list | tuple):
+            left.extend(each)
+    return count
+
+
 def _read_stop(stop: Any) -> tuple[str, ...]:
     found = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise BadRequest("stop must be a text or a list of texts", "stop")
+    if not all(map(is_encodable, found)):
+        raise BadRequest("stop has a lone surrogate, which is not text", "stop")
     return tuple(each for each in found if each)
 
 
@@ -192,7 +226,7 @@ def _read(body: Mapping[str, Any], name: str, kind: Callable[[Any], Any], defaul
         return default
     if kind is bool:
         if not isinstance(value, bool):
-            raise BadRequest(f"{name} must be true or false; found {value!r}", name)
+            raise BadRequest(f"{name} must be true or false; found {shown(value)}", name)
         return value
     return _number(value, name, kind, **limits)
 
@@ -200,10 +234,9 @@ def _read(body: Mapping[str, Any], name: str, kind: Callable[[Any], Any], defaul
 def _number(
     value: Any, name: str, kind: Callable[[Any], Any], *, lowest: float | None = None, highest: float | None = None
 ) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or value != value or (kind is int and value != int(value)):
-        raise BadRequest(f"{name} must be {'a whole number' if kind is int else 'a number'}; found {value!r}", name)
+    if not is_finite(value) or (kind is int and value != int(value)):
+        raise BadRequest(f"{name} must be {'a whole number' if kind is int else 'a number'}; found {shown(value)}", name)
     if (lowest is not None and value < lowest) or (highest is not None and value > highest):
         limits = f"at least {lowest:g}" if highest is None else f"between {lowest or 0:g} and {highest:g}"
-        raise BadRequest(f"{name} must be {limits}; found {value!r}", name)
+        raise BadRequest(f"{name} must be {limits}; found {shown(value)}", name)
     return kind(value)

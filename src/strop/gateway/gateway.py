@@ -20,8 +20,18 @@ from strop.gateway.agent_session import AgentSession
 from strop.gateway.answer import Answer
 from strop.gateway.bad_request import BadRequest, format_error
 from strop.gateway.gateway_config import GatewayConfig
-from strop.gateway.http_api import Handler, answer_errors, bearer_key, list_models, open_stream, read_json, send_event
+from strop.gateway.http_api import (
+    Handler,
+    answer_errors,
+    bearer_key,
+    list_models,
+    open_stream,
+    read_beside,
+    read_json,
+    send_event,
+)
 from strop.gateway.responses_api import ResponseAnswer, make_chat_body, number_events
+from strop.safety.http_requests import refuse_request
 
 KEEP_ALIVE_SECONDS = 15.0  # between the comments of a stream that waits for its completion
 SESSION: web.RequestKey[AgentSession] = web.RequestKey("session", AgentSession)
@@ -98,6 +108,8 @@ class Gateway:
                 status=401,
                 code="invalid_api_key",
             )
+        if (refused := refuse_request(request, self.config.host, has_key=True)) is not None:
+            raise BadRequest(refused[1], status=refused[0])
         session.count_request()
         request[SESSION] = session
         task = asyncio.current_task()
@@ -111,19 +123,12 @@ class Gateway:
     async def _models(self, request: web.Request) -> web.Response:
         return list_models(request, request.match_info.get("name", MODEL), request[SESSION].max_length)
 
-    async def _read(self, request: web.Request) -> Any:
-        try:
-            async with asyncio.timeout(self.config.body_timeout_s):
-                return await read_json(request)
-        except TimeoutError:
-            raise BadRequest(
-                f"the request did not arrive within {self.config.body_timeout_s:g} s (gateway.body_timeout_s)", status=408
-            ) from None
-
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = request[SESSION]
-        body = await self._read(request)
-        asked, encoded = session.read(body, is_chat=request.path.endswith("/chat/completions"))
+        body = await read_json(request, self.config.body_timeout_s, "gateway.body_timeout_s")
+        asked, encoded = await read_beside(
+            request, lambda: session.read(body, is_chat=request.path.endswith("/chat/completions"))
+        )
         answer = Answer(asked, model=_model_of(body), tokenizer=session.template.tokenizer)
         if not asked.stream:
             return web.json_response(answer.format_whole(*await session.complete(asked, encoded)))
@@ -145,9 +150,9 @@ class Gateway:
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         session = request[SESSION]
-        body = await self._read(request)
+        body = await read_json(request, self.config.body_timeout_s, "gateway.body_timeout_s")
         chat = make_chat_body(body, session.conversations)
-        asked, encoded = session.read(chat, is_chat=True)
+        asked, encoded = await read_beside(request, lambda: session.read(chat, is_chat=True))
         answer = ResponseAnswer(body, chat, model=_model_of(body), prompt_tokens=len(asked.prompts[0]))
         if not asked.stream:
             (completion,), (reply,) = await session.complete(asked, encoded)
@@ -190,7 +195,7 @@ def _model_of(body: Any) -> str:
 
 
 def _digest(key: str) -> str:
-    return sha256(key.encode()).hexdigest()
+    return sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 _gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Gateway]] = WeakKeyDictionary()

@@ -87,7 +87,7 @@ class History:
 
     def encode_text(self, text: str) -> list[int]:
         """Encode the prompt of a completion."""
-        known = max((each for each in self._texts if text.startswith(each)), key=len, default="")
+        known = max((each for each in list(self._texts) if text.startswith(each)), key=len, default="")
         tokenizer = self._template.tokenizer
         if not known:
             ids: list[int] = tokenizer(text)["input_ids"]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import hmac
+import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from strop.gateway.bad_request import BadRequest, format_error
+from strop.generation.base import InvalidRequest
+from strop.safety.http_requests import BODY_SECONDS, read_json_body
+from strop.safety.site_guard import is_key
 
 log = logging.getLogger(__name__)
 
 MAX_BODY = 32 * 2**20  # bytes
+LARGE_BODY = 2**16  # bytes that are tokenized in about a tenth of a second
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -25,6 +30,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return await handler(request)
     except BadRequest as error:
         return web.json_response(format_error(error), status=error.status)
+    except InvalidRequest as error:
+        return web.json_response(format_error(error), status=400)
     except web.HTTPException as error:
         reason = BadRequest(f"{request.method} {request.path}: {error.reason}", status=error.status)
         return web.json_response(format_error(reason), status=error.status)
@@ -42,18 +49,25 @@ def bearer_key(request: web.Request) -> str:
 
 
 def check_key(given: str, expected: str) -> None:
-    if not hmac.compare_digest(given.encode(), expected.encode()):
+    if not is_key(given, expected):
         raise BadRequest("the API key is missing or wrong: send Authorization: Bearer KEY", status=401, code="invalid_api_key")
 
 
-async def read_json(request: web.Request) -> Any:
-    """Read the body. Raises BadRequest."""
-    if request.content_type != "application/json":  # what a web page may send to this machine without being asked
-        raise BadRequest(f"the content type must be application/json; found {request.content_type}", status=415)
+async def read_json(request: web.Request, seconds: float = BODY_SECONDS, setting: str = "") -> Any:
+    """Read the body, which must arrive within ``seconds``. Raises BadRequest."""
     try:
-        return await request.json()
-    except (ValueError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is not valid JSON: {error}") from error
+        return await read_json_body(request, seconds)
+    except TimeoutError:
+        raise BadRequest(f"the request did not arrive within {seconds:g} s{setting and f' ({setting})'}", status=408) from None
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+
+
+async def read_beside(request: web.Request, read: Callable[[], T]) -> T:
+    """Call ``read``, in a thread if the request is so large that it would hold up all others."""
+    if (request.content_length or LARGE_BODY) < LARGE_BODY:
+        return read()
+    return await asyncio.to_thread(read)
 
 
 def list_models(request: web.Request, name: str, max_length: int) -> web.Response:

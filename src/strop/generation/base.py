@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from strop.sampling import Sampling
+from strop.sampling import MAX_COUNT, Sampling, shown
 from strop.types import PromptImage
 from strop.weight_sync.base import UpdatableEngine
 
@@ -39,8 +39,44 @@ class Completion:
     )
 
 
-class RequestTooLong(ValueError):
+class InvalidRequest(ValueError):
+    """A request that no engine can serve: what was found, and why not. The engine serves the others."""
+
+
+class RequestTooLong(InvalidRequest):
     """A request that can never fit into the engine's configured memory; the message says which limit to raise."""
+
+
+def check_request(
+    prompt: Sequence[int], sampling: Sampling, seed: int, session: str = "", *, length: int, vocabulary: int | None = None
+) -> None:
+    """Check what an engine is asked, once for all of them. Its sampling options were checked when they were made.
+
+    ``length``: tokens of the longest sequence; ``vocabulary``: ids that the model has embeddings for, if the engine knows.
+    Raises InvalidRequest.
+    """
+    if not isinstance(sampling, Sampling):
+        raise InvalidRequest(f"the sampling options of a request are {shown(sampling)}; they must be a Sampling")
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
+        raise InvalidRequest(f"the prompt of a request is {shown(prompt)}; it must be a list of token ids")
+    if not len(prompt):
+        raise InvalidRequest("a request needs a prompt of at least one token; this one is empty")
+    if set(map(type, prompt)) != {int}:
+        wrong = next(token for token in prompt if type(token) is not int)
+        raise InvalidRequest(f"a prompt holds {shown(wrong)}, which is no token id: ids are whole numbers")
+    most = MAX_COUNT if vocabulary is None else vocabulary - 1
+    if min(prompt) < 0 or max(prompt) > most:
+        wrong = min(prompt) if min(prompt) < 0 else max(prompt)
+        raise InvalidRequest(f"a prompt holds the token id {shown(wrong)}, and the model has embeddings for 0 to {most}")
+    if type(seed) is not int:
+        raise InvalidRequest(f"the seed of a request is {shown(seed)}; it must be a whole number")
+    if not isinstance(session, str):
+        raise InvalidRequest(f"the session of a request is {shown(session)}; it must be a text")
+    if len(prompt) >= length:
+        raise RequestTooLong(
+            f"a prompt of {len(prompt)} tokens leaves no room in a sequence of {length}; raise policy.max_total_sequence_length, or lower "
+            "data.max_input_seq_length to drop such prompts"
+        )
 
 
 class Generator(Protocol):
@@ -57,7 +93,8 @@ class Generator(Protocol):
         """Sample one completion. Equal (prompt, images, sampling, seed, weights) give equal tokens, whatever else is in the batch.
 
         ``session`` names a conversation whose prefix may be cached. ``images`` stand in the prompt, which has all the tokens that stand
-        for them (``strop.models.vision.vision_processor``). Raises RequestTooLong if the prompt cannot fit.
+        for them (``strop.models.vision.vision_processor``). Raises InvalidRequest for what cannot be served, RequestTooLong if the
+        prompt cannot fit.
         """
         ...
 

@@ -18,7 +18,7 @@ from strop.generation.vllm.versions import describe_checked, unchecked_version
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE, VllmConfig
 from strop.packages import install_command
 from strop.problems import Problem
-from strop.sampling import MAX_RECORDED_TOP_K
+from strop.sampling import MAX_RECORDED_TOP_K, Sampling
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
 
 
@@ -214,6 +214,7 @@ class GenerationConfig(BaseConfig):
         }
 
     def errors(self, key: str) -> Iterator[Problem]:
+        yield from self._check_sampling(key)
         yield from self._check_supported(key)
         yield from self._check_quantization(key)
         if self.uses_sglang:
@@ -225,6 +226,15 @@ class GenerationConfig(BaseConfig):
             yield from self._check_min_temperature(key)
             yield from self._check_min_p(key)
             yield from self.vllm_cfg.vllm_errors(f"{key}.vllm_cfg")
+
+    def _check_sampling(self, key: str) -> Iterator[Problem]:
+        """Yield why the options define no distribution, as every request is checked."""
+        try:
+            for validation in (False, True):
+                Sampling(**self.sampling_options(validation=validation))
+        except ValueError as error:
+            found, _, fix = str(error).partition("; ")
+            yield Problem(key, found, f"Set it otherwise: {fix}." if fix else "")
 
     def _check_supported(self, key: str) -> Iterator[Problem]:
         """Yield what is not in this version."""
@@ -465,6 +475,7 @@ class UnusedGenerationConfig(GenerationConfig):
     """The inference engine, in a run on recorded data, which does not sample."""
 
     def errors(self, key: str) -> Iterator[Problem]:
+        yield from self._check_sampling(key)
         yield from self._check_supported(key)
 
     def warnings(self, key: str) -> Iterator[Problem]:

@@ -90,6 +90,11 @@ class ChatTemplate:
                 stacklevel=2,
             )
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters that a token may stand for: a text of more has at least two tokens. Unknown words count as 64."""
+        return max(64, *map(len, self.tokenizer.get_vocab()))
+
     def encode_prompt(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """Encode the conversation so far and the start of the policy's turn. Raises ValueError if it is empty."""
         if tools:

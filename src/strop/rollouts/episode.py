@@ -26,7 +26,7 @@ from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.rollouts.sampled_policy import SampledPolicy
 from strop.rollouts.tool_turns import ToolTurns, make_reply_message
-from strop.safety.exits import contain_exits
+from strop.safety.exits import NotAnException, contain_cancellation, contain_exits
 from strop.sampling import Sampling, mix_seed
 from strop.tools.base import ParsedReply
 from strop.tools.toolbox import METRICS
@@ -118,7 +118,7 @@ async def _score_group(
     try:
         where = f"environment {environment.title}, rewards of the group"
         with contain_exits(), waiting(f"group of task {task.id}", on=where, kind="environment"):
-            results = await environment.score_group(task, valid) if valid else ()
+            results = await contain_cancellation(environment.score_group(task, valid)) if valid else ()
         scored = [_with_rewards(rollout, result, scaling) for rollout, result in zip(valid, results, strict=True)]
     except Exception as error:
         log.debug("the rewards of the group of task %s failed", task.id, exc_info=error)
@@ -174,6 +174,21 @@ async def run_episode(
     """
     empty = torch.zeros(0, dtype=torch.int64)
     rollout = Rollout(task=task, sample=sample, seed=seed, messages=(), prompt=empty, version=version)
+    try:
+        return await contain_cancellation(_run_episode(environment, rollout, generator, template, sampling, rules))
+    except NotAnException as error:
+        return replace(rollout, ending=Ending.ERROR, error=describe_error(error))
+
+
+async def _run_episode(
+    environment: Environment[Any],
+    rollout: Rollout,
+    generator: Generator,
+    template: ChatTemplate,
+    sampling: Sampling,
+    rules: EpisodeRules,
+) -> Rollout:
+    task, sample = rollout.task, rollout.sample
     scored: RewardResult | None = None
     try:
         with contain_exits():

@@ -41,6 +41,21 @@ def contain_exits() -> Iterator[None]:
         raise type(type(error).__name__, (NotAnException,), {})(str(error)) from error
 
 
+async def contain_cancellation(work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work`` in a task of its own. Raises NotAnException if the work cancels that task; a cancellation from outside passes.
+
+    A library's timeout that goes wrong does so, and within one task it cannot be told from a cancellation by who awaits it.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await task
+    except asyncio.CancelledError as error:
+        outer = _current_task()
+        if not task.cancelled() or (outer is not None and outer.cancelling() > 0):
+            raise
+        raise type("CancelledError", (NotAnException,), {})("the code cancelled the task that it runs in") from error
+
+
 def is_interrupt(error: BaseException) -> bool:
     """Whether this is a KeyboardInterrupt by a signal, which comes in the main thread and whose last frame is the signal's handler."""
     if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():

@@ -1,21 +1,64 @@
-"""Commands and settings without the secrets in them."""
+"""Commands and settings without the secrets in them.
+
+Every value of an environment variable (``env_vars``) is left out, since no name says for certain that it holds no secret, and so is who a
+URL logs in as.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 REDACTED = "<redacted>"
-SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
+ENV_VARS = "env_vars"
+LOGIN = re.compile(r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]*://)[^/\s\"'<>]*@")  # https://user:password@, https://token@
+
+
+def redact_text(text: str) -> str:
+    """Return a text without the user and password of the URLs in it."""
+    return LOGIN.sub(rf"\g<scheme>{REDACTED}@", text) if "://" in text else text
+
+
+def redact_secrets(value: Any, parent: str = "") -> Any:
+    """Return nested settings without the values of environment variables and the logins of URLs."""
+    if isinstance(value, Mapping):
+        return {key: redact_secrets(inner, parent if parent == ENV_VARS else str(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact_secrets(inner, parent) for inner in value]
+    if parent == ENV_VARS:
+        return value if value is None else REDACTED
+    return redact_text(value) if isinstance(value, str) else value
+
+
+def redact_yaml(text: str) -> str:
+    """Return a configuration's text without the values of environment variables and the logins of URLs."""
+    lines: list[str] = []
+    section, names = -1, cast("int | None", None)  # indentation of env_vars and of the names in it, while its lines last
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        key, colon, value = line.partition(":")
+        if line.strip() and indent <= section:
+            section, names = -1, None
+        if section >= 0 and line.strip():
+            names = indent if names is None else names
+            line = f"{key}: {REDACTED}" if colon and indent == names else f"{' ' * indent}{REDACTED}"
+        elif key.strip(" -\"'") == ENV_VARS and value.strip() in ("", "{}", "null"):
+            section = indent
+        elif ENV_VARS in line:  # in braces, which may go on over lines
+            section, names = indent, -1
+            line = f"{line.partition(ENV_VARS)[0]}{ENV_VARS}: {REDACTED}"
+        lines.append(redact_text(line))
+    return "\n".join(lines)
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the words of a command without the values of environment variables (``env_vars``) whose names say that they are secret."""
+    """Return the words of a command without the values of environment variables and the logins of URLs."""
     split = [argument.partition("=") for argument in arguments]
     return [
-        f"{key}={REDACTED}" if "env_vars" in key and (SECRET.search(key) or SECRET.search(value)) else f"{key}{equals}{value}"
+        f"{key}={REDACTED}" if equals and ENV_VARS in f"{key}{value}" else redact_text(f"{key}{equals}{value}")
         for key, equals, value in split
     ]
 

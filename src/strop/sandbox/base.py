@@ -65,6 +65,10 @@ class SandboxError(RuntimeError):
     """The sandbox itself failed; no fault of a program. The message says what to do."""
 
 
+class SandboxFull(SandboxError):
+    """As many interpreters are open as may be; one that closes makes room."""
+
+
 class SandboxSession(Protocol):
     """An interpreter that keeps its variables and files from one call to the next."""
 

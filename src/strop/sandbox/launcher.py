@@ -45,6 +45,8 @@ _NAMESPACES = (
 class WorkerDied(Exception):
     """The worker's process is gone, or does not answer."""
 
+    lost_state = False  # an interpreter with variables of earlier calls
+
 
 class SandboxWorker:
     """A worker process and the channel to it. One call at a time."""

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
+from strop.safety.redaction import redact_text
 from strop.sandbox.base import ExitReason, Limits, Program, RunResult, SandboxError
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ QUIET_S = 10.0  # after which waiting for a service is worth a warning
 RETRY_S = 60.0  # how long a request is tried again where all services are busy or dead
 PAUSE_S = 10.0  # how long a service that could not be reached is left out
 GRACE_S = 60.0  # for a request to wait in the service, and for a compiler, after the program's limit
-LOST = "the interpreter was lost with its service; it begins anew"
+LOST = "an interpreter was lost with its service, and its variables with it; set up more than one address in sandbox.url to start others"
 DEFAULT_LIMITS = Limits()
 
 
@@ -45,7 +46,7 @@ class RemoteSandbox:
     """A sandbox behind one HTTP service or several, which share the load."""
 
     def __init__(self, urls: Sequence[str], api_key: str | None = None) -> None:
-        self.urls = tuple(url.rstrip("/") for url in urls)
+        self.urls = tuple(redact_text(url.rstrip("/")) for url in urls)  # a login in it has no use, and they stand in messages
         self._key = api_key or os.environ.get(API_KEY_VARIABLE, "")
         if not self._key:
             raise SandboxError(
@@ -129,7 +130,7 @@ class RemoteSandbox:
 
 
 class RemoteSession:
-    """An interpreter in a service. It begins anew, perhaps elsewhere, where its service was lost."""
+    """An interpreter in a service. Where that was lost a call fails, and the next one begins a new interpreter, perhaps elsewhere."""
 
     def __init__(self, sandbox: RemoteSandbox, language: str, limits: Limits) -> None:
         self._sandbox, self._limits, self._language = sandbox, limits, language
@@ -145,9 +146,9 @@ class RemoteSession:
         try:
             call = {"source": source, "wall_s": wall}
             return read_result(await self._sandbox.call(url, "POST", f"/v1/sessions/{name}/run", call, wall + GRACE_S))
-        except (Unavailable, SessionGone):
+        except (Unavailable, SessionGone) as error:
             self._place = None
-            return RunResult(reason=ExitReason.SIGNAL, exit_code=-9, stderr=LOST)
+            raise SandboxError(LOST) from error
 
     async def end(self) -> None:
         place, self._place = self._place, None

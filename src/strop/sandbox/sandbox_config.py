@@ -29,6 +29,11 @@ class SandboxConfig(BaseConfig):
     )
     workers: int | None = Field(None, ge=1, description="Programs at a time in each process; null is the number of processors.")
     sessions: int = Field(256, ge=1, description="Open interpreters (the python tool) at a time in each process.")
+    memory_mb: int | None = Field(
+        None,
+        ge=1,
+        description="Memory that open interpreters may hold together between their calls; null is half of the machine's (MB).",
+    )
     site_packages: bool = Field(
         False, description="Whether Python programs may import the packages that are installed beside Strop, such as numpy."
     )

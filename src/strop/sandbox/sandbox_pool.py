@@ -19,7 +19,9 @@ from queue import Empty, LifoQueue
 from typing import Any
 
 from strop.base_config import validate_section
-from strop.sandbox.base import ExitReason, Limits, Program, RunResult, Sandbox, SandboxError
+from strop.hardware.machine_memory import total_memory
+from strop.safety.redaction import redact_text
+from strop.sandbox.base import ExitReason, Limits, Program, RunResult, Sandbox, SandboxError, SandboxFull
 from strop.sandbox.launcher import LANGUAGES, PACKAGES, SandboxWorker, WorkerDied, check_level, find_commands
 from strop.sandbox.sandbox_config import SandboxConfig, SandboxLevel
 
@@ -52,7 +54,7 @@ async def try_sandbox() -> str:
         raise SandboxError(
             f"the sandbox does not run Python: {result.stderr.strip()[-500:] or result.reason}; see strop sandbox check"
         )
-    where = ", ".join(config.url) if config.url else f"in the sandbox of this machine, sandbox.level={config.level}"
+    where = redact_text(", ".join(config.url)) if config.url else f"in the sandbox of this machine, sandbox.level={config.level}"
     return f"programs of the policy run {'at ' if config.url else ''}{where}{'' if config.url else WEAKNESSES[config.level]}"
 
 
@@ -79,6 +81,8 @@ class SandboxPool:
         self._lock = threading.Lock()
         self._busy: set[SandboxWorker] = set()
         self._open_sessions = 0
+        self._sessions: set[PoolSession] = set()
+        self.memory_mb = config.memory_mb or (total_memory() >> 21) or 32_768  # MB of open interpreters together
         self._closed = False
         atexit.register(self._close)
 
@@ -101,16 +105,19 @@ class SandboxPool:
         self._check(language, limits, {})
         with self._lock:
             if self._open_sessions >= self.config.sessions:
-                raise SandboxError(
+                raise SandboxFull(
                     f"{self._open_sessions} interpreters are open, as many as sandbox.sessions allows; set it higher"
                 )
             self._open_sessions += 1
         session = PoolSession(self, limits)
+        with self._lock:
+            self._sessions.add(session)
         try:
             yield session
         finally:
             with self._lock:
                 self._open_sessions -= 1
+                self._sessions.discard(session)
             await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._session_threads, session.end))
 
     async def close(self) -> None:
@@ -147,6 +154,22 @@ class SandboxPool:
         for name in files:
             if name.startswith("/") or not name.strip() or ".." in PurePosixPath(name).parts or "\0" in name:
                 raise ValueError(f"the file {name!r:.100} is not inside the program's folder; write a relative path without ..")
+
+    def bound_memory(self) -> None:
+        """End the largest interpreters while those that wait for a call hold more than all may together."""
+        with self._lock:
+            held = sorted(self._sessions, key=lambda session: session.held, reverse=True)
+        total = sum(session.held for session in held)
+        for session in held:
+            if total <= self.memory_mb << 20:
+                return
+            size = session.held
+            why = (
+                f"the open interpreters held {total >> 20} MB together, more than sandbox.memory_mb = {self.memory_mb}; the largest, with "
+                f"{size >> 20} MB, was ended. Raise sandbox.memory_mb, or lower the memory_mb of the tool"
+            )
+            if session.give_up(why):
+                total -= size
 
     # --- in a thread of the pool --------------------------------------------------------------------------------------------
 
@@ -207,35 +230,67 @@ class PoolSession:
         self._pool, self._limits = pool, limits
         self._worker: SandboxWorker | None = None
         self._running = threading.Lock()
+        self.held = 0  # bytes, when its last call had ended
+        self._given_up = ""  # why it was ended between two calls
 
     async def run(self, source: str, *, wall_s: float | None = None) -> RunResult:
         return await asyncio.get_running_loop().run_in_executor(self._pool._session_threads, self._run, source, wall_s)
 
     def _run(self, source: str, wall_s: float | None) -> RunResult:
-        wall = self._limits.wall_s if wall_s is None else wall_s
+        result = self._run_alone(source, self._limits.wall_s if wall_s is None else wall_s)
+        self._pool.bound_memory()
+        return result
+
+    def _run_alone(self, source: str, wall: float) -> RunResult:
         with self._running:
-            new = self._worker is None
-            worker = self._worker or self._pool.take()
-            request: dict[str, Any] = {"source": source, "wall_s": wall}
-            limits = asdict(self._limits)
-            if new:
-                request |= {"language": "python", "stdin": "", "files": {}, "limits": limits, "session": True}
+            if self._given_up:
+                raise SandboxError(self._given_up)
             try:
-                result, alive = call_session(worker, request, limits, wall + GRACE_S)
-            except WorkerDied:
-                self._worker = None
-                self._pool.drop(worker)
-                if new:
-                    raise SandboxError("the worker of an interpreter died before its first call") from None
-                return RunResult(reason=ExitReason.SIGNAL, exit_code=-9, stderr="the interpreter's process died; it begins anew")
-            except BaseException:
-                self._worker = None
-                self._pool.drop(worker)
-                raise
-            self._worker = worker if alive else None
-            if not alive:
-                self._pool.give(worker)
-            return result
+                return self._call(source, wall)
+            except WorkerDied as error:
+                if error.lost_state:
+                    raise SandboxError(
+                        f"an interpreter was ended from outside ({error}), and its variables with it: is the machine out of memory?"
+                    ) from error
+            try:  # it had no variables yet: once more with another
+                return self._call(source, wall)
+            except WorkerDied as error:
+                raise SandboxError(
+                    f"two workers of the sandbox died, one after the other ({error}): is the machine out of memory?"
+                ) from error
+
+    def _call(self, source: str, wall: float) -> RunResult:
+        new = self._worker is None
+        worker = self._worker or self._pool.take()
+        request: dict[str, Any] = {"source": source, "wall_s": wall}
+        limits = asdict(self._limits)
+        if new:
+            request |= {"language": "python", "stdin": "", "files": {}, "limits": limits, "session": True}
+        try:
+            result, held = call_session(worker, request, limits, wall + GRACE_S)
+        except BaseException as error:
+            self._worker = None
+            self._pool.drop(worker)
+            if isinstance(error, WorkerDied):
+                error.lost_state = not new
+            raise
+        self._worker = None if held is None else worker
+        self.held = held or 0
+        if held is None:
+            self._pool.give(worker)
+        return result
+
+    def give_up(self, why: str) -> bool:
+        """End the interpreter, unless a call runs in it. The next call is an error that says why."""
+        if not self._running.acquire(blocking=False):
+            return False
+        try:
+            worker, self._worker, self.held, self._given_up = self._worker, None, 0, why
+        finally:
+            self._running.release()
+        if worker is not None:
+            self._pool.drop(worker)
+        return True
 
     def end(self) -> None:
         """Close the interpreter."""
@@ -258,8 +313,8 @@ def call_worker(worker: SandboxWorker, request: Mapping[str, Any], limits: Mappi
 
 def call_session(
     worker: SandboxWorker, request: Mapping[str, Any], limits: Mapping[str, Any], timeout_s: float
-) -> tuple[RunResult, bool]:
-    """Return the result of a call, and whether its interpreter lives on."""
+) -> tuple[RunResult, int | None]:
+    """Return the result of a call, and the bytes that its interpreter holds; None if it does not live on."""
     kills = 0
     if worker.cgroup is not None:
         compiles = request.get("language") in ("c", "cpp")
@@ -269,9 +324,9 @@ def call_session(
     out_of_memory = worker.cgroup is not None and worker.cgroup.count_kills() > kills
     if "died" in answer:
         reason = ExitReason.MEMORY if out_of_memory else ExitReason.SIGNAL
-        return RunResult(reason=reason, exit_code=-9, stderr="the process that supervises the program died"), False
-    alive = answer.pop("alive", False)
+        return RunResult(reason=reason, exit_code=-9, stderr="the process that supervises the program died"), None
+    alive, held = answer.pop("alive", False), answer.pop("held", 0)
     reason = ExitReason(answer.pop("reason"))
     if out_of_memory and reason in (ExitReason.SIGNAL, ExitReason.EXIT):
         reason = ExitReason.MEMORY
-    return RunResult(reason=reason, **answer), alive
+    return RunResult(reason=reason, **answer), held if alive else None

@@ -13,7 +13,6 @@ again), 500 the sandbox failed.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import secrets
 import signal
 import time
@@ -24,7 +23,9 @@ from typing import Any
 
 from aiohttp import web
 
-from strop.sandbox.base import Limits, Program, RunResult, SandboxError, SandboxSession
+from strop.safety.http_requests import BODY_SECONDS, read_json_body, refuse_request
+from strop.safety.site_guard import is_key
+from strop.sandbox.base import Limits, Program, RunResult, SandboxError, SandboxFull, SandboxSession
 from strop.sandbox.sandbox_pool import SandboxPool
 
 SESSION_IDLE_S = 900.0  # after which a session that nobody calls is closed
@@ -80,22 +81,25 @@ class SandboxServer:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path != "/health" and not self._has_key(request):
-            return _error(401, "the key is missing or wrong: send it as Authorization: Bearer KEY")
+        if request.path != "/health":
+            if not is_key(request.headers.get("Authorization", "").removeprefix("Bearer "), self.options.api_key):
+                return _error(401, "the key is missing or wrong: send it as Authorization: Bearer KEY")
+            if (refused := refuse_request(request, self.options.host, has_key=True, kinds=None)) is not None:
+                return _error(*refused)
         try:
             return await handler(request)
+        except TimeoutError:
+            return _error(408, f"the request did not arrive within {BODY_SECONDS:g} s")
         except web.HTTPRequestEntityTooLarge:
             return _error(413, f"the request is larger than {self.options.max_request_mb} MiB")
         except web.HTTPException as error:
             return _error(error.status, error.reason)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             return _error(422, f"{error}")
+        except SandboxFull as error:
+            return _error(503, str(error))
         except SandboxError as error:
             return _error(500, str(error))
-
-    def _has_key(self, request: web.Request) -> bool:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self.options.api_key.encode())
 
     async def health(self, request: web.Request) -> web.Response:
         counts = {"pending": self.pending, "sessions": len(self.sessions)}
@@ -195,7 +199,7 @@ async def serve_sandbox(pool: SandboxPool, options: ServerOptions, started: Call
 
 
 async def _read_body(request: web.Request) -> dict[str, Any]:
-    body = await request.json()
+    body = await read_json_body(request)
     if not isinstance(body, dict):
         raise ValueError("the request must be a JSON object")
     return body

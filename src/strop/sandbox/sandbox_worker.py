@@ -169,7 +169,7 @@ class Job:
 
     def _mount(self) -> None:
         extra = sum(
-            len(text.encode()) for text in [self.request["source"], self.request["stdin"], *self.request["files"].values()]
+            len(_encode(text)) for text in [self.request["source"], self.request["stdin"], *self.request["files"].values()]
         )
         size = (self.limits["disk_mb"] << 20) + extra + (1 << 16)
         _mount("none", "/", None, _RECURSIVE | _PRIVATE, "")
@@ -282,7 +282,7 @@ def _run_session(job: Job) -> None:
         alive = process.alive
         if not alive:
             job.close()
-        _send(job.channel, {**outcome.reply(), "alive": alive})
+        _send(job.channel, {**outcome.reply(), "alive": alive, "held": job.measure().memory if alive else 0})
         if not alive:
             return
         job.signal_all(signal.SIGSTOP)  # between calls, nothing of it runs
@@ -325,7 +325,7 @@ class Process:
 
     def call(self, source: str, wall_s: float) -> ProcessOutcome:
         """Let the interpreter of a session run ``source``."""
-        text = source.encode()
+        text = _encode(source)
         before = self.job.measure().cpu_s
         try:
             _write_all(self.commands[1], struct.pack("<I", len(text)) + text, time.monotonic() + wall_s)
@@ -477,14 +477,14 @@ def _write_program(request: dict[str, Any]) -> None:
     for name, text in {**request["files"], SOURCES[request["language"]]: request["source"]}.items():
         path = Path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
+        path.write_text(text, encoding="utf-8", errors="surrogatepass", newline="")
 
 
 def _open_stdin(text: str) -> None:
     if not text:
         return
     path = Path(".stdin")
-    path.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
+    path.write_text(text, encoding="utf-8", errors="surrogatepass", newline="")
     os.dup2(os.open(path, os.O_RDONLY), 0)
     path.unlink()
     os.closerange(3, 16)
@@ -494,7 +494,7 @@ def _set_limits(limits: dict[str, Any], settings: WorkerSettings, *, session: bo
     """Limits by the kernel. Those of all processes together are the job's to measure; these stop a single one sooner."""
     seconds = max(1, int(limits["cpu_s"] + 0.999))
     values = {
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # with 0 the kernel would still start a handler that core_pattern pipes to, as root
         resource.RLIMIT_NOFILE: limits["open_files"],
         resource.RLIMIT_FSIZE: limits["file_mb"] << 20,
         resource.RLIMIT_NPROC: limits["processes"] + (0 if settings.switches_user else 2),  # the worker and the job count too
@@ -542,7 +542,7 @@ def _serve_session() -> NoReturn:
             text += commands.read(size - len(text))
         count += 1
         with _outcome_of_code() as box:
-            _run_cell(text.decode(), f"<call {count}>", module)
+            _run_cell(text.decode("utf-8", "surrogatepass"), f"<call {count}>", module)
         _flush()
         os.write(answers, struct.pack("<i", box[0]))
     os._exit(0)
@@ -602,6 +602,11 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str)
     name = kind.encode() if kind else None
     if _libc.mount(source.encode(), target.encode(), name, ctypes.c_ulong(flags), options.encode()):
         raise OSError(ctypes.get_errno(), f"mount of {target}")
+
+
+def _encode(text: str) -> bytes:
+    """Return a text as UTF-8. A lone surrogate, which JSON can carry, is for the program to stumble over."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _write_file(folder: int, name: str, text: str) -> None:

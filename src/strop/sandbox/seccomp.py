@@ -36,7 +36,8 @@ _AARCH64 = {
 _ARCHITECTURES = {"x86_64": (0xC000003E, _X86_64), "aarch64": (0xC00000B7, _AARCH64)}  # the kernel's AUDIT_ARCH numbers
 
 # Denied to programs: tracing others, mounts and namespaces, sockets (a pair of connected ones is allowed), memory that no limit counts
-# (memfd, System V), and interfaces to the kernel that had many holes. The third row of numbers is the same on both architectures.
+# (memfd, System V), what the whole machine shares (contexts of asynchronous I/O, unwritten data, watches on what is opened, cached files),
+# and interfaces to the kernel that had many holes. The third row of numbers is the same on both architectures.
 _X86_64_DENIED = {
     "shmget": 29, "shmat": 30, "socket": 41, "semget": 64, "msgget": 68, "ptrace": 101, "syslog": 103, "personality": 135,
     "vhangup": 153, "modify_ldt": 154, "pivot_root": 155, "adjtimex": 159, "chroot": 161, "acct": 163, "settimeofday": 164,
@@ -46,7 +47,9 @@ _X86_64_DENIED = {
     "request_key": 249, "keyctl": 250, "migrate_pages": 256, "unshare": 272, "move_pages": 279, "perf_event_open": 298,
     "fanotify_init": 300, "name_to_handle_at": 303, "open_by_handle_at": 304, "clock_adjtime": 305, "setns": 308,
     "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "finit_module": 313, "memfd_create": 319,
-    "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
+    "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323, "sync": 162, "syncfs": 306, "io_setup": 206, "io_destroy": 207,
+    "io_getevents": 208, "io_submit": 209, "io_cancel": 210, "io_pgetevents": 333, "inotify_init": 253, "inotify_init1": 294,
+    "inotify_add_watch": 254, "fadvise64": 221,
 }  # fmt: skip
 _AARCH64_DENIED = {
     "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "vhangup": 58, "quotactl": 60, "acct": 89, "personality": 92,
@@ -57,6 +60,8 @@ _AARCH64_DENIED = {
     "migrate_pages": 238, "move_pages": 239, "perf_event_open": 241, "fanotify_init": 262, "name_to_handle_at": 264,
     "open_by_handle_at": 265, "clock_adjtime": 266, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271,
     "kcmp": 272, "finit_module": 273, "memfd_create": 279, "bpf": 280, "userfaultfd": 282, "kexec_file_load": 294,
+    "sync": 81, "syncfs": 267, "io_setup": 0, "io_destroy": 1, "io_submit": 2, "io_cancel": 3, "io_getevents": 4,
+    "io_pgetevents": 292, "inotify_init1": 26, "inotify_add_watch": 27, "fadvise64": 223,
 }  # fmt: skip
 _BOTH_DENIED = {
     "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429, "fsopen": 430,
@@ -64,12 +69,13 @@ _BOTH_DENIED = {
     "quotactl_fd": 443, "memfd_secret": 447,
 }  # fmt: skip
 _PROGRAMS = {  # calls whose arguments matter, and what is denied
-    "x86_64": ({"ioctl": 16, "clone": 56, "prlimit64": 302}, _X86_64_DENIED),
-    "aarch64": ({"ioctl": 29, "clone": 220, "prlimit64": 261}, _AARCH64_DENIED),
+    "x86_64": ({"ioctl": 16, "clone": 56, "prlimit64": 302, "socketpair": 53}, _X86_64_DENIED),
+    "aarch64": ({"ioctl": 29, "clone": 220, "prlimit64": 261, "socketpair": 199}, _AARCH64_DENIED),
 }
 _NEWEST = 450  # the last call that was considered; x86-64's x32 calls have far higher numbers
 _CLONE3 = 435  # its flags are in memory, where a filter cannot look; the C library falls back to clone
 _NEW_NAMESPACE = 0x7E020080  # the flags of clone that make one
+_UNIX_SOCKET = 1  # the family of a pair; another one is made before it is refused, and loads a module of the kernel
 _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX, which type into a terminal
 
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # classic BPF: load a word, jump if equal, if any bit, return
@@ -120,6 +126,7 @@ def build_program_filter() -> bytes:
         code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _DENY)]
     code += _check_argument(checked["clone"], 0, (_ANY_BIT, 0, 1, _NEW_NAMESPACE), (_RETURN, 0, 0, _DENY))
     code += _check_argument(checked["prlimit64"], 0, (_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _DENY))  # of other processes
+    code += _check_argument(checked["socketpair"], 0, (_EQUAL, 1, 0, _UNIX_SOCKET), (_RETURN, 0, 0, _DENY))
     for request in _TERMINAL_INPUT:
         code += _check_argument(checked["ioctl"], 1, (_EQUAL, 0, 1, request), (_RETURN, 0, 0, _DENY))
     code.append((_RETURN, 0, 0, _ALLOW))

@@ -1,23 +1,20 @@
 """Who may ask the view: whoever has its token, from this server's own page, by the address that it serves.
 
 The page shows what a model wrote and what a run was configured with, and it listens where every program and every web page on the machine
-can send requests. So each request must
-- name the address that is served in its Host header: a name of an attacker that resolves to this machine (DNS rebinding) does not;
-- not come from another site, as a browser says by ``Sec-Fetch-Site`` and ``Origin``; another port of this machine is another site;
-- carry the token: in the cookie that the printed address sets, or as ``Authorization: Bearer``.
+can send requests. So each request must pass what every server of Strop asks (``strop.safety.site_guard``), and carry the token: in the
+cookie that the printed address sets, or as ``Authorization: Bearer``.
 """
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import json
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qs
+
+from strop.safety.site_guard import SiteGuard, is_key, refuse_content_type
 
 READING = ("GET", "HEAD")
 CHANGING = ("PUT",)
@@ -39,12 +36,10 @@ LONGEST_BODY = 64 * 1024  # bytes; a star with its note is far shorter
 
 
 @dataclass(frozen=True)
-class AccessGuard:
+class AccessGuard(SiteGuard):
     """Decides over requests. ``token`` None lets in whoever reaches the address."""
 
     token: str | None = field(repr=False)
-    host: str
-    port: int
 
     @property
     def cookie_name(self) -> str:
@@ -55,10 +50,12 @@ class AccessGuard:
         """Return the status and the reason why a request is refused; None: it is answered. Header names are in lower case."""
         if method not in (*READING, *CHANGING):
             return 405, f"{method} is not answered; the view knows GET and PUT"
-        if not self._serves(headers.get("host", "")):
-            return 421, "this address is not served: open the one that `strop view` printed (its Host header differs)"
-        if (reason := self._refuse_other_sites(method, path, headers)) is not None:
-            return 403, reason
+        opens_page = method in READING and path == "/" and headers.get("sec-fetch-mode", "navigate") == "navigate"
+        refused = self.refuse_host(headers) or self.refuse_origin(headers, opens_page=opens_page)
+        if refused is None and method in CHANGING:
+            refused = self._refuse_change(headers)
+        if refused is not None:
+            return refused
         if not self.knows(headers) and not self.enters(method, path, query):
             return 401, NO_TOKEN
         return None
@@ -78,7 +75,7 @@ class AccessGuard:
         return f"{self.cookie_name}={self.token}; Path=/; HttpOnly; SameSite=Strict"
 
     def _is_token(self, given: str) -> bool:
-        return self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
+        return self.token is not None and is_key(given, self.token)
 
     def _read_cookie(self, headers: Mapping[str, str]) -> str:
         try:
@@ -87,30 +84,10 @@ class AccessGuard:
             return ""
         return "" if found is None else found.value
 
-    def _serves(self, host: str) -> bool:
-        """Return whether a Host header names this server. An address in numbers cannot be rebound, so any is right where all are served."""
-        name, port = _split_host(host)
-        if port != self.port:
-            return False
-        if name in {"127.0.0.1", "localhost", "::1"} or name == self.host.lower():
-            return True
-        if not _is_unspecified(self.host):
-            return False
-        return _is_address(name) or name in (socket.gethostname().lower(), socket.getfqdn().lower())
-
-    def _refuse_other_sites(self, method: str, path: str, headers: Mapping[str, str]) -> str | None:
-        site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-        opens_page = method in READING and path == "/" and headers.get("sec-fetch-mode", "navigate") == "navigate"
-        if site not in (None, "same-origin", "none") and not opens_page:
-            return "the request comes from another site; only the view's own page may send it"
-        if origin is not None and origin.lower() != f"http://{headers.get('host', '').lower()}":
-            return "the request comes from another origin; only the view's own page may send it"
-        if method in CHANGING:
-            if site is None and origin is None and "authorization" not in headers:
-                return "a change must come from the view's own page, or with Authorization: Bearer TOKEN"
-            if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-                return "a change must be sent as application/json"
-        return None
+    def _refuse_change(self, headers: Mapping[str, str]) -> tuple[int, str] | None:
+        if not {"sec-fetch-site", "origin", "authorization"} & headers.keys():
+            return 403, "a change must come from the view's own page, or with Authorization: Bearer TOKEN"
+        return None if refuse_content_type(headers) is None else (403, "a change must be sent as application/json")
 
 
 class GuardedApp:
@@ -180,23 +157,3 @@ def _read_token(query: str) -> str:
 
 def _digits(text: str) -> str:
     return text if text.isdecimal() and len(text) < 16 else str(LONGEST_BODY + 1)
-
-
-def _split_host(host: str) -> tuple[str, int]:
-    """Split a Host header; the port of one without is 80."""
-    name, colon, port = host.rpartition(":")
-    if not colon or host.endswith("]"):
-        name, port = host, "80"
-    return name.lower().removeprefix("[").removesuffix("]"), int(port) if port.isdecimal() and len(port) < 6 else -1
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_unspecified(host: str) -> bool:
-    return _is_address(host) and ipaddress.ip_address(host).is_unspecified

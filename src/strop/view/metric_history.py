@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from strop.sampling import is_finite
 from strop.view.view_error import ViewError
 
 STEP_TIME = "timing/train/total_step_time"
@@ -119,9 +120,15 @@ class MetricHistory:
             values = json.loads(line)
             step = values.pop("step")
             values.pop("nonfinite", None)  # such a value is null
-            if type(step) is not int:
+            if type(step) is not int or abs(step) >= 2**63:
                 return
-        except (ValueError, TypeError, KeyError, AttributeError):  # something else changed the file; the other steps are shown
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ):  # something else changed the file; the other steps are shown
             return
         if self._steps and step == self._steps[-1]:
             place = len(self._steps) - 1
@@ -129,7 +136,7 @@ class MetricHistory:
             place = len(self._steps)
             self._steps.append(step)
         for name, value in values.items():
-            if value is None:
+            if value is None or (type(value) is int and not is_finite(value)):
                 value = math.nan
             elif type(value) is not float and type(value) is not int:
                 continue
@@ -146,7 +153,7 @@ def _last_step(lines: Sequence[bytes]) -> int:
     for line in reversed(lines):
         try:
             return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
     return 0
 

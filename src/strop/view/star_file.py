@@ -43,7 +43,7 @@ def read_stars(folder: Path) -> dict[Key, Star]:
         return {}
     stars: dict[Key, Star] = {}
     for line in lines:
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             values = json.loads(line)
             step, group, sample = (int(values[name]) for name in ("step", "group", "sample"))
             star = Star(step, group, sample, str(values.get("note", "")), bool(values.get("validation")))

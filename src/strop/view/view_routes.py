@@ -90,7 +90,7 @@ class ViewRoutes:
                 run.describe()
                 run.metrics.names()
                 self.browsers(run)[0].prepare(RolloutFilter())
-            except (ViewError, OSError, ValueError) as error:  # whoever asks for it is told
+            except Exception as error:  # whoever asks for it is told
                 log.info("%s: %s", run.folder, error)
 
     def run(self, request: Request) -> ViewedRun:
@@ -116,6 +116,9 @@ class ViewRoutes:
                 described.append(clean_json(run.describe()))
             except OSError:  # removed meanwhile
                 continue
+            except Exception as error:  # one run that cannot be read hides no other
+                log.exception("%s cannot be described", run.folder)
+                described.append(run.describe_unread(error))
         return described
 
     def metrics(self, request: Request) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,7 @@ from strop.monitoring.rollout_store.validation_samples import ValidationSamples
 from strop.monitoring.trackers.jsonl import METRICS_FILE
 from strop.monitoring.watchdog.doctor import ALIVE, find_verdict
 from strop.monitoring.watchdog.status import Status, read_status
-from strop.safety.redaction import REDACTED, SECRET
+from strop.safety.redaction import redact_arguments, redact_secrets, redact_yaml
 from strop.view.metric_history import MetricHistory
 from strop.view.view_error import ViewError
 
@@ -57,7 +56,7 @@ class ViewedRun:
         """Read status.json; None if there is none. Raises ViewError for a file of another version or a half-written one."""
         try:
             return read_status(self.folder)
-        except (ValueError, OSError, AttributeError) as error:
+        except (ValueError, OSError, AttributeError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise ViewError(f"status.json cannot be read: {str(error)[:300]}", 422) from None
 
     def is_live(self) -> bool:
@@ -75,7 +74,7 @@ class ViewedRun:
         files = [self.folder / HISTORY_FILE, self.folder / CONFIG_FILE]
         stamp = tuple(int((_changed(file) or 0) * 1e6) for file in files)
         if self._config[0] != stamp:
-            self._config = (stamp, _hide_secrets(self._read_config()))
+            self._config = (stamp, redact_secrets(self._read_config()))
         return self._config[1]
 
     def _read_config(self) -> Mapping[str, Any]:
@@ -96,7 +95,7 @@ class ViewedRun:
             text = (self.folder / CONFIG_FILE).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
-        return "\n".join(_hide_secret_line(line) for line in text.split("\n"))
+        return redact_yaml(text)
 
     def kind(self) -> str:
         """Return the command that the run was started with: grpo, sft, ..."""
@@ -130,6 +129,15 @@ class ViewedRun:
             "steps_with_rollouts": [steps[0], steps[-1], len(steps)] if steps else None,
             "validations": self.validation_steps(),
         }
+
+    def describe_unread(self, error: Exception) -> dict[str, Any]:
+        """Return what the list of runs says of one whose files cannot be read."""
+        nothing = dict.fromkeys(("kind", "algorithm"), "") | dict.fromkeys(
+            ("model", "seed", "max_steps", "started", "steps_with_rollouts")
+        )
+        why = f"unreadable ({type(error).__name__}: {str(error)[:200]})"
+        about = {"id": self.id, "name": self.name, "folder": str(self.folder), "live": False, "state": why, "step": 0}
+        return {**nothing, **about, "updated": self.updated, "has_rollouts": False, "validations": []}
 
     def _config_or_nothing(self) -> Mapping[str, Any]:
         try:
@@ -169,7 +177,7 @@ def _read_history(path: Path) -> dict[str, Any] | None:
         for line in lines[1:]:
             for key, (_, new) in (line.get("changed") or {}).items():
                 _set(config, key.split("."), new)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return None
     return config if isinstance(config, dict) else None
 
@@ -180,28 +188,8 @@ def _set(values: dict[str, Any], path: list[str], new: Any) -> None:
     values[path[-1]] = new
 
 
-def _hide_secrets(values: Any, inside: bool = False) -> Any:
-    """Return settings with the values of secret environment variables replaced."""
-    if not isinstance(values, dict):
-        return values
-    return {
-        name: REDACTED
-        if inside and SECRET.search(str(name)) and not isinstance(value, dict)
-        else _hide_secrets(value, inside or "env_vars" in str(name))
-        for name, value in values.items()
-    }
-
-
-def _hide_secret_line(line: str) -> str:
-    """Return a line of YAML without its value, if its key says that it is secret."""
-    match = re.fullmatch(r"(\s*[\"']?([A-Za-z0-9_]+)[\"']?:\s+)\S.*", line)
-    return f"{match[1]}{REDACTED}" if match and match[2].isupper() and SECRET.search(match[2]) else line
-
-
 def hide_secret_words(command: str) -> str:
     """Return a command without secrets."""
-    from strop.safety.redaction import redact_arguments
-
     try:
         return shlex.join(redact_arguments(shlex.split(command)))
     except ValueError:

@@ -385,3 +385,14 @@ def test_damaged_files_are_named_with_what_to_do_and_the_other_steps_are_shown(
     path[1].unlink()
     assert cli.main(["rollouts", str(folder)]) == 2
     assert f"error: {path[5]} cannot be read" in capsys.readouterr().err
+
+
+def test_a_configuration_that_cannot_be_read_leaves_the_rollouts_readable(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bomb = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))])
+    for text in (bomb, "policy: [", "[" * 10_000, "policy: 5", "\x00"):
+        (run / "config.yaml").write_text(text)
+        assert cli.main(["rollouts", str(run), "--html", str(tmp_path / "page.html")]) in (0, 2)
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err, said.err

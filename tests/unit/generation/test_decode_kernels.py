@@ -6,6 +6,7 @@ In bfloat16 a difference is one rounding at most: these processors' own products
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -250,3 +251,17 @@ def test_kernels_that_compute_something_else_are_left_out_with_a_warning(
     runner.prefill([SlotPrompt(0, (5, 6, 7))])
     assert torch.allclose(runner.decode([7], [3]).log_softmax(-1), right[0, 0], atol=1e-4)
     runner.deactivate()
+
+
+def test_a_library_of_another_user_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_library: None) -> None:
+    def build_theirs(compiler: str, path: Path) -> None:
+        path.parent.mkdir()
+        path.write_bytes(b"theirs")
+        if os.getuid() == 0:
+            os.chown(path, 777, 777)
+
+    monkeypatch.setattr(decode_kernels, "_build", build_theirs)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(KernelsUnavailable, match=r"belongs to user \d+, whose code would run here; remove it"):
+        load_kernels()

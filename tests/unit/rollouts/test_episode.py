@@ -459,3 +459,103 @@ def test_a_penalised_rollout_has_the_reward_that_zero_is_scaled_to_also_in_a_gro
     assert penalized == {"1": 0.0, "2": 1.0, "11": 0.0}
     rewards = {rollout.text: rollout.reward for rollout in group.rollouts}
     assert rewards["2"] == -1.0 and rewards["1"] > -1.0 and rewards["11"] > -1.0
+
+
+def cancel_own_task() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+
+
+async def cancel_and_wait() -> None:
+    cancel_own_task()
+    await asyncio.sleep(5)
+
+
+async def cancel_all_others() -> None:
+    for task in asyncio.all_tasks():
+        if task.get_name().startswith("neighbour"):
+            task.cancel()
+    cancel_own_task()
+    await asyncio.sleep(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cancelling(Talk):
+    """Cancels the task that it runs in, in the method that is named."""
+
+    where: str = ""
+    how: Any = cancel_and_wait
+
+    async def respond(self, task: Task, rollout: Rollout) -> Messages | None:
+        if self.where == "respond":
+            await self.how()
+        return None
+
+    @reward()
+    async def odd(self, task: Task, rollout: Rollout) -> float:
+        if self.where == "reward" and rollout.sample == 1:
+            await self.how()
+        if self.where == "reward, at once" and rollout.sample == 1:
+            cancel_own_task()
+        return 1.0
+
+    @reward(group=True)
+    async def group(self, task: Task, rollouts: Sequence[Rollout]) -> list[float]:
+        if self.where == "group":
+            await self.how()
+        return [0.0] * len(rollouts)
+
+
+@pytest.mark.parametrize("where", ["respond", "reward", "reward, at once", "group"])
+@pytest.mark.parametrize("how", [cancel_and_wait, cancel_all_others])
+def test_code_that_cancels_its_own_task_fails_its_rollout_and_no_other(where: str, how: Any) -> None:
+    """What libraries do whose timeouts go wrong: nothing of the run is cancelled by it."""
+
+    async def work() -> Group:
+        group = asyncio.ensure_future(
+            run_group(
+                0, "a", Cancelling(where=where, how=how), TASK, samples=3, seed=3, generator=says("12", "34", "56"), template=TEMPLATE,
+                sampling=Sampling(max_new_tokens=20), rules=EpisodeRules(max_length=200),
+            )
+        )  # fmt: skip
+        return await asyncio.wait_for(group, 20)
+
+    group = asyncio.run(work())
+    failed = [rollout.error is not None for rollout in group.rollouts]
+    assert failed == ([False, True, False] if where.startswith("reward") else [True] * 3), [each.error for each in group.rollouts]
+    assert all("Cancelled" in rollout.error for rollout in group.rollouts if rollout.error)
+
+
+def test_a_cancellation_from_outside_ends_an_episode_and_what_it_waits_for() -> None:
+    async def work() -> list[str]:
+        environment = Cancelling(where="respond", how=lambda: asyncio.sleep(30))
+        episode = asyncio.ensure_future(
+            run_episode(
+                environment, TASK, 1, 3, generator=says("12"), template=TEMPLATE, sampling=Sampling(max_new_tokens=20),
+                rules=EpisodeRules(max_length=200),
+            )
+        )  # fmt: skip
+        await asyncio.sleep(0.05)
+        episode.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await episode
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+        return environment.log
+
+    assert asyncio.run(work())[-1] == "exit"
+
+
+def test_a_reward_that_float32_cannot_hold_is_an_error_of_its_rollout() -> None:
+    for value, fails in ((1e308, True), (-1e31, True), (1e30, False), (0.0, False)):
+
+        @dataclass(frozen=True, kw_only=True)
+        class Large(Talk):
+            @reward()
+            def turns(self, task: Task, rollout: Rollout) -> float:
+                return value  # noqa: B023
+
+        found = play(Large(), says("12"))
+        assert (found.error is not None) == fails, (value, found.error)
+        assert not fails or "float32; keep rewards below 1e+30" in str(found.error)

@@ -394,3 +394,81 @@ def test_the_benchmark_leaves_nothing() -> None:
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert '"jobs": 24' in output
     assert "nothing is left" in output
+
+
+def test_an_interpreter_that_is_ended_from_outside_is_an_error_and_no_crash_of_its_program() -> None:
+    """The policy would be told of a crash that was none, and its variables would be gone: that costs the group, as everywhere."""
+
+    async def work(pool: SandboxPool) -> None:
+        async with pool.session(limits=LIMITS) as session:
+            for source in (None, "import time; time.sleep(20)"):
+                await session.run("x = 1")
+                running = asyncio.ensure_future(session.run("" if source is None else source))
+                await asyncio.sleep(0.3)
+                worker = session._worker
+                assert worker is not None
+                os.kill(worker.process.pid, signal.SIGKILL)
+                await asyncio.to_thread(worker.process.wait)
+                with pytest.raises(SandboxError, match="ended from outside"):
+                    await running
+                    for _ in range(100):  # the kernel ends what is in its namespace a moment later
+                        assert (await session.run("print(x)")).stdout == "1\n"
+                assert "NameError" in (await session.run("print(x)")).stderr, "it begins anew"
+
+    use(work)
+
+
+def test_a_lone_surrogate_is_for_the_program_to_stumble_over() -> None:
+    async def work(pool: SandboxPool) -> None:
+        odd = "\ud83d"
+        for program in (
+            Program(source=f"print(1)  # {odd}"),
+            Program(source="print(1)", stdin=odd),
+            Program(source="print(1)", files={"a": odd}),
+        ):
+            assert (await pool.run(program)).reason is ExitReason.EXIT
+        async with pool.session(limits=LIMITS) as session:
+            await session.run("x = 5")
+            assert "UnicodeEncodeError" in (await session.run(f"print('{odd}')")).stderr
+            assert (await session.run("print(x)")).stdout == "5\n", "its variables are kept"
+
+    use(work)
+
+
+def test_a_pair_of_unix_sockets_is_what_a_program_may_have() -> None:
+    found = run("import socket\na, b = socket.socketpair()\na.sendall(b'x')\nprint(b.recv(1))")
+    assert found.stdout == "b'x'\n"
+
+
+def test_an_interpreter_whose_idle_worker_had_died_begins_with_another() -> None:
+    async def work(pool: SandboxPool) -> None:
+        await pool.run(Program(source=""))
+        worker = pool._idle.get()
+        pool._idle.put(worker)
+        os.kill(worker.process.pid, signal.SIGKILL)
+        await asyncio.to_thread(worker.process.wait)
+        async with pool.session(limits=LIMITS) as session:
+            assert (await session.run("print(1)")).stdout == "1\n"
+
+    use(work, workers=1)
+
+
+def test_open_interpreters_hold_no_more_memory_together_than_is_configured() -> None:
+    async def work(pool: SandboxPool) -> None:
+        async with (
+            pool.session(limits=LIMITS) as small,
+            pool.session(limits=LIMITS) as large,
+            pool.session(limits=LIMITS) as last,
+        ):
+            await small.run("x = 1")
+            await large.run("kept = bytearray(60_000_000)")
+            assert (await large.run("len(kept)")).stdout == "60000000\n", "alone it may"
+            await last.run("kept = bytearray(50_000_000)")
+            with pytest.raises(
+                SandboxError, match=r"held \d+ MB together, more than sandbox.memory_mb = 100; the largest, with 6\d MB"
+            ):
+                await large.run("len(kept)")
+            assert (await small.run("x")).stdout == "1\n" and (await last.run("len(kept)")).stdout == "50000000\n"
+            assert sum(session.held for session in (small, large, last)) < 100 << 20
+
+    use(work, memory_mb=100)

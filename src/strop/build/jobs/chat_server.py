@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from strop.gateway.answer import Answer
-from strop.gateway.bad_request import format_error
+from strop.gateway.bad_request import BadRequest, format_error
 from strop.gateway.completion_request import CompletionRequest, RequestReader
 from strop.gateway.http_api import (
     MAX_BODY,
@@ -21,12 +21,14 @@ from strop.gateway.http_api import (
     check_key,
     list_models,
     open_stream,
+    read_beside,
     read_json,
     send_event,
 )
 from strop.gateway.streamed_text import StreamedText
 from strop.generation.base import Completion
 from strop.generation.torch.torch_engine import TorchEngine
+from strop.safety.http_requests import refuse_request
 from strop.sampling import mix_seed
 
 log = logging.getLogger(__name__)
@@ -39,9 +41,10 @@ class ChatServer:
     engine: TorchEngine
     reader: RequestReader
     api_key: str | None = None
+    host: str = "127.0.0.1"  # that it listens on
 
     def make_app(self) -> web.Application:
-        app = web.Application(middlewares=[answer_errors, self._check_key], client_max_size=MAX_BODY)
+        app = web.Application(middlewares=[answer_errors, self._check_sender], client_max_size=MAX_BODY)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._models)
@@ -50,9 +53,13 @@ class ChatServer:
         return app
 
     @web.middleware
-    async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self.api_key is not None and request.path != "/health":
+    async def _check_sender(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path == "/health":
+            return await handler(request)
+        if self.api_key is not None:
             check_key(bearer_key(request), self.api_key)
+        if (refused := refuse_request(request, self.host, has_key=self.api_key is not None)) is not None:
+            raise BadRequest(refused[1], status=refused[0])
         return await handler(request)
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -63,7 +70,7 @@ class ChatServer:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await read_json(request)
-        asked = self.reader.read(body, is_chat=request.path.endswith("/chat/completions"))
+        asked = await read_beside(request, lambda: self.reader.read(body, is_chat=request.path.endswith("/chat/completions")))
         answer = Answer(asked, model=self.reader.model, tokenizer=self.reader.template.tokenizer)
         if asked.stream:
             return await self._stream(request, asked, answer)

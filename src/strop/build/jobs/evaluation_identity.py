@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from strop.base_config import redact_secrets, to_tree
+from strop.base_config import to_tree
 from strop.build.jobs.evaluation_job import EvaluationJob, EvaluationSet
 from strop.build.tasks import name_data, resolve_alias
 from strop.checkpointing.saved_model import RUN_CONFIG
@@ -20,6 +20,7 @@ from strop.data.sources.local_copies import find_copy
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.models.loading import find_commit
+from strop.safety.redaction import redact_secrets
 
 # Keys of an entry that its samples do not depend on, or that are listed apart
 WITHOUT_INFLUENCE = ("weight", "dataset_name", "name", "num_tests_per_prompt", "sets", "max_input_seq_length")

@@ -175,7 +175,7 @@ async def _serve_torch(job: ServeJob, folder: str) -> None:
         stop_ids=policy.stop_ids,
     )
     engine.resume(0)
-    app = ChatServer(engine, RequestReader(job.name, policy.template, length), job.api_key).make_app()
+    app = ChatServer(engine, RequestReader(job.name, policy.template, length), job.api_key, job.host).make_app()
     about = f"with the torch engine, {length} tokens of prompt and completion"
     try:
         await _run_app(job, app, f"serving {job.name} on {{}}/v1 {about}")
@@ -196,6 +196,7 @@ async def _serve_tinker(job: ServeJob, options: TinkerOptions, folder: str) -> N
         folders=WeightFolders(options.state_dir),
         length=length,
         api_key=job.api_key,
+        host=job.host,
         max_models=options.max_models,
         kv_cache_gb=job.kv_cache_gb,
     )

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from strop.base_config import redact_secrets, to_tree
+from strop.base_config import to_tree
 from strop.config import TrainingRunConfig
 from strop.monitoring.trackers.base import Tracker
+from strop.safety.redaction import redact_secrets
 
 
 def make_services(config: TrainingRunConfig) -> list[Tracker]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from strop.base_config import redact_secrets, to_tree
+from strop.base_config import to_tree
 from strop.build.contents.run_contents import CONTENTS_FILE, Content, find_contents, write_contents
 from strop.build.resume.resume_plan import CONFIG_FILE, ResumePlan, plan_resume
 from strop.checkpointing.base import Restorable, RunState
@@ -22,7 +22,7 @@ from strop.monitoring.trackers.jsonl import METRICS_FILE
 from strop.rollouts.repeat.clock_state import ClockState
 from strop.rollouts.repeat.event_log import EVENTS_FILE
 from strop.rollouts.stream import StreamState
-from strop.safety.redaction import describe_command
+from strop.safety.redaction import describe_command, redact_secrets
 from strop.stopping import EarlyStop
 from strop.storage.folder_probe import explain_folder
 from strop.storage.storage_error import StorageError, find_refusal

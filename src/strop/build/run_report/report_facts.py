@@ -21,6 +21,7 @@ from strop.monitoring.run_starts import RunStart, read_run_starts
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 from strop.monitoring.watchdog.doctor import find_run, find_verdict
 from strop.monitoring.watchdog.status import Status, read_status
+from strop.safety.redaction import redact_yaml
 
 WORST_TOKENS = 8
 
@@ -80,7 +81,7 @@ def read_report_facts(run: Path) -> ReportFacts:
         raise NoReport(
             f"{folder} has no metrics yet: the run has not finished its first step; try again after it, or see strop doctor {folder}"
         )
-    text = _read_text(folder / "config.yaml")
+    text = redact_yaml(_read_text(folder / "config.yaml"))
     pairs, unread = find_sample_pairs(folder)
     config = _parse_config(text)
     status, starts = _read_status(folder), read_run_starts(folder)

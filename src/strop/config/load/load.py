@@ -20,7 +20,6 @@ from strop.base_config import (
     fields_of,
     followed_keys,
     option_set_by,
-    redact_secrets,
     section_model,
     to_tree,
     validate_section,
@@ -46,6 +45,7 @@ from strop.config.source.yaml_source import (
     read_config_file,
 )
 from strop.problems import ConfigError, Origin, Problem
+from strop.safety.redaction import REDACTED, redact_secrets
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 
@@ -105,6 +105,7 @@ def load_source(
     config, invalid = validate_source(source, root)
     invalid = [problem for problem in invalid if not translation.explains(problem.key)]
     problems += unnamed + contradictions + translation.problems + invalid + ([] if invalid else find_infinite_numbers(source))
+    problems += find_left_out(source) if check else []
     if config is not None and check and len(problems) == len(translation.problems):
         config = resolve_auto_backend(config, has_gpus=has_gpus)
         errors = [problem for problem in run_checks.find_errors(config) if not translation.explains(problem.key)]
@@ -136,6 +137,20 @@ def find_missing_values(source: ConfigSource) -> list[Problem]:
     ]
 
 
+def find_left_out(source: ConfigSource) -> list[Problem]:
+    """Return a problem for each value that a run's own config.yaml leaves out because it may be a secret."""
+    return [
+        Problem(
+            ".".join(path),
+            f"found {value}: the files of a run leave out the values of env_vars and the logins of URLs",
+            "Set it again, for instance to ${env:NAME}, or remove the key.",
+            source.find_origin(path),
+        )
+        for path, value in iter_values(source.values)
+        if isinstance(value, str) and REDACTED in value
+    ]
+
+
 def find_infinite_numbers(source: ConfigSource) -> list[Problem]:
     """Return a problem for each infinite number, or NaN, among options that no schema describes, such as an optimizer's."""
     return [
@@ -153,7 +168,7 @@ FINITE_HINT = "Set a finite number; where there is no limit, null or leaving the
 
 
 def dump_config(config: BaseConfig) -> str:
-    """Return YAML that loads back to an equal configuration, without secrets in env_vars."""
+    """Return YAML that loads back to an equal configuration, but for the values of env_vars and logins of URLs, which are left out."""
     return yaml_text.dump(escape_values(redact_secrets(to_tree(config, mode="python"))))
 
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from strop.generation.base import Completion, RequestTooLong
+from strop.generation.base import Completion, check_request
 from strop.generation.sglang.relayed_weights import RelayedWeights
 from strop.generation.sglang.server.engine_calls import decode_answers, encode_call
 from strop.generation.sglang.server_client import ServerClient, ServerError
@@ -123,7 +123,7 @@ class SglangEngine:
     async def generate(
         self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "", images: Sequence[PromptImage] = ()
     ) -> Completion:
-        self._check_length(prompt)
+        check_request(prompt, sampling, seed, length=self.config.context_length)  # SGLang checks ids against the vocabulary
         self._check_images(images)
         await self._resumed.wait()
         if not images:
@@ -134,17 +134,10 @@ class SglangEngine:
         return completion
 
     async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:
-        self._check_length(prompt)
+        check_request(prompt, sampling, seed, length=self.config.context_length)  # SGLang checks ids against the vocabulary
         await self._post("/continue_generation")
         completion, cached = await self._complete(prompt, sampling, seed)
         return CanarySample(tokens=completion.tokens, logprobs=completion.logprobs, cached=cached, kept=completion.kept)
-
-    def _check_length(self, prompt: Sequence[int]) -> None:
-        if len(prompt) >= self.config.context_length:
-            raise RequestTooLong(
-                f"a prompt of {len(prompt)} tokens leaves no room in a sequence of {self.config.context_length}; raise "
-                "policy.max_total_sequence_length, or lower data.max_input_seq_length to drop such prompts"
-            )
 
     def _check_images(self, images: Sequence[PromptImage]) -> None:
         if not images:

@@ -820,13 +820,14 @@ template <class T> Sample sample_row(const T* logits, int64_t count, float tempe
         sums[b] = total;
     }
     const float target = std::min(uniform * total, std::nextafter(total, 0.0f));
-    const int64_t block = std::upper_bound(sums, sums + blocks, target) - sums;
+    // Sums that are not finite exceed nothing: the log-probability tells, and the token stays inside.
+    const int64_t block = std::min<int64_t>(std::upper_bound(sums, sums + blocks, target) - sums, blocks - 1);
     const float remainder = std::max(target - (block ? sums[block - 1] : 0.0f), 0.0f);
     const int64_t first = block * SEARCH_BLOCK, some = std::min<int64_t>(SEARCH_BLOCK, count - first);
     alignas(LINE) float weights[SEARCH_BLOCK + LANES];
     float unused = 0, running = 0;
     block_weights(logits + first, some, temperature, peak, weights, &unused);
-    int64_t chosen = -1;
+    int64_t chosen = 0;
     for (int64_t i = 0; i < some; ++i) {
         if (weights[i] > 0) {
             running += weights[i];

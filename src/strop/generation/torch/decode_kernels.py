@@ -300,6 +300,10 @@ def load_kernels() -> DecodeKernels:
     path = _library_path(compiler)
     if not path.exists():
         _build(compiler, path)
+    if (owner := path.stat().st_uid) not in (0, os.geteuid()):
+        raise KernelsUnavailable(
+            f"{path} belongs to user {owner}, whose code would run here; remove it, or set XDG_CACHE_HOME to a folder of yours"
+        )
     try:
         ctypes.CDLL(str(_find_openmp()), mode=ctypes.RTLD_GLOBAL)
         library = ctypes.CDLL(str(path))

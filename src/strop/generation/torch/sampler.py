@@ -75,8 +75,10 @@ def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor, kernels: Decod
         return SampledTokens(tokens, logprobs, entropies if sampling.entropy else torch.zeros_like(entropies))
     scaled = filtered_logits(logits, sampling)
     if sampling.greedy:
+        tokens = scaled.argmax(-1)
         zeros = torch.zeros(len(logits), device=logits.device)
-        return SampledTokens(scaled.argmax(-1), zeros, zeros)
+        peak = scaled.gather(1, tokens[:, None]).squeeze(1)
+        return SampledTokens(tokens, torch.where(peak.isfinite(), zeros, torch.nan), zeros)
     below_peak = scaled - scaled.max(-1, keepdim=True).values
     weights = torch.exp(below_peak)
     tokens, mass = _inverse_cdf(weights, uniforms)
@@ -110,7 +112,7 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     block, remainder, total = _search_cdf(blocks.sum(-1), uniforms)
     in_block = blocks[torch.arange(rows, device=weights.device), block]
     offset, _, _ = _search_cdf(in_block, None, remainder)
-    return block * BLOCK + offset, total
+    return (block * BLOCK + offset).clamp(max=vocabulary - 1), total
 
 
 def _search_cdf(weights: Tensor, uniforms: Tensor | None, target: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,6 +123,7 @@ def _search_cdf(weights: Tensor, uniforms: Tensor | None, target: Tensor | None 
     assert mass is not None
     # Rounding must not move the mass to the very end, where an index of weight zero could be selected.
     mass = torch.minimum(mass, torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(running, mass[:, None], right=True).squeeze(1)
+    # Where the weights are not finite, no place exceeds the mass: the log-probability tells, and the index stays inside.
+    index = torch.searchsorted(running, mass[:, None], right=True).squeeze(1).clamp(max=weights.shape[-1] - 1)
     below = torch.where(index > 0, running.gather(1, (index - 1).clamp(min=0)[:, None]).squeeze(1), torch.zeros_like(mass))
     return index, (mass - below).clamp(min=0), total

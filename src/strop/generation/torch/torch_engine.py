@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
 import torch
 
-from strop.generation.base import Completion, Pacer, RequestTooLong
+from strop.generation.base import Completion, Pacer, check_request
 from strop.generation.torch.drafting.eagle_drafter import EagleDrafter
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.generation.torch.image_tokens import PromptImages
@@ -66,6 +68,11 @@ class _Request:
     lookup: PromptLookup | None = None  # with speculation
     order: int = 0  # of admission
     images: PromptImages | None = None
+
+    @cached_property
+    def reach(self) -> int:
+        """The last tokens in which a stop string may begin: a token has at least one byte."""
+        return max(len(text.encode()) for text in self.sampling.stop_strings) + 4
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -125,6 +132,8 @@ class TorchEngine:
         """
         self.exact = exact
         self.runner = runner
+        network = getattr(runner, "network", None)  # a runner of tokens that were written down has none
+        self._vocabulary = None if network is None else network.model.get_input_embeddings().weight.shape[0]
         self.kernels = runner.kernels if isinstance(runner, PlanRunner) else None  # to sample with
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
@@ -160,7 +169,7 @@ class TorchEngine:
     ) -> Completion:
         """Sample one completion. ``on_token`` is called as its tokens are sampled, to stream them.
 
-        Raises ValueError for images that the model does not read.
+        Raises InvalidRequest for what cannot be served, and ValueError for images that the model does not read.
         """
         return await self._submit(prompt, sampling, seed, session, on_token, images=images)
 
@@ -182,14 +191,8 @@ class TorchEngine:
     ) -> Completion:
         if self._failure is not None:
             raise RuntimeError("the embedded engine has stopped") from self._failure
-        if not len(prompt):
-            raise ValueError("a request needs a prompt of at least one token; this one is empty")
+        check_request(prompt, sampling, seed, session, length=self.runner.length, vocabulary=self._vocabulary)
         room = self.runner.length - len(prompt)
-        if room < 1:
-            raise RequestTooLong(
-                f"a prompt of {len(prompt)} tokens leaves no room in a sequence of {self.runner.length}; raise "
-                "policy.max_total_sequence_length, or lower data.max_input_seq_length to drop such prompts"
-            )
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         request = _Request(tuple(prompt), sampling, seed, session, min(sampling.max_new_tokens, room), done, on_token, priority)
         if images:
@@ -346,8 +349,8 @@ class TorchEngine:
             if read + cost > self.prefill_tokens and (prompts or self._read_ahead(prompt)):
                 break
             if not self.runner.reserve(prompt):
-                if not prompts:
-                    self._make_way(request)
+                if not prompts and not self._make_way(request):
+                    continue
                 break
             read += cost
             seen.add(prompt.tokens)
@@ -380,16 +383,33 @@ class TorchEngine:
         if new:
             self._append([started[index] for index in new], logits if len(new) == len(started) else logits[new])
 
-    def _make_way(self, request: _Request) -> None:
-        """Memory is too short for the first request that waits. One with priority takes that of the newest one that runs."""
+    def _make_way(self, request: _Request) -> bool:
+        """Memory is too short for the first request that waits. One with priority takes that of the newest one that runs.
+
+        Return False if the request failed, because it has the whole cache for itself.
+        """
         if not self._running:
-            raise RuntimeError(
-                f"the key-value cache has no room for a sequence of {len(request.context)} tokens though nothing runs"
+            self._waiting.popleft()
+            self._abandon(
+                request,
+                RuntimeError(
+                    f"the key-value cache has no room for a sequence of {len(request.context)} tokens though nothing runs"
+                ),
             )
+            return False
         if request.priority:
             self._waiting.popleft()
             self._preempt()
             self._waiting.appendleft(request)
+        return True
+
+    def _abandon(self, request: _Request, error: Exception) -> None:
+        """Fail a request that cannot be served, and free its slot; the others go on."""
+        if not request.done.done():
+            request.done.set_exception(error)
+        if request in self._running:
+            self._free_slot(self._running.index(request))
+            self._crowded = False
 
     def _preempt(self) -> None:
         """Take the memory of the request that was admitted last. It waits before all others, and is read again."""
@@ -452,7 +472,10 @@ class TorchEngine:
                 columns[row] = (token, logprob, columns[row][2])
         first = 0
         for request, draft in zip(requests, drafts, strict=True):
-            self._take_tokens(request, draft, columns[first : first + len(draft) + 1], sampled, first)
+            try:
+                self._take_tokens(request, draft, columns[first : first + len(draft) + 1], sampled, first)
+            except Exception as error:  # of its stop strings, its tokens as text, or who listens to them
+                self._abandon(request, error)
             first += len(draft) + 1
 
     def _take_tokens(
@@ -462,6 +485,11 @@ class TorchEngine:
         self.counters.drafts += bool(draft)
         self.counters.drafted_tokens += len(draft)
         for index, (token, logprob, entropy) in enumerate(columns):
+            if not math.isfinite(logprob):
+                raise FloatingPointError(
+                    f"token {len(request.tokens)} of a completion has the log-probability {logprob}: the model's logits are not finite. "
+                    "Its weights are not, or its precision overflows after this prompt; try policy.precision=float32"
+                )
             request.tokens.append(token)
             request.logprobs.append(logprob)
             request.entropies.append(entropy)
@@ -485,9 +513,7 @@ class TorchEngine:
             return True
         if not request.sampling.stop_strings:
             return False
-        # A token has at least one byte, so a stop string starts at most as many tokens back as it has bytes.
-        reach = max(len(text.encode()) for text in request.sampling.stop_strings) + 4
-        tail = self.tokenizer.decode(request.tokens[-reach:])
+        tail = self.tokenizer.decode(request.tokens[-request.reach :])
         return any(text in tail for text in request.sampling.stop_strings)
 
     def _finish(self, request: _Request, stopped: bool) -> None:

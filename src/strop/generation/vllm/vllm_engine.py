@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from strop.generation.base import Completion, RequestTooLong
+from strop.generation.base import Completion, check_request
 from strop.generation.vllm.engine_args import ENGINE_ENVIRONMENT, VllmLaunch, check_cpu_attention, make_engine_args
 from strop.generation.vllm.launch import (
     DRIVER_PID_VARIABLE,
@@ -166,12 +166,9 @@ class VllmEngine:
     def _sampling_params(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Any:
         from strop.generation.vllm.requests import to_sampling_params
 
+        vocabulary = None if self._engine is None else self._engine.model_config.get_vocab_size()
+        check_request(prompt, sampling, seed, length=self.config.max_model_len, vocabulary=vocabulary)
         room = self.config.max_model_len - len(prompt)
-        if room < 1:
-            raise RequestTooLong(
-                f"a prompt of {len(prompt)} tokens leaves no room in a sequence of {self.config.max_model_len}; raise "
-                "policy.max_total_sequence_length, or lower data.max_input_seq_length to drop such prompts"
-            )
         return to_sampling_params(sampling, seed=seed, max_tokens=room, stop_ids=self.stop_ids)
 
     async def _complete(

@@ -11,6 +11,7 @@ import numpy as np
 
 from strop.monitoring.rollout_index.arrow_numbers import to_numbers
 from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
+from strop.monitoring.rollout_store.inflated_files import open_parquet
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
 NUMBERS: dict[str, Any] = {  # one value for each rollout, with the type that it has in memory and in an index file
@@ -92,16 +93,23 @@ def _encode(values: Iterable[str | None]) -> tuple[np.ndarray, tuple[str, ...]]:
 
 
 def _read_parquet_columns(path: Path) -> dict[str, Any]:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as file:
+    with open_parquet(path) as file:
         table = file.read(columns=[name for name in _READ if name in file.schema_arrow.names], use_threads=False)
     count = table.num_rows
-    columns: dict[str, Any] = {name: table[name].to_pylist() if name in table.column_names else [None] * count for name in WORDS}
+    columns: dict[str, Any] = {name: _list_words(table[name]) if name in table.column_names else [None] * count for name in WORDS}
     columns["tokens"] = _count_sampled(table["sampled"])
     for name in ("group", "sample", "reward", "advantage", "kept"):
         columns[name] = to_numbers(table[name], NUMBERS[name])
     return columns
+
+
+def _list_words(column: Any) -> list[str | None]:
+    """Return the words of a column that was read as a dictionary: equal ones are one object."""
+    words: list[str | None] = []
+    for chunk in column.chunks:
+        different = [*chunk.dictionary.to_pylist(), None]
+        words += [different[-1 if place is None else place] for place in chunk.indices.to_pylist()]
+    return words
 
 
 def _count_sampled(column: Any) -> np.ndarray:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
+from strop.monitoring.rollout_store.inflated_files import bound_texts, open_parquet
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore, decode_rows
 
@@ -37,7 +38,6 @@ def read_values(path: Path, rows: Sequence[int], columns: Sequence[str]) -> dict
 def iter_texts(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
     """Yield the columns of a step as Arrow tables of consecutive rows, each with the place of its first row."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     if path.suffix != ".parquet":
         with path.open(encoding="utf-8") as lines:
@@ -46,7 +46,7 @@ def iter_texts(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
                 yield place, pa.table({name: pa.array([row.get(name) for row in chunk], pa.string()) for name in columns})
                 place += len(chunk)
         return
-    with pq.ParquetFile(path) as file:
+    with open_parquet(path) as file:
         place = 0
         present = [name for name in columns if name in file.schema_arrow.names]
         for batch in file.iter_batches(batch_size=4096, columns=present, use_threads=False):
@@ -55,16 +55,16 @@ def iter_texts(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
 
 
 def _iter_rows(path: Path, rows: Sequence[int], columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    import pyarrow.parquet as pq
-
     wanted = sorted(set(rows))
-    with pq.ParquetFile(path) as file:
+    with open_parquet(path) as file:
         names = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
-        first = 0
+        first = characters = 0
         for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=names, use_threads=False):
             here = [row - first for row in wanted if first <= row < first + batch.num_rows]
             for row in here:
-                yield first + row, batch.slice(row, 1).to_pylist()[0]
+                values = batch.slice(row, 1).to_pylist()[0]
+                characters = bound_texts(path, values, characters)
+                yield first + row, values
             first += batch.num_rows
             if not wanted or first > wanted[-1]:
                 return

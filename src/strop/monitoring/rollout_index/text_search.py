@@ -76,8 +76,7 @@ class TextSearch:
             for first, table in iter_texts(path, COLUMNS) if path is not None else ():
                 mask = np.zeros(table.num_rows, dtype=bool)
                 for column in table.columns:
-                    found = pc.match_substring(column, self._text, ignore_case=True)
-                    mask |= to_numbers(pc.fill_null(found, False), np.bool_)
+                    mask |= to_numbers(pc.fill_null(_match(column, self._text), False), np.bool_)
                 hits += (first + np.flatnonzero(mask)).tolist()
         except (OSError, ValueError):  # damaged, or removed meanwhile; the list says so of the step
             return
@@ -85,6 +84,18 @@ class TextSearch:
         if len(matches):
             self._matches[step] = matches
             self._count += len(matches)
+
+
+def _match(column: Any, text: str) -> Any:
+    """Return which rows of a column of texts, or of places in a list of different texts, have a text."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not pa.types.is_dictionary(column.type):
+        return pc.match_substring(column, text, ignore_case=True)
+    array = column.combine_chunks()
+    array = array.chunk(0) if hasattr(array, "chunks") else array
+    return pc.match_substring(array.dictionary, text, ignore_case=True).take(array.indices)
 
 
 def _make_keys(steps: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -24,6 +24,7 @@ from strop.gateway.streamed_text import StreamedText
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.learner.model_config import ModelConfig
+from support.hostile_bodies import DEEP, REFUSED, draw_bodies, send
 
 KEY, NAME, LENGTH = "secret", "mine/tiny", 96
 HELLO = [{"role": "user", "content": "1+1="}]
@@ -32,8 +33,8 @@ HELLO = [{"role": "user", "content": "1+1="}]
 class Served:
     """A server in the event loop of another thread."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, key: str | None = KEY) -> None:
+        self.folder, self.key = folder, key
         self.ready = threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self._main()))
         self.thread.start()
@@ -52,7 +53,7 @@ class Served:
         config = validate_section(TorchGenerationConfig, {"kv_cache_memory_gb": 0.01})
         self.engine = make_torch_engine(policy.network, policy.tokenizer, config, length=LENGTH, stop_ids=policy.stop_ids)
         self.engine.resume(0)
-        server = ChatServer(self.engine, RequestReader(NAME, policy.template, LENGTH), KEY)
+        server = ChatServer(self.engine, RequestReader(NAME, policy.template, LENGTH), self.key)
         runner = web.AppRunner(server.make_app(), handler_cancellation=True, shutdown_timeout=1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -171,6 +172,105 @@ def test_a_client_that_goes_away_frees_its_slots(client: Any, served: Served) ->
     next(iter(stream))
     stream.close()
     assert served.post({"messages": HELLO, "max_tokens": 2})[0] == 200
+
+
+def still_answers(served: Served) -> None:
+    assert served.post({"messages": HELLO, "max_tokens": 2})[0] == 200
+    assert served.engine.failure is None
+    with urllib.request.urlopen(f"{served.address}/health") as answer:
+        assert answer.status == 200
+
+
+def test_no_request_in_valid_json_stops_the_server(served: Served) -> None:
+    for path, body in REFUSED:
+        status, answer = served.post(body, path=path)
+        assert 400 <= status < 500 and answer["error"]["type"] == "invalid_request_error", (path, body, answer)
+    still_answers(served)
+
+
+def test_a_fuzz_of_requests_is_answered_or_refused(served: Served) -> None:
+    statuses = [served.post(body, path=path)[0] if not body.get("stream") else 200 for path, body in draw_bodies(34, 150)]
+    assert set(statuses) <= {200, 400} and statuses.count(200) > 20, statuses
+    still_answers(served)
+
+
+def test_odd_headers_and_deep_json_are_errors_of_the_request(served: Served) -> None:
+    key = {"Authorization": f"Bearer {KEY}"}
+    for kind in ("application/json; charset=bogus", "application/json; charset=zlib", "application/json; charset=utf-7"):
+        assert (
+            send(served.address, "/v1/chat/completions", {"messages": HELLO, "max_tokens": 1}, {**key, "Content-Type": kind})[0]
+            == 200
+        )
+    for given in ("Bearer \udcff", "Bearer schlüssel", "Bearer", ""):
+        assert send(served.address, "/v1/chat/completions", {"messages": HELLO}, {"Authorization": given})[0] == 401
+    assert send(served.address, "/v1/chat/completions", DEEP, key)[0] == 400
+    assert send(served.address, "/v1/chat/completions", b"\xff\xfe", key)[0] == 400
+    still_answers(served)
+
+
+def test_a_prompt_that_is_too_long_however_it_is_read_is_refused_before_it_is_tokenized(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader_of = RequestReader._encode_messages
+    tokenized: list[int] = []
+    monkeypatch.setattr(RequestReader, "_encode_messages", lambda *given: (tokenized.append(1), reader_of(*given))[1])
+    long = "1" * (64 * LENGTH)
+    for body in (
+        {"messages": [{"role": "user", "content": long}]},
+        {"messages": [*HELLO, {"role": "user", "content": [{"type": "text", "text": long}]}]},
+    ):
+        status, answer = served.post(body)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert "characters" in answer["error"]["message"]
+    assert served.post({"prompt": [long, "1"]}, path="completions")[1]["error"]["code"] == "context_length_exceeded"
+    assert not tokenized
+    still_answers(served)
+
+
+def test_a_large_prompt_is_tokenized_beside_the_other_requests(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    encode = RequestReader._encode_messages
+
+    def record(*given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return encode(*given)
+
+    monkeypatch.setattr(RequestReader, "_encode_messages", record)
+    served.post({"messages": HELLO, "max_tokens": 1})
+    served.post({"messages": HELLO, "max_tokens": 1, "user": "x" * 2**17})
+    assert threads[0] == served.thread.name and threads[1] != served.thread.name
+
+
+SAME = {"Origin": "{address}", "Sec-Fetch-Site": "same-origin"}
+FOREIGN: list[tuple[dict[str, str], int]] = [
+    ({"Host": "evil.example"}, 421), ({"Host": "evil.example:{port}"}, 421), ({"Host": "127.0.0.1"}, 421), ({"Host": ""}, 421),
+    ({"Origin": "http://evil.example"}, 403), ({"Origin": "null"}, 403), ({"Origin": "http://127.0.0.1:1"}, 403),
+    ({"Sec-Fetch-Site": "cross-site"}, 403), ({"Sec-Fetch-Site": "same-site"}, 403),
+    ({"Content-Type": "text/plain"}, 415), ({"Content-Type": "application/x-www-form-urlencoded"}, 415), ({"Content-Type": ""}, 415),
+]  # fmt: skip
+
+
+def test_without_a_key_no_web_page_and_no_rebound_name_uses_the_server(served: Served) -> None:
+    open_to_all = Served(served.folder, key=None)
+    body = {"messages": HELLO, "max_tokens": 1}
+    port = open_to_all.address.rpartition(":")[2]
+    try:
+        for headers, status in FOREIGN:
+            given = {name: value.format(port=port) for name, value in headers.items()}
+            assert send(open_to_all.address, "/v1/chat/completions", body, given)[0] == status, headers
+            if status != 415:
+                assert send(open_to_all.address, "/v1/models", b"", given, "GET")[0] == status, headers
+        for headers in ({}, {"Host": f"localhost:{port}"}, SAME):
+            given = {name: value.format(address=open_to_all.address) for name, value in headers.items()}
+            assert send(open_to_all.address, "/v1/chat/completions", body, given)[0] == 200, headers
+    finally:
+        open_to_all.close()
+
+
+def test_behind_a_key_another_name_may_lead_to_the_server_and_no_other_site(served: Served) -> None:
+    body, key = {"messages": HELLO, "max_tokens": 1}, {"Authorization": f"Bearer {KEY}"}
+    assert send(served.address, "/v1/chat/completions", body, {**key, "Host": "models.example"})[0] == 200
+    assert send(served.address, "/v1/chat/completions", body, {**key, "Origin": "http://evil.example"})[0] == 403
 
 
 @pytest.mark.parametrize("text", ["a stop in the middle", "half a sto", "an umlaut ä and 漢字 and 🙂 end", "st st sto stop"])

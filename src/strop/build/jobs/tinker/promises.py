@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from strop.build.jobs.tinker.datum_batch import TinkerRequestError
+from strop.generation.base import InvalidRequest
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ async def _answer(work: Callable[[], Awaitable[Result]]) -> Result:
     """Await the work. An error is a result, too: the SDK raises it in the client."""
     try:
         return await work()
-    except TinkerRequestError as error:
+    except (TinkerRequestError, InvalidRequest) as error:
         return {"error": str(error), "category": "user"}
     except Exception as error:
         log.exception("a request of a Tinker client failed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,13 +17,17 @@ from strop.build.jobs.tinker.tuned_model import TunedModel
 from strop.build.jobs.tinker.weight_folders import AdapterShape, WeightFolders
 from strop.build.jobs.tinker.weight_sampler import SampleCall, WeightSampler
 from strop.build.jobs.tinker.wire import CONTENT_TYPE, read_forward_backward, write_samples
-from strop.sampling import Sampling, mix_seed
+from strop.generation.base import InvalidRequest, check_request
+from strop.safety.http_requests import BODY_SECONDS, read_json_body, refuse_request
+from strop.safety.site_guard import JSON, is_key
+from strop.sampling import MAX_COUNT, Sampling, is_encodable, is_whole, mix_seed, shown
 
 log = logging.getLogger(__name__)
 
 MAX_BODY = 256 * 2**20  # bytes
 MAX_RANK = 512
 MAX_SAMPLES = 1024
+KINDS = (*JSON, CONTENT_TYPE)  # of bodies
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OUTPUT_LAYER = "adapters on the output layer are not served here: train_unembed has no effect"
 
@@ -47,6 +50,7 @@ class TinkerServer:
     folders: WeightFolders
     length: int  # tokens of a sequence
     api_key: str | None = None
+    host: str = "127.0.0.1"  # that it listens on
     max_models: int = 4
     kv_cache_gb: float = 2.0
 
@@ -86,15 +90,18 @@ class TinkerServer:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self.api_key is not None and not is_key(request.headers.get("X-API-Key", ""), self.api_key):
+            return _error(401, "the key is wrong: set TINKER_API_KEY to the server's --api-key")
+        if (refused := refuse_request(request, self.host, has_key=self.api_key is not None, kinds=KINDS)) is not None:
+            return _error(*refused)
         try:
-            given = request.headers.get("X-API-Key", "").encode()
-            if self.api_key is not None and not hmac.compare_digest(given, self.api_key.encode()):
-                return web.json_response({"detail": "the key is wrong: set TINKER_API_KEY to the server's --api-key"}, status=401)
             return await handler(request)
-        except TinkerRequestError as error:
-            return web.json_response({"detail": str(error)}, status=422)
+        except (TinkerRequestError, InvalidRequest) as error:
+            return _error(422, str(error))
+        except TimeoutError:
+            return _error(408, f"the request did not arrive within {BODY_SECONDS:g} s")
         except web.HTTPNotFound:
-            return web.json_response({"detail": f"{request.path} is not served here"}, status=404)
+            return _error(404, f"{request.path} is not served here")
 
     async def _close(self, app: web.Application) -> None:
         await self.promises.close()
@@ -131,10 +138,10 @@ class TinkerServer:
     async def _create_model(self, request: web.Request) -> web.Response:
         body = await _read_json(request)
         self._check_base(body.get("base_model"))
-        if body.get("optimizer_config", {}).get("type", "adamw") != "adamw":
-            raise TinkerRequestError(f"the optimizer {body['optimizer_config']['type']!r} is not served here; use adamw")
+        if (optimizer := _mapping(body, "optimizer_config").get("type", "adamw")) != "adamw":
+            raise TinkerRequestError(f"the optimizer {shown(optimizer)} is not served here; use adamw")
         name = f"{_text(body, 'session_id')}:train:{_whole(body, 'model_seq_id')}"
-        shape = _read_shape(body.get("lora_config"))
+        shape = _read_shape(_mapping(body, "lora_config"))
         return self._promise(f"{name}-create", lambda: self._load_model(name, shape), name)
 
     def _check_base(self, asked: Any) -> None:
@@ -185,25 +192,28 @@ class TinkerServer:
     # --- training --------------------------------------------------------------------------------------------------------
 
     async def _forward_backward(self, request: web.Request) -> web.Response:
-        call = read_forward_backward(await request.read())
+        async with asyncio.timeout(BODY_SECONDS):
+            message = await request.read()
+        call = read_forward_backward(message)
         _, model = self._find(call.model_id)
         return self._call(call.model_id, call.seq_id, lambda: model.forward_backward(call))
 
     async def _optim_step(self, request: web.Request) -> web.Response:
         body = await _read_json(request)
-        if "adam_params" not in body:
+        if not (adam := _mapping(body, "adam_params")):
             raise TinkerRequestError("optim_step takes adam_params here; other optimizers are not served")
         _, model = self._find(_text(body, "model_id"))
-        return self._in_order(body, lambda: {"metrics": model.optim_step(body["adam_params"])})
+        return self._in_order(body, lambda: {"metrics": model.optim_step(adam)})
 
     async def _save_weights(self, request: web.Request) -> web.Response:
         body = await _read_json(request)
         client, model = self._find(_text(body, "model_id"))
+        given = _optional_text(body, "path")
         if body.get("ttl_seconds") is not None:
             log.warning("weights are kept until they are deleted: ttl_seconds=%s has no effect", body["ttl_seconds"])
 
         def save() -> Result:
-            name, overwrite = body.get("path") or f"state-{body['seq_id']:06d}", bool(body.get("overwrite"))
+            name, overwrite = given or f"state-{body['seq_id']:06d}", bool(body.get("overwrite"))
             address, folder = self.folders.new(body["model_id"], "weights", name, client.shape, overwrite=overwrite)
             model.save(folder)
             return {"type": "save_weights", "path": address}
@@ -238,12 +248,13 @@ class TinkerServer:
         if body.get("kind", "snapshot") != "snapshot":
             raise TinkerRequestError(f"sampling while weights change (kind={body['kind']!r}) is not served here; use snapshots")
         client, model = self._find(_text(body, "model_id"))
+        given = _optional_text(body, "path")
 
         def save() -> Result:
-            name = body.get("path") or f"sampler-{body['seq_id']:06d}"
+            name = given or f"sampler-{body['seq_id']:06d}"
             address, folder = self.folders.new(body["model_id"], "sampler_weights", name, client.shape)
             model.save_for_sampler(folder)
-            if body.get("path"):
+            if given:
                 return {"type": "save_weights_for_sampler", "path": address}
             session = f"{body['model_id']}-sampler-{body.get('sampling_session_seq_id', body['seq_id'])}"
             self._sampling[session] = address
@@ -262,8 +273,7 @@ class TinkerServer:
 
     async def _create_sampling_session(self, request: web.Request) -> web.Response:
         body = await _read_json(request)
-        address = body.get("model_path")
-        if address is not None:
+        if (address := _optional_text(body, "model_path")) is not None:
             self.folders.find(address)
         else:
             self._check_base(body.get("base_model"))
@@ -278,10 +288,10 @@ class TinkerServer:
                 raise TinkerRequestError(
                     f"{name} is not served here; prompt_logprobs and the log-probabilities of sampled tokens are"
                 )
-        session = body.get("sampling_session_id")
+        session = _optional_text(body, "sampling_session_id")
         if session is not None and session not in self._sampling:
             raise TinkerRequestError(f"there is no sampling session {session!r} here")
-        address = self._sampling[session] if session is not None else body.get("model_path")
+        address = self._sampling[session] if session is not None else _optional_text(body, "model_path")
         name = f"{session}-sample-{_whole(body, 'seq_id')}" if session is not None else f"sample-{uuid.uuid4().hex}"
         call = self._read_sample(body, name)
 
@@ -292,35 +302,30 @@ class TinkerServer:
         return self._promise(name, sample, sample_sequence_ids=[f"{name}-{index}" for index in range(call.count)])
 
     def _read_sample(self, body: Mapping[str, Any], name: str) -> SampleCall:
-        chunks = body.get("prompt", {}).get("chunks", [])
-        if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
-            raise TinkerRequestError("only text can be sampled from here: the prompt has a chunk of an image or of sound")
-        params, count = body.get("sampling_params", {}), body.get("num_samples", 1)
-        if not 1 <= count <= MAX_SAMPLES:
-            raise TinkerRequestError(f"num_samples is {count}; it must be 1 to {MAX_SAMPLES}")
-        stop = params.get("stop")
+        params, count = _mapping(body, "sampling_params"), body.get("num_samples", 1)
+        if not is_whole(count, 1, MAX_SAMPLES):
+            raise TinkerRequestError(f"num_samples is {shown(count)}; it must be 1 to {MAX_SAMPLES}")
+        stop, top_k, seed = params.get("stop"), params.get("top_k", -1), params.get("seed")
         if stop == []:
             raise TinkerRequestError("stop=[] asks to go on after the end of a text, which is not served here")
         stops = [stop] if isinstance(stop, str) else stop or []
-        top_k = params.get("top_k", -1)
+        if not isinstance(stops, list) or not all(isinstance(each, str) or is_whole(each, 0, MAX_COUNT) for each in stops):
+            raise TinkerRequestError(f"stop is {shown(stop)}; it must be a text, or a list of texts or of token ids")
         try:
             sampling = Sampling(
                 temperature=params.get("temperature", 1.0),
-                top_k=None if top_k < 1 else top_k,
+                top_k=None if top_k in (-1, 0, None) else top_k,
                 top_p=params.get("top_p", 1.0),
-                max_new_tokens=params.get("max_tokens") or self.length,
+                max_new_tokens=self.length if params.get("max_tokens") is None else params["max_tokens"],
                 stop_strings=tuple(each for each in stops if isinstance(each, str)),
                 stop_token_ids=tuple(each for each in stops if isinstance(each, int)),
             )
         except ValueError as error:
             raise TinkerRequestError(str(error)) from error
-        seed = params.get("seed")
+        prompt, seed = _read_prompt(body), mix_seed(*name.encode()) if seed is None else seed
+        check_request(prompt, sampling, seed, length=self.length)
         return SampleCall(
-            prompt=[token for chunk in chunks for token in chunk["tokens"]],
-            sampling=sampling,
-            count=count,
-            seed=mix_seed(*name.encode()) if seed is None else seed,
-            prompt_logprobs=bool(body.get("prompt_logprobs")),
+            prompt=prompt, sampling=sampling, count=count, seed=seed, prompt_logprobs=bool(body.get("prompt_logprobs"))
         )
 
     # --- results ---------------------------------------------------------------------------------------------------------
@@ -341,32 +346,61 @@ class TinkerServer:
 
 async def _read_json(request: web.Request) -> dict[str, Any]:
     try:
-        body = await request.json()
+        body = await read_json_body(request)
     except ValueError as error:
-        raise TinkerRequestError(f"the body is not JSON: {error}") from error
+        raise TinkerRequestError(str(error)) from error
     if not isinstance(body, dict):
         raise TinkerRequestError("the body is not a JSON object")
     return body
 
 
+def _error(status: int, reason: str) -> web.Response:
+    return web.json_response({"detail": reason}, status=status)
+
+
 def _text(body: Mapping[str, Any], name: str) -> str:
     value = body.get(name)
-    if not isinstance(value, str) or not value:
-        raise TinkerRequestError(f"{name} is {value!r}; it must be a text")
+    if not isinstance(value, str) or not value or not is_encodable(value):
+        raise TinkerRequestError(f"{name} is {shown(value)}; it must be a text")
+    return value
+
+
+def _optional_text(body: Mapping[str, Any], name: str) -> str | None:
+    return None if body.get(name) in (None, "") else _text(body, name)
+
+
+def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a part of a body; empty if it is missing."""
+    value = body.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise TinkerRequestError(f"{name} is {shown(value)}; it must be a JSON object")
     return value
 
 
 def _whole(body: Mapping[str, Any], name: str) -> int:
     value = body.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TinkerRequestError(f"{name} is {value!r}; it must be a whole number")
-    return value
+    if not is_whole(value, 0, MAX_COUNT):
+        raise TinkerRequestError(f"{name} is {shown(value)}; it must be a whole number")
+    return int(value)
 
 
-def _read_shape(given: Any) -> AdapterShape:
-    config = given or {}
-    rank = config.get("rank", 32)
-    if not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
-        raise TinkerRequestError(f"the rank of the adapters is {rank!r}; it must be 1 to {MAX_RANK}")
+def _read_prompt(body: Mapping[str, Any]) -> list[int]:
+    """Return the tokens of a prompt, which an engine checks."""
+    chunks = _mapping(body, "prompt").get("chunks", [])
+    if not isinstance(chunks, list) or not all(isinstance(chunk, Mapping) for chunk in chunks):
+        raise TinkerRequestError("prompt.chunks must be a list of JSON objects")
+    if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
+        raise TinkerRequestError("only text can be sampled from here: the prompt has a chunk of an image or of sound")
+    if not all(isinstance(chunk.get("tokens"), list) for chunk in chunks):
+        raise TinkerRequestError("each chunk of a prompt must have tokens, a list of token ids")
+    return [token for chunk in chunks for token in chunk["tokens"]]
+
+
+def _read_shape(config: Mapping[str, Any]) -> AdapterShape:
+    rank, seed = config.get("rank", 32), config.get("seed") or 0
+    if not is_whole(rank, 1, MAX_RANK):
+        raise TinkerRequestError(f"the rank of the adapters is {shown(rank)}; it must be 1 to {MAX_RANK}")
+    if not is_whole(seed, 0, 2**63 - 1):
+        raise TinkerRequestError(f"the seed of the adapters is {shown(seed)}; it must be a whole number")
     layers = {name: bool(config.get(name, True)) for name in ("train_mlp", "train_attn")}
-    return AdapterShape(rank=rank, seed=config.get("seed") or 0, **layers)
+    return AdapterShape(rank=rank, seed=seed, **layers)

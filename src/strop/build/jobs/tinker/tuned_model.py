@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from strop.learner.model_config import ModelConfig
 from strop.learner.torch.learner import TorchLearner
 from strop.metrics import to_floats
 from strop.models.adapters import lora_layers, save_adapters
-from strop.sampling import Sampling
+from strop.sampling import Sampling, is_finite
 
 # Names of the layers of a transformer block, in the families that Strop trains.
 ATTENTION = ("*self_attn*", "*attention*", "*.attn.*")
@@ -80,10 +80,10 @@ class TunedModel:
         logprobs = require_token_outputs(result.outputs).logprobs.split([len(datum.tokens) for datum in call.data])
         return write_forward_backward(logprobs, {"loss:sum": to_floats(result.metrics)["loss:sum"]})
 
-    def optim_step(self, params: dict[str, Any]) -> dict[str, float]:
+    def optim_step(self, params: Mapping[str, Any]) -> dict[str, float]:
         """Take a step of AdamW with the gradient so far. Raises TinkerRequestError for other optimizers and values that are none."""
         values = {name: params.get(name) for name in ADAM}
-        if any(not isinstance(value, int | float) or not math.isfinite(value) or value < 0 for value in values.values()):
+        if any(not is_finite(value) or value < 0 for value in values.values()):
             raise TinkerRequestError(f"adam_params are {params!r:.200}; each of {', '.join(ADAM)} must be a number of at least 0")
         for group in self.learner.optimizer.param_groups:
             group.update(

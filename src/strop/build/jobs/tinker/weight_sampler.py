@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from strop.base_config import validate_section
-from strop.build.jobs.tinker.datum_batch import TARGETS, TinkerRequestError, TrainingDatum, make_batch
+from strop.build.jobs.tinker.datum_batch import TARGETS, TrainingDatum, make_batch
 from strop.build.jobs.tinker.tuned_model import make_model_config
 from strop.build.jobs.tinker.weight_folders import WeightFolders
 from strop.build.models import LoadedPolicy, load_policy
@@ -68,9 +68,7 @@ class WeightSampler:
         self._loading = asyncio.Lock()
 
     async def sample(self, address: str | None, call: SampleCall) -> tuple[list[Completion], Tensor | None]:
-        """Sample with the weights saved at an address; None: with the base model. Raises TinkerRequestError."""
-        if not 0 < len(call.prompt) < self._length:
-            raise TinkerRequestError(f"the prompt has {len(call.prompt)} tokens; it must have 1 to {self._length - 1}")
+        """Sample with the weights saved at an address; None: with the base model. Raises TinkerRequestError, InvalidRequest."""
         weights = await self._use(address)
         try:
             return await weights.sample(call)
@@ -79,6 +77,9 @@ class WeightSampler:
 
     async def _use(self, address: str | None) -> _LoadedWeights:
         async with self._loading:
+            loaded = self._loaded.get(address)
+            if loaded is not None and loaded.engine.failure is not None:  # load it again: it serves nobody any more
+                await self._loaded.pop(address).engine.close()
             if address not in self._loaded:
                 self._loaded[address] = await asyncio.to_thread(self._load, address)
                 self._loaded[address].engine.resume(0)

@@ -28,10 +28,16 @@ def read_forward_backward(body: bytes) -> ForwardBackwardCall:
     options: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         options[name] = value.text if value.HasField("text") else value.number
+    try:
+        data = [_read_datum(datum) for datum in message.data]
+    except ValueError as error:
+        if isinstance(error, TinkerRequestError):
+            raise
+        raise TinkerRequestError(f"an array of the data does not have the bytes of its type and shape: {error}") from error
     return ForwardBackwardCall(
         model_id=message.model_id,
         seq_id=message.seq_id,
-        data=[_read_datum(datum) for datum in message.data],
+        data=data,
         loss=message.loss_fn,
         options=options,
         forward_only=message.forward_only,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from strop.build.jobs.tinker.tinker_server import TinkerServer
 from strop.build.jobs.tinker.weight_folders import WeightFolders
 from strop.models.loading import load_model
 from strop.user_code import import_attribute
+from support.hostile_bodies import DEEP, send
 
 pytestmark = pytest.mark.slow
 
@@ -28,13 +30,13 @@ KEY, NAME, LENGTH = "tml-secret", "mine/tiny", 96
 class ServedTinker:
     """The service in the event loop of another thread."""
 
-    def __init__(self, model: Path, state: Path) -> None:
+    def __init__(self, model: Path, state: Path, key: str | None = KEY) -> None:
         self.server = TinkerServer(
             name=NAME,
             base={
                 "model_name": str(model), "precision": "float32", "device": "cpu", "num_threads": 1, "tokenizer": {"name": str(model)},
             },
-            folders=WeightFolders(state), length=LENGTH, api_key=KEY, max_models=3, kv_cache_gb=0.01,
+            folders=WeightFolders(state), length=LENGTH, api_key=key, max_models=3, kv_cache_gb=0.01,
         )  # fmt: skip
         self.ready = threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self._main()))
@@ -259,3 +261,109 @@ def test_the_example_of_the_page_runs_unchanged(served: ServedTinker, tmp_path: 
 def test_names_of_weights_cannot_leave_their_folder(training: Any) -> None:
     with pytest.raises(tinker.RequestFailedError, match="cannot be the name of weights"):
         training.save_state("../../escaped").result()
+
+
+class Calls:
+    """The service without the SDK, which checks what it sends."""
+
+    def __init__(self, served: ServedTinker) -> None:
+        self.served, self.count = served, 0
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        status, answer = send(self.served.address, f"/api/v1/{path}", body, {"X-API-Key": KEY, **headers})
+        return status, json.loads(answer)
+
+    def sample(self, prompt: Any, **changes: Any) -> dict[str, Any] | bytes:
+        """Sample, and wait for the answer; an error of the request has the category user."""
+        self.count += 1
+        params = changes.pop("sampling_params", {"max_tokens": 2})
+        body = {"prompt": prompt, "sampling_params": params, "num_samples": 1, "seq_id": self.count, **changes}
+        status, answer = self.post("asample", body)
+        if status != 200:
+            return {"category": "user", "status": status, **answer}
+        found = send(self.served.address, "/api/v1/retrieve_future", {"request_id": answer["request_id"]}, {"X-API-Key": KEY})[1]
+        result: dict[str, Any] = json.loads(found) if found.startswith(b"{") else {"sampled": found}
+        return result
+
+    def still_samples(self) -> None:
+        assert "sampled" in self.sample(chunks([5, 6, 7]))
+
+
+def chunks(tokens: Any) -> dict[str, Any]:
+    return {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+
+
+def test_no_sampling_call_stops_the_engine_of_all_clients(served: ServedTinker) -> None:
+    calls, good = Calls(served), chunks([5, 6])
+    calls.still_samples()
+    odd: list[tuple[Any, dict[str, Any]]] = [
+        *((chunks(tokens), {}) for tokens in ([10**9], [True], [-1], [2**63], [1.5], ["a"], [], None, 5, [[5]], list(range(LENGTH)))),
+        *((prompt, {}) for prompt in (5, "text", [], {"chunks": 5}, {"chunks": [5]}, {"chunks": [{"tokens": "ab"}]}, None)),
+        *((good, {"num_samples": count}) for count in (0, True, "1", 1.5, 10**9, None)),
+        *((good, {"sampling_params": params}) for params in ("x", 5, [1])),
+        *((good, {"sampling_params": {"max_tokens": 2, name: value}}) for name, value in (
+            ("temperature", "x"), ("temperature", 1e-300), ("temperature", 1e999), ("top_p", 0), ("top_p", "x"), ("top_k", "x"),
+            ("top_k", True), ("top_k", -5), ("seed", "x"), ("seed", 1.5), ("stop", ["\ud800"]), ("stop", [1.5]), ("stop", {"a": 1}),
+            ("stop", [True]), ("stop", [""]), ("max_tokens", "x"), ("max_tokens", 0), ("max_tokens", -1),
+        )),
+        *((good, {name: value}) for name, value in (("sampling_session_id", [1]), ("sampling_session_id", "none"), ("model_path", 5))),
+    ]  # fmt: skip
+    for prompt, changes in odd:
+        answer = calls.sample(prompt, **changes)
+        assert isinstance(answer, dict) and answer.get("category") == "user", (prompt, changes, answer)
+    calls.still_samples()
+
+
+def test_what_is_no_request_is_answered_with_the_reason(served: ServedTinker) -> None:
+    calls = Calls(served)
+    for path, body in (
+        ("create_model", {"session_id": "s", "model_seq_id": 1, "lora_config": [1]}),
+        ("create_model", {"session_id": "s", "model_seq_id": 1, "lora_config": {"rank": True}}),
+        ("create_model", {"session_id": "s", "model_seq_id": 1, "lora_config": {"seed": "x"}}),
+        ("create_model", {"session_id": "s", "model_seq_id": 1, "optimizer_config": "x"}),
+        ("create_model", {"session_id": 5, "model_seq_id": 1}),
+        ("create_model", {"session_id": "s", "model_seq_id": 10**400}),
+        ("create_sampling_session", {"session_id": "s", "sampling_session_seq_id": 1, "model_path": 5}),
+        ("optim_step", {"model_id": "m", "seq_id": 1, "adam_params": "x"}),
+        ("weights_info", {"tinker_path": [1]}),
+        ("save_weights", {"model_id": ["m"]}),
+        ("create_model", DEEP),
+        ("create_model", b"\xff"),
+        ("create_model", b"[]"),
+        ("forward_backward", b"\xff\xff"),
+    ):
+        status, answer = calls.post(path, body)
+        assert status == 422 and answer["detail"], (path, body, answer)
+    assert calls.post("create_session", {}, **{"Content-Type": "application/json; charset=bogus"})[0] == 200
+    assert calls.post("create_session", {}, **{"X-API-Key": "schl\udcffssel"})[0] == 401
+    assert send(served.address, "/api/v1/nothing", {}, {"X-API-Key": KEY})[0] == 404
+
+
+def test_without_a_key_no_web_page_and_no_rebound_name_commands_the_service(model_folder: Path, tmp_path: Path) -> None:
+    service = ServedTinker(model_folder, tmp_path / "state", key=None)
+    port = service.address.rpartition(":")[2]
+    try:
+        for headers, status in (
+            ({"Host": "evil.example"}, 421),
+            ({"Host": f"evil.example:{port}"}, 421),
+            ({"Origin": "http://evil.example"}, 403),
+            ({"Origin": "null"}, 403),
+            ({"Sec-Fetch-Site": "cross-site"}, 403),
+            ({"Content-Type": "text/plain"}, 415),
+            ({"Content-Type": ""}, 415),
+        ):
+            for path in ("create_session", "create_model", "save_weights", "forward_backward"):
+                assert send(service.address, f"/api/v1/{path}", {}, headers)[0] == status, (headers, path)
+        assert send(service.address, "/api/v1/get_server_capabilities", b"", {"Host": f"evil.example:{port}"}, "GET")[0] == 421
+        assert send(service.address, "/api/v1/create_session", {}, {})[0] == 200
+    finally:
+        service.close()
+
+
+def test_weights_whose_engine_stopped_are_loaded_again(served: ServedTinker) -> None:
+    calls = Calls(served)
+    calls.still_samples()
+    loaded = served.server.sampler._loaded[None]
+    loaded.engine._fail(RuntimeError("the device is gone"))
+    calls.still_samples()
+    assert served.server.sampler._loaded[None] is not loaded

@@ -1,0 +1,159 @@
+"""What was found from outside, by the name of its page: the test that holds its mend, or the sentence why it stays.
+
+Each page has a key in ``FINDINGS``. A test is named ``module::function``, below ``tests/``; a row without one has a sentence.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+ENGINE = "unit/generation/test_engine_requests"
+GATEWAY = "unit/gateway/test_hostile_requests"
+SERVE = "unit/build/jobs/test_chat_server"
+TINKER = "unit/build/jobs/tinker/test_tinker_server"
+SANDBOX = "unit/sandbox/test_sandbox_pool"
+VIEW = "unit/view/test_unreadable_files"
+HOSTILE = "security/test_hostile_programs::test_a_hostile_program_does_not_get_out_and_the_next_honest_one_is_right"
+
+# Page -> finding -> tests, or one sentence.
+FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
+    "faults": {
+        "F1 one request kills the embedded engine": (
+            f"{ENGINE}::test_a_prompt_holds_token_ids_of_the_vocabulary_alone",
+            f"{ENGINE}::test_seeds_sessions_options_and_lengths_are_checked_before_they_are_used",
+            f"{ENGINE}::test_sampling_options_that_define_no_distribution_are_refused_when_they_are_made",
+            f"{ENGINE}::test_a_fuzz_of_requests_beside_good_ones_ends_none_of_them",
+            f"{ENGINE}::test_an_exception_while_one_request_is_served_fails_that_request_alone",
+            f"{ENGINE}::test_a_prompt_that_makes_the_model_overflow_fails_alone_beside_others",
+            f"{GATEWAY}::test_no_request_of_an_agent_ends_the_engine_or_its_episode",
+            f"{GATEWAY}::test_a_fuzz_of_an_agents_requests_against_the_engine_ends_no_episode",
+            f"{SERVE}::test_no_request_in_valid_json_stops_the_server",
+            f"{SERVE}::test_a_fuzz_of_requests_is_answered_or_refused",
+            f"{TINKER}::test_no_sampling_call_stops_the_engine_of_all_clients",
+            f"{TINKER}::test_weights_whose_engine_stopped_are_loaded_again",
+        ),
+        "F2 the Tinker server obeys any web page": (
+            f"{TINKER}::test_without_a_key_no_web_page_and_no_rebound_name_commands_the_service",
+            f"{SERVE}::test_without_a_key_no_web_page_and_no_rebound_name_uses_the_server",
+            f"{SERVE}::test_behind_a_key_another_name_may_lead_to_the_server_and_no_other_site",
+            "unit/view/test_view_access::test_a_request_to_another_host_is_refused_even_with_the_token",
+        ),
+        "F3 an interpreter that dies from outside is told as a crash": (
+            f"{SANDBOX}::test_an_interpreter_that_is_ended_from_outside_is_an_error_and_no_crash_of_its_program",
+            f"{SANDBOX}::test_an_interpreter_whose_idle_worker_had_died_begins_with_another",
+            "unit/sandbox/test_remote_sandbox::test_a_dead_service_is_skipped_and_a_session_in_it_begins_anew",
+        ),
+        "F4 a big prompt stalls the loop": (
+            f"{SERVE}::test_a_prompt_that_is_too_long_however_it_is_read_is_refused_before_it_is_tokenized",
+            f"{SERVE}::test_a_large_prompt_is_tokenized_beside_the_other_requests",
+        ),
+        "F5 processor time of programs is not counted": (
+            "stays: a child that its parent does not wait for is in no count that a job in its namespace can read; wall time bounds it, "
+            "docs/security.md says so, and rewards for fast code should use wall time"
+        ),
+        "F6 a zip bomb in a viewed run": (
+            f"{VIEW}::test_a_small_file_of_long_texts_is_not_read_into_memory",
+            f"{VIEW}::test_a_line_that_is_none_hides_neither_the_run_nor_the_others",
+            f"{VIEW}::test_a_run_that_cannot_be_described_is_listed_with_the_reason",
+        ),
+        "F7 secrets in files": (
+            "unit/test_security::test_no_file_of_a_run_holds_a_variable_or_the_login_of_a_url",
+            "unit/test_security::test_no_variable_and_no_login_of_a_url_is_left_in_settings_texts_and_commands",
+            "unit/test_security::test_a_configuration_whose_secrets_were_left_out_is_not_started_with_what_stands_for_them",
+        ),
+        "F8 a reward that cancels its own task ends the run": (
+            "unit/rollouts/test_episode::test_code_that_cancels_its_own_task_fails_its_rollout_and_no_other",
+            "unit/rollouts/test_episode::test_a_cancellation_from_outside_ends_an_episode_and_what_it_waits_for",
+        ),
+        "F9 no total bound on sandbox memory": (
+            f"{SANDBOX}::test_open_interpreters_hold_no_more_memory_together_than_is_configured",
+        ),
+        "S1 socketpair takes any family": (HOSTILE, f"{SANDBOX}::test_a_pair_of_unix_sockets_is_what_a_program_may_have"),
+        "S2 old AIO": (HOSTILE,),
+        "S3 sync in a loop": (HOSTILE,),
+        "S4 flock, inotify, fadvise": (HOSTILE,),
+        "S5 kernel memory without a control group": (
+            "stays: page tables are in no file that the job reads, and no limit of a process counts them; with a control group the kernel "
+            "holds the limit, and docs/security.md says which promise needs one"
+        ),
+        "S6 mappings slow the measurement": (
+            "stays: the kernel sums a process's mappings in one read that cannot be cut short; the wall limit is late by that read"
+        ),
+        "S7 core_pattern starts a root process": (HOSTILE,),
+        "S8 a lone surrogate kills the supervisor": (f"{SANDBOX}::test_a_lone_surrogate_is_for_the_program_to_stumble_over",),
+        "L1 500 where 400 is right": (
+            f"{SERVE}::test_odd_headers_and_deep_json_are_errors_of_the_request",
+            f"{TINKER}::test_what_is_no_request_is_answered_with_the_reason",
+            "unit/sandbox/test_remote_sandbox::test_odd_headers_deep_json_and_too_many_interpreters_are_answered_with_a_status_of_their_own",
+        ),
+        "L2 half-sent requests stay open": (
+            "stays in part: a body has 120 s to arrive; headers that never end hold a descriptor, which aiohttp and uvicorn do not limit"
+        ),
+        "L3 export and rollouts of hostile files end by traceback": (
+            "unit/cli/test_rollouts_command::test_a_configuration_that_cannot_be_read_leaves_the_rollouts_readable",
+        ),
+        "L4 a tokenizing worker prints a BrokenPipeError": (
+            "stays: it is the last word of a process whose run was killed, after everything that matters"
+        ),
+        "L5 a reward that leaks": (
+            "stays: strop doctor names what was killed for its memory; which share of it is too much depends on the machine's other work"
+        ),
+        "L6 a reward that deletes logs": (
+            "stays: a reward is trusted code with the run's rights; what it deletes is missed by strop report and strop view"
+        ),
+        "L7 metrics without bound": (
+            "stays: an environment is the user's code, and a tracker's own limit on names is the one that counts"
+        ),
+        "L8 decode kernels of another user": (
+            "unit/generation/test_decode_kernels::test_a_library_of_another_user_is_not_loaded",
+        ),
+        "D2 a file in a Ray folder of another user": (
+            "stays: Ray reads it, and docs/security.md names RAY_TMPDIR for machines with others on them"
+        ),
+        "D9 rewards that sum to inf": (
+            "unit/rollouts/test_episode::test_a_reward_that_float32_cannot_hold_is_an_error_of_its_rollout",
+        ),
+        "D18 os._exit(0) in a reward": (
+            "stays: nothing runs in a process after it, and its exit code is its own; status.json is left unfinished, so strop doctor says "
+            "that the process is gone, and the same command continues from the last checkpoint"
+        ),
+        "D19 steps and rollouts that were changed or deleted": (
+            "stays in part: deleted rollouts of earlier steps are needed by nothing that a run does, so it goes on without them"
+        ),
+    },
+}  # fmt: skip
+ROWS = [(page, finding) for page, findings in FINDINGS.items() for finding in findings]
+
+
+@cache
+def names_in(module: str) -> frozenset[str]:
+    tree = ast.parse((TESTS / f"{module}.py").read_text(encoding="utf-8"))
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+@pytest.mark.parametrize(("page", "finding"), ROWS, ids=lambda part: str(part)[:40])
+def test_every_finding_is_held_by_tests_that_are_there_or_says_why_it_stays(page: str, finding: str) -> None:
+    held = FINDINGS[page][finding]
+    if isinstance(held, str):
+        assert held.startswith("stays") and len(held) > 40
+        return
+    assert held
+    for test in held:
+        module, _, name = test.partition("::")
+        assert name in names_in(module), f"{module}.py has no {name}"
+
+
+def test_every_finding_of_the_page_on_faults_has_its_row() -> None:
+    names = [finding.split()[0] for finding in FINDINGS["faults"]]
+    wanted = [
+        *(f"F{number}" for number in range(1, 10)),
+        *(f"S{number}" for number in range(1, 9)),
+        *(f"L{number}" for number in range(1, 9)),
+    ]
+    assert names[: len(wanted)] == wanted and names[len(wanted) :] == ["D2", "D9", "D18", "D19"]
