@@ -61,6 +61,12 @@ EXPERTS = "experts are read back"
 
 # The old message -> what says it now.
 REWORDED: dict[str, str] = {
+    # Asked of the configuration, with the other packages:
+    "this run trains on {} devices (cluster.gpus_per_node, cluster.num_nodes), which requires Ray, and Ray cannot be imported here ({}): "
+    "pip install 'strop[ray]', or set cluster.backend=local and one device": (
+        "found {} with {} x {} devices (cluster.num_nodes, cluster.gpus_per_node), whose processes are actors of Ray, which is not "
+        "installed"
+    ),
     "{}; it was restarted {} times without completing a request (policy.generation.vllm_cfg.max_restarts), so another restart will not "
     "help: see the engine's own output for the cause": (
         "{}; it was restarted {} times without completing a request (policy.generation.{}.max_restarts), so another restart will not "

@@ -32,13 +32,8 @@ async def open_cluster(config: TrainingRunConfig, tracker: Tracker) -> AsyncIter
     if not devices.uses_ray:
         yield None
         return
-    try:
-        from strop.distributed.ray import connect
-    except ImportError as error:
-        raise ValueError(
-            f"this run trains on {devices.learner_devices} devices (cluster.gpus_per_node, cluster.num_nodes), which requires Ray, and "
-            f"Ray cannot be imported here ({error}): pip install 'strop[ray]', or set cluster.backend=local and one device"
-        ) from error
+    from strop.distributed.ray import connect
+
     folder = Path(config.logger.log_dir).resolve()
     cluster = await connect(
         config.cluster,

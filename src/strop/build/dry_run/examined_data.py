@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from strop import packages
 from strop.algorithm_factory import find_algorithm
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import environment_alias
@@ -25,6 +26,7 @@ from strop.models.chat_template import images_of
 from strop.models.vision.image_files import ImageError, read_image
 from strop.problems import Problem
 from strop.sandbox.launcher import find_missing
+from strop.user_code import UserCodeError
 
 
 @dataclass
@@ -64,8 +66,26 @@ def examine_data(
                 rows = _read_tasks(environment, source)
             _look_at_images(key, rows, _may_download(config), found)
         except (DataError, EnvironmentConfigError) as error:
-            found.problems.append(Problem(key, str(error)))
+            _add_error(key, error, found)
     return found
+
+
+def _add_error(key: str, error: Exception, found: DataExamination) -> None:
+    """Add what keeps a part from being looked at: a problem, or a note where it is a package that is assumed to be installed."""
+    package = _find_missing_package(error)
+    if package is not None and packages.assume(package):
+        found.notes.append(f"{key}: not looked at without the package {package}")
+    else:
+        found.problems.append(Problem(key, str(error)))
+
+
+def _find_missing_package(error: BaseException | None) -> str | None:
+    """Return the package whose import failed; None where something else is wrong, as with an import of a user's own file."""
+    while error is not None and not isinstance(error, UserCodeError):
+        if isinstance(error, ModuleNotFoundError):
+            return error.name
+        error = error.__cause__
+    return None
 
 
 def _only_first_rows(entry: DataEntryConfig, peek: Peek) -> DataSource:
@@ -123,7 +143,7 @@ def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExam
         try:
             environments[alias] = make_environment(section.type_of(alias), section.options)
         except EnvironmentConfigError as error:
-            found.problems.append(Problem(f"env.{alias}", str(error)))
+            _add_error(f"env.{alias}", error, found)
     return environments
 
 
@@ -132,7 +152,8 @@ def _look_for_sandbox(
 ) -> None:
     """Find out whether this machine can keep apart what the policy writes, where that is run here."""
     elsewhere = config.sandbox.url or (isinstance(config, RolloutRunConfig) and config.cluster.environment_hosts)
-    if not elsewhere and any(each.needs_sandbox for each in environments) and (missing := find_missing(config.sandbox.level)):
+    needed = not elsewhere and any(each.needs_sandbox for each in environments)
+    if needed and (missing := find_missing(config.sandbox.level)) and not packages.assume("sandbox"):
         found.problems.append(Problem("sandbox.level", missing))
 
 
