@@ -61,6 +61,9 @@ EXPERTS = "experts are read back"
 
 # The old message -> what says it now.
 REWORDED: dict[str, str] = {
+    "tensor_parallel_size {} does not divide the {} {} of {}, and a head cannot be split; set it to a divisor of {}": (
+        "tensor_parallel_size {} does not divide the {} {} of {}, and a head cannot be split; set it to one of {}"
+    ),
     # Asked of the configuration, with the other packages:
     "this run trains on {} devices (cluster.gpus_per_node, cluster.num_nodes), which requires Ray, and Ray cannot be imported here ({}): "
     "pip install 'strop[ray]', or set cluster.backend=local and one device": (

@@ -35,6 +35,7 @@ class DataExamination:
 
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    environments: dict[str, Environment[Any]] = field(default_factory=dict)
 
 
 def examine_data(
@@ -44,9 +45,10 @@ def examine_data(
     config = config.with_graders() if isinstance(config, EvalRunConfig) else config
     purpose: Purpose = "evaluation" if isinstance(config, EvalRunConfig) else "train"
     found = DataExamination()
-    environments = _make_environments(config, found) if isinstance(config, RolloutRunConfig | EvalRunConfig) else {}
     if isinstance(config, RolloutRunConfig | EvalRunConfig):
-        _look_for_sandbox(config, environments.values(), found)
+        _make_environments(config, found)
+    if isinstance(config, RolloutRunConfig | EvalRunConfig):
+        _look_for_sandbox(config, found)
     if isinstance(config, RolloutRunConfig):
         _make_graders(config, found)
     for key, entry in _list_entries(config) if entries is None else entries:
@@ -62,7 +64,7 @@ def examine_data(
             if isinstance(config, RecordedRunConfig):
                 rows = _read_examples(config, source)
             elif isinstance(config, RolloutRunConfig | EvalRunConfig):
-                environment = environments.get(str(environment_alias(config, entry)))
+                environment = found.environments.get(str(environment_alias(config, entry)))
                 rows = _read_tasks(environment, source)
             _look_at_images(key, rows, _may_download(config), found)
         except (DataError, EnvironmentConfigError) as error:
@@ -136,23 +138,19 @@ def _find_code(key: str, entry: DataEntryConfig, found: DataExamination) -> None
         found.notes.append(f"{key}: {entry.dataset_name} makes its rows when the run starts: its columns were not looked at")
 
 
-def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExamination) -> dict[str, Environment[Any]]:
+def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExamination) -> None:
     """Make the environments of a run, which checks their options and imports their code."""
-    environments: dict[str, Environment[Any]] = {}
     for alias, section in config.env.items():
         try:
-            environments[alias] = make_environment(section.type_of(alias), section.options)
+            found.environments[alias] = make_environment(section.type_of(alias), section.options)
         except EnvironmentConfigError as error:
             _add_error(f"env.{alias}", error, found)
-    return environments
 
 
-def _look_for_sandbox(
-    config: RolloutRunConfig | EvalRunConfig, environments: Iterable[Environment[Any]], found: DataExamination
-) -> None:
+def _look_for_sandbox(config: RolloutRunConfig | EvalRunConfig, found: DataExamination) -> None:
     """Find out whether this machine can keep apart what the policy writes, where that is run here."""
     elsewhere = config.sandbox.url or (isinstance(config, RolloutRunConfig) and config.cluster.environment_hosts)
-    needed = not elsewhere and any(each.needs_sandbox for each in environments)
+    needed = not elsewhere and any(each.needs_sandbox for each in found.environments.values())
     if needed and (missing := find_missing(config.sandbox.level)) and not packages.assume("sandbox"):
         found.problems.append(Problem("sandbox.level", missing))
 
