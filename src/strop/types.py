@@ -21,6 +21,7 @@ from itertools import pairwise, takewhile, zip_longest
 from typing import Any, Literal
 
 from strop.lazy_torch import Tensor, torch
+from strop.thoughts import read_answer
 
 NO_ROUTE = -1  # in routes: a layer without experts, or a token whose experts were not recorded
 
@@ -158,7 +159,7 @@ class Turn:
 
     author: Literal["policy", "environment"]
     tokens: Tensor  # [L] int64
-    text: str
+    text: str  # of all its tokens, special ones too, but without the one that ends a turn of the policy
     logprobs: Tensor  # [L] float32, under the sampling distribution; zeros for the environment
     versions: Tensor  # [L] int32, the weight version that sampled each token; -1 for the environment
     entropies: Tensor | None = None  # [L] float32, of the sampling distribution, if requested
@@ -168,10 +169,16 @@ class Turn:
     )
     num_messages: int = 0  # messages of the rollout that this turn added
     images: tuple[PromptImage, ...] = ()  # of an observation, in order; they stand within its tokens, counted on its path
+    opening: str = ""  # the tag of the thought that the tokens before it end in, such as "<think>"; empty outside of thoughts
 
     @property
     def sampled(self) -> bool:
         return self.author == "policy"
+
+    @property
+    def content(self) -> str:
+        """What the policy said: the text without its thoughts (``strop.thoughts.read_answer``)."""
+        return read_answer(self.text, self.opening)
 
     def with_last_routes(self, context: int) -> Turn:
         """Return the turn with the experts of its own tokens and of the last ``context`` before it; earlier turns have the others."""
@@ -245,12 +252,24 @@ class Rollout:
     images: tuple[PromptImage, ...] = ()  # of the prompt, in order
 
     @property
+    def last_turn(self) -> Turn | None:
+        """The policy's last turn of the main path."""
+        return next((turn for turn in reversed(self.turns) if turn.sampled), None)
+
+    @property
     def text(self) -> str:
-        """The text of the policy's last turn."""
-        for turn in reversed(self.turns):
-            if turn.sampled:
-                return turn.text
-        return ""
+        """The text of the policy's last turn: all that it wrote."""
+        return "" if self.last_turn is None else self.last_turn.text
+
+    @property
+    def opening(self) -> str:
+        """The tag of the thought that the policy's last turn began in; empty outside of thoughts."""
+        return "" if self.last_turn is None else self.last_turn.opening
+
+    @property
+    def content(self) -> str:
+        """What the policy said in its last turn: the text without its thoughts."""
+        return "" if self.last_turn is None else self.last_turn.content
 
     @property
     def policy_turns(self) -> tuple[Turn, ...]:

@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from strop.environments.answers import extract_last_boxed
-from strop.environments.scoring.scoring_worker import SCORER_LOADERS
 from strop.environments.verifiers.multiple_choice import extract_english_choice
 
 TABLE = Path(__file__).parents[1] / "fixtures" / "answer_pairs.yaml"
@@ -62,13 +61,11 @@ def _read_row(method: str, values: list[Any]) -> AnswerPair:
 
 def make_math_verify() -> Callable[[AnswerPair], bool]:
     """Return math-verify's verdict, with its own settings, in this process."""
-    prepare = SCORER_LOADERS["math_verify"]()
+    from math_verify import parse, verify
 
     def decide(pair: AnswerPair) -> bool:
-        try:
-            return bool(prepare(pair.reference, pair.text)())
-        except Exception:  # a reference that it cannot read
-            return False
+        expected, given = (parse(text, parsing_timeout=None) for text in (f"\\boxed{{{pair.reference}}}", pair.text))
+        return bool(verify(expected, given, timeout_seconds=None))
 
     return decide
 

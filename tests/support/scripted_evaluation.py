@@ -30,9 +30,9 @@ def evaluate_script(
 
     async def generate(self: Any, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
         text = answer(tokenizer.decode(list(prompt), clean_up_tokenization_spaces=False))
-        tokens = torch.tensor([tokenizer.eos_token_id])
-        versions = torch.zeros(1, dtype=torch.int32)
-        return Completion(tokens=tokens, logprobs=torch.zeros(1), versions=versions, text=text, stopped=True)
+        tokens = torch.tensor([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
+        logprobs, versions = torch.zeros(len(tokens)), torch.zeros(len(tokens), dtype=torch.int32)
+        return Completion(tokens=tokens, logprobs=logprobs, versions=versions, text=text, stopped=True)
 
     monkeypatch.setattr(TorchEngine, "generate", generate)
     settings = ("generation.vllm_cfg.max_model_len=4096", f"data.dataset_name={dataset}", *overrides)

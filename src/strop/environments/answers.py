@@ -12,10 +12,12 @@ from fractions import Fraction
 _NUMBER = re.compile(r"(?:(?<![\w)\]}])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 _STATED_ANSWER = re.compile(r"(?:####|answer\s+is\s*:?|answer\s*:)\s*(.+)", re.IGNORECASE)
 _RATIONAL = re.compile(r"[+-]?\d{1,200}(?:\.\d{1,200})?(?:/\d{1,200})?")
-_FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+_FRACTION = re.compile(r"([+-]?)(\d{0,200})\\frac\{(\d{1,200})\}\{(\d{1,200})\}|([+-]?)(\d{1,200}) (\d{1,200})/(\d{1,200})")
+_SHORT_FRACTION = re.compile(r"\\[dt]?frac ?(?:(\d) ?(\d)(?!\d))?")
+_THOUSANDS = re.compile(r"(?<=\d)[, ](?=\d{3}(?![\d/]))")
 _INTEGER = re.compile(r"-?\d+")
 _LATEX_SPACE = re.compile(r"\\[!,;: ]|\{,\}(?=\d)|\\text\{[^{}]*\}")
-_BOX = re.compile(r"\\boxed\{")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"[{}]")
 MOST_LINES, MOST_BOXES = 200, 20  # in which the boxes of several answers are looked for
 _TRAILING_SPACE = 64  # characters of white space at the end in which _STATED_ANSWER looks; its time is quadratic in their number
@@ -28,26 +30,29 @@ def extract_last_number(text: str) -> Fraction | None:
 
 
 def extract_last_boxed(text: str) -> str | None:
-    """Return the content of the last ``\\boxed{...}`` that is closed, or None."""
-    start, stop = -1, -1
-    opened: list[int] = []  # after each brace that is not closed yet
-    for brace in _BRACE.finditer(text, max(0, text.find("\\boxed{"))):
-        if brace[0] == "{":
-            opened.append(brace.end())
-        elif opened and (begin := opened.pop()) > start and text.endswith("\\boxed{", 0, begin):
-            start, stop = begin, brace.start()
-    return text[start:stop].strip() if start >= 0 else None
+    """Return the content of the last ``\\boxed{...}`` or ``\\fbox{...}``, empty if it is not closed; None if there is none."""
+    *_, last = [None, *_BOX.finditer(text)]
+    if last is None:
+        return None
+    depth = 1
+    for brace in _BRACE.finditer(text, last.end()):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[last.end() : brace.start()].strip()
+    return ""
 
 
 def extract_last_boxes(text: str) -> str | None:
-    """Return the contents of the boxes in the last line that has one, with commas between them, or None."""
+    """Return the contents of the boxes in the last line that has one, with commas between them; else as ``extract_last_boxed``."""
+    if not (last := extract_last_boxed(text)):
+        return last
     for line in reversed(text.splitlines()[-MOST_LINES:]):
         starts = [found.start() for found in _BOX.finditer(line)][-MOST_BOXES:]
         ends = [*starts[1:], len(line)][: len(starts)]
         boxes = [extract_last_boxed(line[start:end]) for start, end in zip(starts, ends, strict=True)]
         if any(boxes):
             return ", ".join(filter(None, boxes))
-    return extract_last_boxed(text)
+    return last
 
 
 def extract_stated_number(text: str) -> Fraction | None:
@@ -82,10 +87,14 @@ def extract_final_answer(text: str) -> str | None:
 def normalize_answer(answer: str) -> str:
     """Normalize notation, so that equal answers in similar notation become equal strings. Rational numbers are reduced to lowest terms."""
     text = answer.strip().strip("$").strip().removesuffix(".").replace("\u2212", "-")
-    text = re.sub(r"\\(?:left|right|!|,|;|\s)", "", text)
-    text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = re.sub(r"\s+", "", re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", text))
-    number = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", _FRACTION.sub(r"\1\2/\3", text))
+    text = re.sub(r"\s+", " ", re.sub(r"\\(?:left|right|!|,|;|\s)", "", text))
+    text = _SHORT_FRACTION.sub(lambda found: "\\frac" + (f"{{{found[1]}}}{{{found[2]}}}" if found[1] else ""), text)
+    # Between digits a space says something: 1 3/4 is not 13/4.
+    text = re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", text))
+    number = _THOUSANDS.sub("", text)
+    if fraction := _FRACTION.fullmatch(text):
+        sign, whole, numerator, denominator = (each or "" for each in fraction.groups()[0 if fraction[3] else 4 :][:4])
+        number = f"{sign}{int(whole or 0) * int(denominator) + int(numerator)}/{denominator}"
     value = _parse_fraction(number) if _RATIONAL.fullmatch(number) else None
     return text if value is None else str(value)
 

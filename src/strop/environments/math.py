@@ -34,15 +34,15 @@ class MathEnvironment(DatasetEnvironment):
 
     @reward(weight=1.0, accuracy=True)
     async def correct(self, task: PromptedTask, rollout: Rollout) -> float:
-        return (await self._verify(task, rollout.text)).value or 0.0
+        return (await self._verify(task, rollout.content)).value or 0.0
 
     @reward(weight=0.0)
     async def unverified(self, task: PromptedTask, rollout: Rollout) -> bool:
         """1 if the answer could not be checked within the limits and counts as wrong."""
-        return (await self._verify(task, rollout.text)).failure is not None
+        return (await self._verify(task, rollout.content)).failure is not None
 
     def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
-        return find_math_answer(self.verifier, rollout.text, task.metadata)
+        return find_math_answer(self.verifier, rollout.content, task.metadata)
 
     async def _verify(self, task: PromptedTask, text: str) -> ScoringResult:
         workers, limit = self.num_workers, self.timeout_s

@@ -19,20 +19,20 @@ class MathMultiReward(DatasetEnvironment):
 
     @reward(weight=1.0, accuracy=True)
     def correctness(self, task: PromptedTask, rollout: Rollout) -> bool:
-        return extract_xml_answer(rollout.text) == task.answer
+        return extract_xml_answer(rollout.content) == task.answer
 
     @reward(weight=1.0)
     def integer(self, task: PromptedTask, rollout: Rollout) -> bool:
-        return extract_xml_answer(rollout.text).isdigit()
+        return extract_xml_answer(rollout.content).isdigit()
 
     @reward(weight=1.0)
     def format(self, task: PromptedTask, rollout: Rollout) -> bool:
         """Whether the turn is one thought and one answer, and nothing else."""
-        text = rollout.text
+        text = rollout.opening + rollout.text
         return text.count("<answer>") == 1 == text.count("</answer>") and _FORMAT.search(text) is not None
 
     def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
-        return extract_xml_answer(rollout.text) or None
+        return extract_xml_answer(rollout.content) or None
 
 
 def extract_xml_answer(text: str) -> str:

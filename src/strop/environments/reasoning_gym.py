@@ -98,7 +98,7 @@ class ReasoningGym(Environment[PromptedTask]):
         return (await self._verify(task, rollout)).failure is not None
 
     def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
-        return self.extract_answer(rollout.text)
+        return self.extract_answer(rollout.content)
 
     def extract_answer(self, text: str) -> str | None:
         """Return the final answer in ``text`` according to ``extract``, or None."""
@@ -121,7 +121,7 @@ class ReasoningGym(Environment[PromptedTask]):
 
     async def _verify(self, task: PromptedTask, rollout: Rollout) -> ScoringResult:
         """Score the answer in a resource-limited process, since scorers may pass it to SymPy."""
-        answer = self.extract_answer(rollout.text)
+        answer = self.extract_answer(rollout.content)
         if answer is None:
             return ScoringResult(0.0)
         pool = get_scoring_pool(self.num_workers)

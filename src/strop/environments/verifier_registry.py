@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.environments.base import EnvironmentConfigError, import_user_code
-from strop.environments.verifiers.base import Reply, Score, Scored, Verifier, call_score, read_reply, read_turns, score_turns
+from strop.environments.verifiers.base import Score, Scored, Verifier, call_score, read_reply, read_turns, score_turns
 from strop.environments.verifiers.options import build_from_options
 from strop.types import Rollout, Task
 from strop.user_code import suggest_names
@@ -80,4 +80,4 @@ class VerifierReward:
         return [score.value if isinstance(score, Score) else score for score in scores]
 
     def find_answer(self, rollout: Rollout) -> str | None:
-        return self.verifier.find_answer(Reply(text=rollout.text, messages=rollout.messages))
+        return self.verifier.find_answer(read_reply(rollout))

@@ -23,8 +23,8 @@ from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.watchdog.waits import waiting
 from strop.sampling import Sampling, mix_seed
+from strop.thoughts import split_thoughts
 from strop.tools.base import ParsedReply
-from strop.tools.formats.reading import split_reasoning
 from strop.types import Ending, Message, Messages, Rollout, Turn
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class ToolCalling(Protocol):
 
     def encode_prompt(self, messages: Messages) -> list[int]: ...
 
-    def parse(self, turn: Turn, number: int, context: Sequence[int]) -> ParsedReply: ...
+    def parse(self, turn: Turn, number: int) -> ParsedReply: ...
 
 
 @dataclass(eq=False, kw_only=True)
@@ -192,21 +192,21 @@ class AgentSession:
                 session=f"{self.rollout.seed:x}",
             )
 
-    def _read_reply(self, asked: CompletionRequest, turn: Turn, context: Sequence[int]) -> ParsedReply:
+    def _read_reply(self, asked: CompletionRequest, turn: Turn, completion: Completion) -> ParsedReply:
         """Take a turn apart: reasoning and calls stand apart in the answer to a chat."""
-        text = cut_at_stop(turn.text, asked.stop)
         if not asked.is_chat:
-            return ParsedReply(text)
-        in_channels = CHANNEL in self.template.decode_turn(turn.tokens.tolist())  # content is in one of them
+            return ParsedReply(cut_at_stop(completion.text, asked.stop))
+        text = cut_at_stop(turn.text, asked.stop)
+        in_channels = CHANNEL in turn.text  # content is in one of them
         if asked.tools or in_channels:
-            reply = self.offer_tools(asked.tools).parse(turn, len(self.exchanges), context)
+            reply = self.offer_tools(asked.tools).parse(turn, len(self.exchanges))
             self._counts["malformed_calls"] += len(reply.malformed)
             if asked.tools and reply.calls:
                 calls = reply.calls if asked.parallel_calls else reply.calls[:1]
                 return replace(reply, content=cut_at_stop(reply.content, asked.stop), calls=calls)
             if in_channels and not reply.calls and not reply.malformed:
                 return reply
-        reasoning, content = split_reasoning(text)  # as it was written, also where a call could not be read
+        reasoning, content = split_thoughts(text, turn.opening)  # as it was written, also where a call could not be read
         return ParsedReply(content.lstrip("\n") if reasoning else content, reasoning)
 
     def _record(
@@ -219,8 +219,8 @@ class AgentSession:
     ) -> ParsedReply:
         """Store a completion, and return it as it is answered."""
         context = tuple(asked.prompts[place // asked.choices])
-        turn = make_policy_turn(completion, self.generator, self.sampling)
-        reply = self._read_reply(asked, turn, context)
+        turn = make_policy_turn(completion, context, self.template, self.generator, self.sampling)
+        reply = self._read_reply(asked, turn, completion)
         if asked.is_chat:
             message = Message("assistant", reply.content, tool_calls=reply.calls, reasoning=reply.reasoning)
             known = 0 if encoded is None else encoded.known

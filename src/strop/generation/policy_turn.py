@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from strop.generation.base import Completion, Generator
+from strop.models.chat_template import ChatTemplate
 from strop.sampling import Sampling
 from strop.types import Turn
 
 
-def make_policy_turn(completion: Completion, generator: Generator, sampling: Sampling) -> Turn:
-    """Return what is trained on. Raises RuntimeError if the engine did not report a sampling mask that was asked for."""
+def make_policy_turn(
+    completion: Completion, context: Sequence[int], template: ChatTemplate, generator: Generator, sampling: Sampling
+) -> Turn:
+    """Return what is trained on; ``context`` is what the policy read. Raises RuntimeError for a sampling mask that was not reported."""
     if sampling.records_sampling_mask and completion.kept is None:
         raise RuntimeError(
             f"{type(generator).__name__} does not report the sampling mask, which policy.generation.keep_sampling_mask requires; set that "
@@ -17,7 +22,8 @@ def make_policy_turn(completion: Completion, generator: Generator, sampling: Sam
     return Turn(
         author="policy",
         tokens=completion.tokens,
-        text=completion.text,
+        text=template.decode_turn(completion.tokens.tolist()),
+        opening=template.find_opening(context),
         logprobs=completion.logprobs,
         versions=completion.versions,
         entropies=completion.entropies,

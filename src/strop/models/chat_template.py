@@ -18,6 +18,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from strop.models.vision.encoded_prompt import EncodedPrompt
+from strop.thoughts import find_opening
 from strop.types import Image, Message, Messages, PromptImage, ToolCall, assistant, user
 
 if TYPE_CHECKING:  # it imports torch, which a template does not need
@@ -29,6 +30,7 @@ _CALL_MARKER = "strop-call-marker"  # the same for calls; no template escapes it
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, as templates name it
 TOOL_ROLES = ("tool", "function", "ipython")
 _REMEMBERED_TOKENS = 2**20  # of prompts that were encoded lately
+_OPENING_TOKENS = 16  # at the end of a prompt, in which it may open a thought
 _REMEMBERED_IMAGES = 512  # prompts with images that were encoded lately
 _CONTEXT_CHARACTERS = 64  # characters before a text that can affect how it is tokenized
 
@@ -197,6 +199,10 @@ class ChatTemplate:
         last = self.tokenizer.decode(sampled[-1:], skip_special_tokens=True) if len(sampled) else ""
         text: str = self.tokenizer.decode(sampled if last else sampled[:-1], skip_special_tokens=False)
         return text
+
+    def find_opening(self, context: Sequence[int]) -> str:
+        """Return the tag of the thought that a turn after these tokens goes on with; empty if it begins outside of thoughts."""
+        return find_opening(self.tokenizer.decode(context[-_OPENING_TOKENS:], skip_special_tokens=False))
 
     # --- tools ----------------------------------------------------------------------------------------------------------------
 

@@ -200,7 +200,7 @@ async def run_episode(
                     rollout = _start_rollout(rollout, messages, template, rules, tools)
                 while rollout.ending is None:
                     wanted = await _stop_where_asked(rollout, environment, sampling)
-                    rollout, reply = await _policy_turn(rollout, generator, wanted, rules, tools)
+                    rollout, reply = await _policy_turn(rollout, generator, template, wanted, rules, tools)
                     if tools is not None and reply is not None and reply.asks_for_tools:
                         rollout = await _tool_turn(rollout, environment, tools, reply, rules)
                     else:
@@ -281,7 +281,12 @@ async def _stop_where_asked(rollout: Rollout, environment: Environment[Any], sam
 
 
 async def _policy_turn(
-    rollout: Rollout, generator: Generator, sampling: Sampling, rules: EpisodeRules, tools: ToolTurns | None
+    rollout: Rollout,
+    generator: Generator,
+    template: ChatTemplate,
+    sampling: Sampling,
+    rules: EpisodeRules,
+    tools: ToolTurns | None,
 ) -> tuple[Rollout, ParsedReply | None]:
     """Return the rollout with a turn of the policy, and the turn taken apart if there are tools."""
     if tools is not None:
@@ -289,17 +294,18 @@ async def _policy_turn(
     remaining = rules.max_length - rollout.length
     turn_number = len(rollout.policy_turns)
     shown = {"images": images} if (images := rollout.path_images) else {}
+    context = rollout.tokens().tolist()
     with waiting(f"sample {rollout.sample}", on=f"engine, turn {turn_number + 1}", kind="generation"):
         completion = await generator.generate(
-            rollout.tokens().tolist(),
+            context,
             sampling=replace(sampling, max_new_tokens=min(sampling.max_new_tokens, remaining)),
             seed=mix_seed(rollout.seed, turn_number),
             session=f"{rollout.seed:x}" if rules.max_turns > 1 else "",
             **shown,
         )
-    turn = make_policy_turn(completion, generator, sampling)
-    reply = None if tools is None else tools.parse(turn, turn_number, rollout.tokens().tolist())
-    rollout = rollout.with_turn(turn, assistant(completion.text) if reply is None else make_reply_message(reply))
+    turn = make_policy_turn(completion, context, template, generator, sampling)
+    reply = None if tools is None else tools.parse(turn, turn_number)
+    rollout = rollout.with_turn(turn, assistant(turn.text) if reply is None else make_reply_message(reply))
     if not completion.stopped:
         rollout = replace(rollout, ending=Ending.CONTEXT if rollout.length >= rules.max_length else Ending.LENGTH)
     return rollout, reply

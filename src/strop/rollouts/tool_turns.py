@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -14,7 +14,6 @@ from strop.models.vision.encoded_prompt import EncodedPrompt
 from strop.sampling import Sampling
 from strop.tools.base import ParsedReply, ToolCallFormat, ToolConfigError
 from strop.tools.formats.choose_format import choose_format
-from strop.tools.formats.reading import THINK_OPEN
 from strop.tools.toolbox import ToolOffer
 from strop.types import Message, Messages, ToolCall, Turn
 
@@ -81,15 +80,9 @@ class ToolTurns:
             return sampling
         return replace(sampling, stop_strings=tuple(dict.fromkeys((*sampling.stop_strings, *self.format.stop_strings))))
 
-    def parse(self, turn: Turn, number: int, context: Sequence[int]) -> ParsedReply:
-        """Take a turn of the policy apart. Its calls have ids of nine letters and digits, which is what every template accepts.
-
-        ``context`` is what stands before it: it may have opened the thinking.
-        """
-        text = self.template.decode_turn(turn.tokens.tolist())
-        if self.template.tokenizer.decode(context[-16:]).rstrip().endswith(THINK_OPEN):
-            text = THINK_OPEN + text
-        reply = self.format.parse(text, self.offer.schemas)
+    def parse(self, turn: Turn, number: int) -> ParsedReply:
+        """Take a turn of the policy apart. Its calls have ids of nine letters and digits, which is what every template accepts."""
+        reply = self.format.parse(turn.opening + turn.text, self.offer.schemas)
         return replace(reply, calls=tuple(_identify(call, number, index) for index, call in enumerate(reply.calls)))
 
     def encode_results(self, messages: Messages, turn: Turn, reply: ParsedReply) -> EncodedPrompt:

@@ -9,10 +9,11 @@ from typing import Any
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.monitoring.rollout_view.marked_turns import join_turns
-from strop.monitoring.rollout_view.reasoning_parts import ReasoningPart, opens_reasoning, split_reasoning_parts
+from strop.monitoring.rollout_view.reasoning_parts import ReasoningPart, split_reasoning_parts
 from strop.monitoring.rollout_view.shown_rollout import describe_origin
 from strop.safety.printable import make_printable, shorten
 from strop.storage.json_values import clean_json
+from strop.thoughts import find_opening
 from strop.view.view_error import clean_number
 
 PREVIEW = 200  # characters
@@ -146,7 +147,7 @@ def write_rollout(record: RolloutRecord, summary: Mapping[str, Any], pieces: Seq
 
 def _write_short_turns(record: RolloutRecord) -> list[dict[str, Any]]:
     """Return what is read of the main path's turns beside other rollouts; of very many the first."""
-    is_inside = opens_reasoning(record.prompt)
+    is_inside = bool(find_opening(record.prompt))
     return [
         {
             "role": make_printable(turn.role),
@@ -186,7 +187,7 @@ def _write_parts(parts: Sequence[ReasoningPart], limit: int | None = None) -> di
 
 
 def _write_turns(record: RolloutRecord, pieces: Sequence[str] | None) -> list[dict[str, Any]]:
-    is_inside = opens_reasoning(record.prompt)
+    is_inside = bool(find_opening(record.prompt))
     turns = [
         {
             "role": make_printable(turn.role),

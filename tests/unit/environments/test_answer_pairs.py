@@ -6,11 +6,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from strop.environments.answers import extract_last_boxes, extract_stated_number
+from strop.environments.answers import extract_last_boxed, extract_last_boxes, extract_stated_number
 from strop.environments.scoring.scoring_pool import ScoringResult
 from strop.environments.scoring.scoring_worker import SCORER_LOADERS
 from strop.environments.verifiers import math_verifier
@@ -71,6 +72,14 @@ def test_each_row_is_decided_as_by_hand_or_the_table_says_why_not(monkeypatch: p
     verdicts = [(pair, bool(decide(pair).value)) for pair in PAIRS if not pair.hostile]
     assert find_false_claims(OURS, verdicts) == []
     assert sum(OURS in pair.differs for pair in PAIRS) == UNMENDED
+
+
+def test_the_default_method_decides_boxes_as_the_method_that_reads_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = InThisProcess()
+    monkeypatch.setattr(math_verifier, "get_scoring_pool", lambda size: pool)
+    pairs = [replace(pair, method="math_verify") for pair in PAIRS if pair.method == "boxed" and not pair.hostile]
+    boxed = [pair for pair in pairs if extract_last_boxed(pair.text) is not None]
+    assert len(boxed) > 100 and find_false_claims(OURS, [(pair, bool(decide(pair).value)) for pair in boxed]) == []
 
 
 def test_hostile_rows_are_decided_within_the_limits_of_the_scoring_pool() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from strop.monitoring.rollout_view.reasoning_parts import opens_reasoning, split_reasoning_parts
+from strop.monitoring.rollout_view.reasoning_parts import split_reasoning_parts
 from support.each import each
 
 TURNS = {  # text, whether the prompt opened the reasoning, parts: (text, is reasoning, is closed)
@@ -60,7 +60,3 @@ def test_tokens_that_cover_a_tag_and_more_stay_in_one_part(size: int) -> None:
 def test_tags_that_are_left_out_of_the_text_are_found_among_the_tokens() -> None:
     found = split_reasoning_parts("a b4", pieces=["<think>", "a", " b", "</think>", "4", "<|im_end|>"])
     assert [(part.text, part.start, part.end) for part in found] == [("a b", 0, 4), ("4<|im_end|>", 4, 6)]
-
-
-def test_a_prompt_that_ends_in_an_open_tag_opens_reasoning() -> None:
-    assert opens_reasoning("<|im_start|>assistant\n<think>\n") and not opens_reasoning("<think></think>\n\n")

@@ -200,7 +200,7 @@ def test_the_prefix_of_a_conversation_is_not_computed_again(continuation: str, m
     network = Network(tiny_model(len(template.tokenizer)), chunk=64)
     engine = make_engine(make_runner(network, slots=2, length=2048, prefix_tokens=4096), template.tokenizer)
 
-    def parse(self: ToolTurns, turn: Any, number: int, context: Sequence[int]) -> ParsedReply:
+    def parse(self: ToolTurns, turn: Any, number: int) -> ParsedReply:
         return ParsedReply("", calls=(ToolCall("twice", {"number": number}, "c00000000"),) if number < 3 else ())
 
     async def generate(self: Any, *arguments: Any, **options: Any) -> Completion:

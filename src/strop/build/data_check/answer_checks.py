@@ -13,7 +13,7 @@ from strop.environments.answers import is_integer
 from strop.environments.base import Environment
 from strop.environments.math import MathEnvironment
 from strop.environments.math_multi_reward import MathMultiReward
-from strop.environments.scoring.scoring_pool import ScoringError
+from strop.environments.scoring.scoring_pool import ScoringError, get_scoring_pool
 from strop.environments.verifiers.math_verifier import verify_math
 from strop.environments.verifiers.multiple_choice import CHOICE_EXTRACTORS
 
@@ -21,6 +21,7 @@ MOST_ANSWERS = 2000  # different ones that are graded; the others are taken to b
 CONCURRENT = 64
 FORMS = ("\\boxed{{{}}}", "Answer: {}", "The answer is {}")  # in which a policy may give an answer
 WRONG = "\\boxed{{-98765.4321}}"
+BY_VALUE = ("math_verify", "multilingual", "boxed", "olympiad", "minerva")  # verifiers
 OPTION = re.compile(r"^\s*\(?([A-Z])[).:]\s+\S", re.MULTILINE)
 KNOWN_OPTIONS = 2  # lines that look like options from which on a question is taken to have some
 
@@ -49,26 +50,26 @@ def check_answers(environment: Environment[Any], answers: Mapping[str, tuple[str
     chosen = list(answers)
     if len(chosen) > MOST_ANSWERS:
         chosen = Random(seed).sample(chosen, MOST_ANSWERS)
-    for answer, reason in zip(chosen, asyncio.run(_grade_all(environment, chosen)), strict=True):
+    for answer, found in zip(chosen, asyncio.run(_grade_all(environment, chosen)), strict=True):
         location, question, rows = answers[answer]
-        if reason is not None:
-            faults.add("answer", reason, location, f"{answer!r} to: {question}", rows)
+        if found is not None:
+            faults.add(*found, location, f"{answer!r} to: {question}", rows)
     return len(chosen)
 
 
-async def _grade_all(environment: Environment[Any], answers: Sequence[str]) -> list[str | None]:
+async def _grade_all(environment: Environment[Any], answers: Sequence[str]) -> list[tuple[str, str] | None]:
+    """Return the check that each answer fails and why, or None."""
     slots = asyncio.Semaphore(CONCURRENT)
 
-    async def grade(answer: str) -> str | None:
+    async def grade(answer: str) -> tuple[str, str] | None:
         async with slots:
             try:
-                return (
-                    None
-                    if await _equals_itself(environment, answer)
-                    else "the grader does not take the reference answer for itself"
-                )
+                if not await _equals_itself(environment, answer):
+                    return "answer", "the grader does not take the reference answer for itself"
+                read = await _is_wholly_read(environment, answer)
             except ScoringError:
-                return "the grader cannot read the reference answer"
+                return "answer", "the grader cannot read the reference answer"
+        return None if read else ("as_text", "the grader reads at most a part of the reference answer")
 
     return list(await asyncio.gather(*map(grade, answers)))
 
@@ -90,3 +91,10 @@ async def _equals_itself(environment: Environment[Any], answer: str) -> bool:
         if graded.value and form != WRONG:
             return True
     return False
+
+
+async def _is_wholly_read(environment: Environment[Any], answer: str) -> bool:
+    if not isinstance(environment, MathEnvironment) or environment.verifier not in BY_VALUE or is_integer(answer.strip()):
+        return True
+    read = await get_scoring_pool(environment.num_workers).call("math_reading", environment.timeout_s, reference=answer)
+    return bool(read.value)

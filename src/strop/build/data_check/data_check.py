@@ -64,6 +64,7 @@ FIXES = {
     "image": "Mend the images or leave their rows out: the run drops them. Relative paths start from media_data_dir.",
     "empty": "Leave the rows out, or name the right columns (input_key, output_key, messages_key).",
     "answer": "Mend the reference answers, name their column (output_key), or choose another verifier of the environment.",
+    "as_text": "Such an answer is right only in the reference's own notation: write it so that it can be read, or choose another verifier.",
     "rewritten": "Set policy.tokenizer.chat_template to one that writes what the data has, or take it out of the data.",
     "no_stop": "Set data.add_eos=true, without which the model does not learn to stop.",
     "roles": "Join such messages, if the template does not expect them.",

@@ -19,6 +19,7 @@ ROW_CHECKS: dict[str, Severity] = {  # what rows are looked at for, and how bad 
     "answer": "error",
     "overlap": "error",
     "contamination": "error",
+    "as_text": "warning",
     "rewritten": "warning",
     "no_stop": "warning",
     "roles": "warning",

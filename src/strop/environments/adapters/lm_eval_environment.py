@@ -93,6 +93,6 @@ class LmEvalEnvironment(Environment[PromptedTask]):
             task=self.task,
             include_path=self.include_path,
             metric=self.metric,
-            answer=rollout.text,
+            answer=rollout.content,
             doc=dict(task.metadata),
         )

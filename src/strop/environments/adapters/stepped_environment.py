@@ -115,7 +115,7 @@ class SteppedEnvironment(Environment[SeededTask]):
 
     async def respond(self, task: SeededTask, rollout: Rollout) -> Messages | None:
         play = _current_play.get()
-        step = await play.game.step(rollout.text)
+        step = await play.game.step(rollout.content)
         play.steps.append(step)
         return None if step.over else (user(step.text),)
 

@@ -160,7 +160,7 @@ class CodeEnvironment(Environment[CodeTask]):
         """Run the tests, once for all rewards of a rollout."""
         limits = Limits(cpu_s=self.timeout_s, wall_s=2 * self.timeout_s + 5, memory_mb=self.memory_mb)
         rules = GradingRules(limits=limits, total_s=self.total_timeout_s, tolerance=self.tolerance, stop_early=self.stop_early)
-        program = self.extract_program(task, rollout.text)
+        program = self.extract_program(task, rollout.content)
         known = _grades.setdefault(rollout, {})
         if (program, rules) not in known:
             known[program, rules] = await grade_code(get_sandbox(), task.problem, program, self.language, rules)

@@ -67,7 +67,7 @@ class CodeInterpreter(DatasetEnvironment):
 
     async def respond(self, task: PromptedTask, rollout: Rollout) -> Messages | None:
         conversation = _conversation.get()
-        found = _CODE.search(rollout.text)
+        found = _CODE.search(rollout.content)
         if not found:
             return (Message(self.role, ""),)
         code, rest = found.groups()

@@ -67,7 +67,7 @@ class CodeVerifier(Verifier):
     async def score(self, task: Task, reply: Reply) -> Score:
         limits = Limits(cpu_s=self.timeout_s, wall_s=2 * self.timeout_s + 5, memory_mb=self.memory_mb)
         rules = GradingRules(limits=limits, total_s=self.total_timeout_s, tolerance=self.tolerance, stop_early=self.stop_early)
-        program = extract_code(reply.text, self.language)
+        program = extract_code(reply.content, self.language)
         grade = await grade_code(get_sandbox(), self.read_task(task), program, self.language, rules)
         metrics = {
             "passed": grade.fraction,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from strop.environments.answers import extract_last_tagged
+from strop.thoughts import read_answer
 
 TAGS = {  # of a fenced block, by language
     "python": ("python", "python3", "py"),
@@ -13,18 +14,16 @@ TAGS = {  # of a fenced block, by language
     "cpp": ("cpp", "c++", "cc", "cxx"),
     "javascript": ("javascript", "js", "node"),
 }
-_FENCE = re.compile(r"\s{0,3}(`{3,}|~{3,})\s*([\w+#.-]*)")
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})\s*([\w+#.-]*)")
 
 
 def extract_code(reply: str, language: str = "python") -> str:
-    """Return the program of a reply: what follows ``</think>``, and there the last fenced block of the language.
+    """Return the program of a reply: of what follows its thoughts, the last fenced block of the language.
 
     Without one: the last block that names no language, else what stands in ``<code>`` or ``<answer>`` tags, else, if there is no block at
-    all, the whole text. A block that is never closed goes to the end. Reasoning that never ended has no program.
+    all, the whole text. A block that is never closed goes to the end.
     """
-    before, ended, text = reply.rpartition("</think>")
-    if not ended and "<think>" in before + text:
-        return ""
+    text = read_answer(reply)
     blocks = split_blocks(text)
     for tags in (TAGS.get(language, (language,)), ("",)):
         found = [code for tag, code in blocks if tag.lower() in tags]
@@ -37,20 +36,25 @@ def extract_code(reply: str, language: str = "python") -> str:
 
 
 def split_blocks(text: str) -> list[tuple[str, str]]:
-    """Return (language tag, content) of each fenced block, in order."""
+    """Return (language tag, content) of each fenced block, in order, without the indentation of a block that stands in a list."""
     blocks: list[tuple[str, str]] = []
-    fence, tag, inside = "", "", list[str]()
+    fence, tag, inside, margin = "", "", list[str](), 0
     for line in text.splitlines():
         found = _FENCE.match(line)
         if not fence:
             if found and not line[found.end() :].strip("`~ "):
-                fence, tag, inside = found[1], found[2], []
-        elif found and found[1].startswith(fence) and not found[2] and not line[found.end() :].strip():
+                margin, fence, tag, inside = len(found[1]), found[2], found[3], []
+        elif found and _closes(found, fence, margin) and not line[found.end() :].strip():
             blocks.append((tag, "\n".join(inside)))
             fence = ""
         else:
-            inside.append(line)
+            inside.append(line[min(margin, len(line) - len(line.lstrip(" \t"))) :])
     return [*blocks, (tag, "\n".join(inside))] if fence else blocks
+
+
+def _closes(found: re.Match[str], fence: str, margin: int) -> bool:
+    """Whether a fence ends a block: one that is indented further stands in the program, in a docstring most likely."""
+    return found[2].startswith(fence) and not found[3] and len(found[1]) <= margin + 3
 
 
 _NEXT_DEFINITION = re.compile(r"^(?=[^\s#)\]}])", re.MULTILINE)

@@ -43,7 +43,7 @@ class HumanEval(CodeEnvironment):
     def extract_program(self, task: CodeTask, text: str) -> str:
         problem = task.problem
         if self.style == "completion" and not split_blocks(text):
-            body = truncate_completion(text.rpartition("</think>")[2])
+            body = truncate_completion(text)
         else:
             code = extract_code(text)
             if not code.strip() or re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(problem.entry_point)}\b", code, re.MULTILINE):

@@ -67,7 +67,7 @@ class TextGame(Environment[TaskT], Generic[TaskT, StateT]):
         steps: list[GameStep[StateT]] = []
         state = self.first_state(task)
         for turn in rollout.policy_turns:
-            steps.append(self.step(task, state, turn.text))
+            steps.append(self.step(task, state, turn.content))
             state = steps[-1].state
         return steps
 

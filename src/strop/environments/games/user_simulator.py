@@ -64,9 +64,9 @@ class UserSimulator(DatasetEnvironment):
         return (STOP,)
 
     async def respond(self, task: PromptedTask, rollout: Rollout) -> Messages | None:
-        if read_tag(rollout.text, "answer") is not None:
+        if read_tag(rollout.content, "answer") is not None:
             return None
-        return (user(await self._ask_model(task, rollout) if self.endpoint else self._follow_script(task, rollout.text)),)
+        return (user(await self._ask_model(task, rollout) if self.endpoint else self._follow_script(task, rollout.content)),)
 
     def _script(self, task: PromptedTask) -> list[tuple[re.Pattern[str], str]]:
         replies = task.metadata.get(self.replies_key)
@@ -103,7 +103,7 @@ class UserSimulator(DatasetEnvironment):
         return reply.text
 
     def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
-        found = read_tag(rollout.text, "answer")
+        found = read_tag(rollout.content, "answer")
         return None if found is None else self._normal(found)
 
     def _normal(self, text: str) -> str:
@@ -116,4 +116,4 @@ class UserSimulator(DatasetEnvironment):
 
     @reward(weight=0.0)
     def questions(self, task: PromptedTask, rollout: Rollout) -> int:
-        return sum(read_tag(turn.text, "answer") is None for turn in rollout.policy_turns)
+        return sum(read_tag(turn.content, "answer") is None for turn in rollout.policy_turns)

@@ -9,7 +9,9 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from strop.environments.answers import extract_last_boxed
 from strop.environments.scoring.scoring_pool import ScoringResult
+from strop.thoughts import read_answer
 
 CheckMath = Callable[[str, str], Awaitable[ScoringResult]]
 """(reference, text with a boxed answer) -> whether they are equal."""
@@ -34,17 +36,9 @@ def find_tagged(text: str, tag: str) -> str | None:
     return text[start + len(tag) + 2 : end] if start >= 0 and start + len(tag) + 2 <= end else None
 
 
-def find_boxed(text: str) -> str | None:
-    """Return what the last ``\\boxed{`` holds; None if its brace is not closed, or if there is none."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    start, depth = start + len("\\boxed{"), 1
-    for index in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0)
-        if depth == 0:
-            return text[start:index].strip()
-    return None
+def find_answer(text: str, tag: str) -> str | None:
+    """Return what stands in the tags outside of the thoughts."""
+    return find_tagged(read_answer(text), tag)
 
 
 def score_format(text: str, think_tag: str = "think", answer_tag: str = "answer") -> AnswerScore:
@@ -54,7 +48,7 @@ def score_format(text: str, think_tag: str = "think", answer_tag: str = "answer"
 
 def score_exact(reference: str, text: str, answer_tag: str = "answer") -> AnswerScore:
     """1 where the answer has the letters and digits of the reference, in any case."""
-    answer = find_tagged(text, answer_tag)
+    answer = find_answer(text, answer_tag)
     right = answer is not None and _keep_alphanumeric(answer) == _keep_alphanumeric(reference)
     return AnswerScore(float(right), right)
 
@@ -62,7 +56,7 @@ def score_exact(reference: str, text: str, answer_tag: str = "answer") -> Answer
 def score_box(reference: str, text: str, giou_penalty_thres: float = 10.0, answer_tag: str = "answer") -> AnswerScore:
     """The overlap of two boxes [x1, y1, x2, y2], from -1 to 1: intersection over union, and below the threshold the generalized one
     (1902.09630), which boxes that do not touch have, too."""
-    answer = find_tagged(text, answer_tag)
+    answer = find_answer(text, answer_tag)
     expected, given = _parse_box(reference), None if answer is None else _parse_box(answer)
     if expected is None or given is None:
         return NOTHING
@@ -79,7 +73,7 @@ def score_box(reference: str, text: str, giou_penalty_thres: float = 10.0, answe
 
 async def score_expression(reference: str, text: str, check: CheckMath, tag: str = "answer") -> AnswerScore:
     """1 where the answer is the same expression as the reference."""
-    answer = find_tagged(text, tag)
+    answer = find_answer(text, tag)
     right = answer is not None and bool((await check(reference, f"\\boxed{{{answer}}}")).value)
     return AnswerScore(float(right), right)
 
@@ -89,7 +83,7 @@ async def score_geometry(reference: str, text: str, check: CheckMath, format_sco
     end = text.find("</think>")
     box = text.find("\\boxed{", end) if end >= 0 else -1
     is_formatted = box >= 0 and text.find("}", box) >= 0
-    answer = find_boxed(text)
+    answer = extract_last_boxed(read_answer(text))
     right = answer is not None and bool((await check(reference, f"\\boxed{{{answer}}}")).value)
     return AnswerScore((1.0 - format_score) * right + format_score * is_formatted, right)
 

@@ -65,8 +65,8 @@ class DrawnImages(Environment[PromptedTask]):
 
     @reward(weight=1.0, accuracy=True)
     def correct(self, task: PromptedTask, rollout: Rollout) -> bool:
-        return extract_last_number(rollout.text) == int(task.answer)
+        return extract_last_number(rollout.content) == int(task.answer)
 
     def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
-        number = extract_last_number(rollout.text)
+        number = extract_last_number(rollout.content)
         return None if number is None else str(number)

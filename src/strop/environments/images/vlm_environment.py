@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from strop.environments.answers import extract_last_boxed
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, RewardFunction, RewardMark
 from strop.environments.images.answer_rewards import (
     OPTIONS,
     AnswerScore,
-    find_boxed,
     find_tagged,
     score_box,
     score_exact,
@@ -88,7 +88,7 @@ class VlmEnvironment(DatasetEnvironment):
     def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
         names = {each.name: each.kwargs or {} for each in self.rewards}
         tag = next((options.get("answer_tag") or options.get("tag") for options in names.values() if options), None) or "answer"
-        return find_boxed(rollout.text) if "geo3k" in names else find_tagged(rollout.text, tag)
+        return extract_last_boxed(rollout.content) if "geo3k" in names else find_tagged(rollout.content, tag)
 
     async def score(self, each: WeightedReward, reference: str, text: str) -> AnswerScore:
         """Return what a reward function gives a reply."""
@@ -107,12 +107,12 @@ class VlmEnvironment(DatasetEnvironment):
 
     def _read_value(self, each: WeightedReward) -> Callable[[PromptedTask, Rollout], Awaitable[float]]:
         async def value(task: PromptedTask, rollout: Rollout) -> float:
-            return (await self.score(each, task.answer, rollout.text)).value
+            return (await self.score(each, task.answer, rollout.opening + rollout.text)).value
 
         return value
 
     async def _is_correct(self, task: PromptedTask, rollout: Rollout) -> bool:
-        scores = [await self.score(each, task.answer, rollout.text) for each in self.rewards]
+        scores = [await self.score(each, task.answer, rollout.opening + rollout.text) for each in self.rewards]
         said = [each.correct for each in scores if each.correct is not None]
         return bool(said) and all(said)
 

@@ -15,7 +15,7 @@ from strop.environments.base import EnvironmentConfigError
 from strop.environments.scoring.instruction_checks import LOOSELY, PACKAGES, STRICTLY, find_fault, find_missing_package
 from strop.environments.scoring.scoring_pool import get_scoring_pool
 from strop.environments.scoring.text_language import has_sentence_model
-from strop.environments.verifiers.base import drop_thoughts
+from strop.thoughts import read_answer
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,10 @@ def _check_packages(name: str) -> None:
         )
 
 
-def read_response(text: str) -> str:
-    """Return what follows the thoughts of a reply."""
-    return drop_thoughts(text).strip() if "think>" in text else text
+def read_response(text: str, opening: str = "") -> str:
+    """Return what follows the thoughts of a reply, without the white space between them."""
+    answer = read_answer(text, opening)
+    return answer if answer == text else answer.strip()
 
 
 async def check_instructions(

@@ -85,7 +85,7 @@ class InstructionFollowing(DatasetEnvironment):
 
     async def _check(self, task: InstructionTask, rollout: Rollout) -> FollowedInstructions:
         """Check each instruction; the scoring pool remembers what it said."""
-        text = read_response(rollout.text)
+        text = read_response(rollout.text, rollout.opening)
         return await check_instructions(task.instructions, text, num_workers=self.num_workers, timeout_s=self.timeout_s)
 
 

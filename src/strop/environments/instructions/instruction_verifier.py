@@ -34,7 +34,7 @@ class InstructionVerifier(Verifier):
 
     async def score(self, task: Task, reply: Reply) -> Score:
         instructions = read_instructions(task.metadata, task.id)
-        text = read_response(reply.text)
+        text = read_response(reply.text, reply.opening)
         found = await check_instructions(instructions, text, num_workers=self.num_workers, timeout_s=self.timeout_s)
         followed = found.loosely if self.loose else found.strictly
         value = sum(followed) / len(followed) if self.credit == "fraction" else float(all(followed))

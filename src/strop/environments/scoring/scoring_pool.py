@@ -32,7 +32,9 @@ from strop.sandbox.launcher import isolate_command
 
 MAX_CACHED_RESULTS = 8192  # cached results: samples of a group often agree, and several rewards score the same answer
 
-ScorerName = Literal["math_verify", "reported_math", "dapo", "reasoning_gym", "pattern", "json_schema", "lm_eval", "instruction"]
+ScorerName = Literal[
+    "math_verify", "math_reading", "reported_math", "dapo", "reasoning_gym", "pattern", "json_schema", "lm_eval", "instruction"
+]
 
 
 class ScoringError(RuntimeError):

@@ -53,20 +53,27 @@ class UnparsableReference(Exception):
 
 
 def load_math_verify() -> Callable[..., Callable[[], float]]:
-    from math_verify import parse, verify  # type: ignore[import-untyped,unused-ignore]
+    from strop.environments.scoring.math_equality import prepare as prepare_text
+    from strop.environments.scoring.math_equality import score_reply
 
     def prepare(reference: str, answer: str) -> Callable[[], float]:
         def score() -> float:
-            gold = parse(f"\\boxed{{{reference}}}", parsing_timeout=None)  # None: this process enforces the limits
-            if not gold:
+            if not prepare_text(reference):
                 raise UnparsableReference(f"the reference answer {reference!r:.200} cannot be parsed")
-            return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
+            return score_reply(reference, answer)
 
         return score
 
     for reference, answer in WARM_UP:
         prepare(reference, f"\\boxed{{{answer}}}")()
+    prepare("1", "It is 2")()
     return prepare
+
+
+def load_math_reading() -> Callable[..., Callable[[], float]]:
+    from strop.environments.scoring.math_equality import score_reading
+
+    return lambda reference: partial(score_reading, reference)
 
 
 def load_reported_math() -> Callable[..., Callable[[], float]]:
@@ -127,6 +134,7 @@ def load_instruction() -> Callable[..., Callable[[], float]]:
 
 SCORER_LOADERS = {
     "math_verify": load_math_verify,
+    "math_reading": load_math_reading,
     "reported_math": load_reported_math,
     "dapo": load_dapo,
     "reasoning_gym": load_reasoning_gym,

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 
 from strop.environments.answers import extract_final_answer, extract_last_boxed, extract_last_tagged
 from strop.environments.base import EnvironmentConfigError
+from strop.thoughts import read_answer
 from strop.types import Messages, Rollout, Task, assistant, user
 
 
@@ -28,6 +29,12 @@ class Reply:
     text: str
     messages: Messages
     tokens: int = 0  # that the policy sampled in the turn; of a whole rollout, in all turns
+    opening: str = ""  # the tag of the thought that the prompt ended in (``Turn.opening``)
+
+    @property
+    def content(self) -> str:
+        """The text without the thoughts (``strop.thoughts.read_answer``)."""
+        return read_answer(self.text, self.opening)
 
     @property
     def context(self) -> Messages:
@@ -106,7 +113,7 @@ async def score_turns(verifier: Verifier, task: Task, turns: Sequence[Reply]) ->
 def read_reply(rollout: Rollout) -> Reply:
     """Return the last turn of a rollout, with the tokens of all of them."""
     messages = rollout.messages or (user(rollout.task.question), assistant(rollout.text))
-    return Reply(text=rollout.text, messages=messages, tokens=rollout.sampled_tokens)
+    return Reply(text=rollout.text, messages=messages, tokens=rollout.sampled_tokens, opening=rollout.opening)
 
 
 def read_turns(rollout: Rollout) -> list[Reply]:
@@ -120,7 +127,7 @@ def _read_main_path(rollout: Rollout) -> Iterator[Reply]:
         end += turn.num_messages
         if turn.sampled:
             messages = rollout.messages[:end] or (user(rollout.task.question), assistant(turn.text))
-            yield Reply(text=turn.text, messages=messages, tokens=len(turn.tokens))
+            yield Reply(text=turn.text, messages=messages, tokens=len(turn.tokens), opening=turn.opening)
 
 
 def _read_branches(rollout: Rollout) -> Iterator[Reply]:
@@ -128,7 +135,7 @@ def _read_branches(rollout: Rollout) -> Iterator[Reply]:
         for turn in branch.turns:
             if turn.sampled:
                 messages = (*rollout.prompt_messages, assistant(turn.text))
-                yield Reply(text=turn.text, messages=messages, tokens=len(turn.tokens))
+                yield Reply(text=turn.text, messages=messages, tokens=len(turn.tokens), opening=turn.opening)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +150,7 @@ class AnswerVerifier(Verifier):
 
     def read(self, reply: Reply) -> str | None:
         """Return the part to verify, None if there is none."""
-        text: str | None = reply.text if self.thoughts else drop_thoughts(reply.text)
+        text: str | None = reply.text if self.thoughts else reply.content
         if self.tag is not None:
             text = extract_last_tagged(text or "", self.tag)
         if text is None:
@@ -153,11 +160,6 @@ class AnswerVerifier(Verifier):
         if self.extract == "final":
             return extract_final_answer(text)
         return (text.strip().splitlines() or [""])[-1] if self.extract == "last_line" else text
-
-
-def drop_thoughts(text: str) -> str:
-    """Return what follows the last ``</think>``; nothing where a thought that was opened has no end."""
-    return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def read_path(metadata: Mapping[str, Any], path: str) -> Any:

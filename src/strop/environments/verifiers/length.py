@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from strop.environments.base import EnvironmentConfigError, to_number
-from strop.environments.verifiers.base import Reply, Verifier, check_positive, drop_thoughts, read_path
+from strop.environments.verifiers.base import Reply, Verifier, check_positive, read_path
 from strop.types import Task
 
 
@@ -57,7 +57,7 @@ class LengthVerifier(Verifier):
     def measure(self, reply: Reply) -> int:
         if self.unit == "tokens":
             return reply.tokens
-        text = drop_thoughts(reply.text) if self.part == "answer" else reply.text
+        text = reply.content if self.part == "answer" else reply.text
         return len(text.split()) if self.unit == "words" else len(text)
 
     def _find_limit(self, task: Task) -> float:

@@ -29,6 +29,7 @@ from strop.environments.verifiers.multiple_choice import (
     extract_stated_choice,
     remove_markup,
 )
+from strop.thoughts import read_answer
 from strop.types import Task
 
 MathMethod = Literal[
@@ -78,7 +79,7 @@ class MathVerifier(AnswerVerifier):
         if text is None:
             return Score(0.0, {"unverified": 0.0})
         workers, limit = self.num_workers, self.timeout_s
-        checked = await verify_math(self.method, task.answer, text, task.metadata, num_workers=workers, timeout_s=limit)
+        checked = await verify_answer(self.method, task.answer, text, task.metadata, num_workers=workers, timeout_s=limit)
         return Score(checked.value or 0.0, {"unverified": float(checked.failure is not None)})
 
     def find_answer(self, reply: Reply) -> str | None:
@@ -87,6 +88,13 @@ class MathVerifier(AnswerVerifier):
 
 
 async def verify_math(
+    method: MathMethod, reference: str, text: str, row: Mapping[str, Any] = NO_ROW, *, num_workers: int, timeout_s: float
+) -> ScoringResult:
+    """Compare the answer in a reply, without its thoughts, with the reference."""
+    return await verify_answer(method, reference, read_answer(text), row, num_workers=num_workers, timeout_s=timeout_s)
+
+
+async def verify_answer(
     method: MathMethod, reference: str, text: str, row: Mapping[str, Any] = NO_ROW, *, num_workers: int, timeout_s: float
 ) -> ScoringResult:
     """Compare the answer in a text with the reference; see ``MathEnvironment`` for the methods. ``row`` is the task's row of the data."""
@@ -112,7 +120,7 @@ async def verify_math(
             return ScoringResult(float(bool(normalized) and normalized == expected))
     elif method == "exact":
         return ScoringResult(0.0)
-    answer = text if boxed is None else f"\\boxed{{{boxed}}}"  # one box: math-verify would read several as a set
+    answer = text if boxed is None else f"\\boxed{{{boxed}}}"  # the same for all texts that end in it, so that its score is kept
     return await pool.call("math_verify", timeout_s, reference=reference, answer=answer)
 
 

@@ -18,7 +18,9 @@ class TagsVerifier(Verifier):
     """1 where the reply has these elements once each, in this order, not inside each other; else 0, or the share of them that it has."""
 
     tags: tuple[str, ...] = ("think", "answer")
-    opened: bool = False  # the prompt ends inside the first element: the reply begins with its content
+    opened: bool = (
+        False  # the prompt ends inside the first element: the reply begins with its content (known of a template's thoughts)
+    )
     only: bool = True  # nothing but white space stands outside of the elements
     filled: bool = True  # each has more than white space in it
     credit: Literal["all", "each"] = "all"  # each: the share of tags that stand right, of ``only`` as one more
@@ -28,7 +30,7 @@ class TagsVerifier(Verifier):
             raise EnvironmentConfigError(f"tags is {list(self.tags)}; set it to different names of elements, without < and >")
 
     def score(self, task: Task, reply: Reply) -> float:
-        text = f"<{self.tags[0]}>{reply.text}" if self.opened else reply.text
+        text = f"<{self.tags[0]}>{reply.text}" if self.opened else reply.opening + reply.text
         right, position, outside = 0, 0, ""
         for tag in self.tags:
             begin, end = text.find(f"<{tag}>", position), text.find(f"</{tag}>", position)

@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-TAGS = (  # that open and close reasoning: most models', Mistral's, gpt-oss's
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|channel|>analysis<|message|>", "<|end|>"),
-)
+from strop.thoughts import Thought, find_thoughts
 
 
 @dataclass(frozen=True)
@@ -26,21 +22,6 @@ class ReasoningPart:
     origin: str = ""  # of reasoning that is no part of the turn's text: where it comes from
 
 
-@dataclass(frozen=True)
-class _Span:
-    """Reasoning at [start, end) of a text, its tags included; [inner, inner_end) is without them."""
-
-    start: int
-    inner: int
-    inner_end: int
-    end: int
-
-
-def opens_reasoning(prompt: str) -> bool:
-    """Return whether a prompt ends inside of reasoning, as templates of some reasoning models do."""
-    return prompt.rstrip().endswith(tuple(opening for opening, _ in TAGS))
-
-
 def split_reasoning_parts(
     text: str, *, is_inside: bool = False, pieces: Sequence[str] | None = None, first: int = 0
 ) -> tuple[ReasoningPart, ...]:
@@ -49,11 +30,11 @@ def split_reasoning_parts(
     ``is_inside``: its prompt opened the reasoning. ``pieces``: the texts of its tokens, of which the first is token ``first`` of the
     rollout. Where the tags are tokens that are left out of ``text``, the texts of the parts are those of their tokens.
     """
-    spans = _find_spans(text, is_inside)
+    spans = find_thoughts(text, is_inside=is_inside)
     if pieces is None:
         return tuple(_cut(text, spans))
     joined = "".join(pieces)
-    spans_of_tokens = _find_spans(joined, is_inside)
+    spans_of_tokens = find_thoughts(joined, is_inside=is_inside)
     if not spans_of_tokens:
         return ()
     texts = _cut(text, spans) if len(spans) == len(spans_of_tokens) else _cut(joined, spans_of_tokens)
@@ -69,50 +50,21 @@ def split_reasoning_parts(
     )
 
 
-def _find_spans(text: str, is_inside: bool) -> list[_Span]:
-    spans: list[_Span] = []
-    at = 0
-    headless = _find_unopened(text, is_inside)
-    if headless is not None:
-        spans.append(headless)
-        at = headless.end
-    while at < len(text):
-        found = min(((place, tags) for tags in TAGS if (place := text.find(tags[0], at)) >= 0), default=None)
-        if found is None:
-            break
-        start, (opening, closing) = found
-        inner = start + len(opening)
-        closed = text.find(closing, inner)
-        inner_end, at = (closed, closed + len(closing)) if closed >= 0 else (len(text), len(text))
-        spans.append(_Span(start, inner, inner_end, at))
-    return spans
-
-
-def _find_unopened(text: str, is_inside: bool) -> _Span | None:
-    """Return the reasoning that began before the text: what is closed first, or everything."""
-    for opening, closing in TAGS[:2]:  # a message of gpt-oss ends like its reasoning
-        closed, opened = text.find(closing), text.find(opening)
-        if closed >= 0 and not 0 <= opened < closed:
-            return _Span(0, 0, closed, closed + len(closing))
-    begins = text.lstrip().startswith(tuple(opening for opening, _ in TAGS))
-    return _Span(0, 0, len(text), len(text)) if is_inside and text and not begins else None
-
-
-def _cut(text: str, spans: Sequence[_Span]) -> list[ReasoningPart]:
+def _cut(text: str, spans: Sequence[Thought]) -> list[ReasoningPart]:
     """Return the reasoning and what is before, between and after; none without reasoning. What is blank before it is left out."""
     parts: list[ReasoningPart] = []
     at = 0
     for span in spans:
         if text[at : span.start].strip() or (parts and span.start > at):
             parts.append(ReasoningPart(text[at : span.start].strip("\n"), False))
-        parts.append(ReasoningPart(text[span.inner : span.inner_end].strip("\n"), True, span.end > span.inner_end))
+        parts.append(ReasoningPart(text[span.inner : span.inner_end].strip("\n"), True, span.is_closed))
         at = span.end
     if spans and at < len(text):
         parts.append(ReasoningPart(text[at:].strip("\n"), False))
     return parts
 
 
-def _list_edges(text: str, spans: Sequence[_Span]) -> list[tuple[int, bool]]:
+def _list_edges(text: str, spans: Sequence[Thought]) -> list[tuple[int, bool]]:
     """Return where one part ends and the next begins: characters, and whether the token there goes to the part before it."""
     edges: list[tuple[int, bool]] = []
     at = 0

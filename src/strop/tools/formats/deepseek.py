@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from strop.thoughts import split_thoughts
 from strop.tools.base import ParsedReply, ToolSchema
-from strop.tools.formats.reading import MalformedCall, named_call, read_whole_json, split_reasoning
+from strop.tools.formats.reading import MalformedCall, named_call, read_whole_json
 from strop.types import ToolCall
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -22,7 +23,7 @@ class DeepSeekFormat:
     inline_result: str | None = None
 
     def parse(self, text: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
-        reasoning, rest = split_reasoning(text)
+        reasoning, rest = split_thoughts(text, call=(CALLS, CALLS_END))
         content, opened, body = rest.partition(CALLS)
         stray = [f"{marker} without {CALLS} before it." for marker in (CALL, CALL_END, CALLS_END) if marker in content][:1]
         if not opened:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from strop.thoughts import split_thoughts
 from strop.tools.base import ParsedReply, ToolSchema
-from strop.tools.formats.reading import MalformedCall, make_call, read_json, skip_space, split_reasoning
+from strop.tools.formats.reading import MalformedCall, make_call, read_json, skip_space
 from strop.types import ToolCall
 
 TAG = "<|python_tag|>"
@@ -21,7 +22,7 @@ class Llama3JsonFormat:
     inline_result: str | None = None
 
     def parse(self, text: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
-        reasoning, rest = split_reasoning(text)
+        reasoning, rest = split_thoughts(text)
         rest = rest.removesuffix("<|eom_id|>").strip()
         tagged = rest.startswith(TAG)
         body = rest.removeprefix(TAG).strip()

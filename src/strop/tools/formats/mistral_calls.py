@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from strop.thoughts import split_thoughts
 from strop.tools.base import ParsedReply, ToolSchema
-from strop.tools.formats.reading import MalformedCall, make_call, named_call, read_whole_json, split_reasoning
+from strop.tools.formats.reading import MalformedCall, make_call, named_call, read_whole_json
 from strop.types import ToolCall
 
 TAG, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
@@ -21,7 +22,7 @@ class MistralFormat:
     inline_result: str | None = None
 
     def parse(self, text: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
-        reasoning, rest = split_reasoning(text.replace("[THINK]", "<think>").replace("[/THINK]", "</think>"))
+        reasoning, rest = split_thoughts(text)
         content, *parts = rest.removesuffix("</s>").split(TAG)
         calls: list[ToolCall] = []
         malformed: list[str] = []

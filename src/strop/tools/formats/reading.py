@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strop.types import ToolCall
 
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
-
 
 class MalformedCall(ValueError):
     """A call cannot be read. The message is told to the policy."""
-
-
-def split_reasoning(text: str) -> tuple[str, str]:
-    """Return the reasoning and what follows it. Reasoning that is not closed is all there is; calls in it are not calls."""
-    head, closed, rest = text.partition(THINK_CLOSE)
-    before, opened, inside = head.partition(THINK_OPEN)
-    if closed:
-        return (inside if opened else head).strip(), (before + rest if opened else rest)
-    return (inside.strip(), before) if opened else ("", text)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -35,7 +25,13 @@ def _reject_constant(name: str) -> Any:
     raise MalformedCall(f"its JSON has {name}, which is no JSON")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
+def _read_float(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise MalformedCall(f"its JSON has the number {number:.40}, which is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_reject_constant, parse_float=_read_float)
 
 
 def skip_space(text: str, start: int) -> int:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from strop.thoughts import split_thoughts
 from strop.tools.base import ParsedReply, ToolSchema
-from strop.tools.formats.reading import MalformedCall, named_call, read_argument, split_reasoning
+from strop.tools.formats.reading import MalformedCall, named_call, read_argument
 from strop.types import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -22,7 +23,7 @@ def parse_tagged_calls(
     text: str, read: ReadCall, *, stray: Sequence[str] = (CLOSE,), says: str = f"{CLOSE} closes no {OPEN}."
 ) -> ParsedReply:
     """Take a turn apart. Text outside of a call with one of ``stray`` in it is malformed, as ``says``."""
-    reasoning, rest = split_reasoning(text)
+    reasoning, rest = split_thoughts(text, call=(OPEN, CLOSE))
     content: list[str] = []
     calls: list[ToolCall] = []
     malformed: list[str] = []

@@ -165,6 +165,9 @@ FAULTS: Mapping[str, tuple[str, list[Row | str], tuple[str, ...], dict[str, int]
     "an answer that the grader cannot read": (
         "grpo", [*problems(5), {"problem": "1/2?", "answer": "$$"}], (), {"answer": 1}, "the grader cannot read the reference answer"
     ),
+    "an answer that is compared as a text": (
+        "grpo", [*problems(5), {"problem": "x?", "answer": "x \\equiv 3 \\pmod 7"}], (), {"as_text": 1}, "at most a part"
+    ),
     "a letter that is no option": (
         "grpo", [*({"problem": OPTIONS.format(n), "answer": "CBA"[n]} for n in range(3)), {"problem": OPTIONS.format(4), "answer": "E"}],
         CHOICE, {"answer": 1}, "none of the options"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from dataclasses import replace
+from itertools import cycle
 
 from loop.fakes import FakeGenerator
 from loop.tiny import tiny_tokenizer
@@ -24,16 +24,9 @@ REPLIES = (
 )
 
 
-class Replies(FakeGenerator):
-    """Gives the replies one after another."""
-
-    async def generate(self, prompt, *, sampling, seed, session=""):
-        text = REPLIES[len(self.requests) % len(REPLIES)]
-        return replace(await super().generate(prompt, sampling=sampling, seed=seed), text=text, stopped=True)
-
-
 def run(environment: CodeEnvironment) -> Group:
     tokenizer = tiny_tokenizer()
+    replies = cycle(REPLIES)
     task = environment.tasks(DataSource(rows=ROWS))[0]
     return asyncio.run(
         run_group(
@@ -42,9 +35,9 @@ def run(environment: CodeEnvironment) -> Group:
             environment,
             task,
             samples=len(REPLIES),
-            generator=Replies(tokenizer),
+            generator=FakeGenerator(tokenizer, lambda request: (tokenizer(next(replies))["input_ids"], True)),
             template=ChatTemplate(tokenizer),
-            sampling=Sampling(max_new_tokens=4),
+            sampling=Sampling(max_new_tokens=400),
             rules=EpisodeRules(max_length=2048),
             seed=0,
         )

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from loop.fakes import FakeGenerator
+from loop.fakes import FakeGenerator, Request
 from loop.tiny import tiny_tokenizer
 from strop.config import GrpoRunConfig, load_config
 from strop.data.sources.source import DataSource
@@ -89,23 +88,22 @@ def test_pass_at_k_counts_samples_that_pass() -> None:
     tasks = environment.tasks(DataSource(size=2))
     tokenizer = tiny_tokenizer()
 
-    class Solver(FakeGenerator):
-        """Solves each problem in every second sample."""
+    asked: list[Request] = []
 
-        async def generate(self, prompt, *, sampling, seed, session=""):
-            solved = len(self.requests) % 2
-            completion = await super().generate(prompt, sampling=sampling, seed=seed)
-            name = next(task.id for task in tasks if len(ChatTemplate(tokenizer).encode_prompt(task.messages)) == len(prompt))
-            return replace(completion, text=PROBLEMS[name]["canonical_solution"] if solved else "    pass\n", stopped=True)
+    def solve_every_second(request: Request) -> tuple[list[int], bool]:
+        asked.append(request)
+        name = next(each.id for each in tasks if len(ChatTemplate(tokenizer).encode_prompt(each.messages)) == len(request.prompt))
+        text = "    pass\n" if len(asked) % 2 else PROBLEMS[name]["canonical_solution"]
+        return tokenizer(text)["input_ids"], True
 
     evaluator = Evaluator(
         source=Mixture((Component("humaneval", environment, tasks),), seed=0),
         size=2,
         samples=2,
-        generator=Solver(tokenizer),
+        generator=FakeGenerator(tokenizer, solve_every_second),
         template=ChatTemplate(tokenizer),
-        sampling=Sampling(max_new_tokens=4),
-        rules=EpisodeRules(max_length=2048),
+        sampling=Sampling(max_new_tokens=1000),
+        rules=EpisodeRules(max_length=4096),
         seed=0,
         concurrent_tasks=1,
     )

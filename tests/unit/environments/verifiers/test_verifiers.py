@@ -8,7 +8,7 @@ import pytest
 
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.verifier_registry import VERIFIERS, make_verifier
-from strop.environments.verifiers.base import drop_thoughts
+from strop.thoughts import read_answer
 from strop.types import Message, ToolCall, assistant, user
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name"]}
@@ -27,7 +27,7 @@ PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"
     ],
 )
 def test_thoughts_are_left_out(text, answer):
-    assert drop_thoughts(text) == answer
+    assert read_answer(text) == answer
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ class TwoPlayer(Environment[PositionTask]):
 
     async def respond(self, task: PositionTask, rollout: Rollout) -> Messages | None:
         match = _match.get()
-        move = self._move_policy(match, rollout.text)
+        move = self._move_policy(match, rollout.content)
         if move is None:
             if match.forfeited:
                 return None

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from strop.environments.base import EnvironmentConfigError, is_finite
 from strop.environments.llm.llm_client import LlmClient, LlmReply, get_llm_client
 from strop.environments.llm.llm_endpoint import make_endpoint
-from strop.environments.verifiers.base import Reply, Score, Verifier, drop_thoughts
+from strop.environments.verifiers.base import Reply, Score, Verifier
 from strop.environments.verifiers.judges.judge_prompt import (
     SYSTEM_PROMPT,
     JudgePrompt,
@@ -95,7 +95,7 @@ class LlmVerifier(Verifier):
         return get_llm_client(make_endpoint(self.endpoint))
 
     def read_text(self, reply: Reply) -> str:
-        return reply.text if self.thoughts else drop_thoughts(reply.text).strip()
+        return reply.text if self.thoughts else reply.content.strip()
 
     async def ask(self, prompt: str, sample: int) -> LlmReply:
         messages = (system(self.system_prompt), user(prompt)) if self.system_prompt else (user(prompt),)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from strop.environments.base import EnvironmentConfigError
-from strop.environments.verifiers.base import drop_thoughts
+from strop.thoughts import read_answer
 from strop.types import Message, Messages
 from strop.user_code import suggest_names
 
@@ -58,7 +58,7 @@ class JudgePrompt:
 
 def find_verdict(text: str, mark: str) -> str:
     """Return what the one line ``VERDICT mark: ...`` of a judge's reply says. Raises UnreadableVerdict."""
-    lines = re.findall(rf"^[ \t*`>]*VERDICT[ \t]+{mark}[ \t]*:[ \t]*([^\n]*?)[ \t*`]*$", drop_thoughts(text), re.MULTILINE)
+    lines = re.findall(rf"^[ \t*`>]*VERDICT[ \t]+{mark}[ \t]*:[ \t]*([^\n]*?)[ \t*`]*$", read_answer(text), re.MULTILINE)
     if len(set(lines)) != 1:
         raise UnreadableVerdict(
             f"the judge gave {len(set(lines))} verdicts, and one line 'VERDICT {mark}: ...' was asked for: {text[-300:]!r}"
