@@ -62,3 +62,11 @@ def has_cpp_compiler() -> bool:
 def find_program(name: str, folder: str | None = None, path: str | None = None) -> str | None:
     """Return where a program is that is started in ``folder``, and which PATH (that of this process) leads to; None if there is none."""
     return shutil.which(Path(folder or "", name) if "/" in name else name, path=path)
+
+
+def install_command(extra: str) -> str:
+    """Return how one of Strop's extras is installed, for an error or a hint.
+
+    Strop is on no package index: by that name pip would install whatever a stranger may put there.
+    """
+    return f"pip install -e '.[{extra}]' in Strop's checkout"

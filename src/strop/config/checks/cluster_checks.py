@@ -121,7 +121,7 @@ def check_ray_installed(config: TrainingRunConfig | EvalRunConfig) -> Problems:
             "cluster.backend",
             f"found {cluster.backend} with {cluster.num_nodes} x {cluster.gpus_per_node} devices (cluster.num_nodes, "
             "cluster.gpus_per_node), whose processes are actors of Ray, which is not installed",
-            "Run pip install 'strop[ray]', or set cluster.backend=local and one device.",
+            f"Run {packages.install_command('ray')}, or set cluster.backend=local and one device.",
         )
 
 
