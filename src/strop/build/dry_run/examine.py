@@ -22,7 +22,7 @@ from strop.build.dry_run.examined_networks import find_network_problems
 from strop.build.dry_run.examined_optimizers import find_optimizer_problems
 from strop.build.dry_run.examined_templates import find_conversation_problems, find_template_problems
 from strop.checkpointing.step_folders import list_steps
-from strop.config import EvalRunConfig, LoadedConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.config import EvalRunConfig, LoadedConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.load.located import locate_problems
 from strop.config.schema.run_config import generation_section
@@ -59,13 +59,13 @@ def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> 
     if not isinstance(config, EvalRunConfig):
         algorithm = _collect(problems, make_run_algorithm, config)
         _collect(problems, _place, config)
-    if not isinstance(config, RecordedRunConfig):
+    if isinstance(config, RolloutRunConfig | EvalRunConfig):
         _collect(problems, _require_sglang, config)
     rows = examine_data(config) if data else DataExamination()
     found = [*find_model_problems(config), *rows.problems]
     problems += [problem for problem in found if not any(problem.message in other.message for other in problems)]
     problems += find_template_problems(config)
-    if not problems and not isinstance(config, RecordedRunConfig):
+    if not problems and isinstance(config, RolloutRunConfig | EvalRunConfig):
         problems += find_conversation_problems(config, rows.environments.values())
     folders: list[Problem] = []
     if not isinstance(config, EvalRunConfig):
@@ -83,7 +83,7 @@ def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> 
     return Examination(algorithm, (*elsewhere, *rows.notes, *checkpoints))
 
 
-def _collect(problems: list[Problem], check: Callable[[Any], Any], config: TrainingRunConfig) -> Any:
+def _collect(problems: list[Problem], check: Callable[[Any], Any], config: TrainingRunConfig | EvalRunConfig) -> Any:
     try:
         return check(config)
     except ValueError as error:
