@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from strop.generation.generation_config import GenerationConfig
-from strop.generation.sglang.sglang_config import SglangConfig
+from strop.generation.sglang.sglang_config import PYTHON_VARIABLE, SglangConfig
 from strop.generation.sglang.sglang_engine import SglangEngine
-from strop.generation.sglang.sglang_launch import PYTHON_VARIABLE, LaunchedAdapters, SglangLaunch
+from strop.generation.sglang.sglang_launch import LaunchedAdapters, SglangLaunch
 
 TESTS = Path(__file__).parents[1]  # on the engines' path, for the faulty weights
 SECONDS = 280.0  # that a server has to start, on a machine with other work

@@ -13,6 +13,7 @@ from strop.build.algorithm.run_algorithm import count_steps_per_batch
 from strop.build.backend import Backend, LocalBackend, make_backend
 from strop.build.cluster.ray_backend import make_remote_environments
 from strop.build.contents.model_check import check_model, note_empty_answers
+from strop.build.dry_run.examined_templates import find_conversation_problems
 from strop.build.engines import GeneratorSpec
 from strop.build.events.clocked_run import make_clock_state, start_clock
 from strop.build.jobs.episode_rules import make_episode_rules
@@ -37,6 +38,7 @@ from strop.generation.torch.torch_past_selves import TorchPastSelves
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
+from strop.problems import raise_problems
 from strop.rollouts.episode import make_failed_group, run_group
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.prompts_ahead import PromptsAhead
@@ -81,6 +83,7 @@ async def build_rollout_run(
     if any(each.needs_sandbox for each in environments):
         tracker.progress("trying the sandbox")
         tracker.note(await try_sandbox())
+    raise_problems(find_conversation_problems(config, environments))
     backend = await make_backend(config, cluster, tracker)
     check_model(config, backend.bundle, tracker.note)
     sampling = Sampling(**config.policy.generation.sampling_options())

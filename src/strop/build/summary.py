@@ -12,7 +12,7 @@ from strop.build.cluster.device_plan import format_placement
 from strop.build.local_device import count_threads, resolve_device_name
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
-from strop.config.checks.run_checks import check_engine_device
+from strop.config.checks.run_checks import check_chosen_device
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, environment_alias
 from strop.data.data_config import DataEntryConfig, EvalSetConfig
@@ -46,9 +46,8 @@ def summarize(
     if isinstance(config, EvalRunConfig):
         return "\n".join(_summarize_evaluation(config))
     algorithm = algorithm or make_run_algorithm(config)
-    if on_cpu is not None and isinstance(config, RolloutRunConfig) and count_devices(config).uses_ray:
-        raise_problems(check_engine_device(config, "cpu" if on_cpu else "cuda"))
     devices = _find_devices(config, on_cpu)
+    raise_problems(check_chosen_device(config, devices.kind))
     formatted = (format_algorithm if verbose else format_changes)(config.algorithm.name, algorithm)
     middle: Sequence[str]
     if isinstance(config, RolloutRunConfig):
@@ -73,8 +72,13 @@ def summarize(
 class RunDevices:
     """The devices of a run: those of this process, or of the nodes of a cluster."""
 
+    name: str  # of the policy's: auto where only the cluster knows it
     lines: tuple[str, ...] = ()  # the layout on the cluster; empty for one process
     on_cpu: bool | None = None  # None: this process decides
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition(":")[0]
 
     @property
     def is_distributed(self) -> bool:
@@ -87,12 +91,12 @@ class RunDevices:
 
 
 def _find_devices(config: TrainingRunConfig, on_cpu: bool | None) -> RunDevices:
+    device = config.policy.device if on_cpu is None else "cpu" if on_cpu else "cuda"
     if not count_devices(config).uses_ray:
-        return RunDevices(on_cpu=on_cpu)
+        return RunDevices(resolve_device_name(device) if on_cpu is None else device, on_cpu=on_cpu)
     if on_cpu is None:
-        device = config.policy.device
         on_cpu = device == "cpu" or (device == "auto" and not has_gpu())
-    return RunDevices(tuple(format_placement(config, on_cpu=on_cpu)), on_cpu)
+    return RunDevices(device, tuple(format_placement(config, on_cpu=on_cpu)), on_cpu)
 
 
 def _summarize_recorded(config: RecordedRunConfig) -> Iterator[str]:
@@ -107,11 +111,9 @@ def _summarize_rollouts(config: RolloutRunConfig, devices: RunDevices) -> Iterat
     training, generation = config.rollout_training, config.policy.generation
     on_gpu = devices.on_cpu is False
     if not devices.is_distributed:
-        name = "cuda" if devices.on_cpu is False else resolve_device_name(config.policy.device)
-        on_gpu = name != "cpu"
-        raise_problems(check_engine_device(config, name.partition(":")[0]))
+        on_gpu = devices.name != "cpu"
         if devices.on_cpu is None and on_gpu and generation.uses_engines:
-            choose_engine_gpus(generation, int(name.partition(":")[2] or 0))
+            choose_engine_gpus(generation, int(devices.name.partition(":")[2] or 0))
     steps = count_steps_per_batch(config) * training.epochs_per_batch
     ahead = _format_staleness(training.async_config) if training.max_staleness else "synchronous"
     yield from _format_other_models(config, devices)
@@ -209,7 +211,8 @@ def _format_engines(generation: GenerationConfig, devices: RunDevices, *, on_gpu
 def _format_model(model: ModelConfig, devices: RunDevices) -> str:
     """Format a trained model with its device and precision."""
     adapters = "" if model.adapter_rank is None else f", adapters of rank {model.adapter_rank}"
-    precision = "bfloat16, float32 masters" if model.weights_dtype == "bfloat16" else _format_precision(model.precision)
+    masters = model.precision == "bfloat16" and (model.weights_dtype == "bfloat16" or model.megatron_cfg.enabled)
+    precision = "bfloat16, float32 masters" if masters else _format_precision(model.precision)
     return f"{model.model_name} on {devices.format_device(model)}, {precision}{adapters}"
 
 
@@ -232,6 +235,8 @@ def _summarize_evaluation(config: EvalRunConfig) -> list[str]:
     config = config.with_graders()
     generation = config.generation
     device, precision = _format_device(generation.device, generation.num_threads), _format_precision(generation.precision)
+    if generation.uses_engines:
+        precision = generation.weight_format or generation.engine_options.dtype
     entries = config.data.entries
     return [
         f"model       {generation.model_name} on {device}, {precision}",

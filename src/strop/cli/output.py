@@ -106,6 +106,7 @@ def note_assumptions(assumed: AssumedCluster, config: TrainingRunConfig) -> Iter
 def print_dry_run(
     config: TrainingRunConfig | EvalRunConfig, examination: Examination, *, verbose: bool, assumed: AssumedCluster | None = None
 ) -> int:
+    from strop import packages
     from strop.build.summary import summarize
     from strop.config import EvalRunConfig, dump_config
 
@@ -121,7 +122,7 @@ def print_dry_run(
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
-    for note in examination.notes:
+    for note in (*examination.notes, *packages.describe_assumed()):
         print(f"note        {note}")
     return 0
 

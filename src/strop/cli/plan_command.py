@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser, plain_warnings, print_config_error
+from strop.packages import assume_packages, describe_assumed
 
 if TYPE_CHECKING:
     from strop.config import TrainingRunConfig
@@ -50,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@assume_packages()
 def plan(arguments: Sequence[str], command_line: str) -> int:
     """Run ``strop plan``. Return 0, 1 for a run that does not fit, 2 for what cannot be planned."""
     parser = make_parser()
@@ -64,6 +66,7 @@ def plan(arguments: Sequence[str], command_line: str) -> int:
 
     try:
         made = _make(options)
+        made = replace(made, assumptions=(*made.assumptions, *describe_assumed()))
     except ConfigError as error:
         return print_config_error(error)
     except (OSError, ValueError) as error:
@@ -115,14 +118,14 @@ def _make(options: argparse.Namespace) -> Any:
 def _load(options: argparse.Namespace, further: Sequence[str] = ()) -> TrainingRunConfig:
     """Load the configuration of a training run of any kind, with the devices that are asked for. Raises ConfigError, ValueError."""
     from strop.config import load_config
+    from strop.config.load.auto_backend import resolve_auto_backend
     from strop.config.load.load import find_training_root
     from strop.config.source.yaml_source import read_config_file
 
     overrides = list(options.overrides)
     root = find_training_root(read_config_file(options.config).values, overrides)
-    has_gpus = None if options.hardware == THIS_MACHINE else True if options.hardware or options.devices else None
     if options.devices is not None:
-        given: TrainingRunConfig = load_config(options.config, overrides, root=root, has_gpus=has_gpus, check=False).config
+        given: TrainingRunConfig = load_config(options.config, overrides, root=root, check=False).config
         size, source = _find_node_size(given)
         per_node = min(options.devices, size)
         if options.devices % per_node:
@@ -131,7 +134,8 @@ def _load(options: argparse.Namespace, further: Sequence[str] = ()) -> TrainingR
                 "is, or cluster.gpus_per_node to the GPUs of a node"
             )
         overrides += [f"cluster.gpus_per_node={per_node}", f"cluster.num_nodes={options.devices // per_node}"]
-    return load_config(options.config, [*overrides, *further], root=root, has_gpus=has_gpus, check=False).config
+    config: TrainingRunConfig = load_config(options.config, [*overrides, *further], root=root, check=False).config
+    return resolve_auto_backend(config, has_gpus=_name_device(config, options.hardware) != THIS_MACHINE)
 
 
 def _find_node_size(config: TrainingRunConfig) -> tuple[int, str]:
@@ -179,14 +183,16 @@ def _read_config_json(name: str) -> dict[str, Any]:
     return values
 
 
-def _find_device(config: TrainingRunConfig, name: str | None) -> Device:
+def _name_device(config: TrainingRunConfig, name: str | None) -> str:
+    """Return the device that is asked for, else one of the table for a run on several, and this machine for one on a single device."""
+    return name or ("h100" if config.cluster.gpus_per_node * config.cluster.num_nodes > 1 else THIS_MACHINE)
+
+
+def _find_device(config: TrainingRunConfig, hardware: str | None) -> Device:
     """Return the device of the table, or this machine measured. Raises ValueError."""
     from strop.hardware.devices import device_named
 
-    cluster = config.cluster
-    if name is None and cluster.gpus_per_node * cluster.num_nodes > 1:
-        name = "h100"
-    if name is not None and name != THIS_MACHINE:
+    if (name := _name_device(config, hardware)) != THIS_MACHINE:
         return device_named(name)
     from strop.planning.measured_machine import measure_machine
 

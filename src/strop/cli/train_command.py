@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from strop.cli.output import (
     print_warnings,
     read_assumptions,
 )
+from strop.packages import assume_packages
 from strop.stopping import STOPPED_EXIT_CODE, RunStopped
 
 if TYPE_CHECKING:
@@ -44,19 +46,21 @@ def train_run(section: str, arguments: Sequence[str], command_line: str, default
     assumed = read_assumptions(parser, options)
     loaded: LoadedConfig[TrainingRunConfig] | None = None
     try:
-        overrides = [*options.overrides, *(assumed.overrides if assumed else ())]
-        loaded = load_config(options.config, overrides, root=TRAINING_RUNS[section], has_gpus=None if assumed is None else True)
-        print_warnings(loaded)
-        from strop.build.dry_run.examine import examine_loaded
+        with nullcontext() if assumed is None else assume_packages():
+            overrides = [*options.overrides, *(assumed.overrides if assumed else ())]
+            has_gpus = None if assumed is None else True
+            loaded = load_config(options.config, overrides, root=TRAINING_RUNS[section], has_gpus=has_gpus)
+            print_warnings(loaded)
+            from strop.build.dry_run.examine import examine_loaded
 
-        with plain_warnings():
-            examination = examine_loaded(loaded, data=options.dry_run)
-        if options.dry_run:
-            if assumed is not None:
-                configured = load_config(options.config, options.overrides, root=TRAINING_RUNS[section], check=False)
-                for note in note_assumptions(assumed, configured.config):
-                    print(f"warning: {note}", file=sys.stderr)
-            return print_dry_run(loaded.config, examination, verbose=options.verbose, assumed=assumed)
+            with plain_warnings():
+                examination = examine_loaded(loaded, data=options.dry_run)
+            if options.dry_run:
+                if assumed is not None:
+                    configured = load_config(options.config, options.overrides, root=TRAINING_RUNS[section], check=False)
+                    for note in note_assumptions(assumed, configured.config):
+                        print(f"warning: {note}", file=sys.stderr)
+                return print_dry_run(loaded.config, examination, verbose=options.verbose, assumed=assumed)
         from strop import build
 
         return build.run_training(loaded.config)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.cli.output import OVERRIDES_HELP, USAGE_ERROR, RunParser, print_config_error
+from strop.packages import assume_packages, describe_assumed
 
 if TYPE_CHECKING:
     from strop.build.dry_run.recipe_folder import ExaminedRecipe
@@ -47,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@assume_packages()
 def translate(arguments: Sequence[str], command_line: str) -> int:
     """Run ``strop translate``. Return 0, or 2 for a recipe that is refused."""
     parser = make_parser()
@@ -55,7 +57,10 @@ def translate(arguments: Sequence[str], command_line: str) -> int:
         parser.error(f"--all takes a folder, and {options.recipe} is none")
     if options.gpus is not None and (options.gpus < 1 or options.all):
         parser.error("--gpus takes a number of at least 1, and not with --all")
-    return _translate_folder(options) if options.all else _translate_file(options, command_line)
+    code = _translate_folder(options) if options.all else _translate_file(options, command_line)
+    for line in describe_assumed():
+        print(f"note: {line}", file=sys.stderr)
+    return code
 
 
 def _translate_file(options: argparse.Namespace, command_line: str) -> int:

@@ -20,6 +20,7 @@ from torch import nn
 
 from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
 from strop.models.fit.load_report import LoadReport, find_conversion_errors
+from strop.models.local_files import CONFIG, find_local_file
 from strop.models.quantization.quantized_checkpoint import (
     check_quantized,
     dequantizing_options,
@@ -159,6 +160,36 @@ def find_auto_class(config: Any) -> Any:
 def is_vision_config(config: Any) -> bool:
     """Return whether a configuration is of a vision-language model."""
     return getattr(config, "vision_config", None) is not None
+
+
+def read_local_model_config(name: str) -> Any:
+    """Return the configuration of a model whose config.json is here, and run no code of its own. Raises ValueError where it has such."""
+    from transformers import AutoConfig
+
+    with quiet_transformers():
+        return AutoConfig.from_pretrained(find_local_file(name, CONFIG), trust_remote_code=False)
+
+
+def build_on_meta(
+    name: str,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    dequantize: bool = True,
+    to_classifier: Callable[[str, Any], Any] | None = None,
+) -> Any:
+    """Build a model whose config.json is here on the meta device, where weights have shapes and no values.
+
+    ``to_classifier`` makes the configuration of a classifier of that of a language model. Raises ValueError as loading would,
+    QuantizedCheckpoint among them, and what the model's class raises."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = apply_overrides(read_local_model_config(name), overrides)
+    check_quantized(name, config, dequantize=dequantize)
+    kind: Any = find_auto_class(config)
+    if to_classifier is not None:
+        kind, config = AutoModelForSequenceClassification, to_classifier(name, config)
+    with quiet_transformers(), torch.device("meta"):
+        return kind.from_config(config, dtype=torch.float32)
 
 
 def list_weight_names(folder: Path) -> tuple[str, ...]:
@@ -390,16 +421,3 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not any(f".{part}." in f".{name}." for part in float32_names):
             parameter.data = parameter.data.to(dtype)
-
-
-def shards_attention_heads(folder: str) -> bool:
-    """Return whether the plan of Transformers for a local model cuts its attention by heads; some gather the outputs of the projections."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(Path(folder).expanduser(), local_files_only=True, trust_remote_code=False)
-    except Exception:  # what is wrong with the folder is said where it is loaded
-        return False
-    plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
-    rules = [str(rule) for pattern, rule in plan.items() if pattern.endswith(("q_proj", "k_proj", "v_proj", "qkv_proj"))]
-    return bool(rules) and not any("rep" in rule or "gather" in rule for rule in rules)

@@ -10,6 +10,7 @@ from strop.planning.learner_memory import LearnerFootprint, LearnerSetup
 from strop.planning.node_memory import STAYS_WITHOUT, NodeMemory, plan_node
 from strop.planning.plan_inputs import PlanInputs
 from strop.planning.run_plan import GIB, Advice, PhaseMemory, RunCost, RunPlan
+from strop.planning.sharding import Sharding
 from strop.planning.step_time import StepClock, StepTime
 
 USABLE = 0.92  # of a device: the rest is the context of its driver, fragments and libraries
@@ -30,12 +31,28 @@ def make_plan(inputs: PlanInputs, price: float | None = None) -> RunPlan:
         layout=inputs.layout_text,
         phases=phases,
         node=node,
+        checkpoint_bytes=measure_checkpoint(inputs),
+        checkpoints=None if inputs.checkpoints is None else inputs.checkpoints.count,
         time=time,
         cost=_count_cost(inputs, time, price),
         advice=(*_advise_node(inputs, node), *_advise(inputs)),
         breaks_first=find_weakest(inputs, phases, node),
         assumptions=inputs.assumptions,
     )
+
+
+def measure_checkpoint(inputs: PlanInputs) -> float:
+    """Return the bytes of a checkpoint: the trained weights of policy and critic, and with their optimizers what these keep."""
+    if inputs.checkpoints is None:
+        return 0.0
+    learning = [(inputs.model, inputs.learner), *((each.model, each.setup) for each in inputs.beside if each.learns)]
+    total = 0.0
+    for model, setup in learning:
+        whole = LearnerFootprint(model, replace(setup, sharding=Sharding()))
+        masters = whole.weights - setup.weight_bytes * whole.rank_weights
+        total += setup.trained_share * setup.weight_bytes * model.weights
+        total += masters + whole.optimizer if inputs.checkpoints.saves_optimizer else 0.0
+    return total
 
 
 def plan_time(inputs: PlanInputs) -> StepTime:

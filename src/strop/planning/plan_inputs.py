@@ -37,6 +37,14 @@ class NodeSetup:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointSetup:
+    """What checkpoints are on the disk at most."""
+
+    count: int | None  # with the one that is being written; None: all of a run without a last step
+    saves_optimizer: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanInputs:
     """A run on devices of one kind."""
 
@@ -51,6 +59,7 @@ class PlanInputs:
     references: int  # frozen models of the policy's size beside it
     beside: tuple[BesideModel, ...] = ()  # a critic, teachers
     node: NodeSetup | None = None  # the fullest; None: its CPU memory is not planned
+    checkpoints: CheckpointSetup | None = None  # None: none are saved
     steps: int | None
     learner_key: str  # prefix of the learner's keys
     batch_key: str

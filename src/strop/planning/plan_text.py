@@ -26,6 +26,11 @@ def _lines(plan: RunPlan) -> Iterator[str]:
         yield f"  {phase.phase:<{width}}{_bar(phase)} {phase.peak / GIB:8.2f} GiB{'' if phase.fits else '  DOES NOT FIT'}"
         yield f"  {'':<{width}}{', '.join(f'{name} {size / GIB:.2f}' for name, size in _largest(phase))}"
     yield from _format_node(plan.node)
+    if size := plan.checkpoint_bytes / GIB:
+        count = plan.checkpoints
+        yield ""
+        kept = "all are kept" if count is None else f"at most {count} at a time: {count * size:,.1f} GiB"
+        yield f"disk for checkpoints: {size:,.1f} GiB each, {kept}"
     yield ""
     beside = " (generation and training are beside each other)" if plan.time.overlaps else ""
     yield f"a step takes {format_seconds(plan.time.total)}{beside}"

@@ -74,6 +74,8 @@ class RunPlan:
     assumptions: Sequence[str]
     choices: Sequence[PlanChoice] = ()  # the best first
     node: NodeMemory | None = None  # CPU memory of the fullest node; None on a CPU, where it is a device's
+    checkpoint_bytes: float = 0.0  # of one on the disk
+    checkpoints: int | None = None  # that are on the disk at most; None: all are kept
     verdict: str = ""  # on the configuration beside them; empty: nothing was searched
 
     @property
@@ -111,6 +113,7 @@ class RunPlan:
                 for phase in self.phases
             ],
             "node_memory": None if self.node is None else _describe_node(self.node),
+            "disk": {"checkpoint_bytes": round(self.checkpoint_bytes), "checkpoints": self.checkpoints},
             "seconds": {**self.seconds, "step": self.time.total},
             "cost": {
                 "steps": self.cost.steps,

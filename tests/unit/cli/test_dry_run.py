@@ -302,6 +302,33 @@ def test_a_chat_template_with_the_tags_of_transformers_is_one(folder: Path, caps
     dry_run(capsys, "grpo", *RUN, "policy.tokenizer.chat_template=chat.jinja")
 
 
+FP8 = "policy.fp8.enabled=true"
+
+
+@pytest.mark.parametrize("flags", [["--dry-run"], []], ids=["dry run", "run"])
+@pytest.mark.parametrize("section", ["grpo", "sft"])
+def test_fp8_on_a_machine_without_gpus_is_refused(
+    section: str, flags: list[str], folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "is_here", lambda package: True)
+    rows = f"data.train.dataset_name={write_rows(folder / 'rows.jsonl', {'prompt': '1', 'completion': '2'})}"
+    sft = ["policy.model_name=m", rows, "sft.val_period=0", "checkpointing.metric_name=null"]
+    words = [*(RUN if section == "grpo" else sft), "policy.device=auto", FP8]
+    assert cli.main([section, *words, *flags]) != 0
+    said = capsys.readouterr().err
+    assert "policy.fp8.enabled: found true, but a CPU has no products in FP8" in said and "policy.fp8.emulate=true" in said
+    if flags:
+        dry_run(capsys, section, *words, "policy.fp8.emulate=true")
+        dry_run(capsys, section, *words, "--assume-gpus", "1")
+
+
+def test_the_precision_of_weights_is_that_of_the_learner_and_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["grpo", *RUN, "policy.device=auto", "policy.precision=bfloat16", "--assume-gpus", "8"]
+    assert ", bfloat16 autocast over float32 weights\n" in dry_run(capsys, *run)
+    for words in (["policy.megatron_cfg.enabled=true"], ["policy.weights_dtype=bfloat16"]):
+        assert ", bfloat16, float32 masters\n" in dry_run(capsys, *run, *words)
+
+
 # --- GPUs that are not here ------------------------------------------------------------------------------------------------
 
 
@@ -324,7 +351,7 @@ def test_on_an_assumed_gpu_auto_is_vllm_and_it_is_said(
 ) -> None:
     monkeypatch.setattr(packages, "is_installed", lambda package: True)
     said = dry_run(capsys, "grpo", *RUN, "policy.device=auto", "--assume-gpus", "1")
-    assert "a vLLM engine in a process of its own, bfloat16 (backend auto: there are GPUs, and vLLM is installed)" in said
+    assert "a vLLM engine in a process of its own, bfloat16 (backend auto: there are GPUs and vLLM)" in said
     assert "weights     cuda_ipc" in said and "60% of each GPU's memory" in said
     monkeypatch.setattr(packages, "is_installed", lambda package: package != "vllm")
     said = dry_run(capsys, "grpo", *RUN, "policy.device=auto", "--assume-gpus", "1")

@@ -127,7 +127,7 @@ def test_what_auto_stands_for_is_not_saved_and_is_no_change_to_a_run() -> None:
 def test_a_dry_run_with_assumed_gpus_says_what_auto_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "has_gpu", lambda: False)
     config = load("cluster.gpus_per_node=8", has_gpus=True).config
-    assert "vLLM engines, bfloat16 (backend auto: there are GPUs, and vLLM is installed)" in summarize(config, on_cpu=False)
+    assert "vLLM engines, bfloat16 (backend auto: there are GPUs and vLLM)" in summarize(config, on_cpu=False)
     lines = list(describe_assumed(config))
     assert any(line.startswith("weights     memory") for line in lines) and any(line.startswith("vllm ") for line in lines)
 

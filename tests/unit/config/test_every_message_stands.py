@@ -61,6 +61,15 @@ EXPERTS = "experts are read back"
 
 # The old message -> what says it now.
 REWORDED: dict[str, str] = {
+    "tensor_parallel_size {} does not divide the {} {} of {}, and a head cannot be split; set it to a divisor of {}": (
+        "tensor_parallel_size {} does not divide the {} {} of {}, and a head cannot be split; set it to one of {}"
+    ),
+    # Asked of the configuration, with the other packages:
+    "this run trains on {} devices (cluster.gpus_per_node, cluster.num_nodes), which requires Ray, and Ray cannot be imported here ({}): "
+    "pip install 'strop[ray]', or set cluster.backend=local and one device": (
+        "found {} with {} x {} devices (cluster.num_nodes, cluster.gpus_per_node), whose processes are actors of Ray, which is not "
+        "installed"
+    ),
     "{}; it was restarted {} times without completing a request (policy.generation.vllm_cfg.max_restarts), so another restart will not "
     "help: see the engine's own output for the cause": (
         "{}; it was restarted {} times without completing a request (policy.generation.{}.max_restarts), so another restart will not "
@@ -161,11 +170,6 @@ REWORDED: dict[str, str] = {
     "Run pip install 'strop[{}]', or set logger.{}_enabled=false.": "Run {}, or set {}.{}_enabled=false.",
     "dtensor_cfg.lora_cfg.enabled needs the package peft: pip install 'strop[lora]', or set it to false": (
         "dtensor_cfg.lora_cfg.enabled needs the package peft: {}, or set it to false"
-    ),
-    "this run trains on {} devices (cluster.gpus_per_node, cluster.num_nodes), which requires Ray, and Ray cannot be imported here ({}): "
-    "pip install 'strop[ray]', or set cluster.backend=local and one device": (
-        "this run trains on {} devices (cluster.gpus_per_node, cluster.num_nodes), which requires Ray, and Ray cannot be imported here "
-        "({}): {}, or set cluster.backend=local and one device"
     ),
     "`make setup-vllm` installs it, `pip install vllm` on a machine with a GPU; or set {}.backend=torch.": (
         "`make setup-vllm` in Strop's checkout installs the build for this machine; or set {}.backend=torch."

@@ -199,3 +199,27 @@ def test_this_machine_is_measured(monkeypatch):
     assert device.measured
     assert device.fp32_tflops > 0
     assert device.bandwidth_gb > 0
+
+
+def test_the_disk_that_checkpoints_take_is_a_row(capsys, model_config):
+    arguments = (str(CONFIGS / "grpo_math_8B.yaml"), "--devices", "8", "--model-config", str(model_config), "--no-choices")
+    weights = 8.03e9  # with a float32 weight and two float32 moments each
+    for words, each, count in (
+        (("grpo.max_num_steps=100", "checkpointing.save_period=10", "checkpointing.keep_top_k=3"), 12, 5),
+        (("grpo.max_num_steps=20", "checkpointing.save_period=10", "checkpointing.keep_top_k=3"), 12, 2),
+        (("grpo.max_num_steps=100", "checkpointing.save_period=10", "checkpointing.keep_top_k=null"), 12, 10),
+        (("checkpointing.save_optimizer=false", "grpo.max_num_steps=100"), 4, 5),
+        (("policy.weights_dtype=bfloat16", "grpo.max_num_steps=100"), 14, 5),  # bfloat16 weights and their masters
+    ):
+        disk = plan_json(capsys, *arguments, *words)["disk"]
+        assert disk["checkpoint_bytes"] == pytest.approx(each * weights, rel=0.01) and disk["checkpoints"] == count, words
+    assert main(["plan", *arguments, "grpo.max_num_steps=100"]) == 0
+    assert "disk for checkpoints: 89.7 GiB each, at most 5 at a time: 448.7 GiB" in capsys.readouterr().out
+    main(["plan", *arguments, "checkpointing.enabled=false"])
+    assert "disk" not in capsys.readouterr().out
+
+
+def test_on_gpus_auto_is_the_engine_that_the_run_would_have(capsys, model_config):
+    arguments = (str(CONFIGS / "grpo_math_1B.yaml"), "policy.generation.backend=auto", "--model-config", str(model_config))
+    generation = plan_json(capsys, *arguments, "--devices", "8", "--no-choices")["memory"][0]
+    assert generation["phase"] == "generation" and "engine weights" in generation["parts_bytes"]

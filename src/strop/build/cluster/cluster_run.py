@@ -16,7 +16,6 @@ from strop.distributed.actor_group import ActorGroupDied
 from strop.distributed.base import ActorDied, Cluster
 from strop.distributed.placement import DeviceCounts
 from strop.monitoring.trackers.base import Tracker
-from strop.packages import install_command
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -33,13 +32,8 @@ async def open_cluster(config: TrainingRunConfig, tracker: Tracker) -> AsyncIter
     if not devices.uses_ray:
         yield None
         return
-    try:
-        from strop.distributed.ray import connect
-    except ImportError as error:
-        raise ValueError(
-            f"this run trains on {devices.learner_devices} devices (cluster.gpus_per_node, cluster.num_nodes), which requires Ray, and "
-            f"Ray cannot be imported here ({error}): {install_command('ray')}, or set cluster.backend=local and one device"
-        ) from error
+    from strop.distributed.ray import connect
+
     folder = Path(config.logger.log_dir).resolve()
     cluster = await connect(
         config.cluster,

@@ -6,6 +6,7 @@ scheduler whose arguments are not known without it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,21 @@ from strop.build.cluster.device_plan import format_placement
 from strop.build.contents.examined_sizes import find_size_problems
 from strop.build.dry_run.examined_data import DataExamination, examine_data
 from strop.build.dry_run.examined_folders import find_folder_problems
-from strop.build.dry_run.examined_heads import find_head_problems
-from strop.build.dry_run.examined_models import find_model_problems
+from strop.build.dry_run.examined_models import find_model_problems, list_models_elsewhere
+from strop.build.dry_run.examined_networks import find_network_problems
 from strop.build.dry_run.examined_optimizers import find_optimizer_problems
-from strop.build.dry_run.examined_templates import find_template_problems
+from strop.build.dry_run.examined_templates import find_conversation_problems, find_template_problems
 from strop.checkpointing.step_folders import list_steps
-from strop.config import EvalRunConfig, LoadedConfig, TrainingRunConfig
+from strop.config import EvalRunConfig, LoadedConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.load.located import locate_problems
+from strop.config.schema.run_config import generation_section
+from strop.generation.sglang.require_sglang import require_sglang
+from strop.packages import are_assumed
 from strop.problems import ConfigError, Problem
+from strop.trainer.health.start_checks import check_turns
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,23 +60,33 @@ def examine(config: TrainingRunConfig | EvalRunConfig, *, data: bool = True) -> 
     if not isinstance(config, EvalRunConfig):
         algorithm = _collect(problems, make_run_algorithm, config)
         _collect(problems, _place, config)
+    if isinstance(config, RolloutRunConfig | EvalRunConfig):
+        _collect(problems, _require_sglang, config)
     rows = examine_data(config) if data else DataExamination()
     found = [*find_model_problems(config), *rows.problems]
     problems += [problem for problem in found if not any(problem.message in other.message for other in problems)]
     problems += find_template_problems(config)
     misfits, doubts = find_size_problems(config)
     problems += misfits
+    if not problems and isinstance(config, RolloutRunConfig | EvalRunConfig):
+        problems += find_conversation_problems(config, rows.environments.values())
+    folders: list[Problem] = []
     if not isinstance(config, EvalRunConfig):
-        problems += [*find_head_problems(config), *(find_folder_problems(config) if data else ())]
+        folders += find_folder_problems(config) if data else ()
+    elsewhere = [*list_models_elsewhere(config), *(f"{each.key}: {each.message}" for each in folders)] if are_assumed() else []
+    problems += [] if are_assumed() else folders
     if not problems and not isinstance(config, EvalRunConfig):
-        problems += find_optimizer_problems(config)
+        problems += [*find_network_problems(config), *find_optimizer_problems(config)]
     if problems:
         raise ConfigError(problems)
     checkpoints = [] if isinstance(config, EvalRunConfig) or not data else _describe_checkpoints(config)
-    return Examination(algorithm, (*rows.notes, *(" ".join(str(doubt).split()) for doubt in doubts), *checkpoints))
+    if isinstance(config, RolloutRunConfig):
+        for finding in check_turns(rows.environments, config.rollout_training.max_rollout_turns, config.section):
+            log.warning("%s", finding.message)
+    return Examination(algorithm, (*elsewhere, *rows.notes, *(" ".join(str(doubt).split()) for doubt in doubts), *checkpoints))
 
 
-def _collect(problems: list[Problem], check: Callable[[Any], Any], config: TrainingRunConfig) -> Any:
+def _collect(problems: list[Problem], check: Callable[[Any], Any], config: TrainingRunConfig | EvalRunConfig) -> Any:
     try:
         return check(config)
     except ValueError as error:
@@ -81,6 +98,13 @@ def _place(config: TrainingRunConfig) -> None:
     """Raise PlacementError, ValueError for a layout that does not fit, whatever the devices are."""
     if count_devices(config).uses_ray:
         format_placement(config, on_cpu=True)
+
+
+def _require_sglang(config: TrainingRunConfig | EvalRunConfig) -> None:
+    """Raise ValueError without SGLang. Not a rule of the section: it starts the interpreter that the configuration names."""
+    _, generation = generation_section(config)
+    if generation.uses_sglang:
+        require_sglang(generation.sglang_cfg.interpreter)
 
 
 def _describe_checkpoints(config: TrainingRunConfig) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from strop import packages
 from strop.algorithm_factory import find_algorithm
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import environment_alias
@@ -25,6 +26,7 @@ from strop.models.chat_template import images_of
 from strop.models.vision.image_files import ImageError, read_image
 from strop.problems import Problem
 from strop.sandbox.launcher import find_missing
+from strop.user_code import UserCodeError
 
 
 @dataclass
@@ -33,6 +35,7 @@ class DataExamination:
 
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    environments: dict[str, Environment[Any]] = field(default_factory=dict)
 
 
 def examine_data(
@@ -42,9 +45,10 @@ def examine_data(
     config = config.with_graders() if isinstance(config, EvalRunConfig) else config
     purpose: Purpose = "evaluation" if isinstance(config, EvalRunConfig) else "train"
     found = DataExamination()
-    environments = _make_environments(config, found) if isinstance(config, RolloutRunConfig | EvalRunConfig) else {}
     if isinstance(config, RolloutRunConfig | EvalRunConfig):
-        _look_for_sandbox(config, environments.values(), found)
+        _make_environments(config, found)
+    if isinstance(config, RolloutRunConfig | EvalRunConfig):
+        _look_for_sandbox(config, found)
     if isinstance(config, RolloutRunConfig):
         _make_graders(config, found)
     for key, entry in _list_entries(config) if entries is None else entries:
@@ -60,12 +64,30 @@ def examine_data(
             if isinstance(config, RecordedRunConfig):
                 rows = _read_examples(config, source)
             elif isinstance(config, RolloutRunConfig | EvalRunConfig):
-                environment = environments.get(str(environment_alias(config, entry)))
+                environment = found.environments.get(str(environment_alias(config, entry)))
                 rows = _read_tasks(environment, source)
             _look_at_images(key, rows, _may_download(config), found)
         except (DataError, EnvironmentConfigError) as error:
-            found.problems.append(Problem(key, str(error)))
+            _add_error(key, error, found)
     return found
+
+
+def _add_error(key: str, error: Exception, found: DataExamination) -> None:
+    """Add what keeps a part from being looked at: a problem, or a note where it is a package that is assumed to be installed."""
+    package = _find_missing_package(error)
+    if package is not None and packages.assume(package):
+        found.notes.append(f"{key}: not looked at without the package {package}")
+    else:
+        found.problems.append(Problem(key, str(error)))
+
+
+def _find_missing_package(error: BaseException | None) -> str | None:
+    """Return the package whose import failed; None where something else is wrong, as with an import of a user's own file."""
+    while error is not None and not isinstance(error, UserCodeError):
+        if isinstance(error, ModuleNotFoundError):
+            return error.name
+        error = error.__cause__
+    return None
 
 
 def _only_first_rows(entry: DataEntryConfig, peek: Peek) -> DataSource:
@@ -116,23 +138,20 @@ def _find_code(key: str, entry: DataEntryConfig, found: DataExamination) -> None
         found.notes.append(f"{key}: {entry.dataset_name} makes its rows when the run starts: its columns were not looked at")
 
 
-def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExamination) -> dict[str, Environment[Any]]:
+def _make_environments(config: RolloutRunConfig | EvalRunConfig, found: DataExamination) -> None:
     """Make the environments of a run, which checks their options and imports their code."""
-    environments: dict[str, Environment[Any]] = {}
     for alias, section in config.env.items():
         try:
-            environments[alias] = make_environment(section.type_of(alias), section.options)
+            found.environments[alias] = make_environment(section.type_of(alias), section.options)
         except EnvironmentConfigError as error:
-            found.problems.append(Problem(f"env.{alias}", str(error)))
-    return environments
+            _add_error(f"env.{alias}", error, found)
 
 
-def _look_for_sandbox(
-    config: RolloutRunConfig | EvalRunConfig, environments: Iterable[Environment[Any]], found: DataExamination
-) -> None:
+def _look_for_sandbox(config: RolloutRunConfig | EvalRunConfig, found: DataExamination) -> None:
     """Find out whether this machine can keep apart what the policy writes, where that is run here."""
     elsewhere = config.sandbox.url or (isinstance(config, RolloutRunConfig) and config.cluster.environment_hosts)
-    if not elsewhere and any(each.needs_sandbox for each in environments) and (missing := find_missing(config.sandbox.level)):
+    needed = not elsewhere and any(each.needs_sandbox for each in found.environments.values())
+    if needed and (missing := find_missing(config.sandbox.level)) and not packages.assume("sandbox"):
         found.problems.append(Problem("sandbox.level", missing))
 
 

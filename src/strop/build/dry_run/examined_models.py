@@ -10,6 +10,7 @@ from pathlib import Path
 
 from strop.base_config import BaseConfig
 from strop.config.schema.run_config import EvalRunConfig, iter_model_names
+from strop.packages import are_assumed
 from strop.problems import Problem
 from strop.user_code import find_near_paths
 
@@ -23,10 +24,25 @@ def find_model_problems(config: BaseConfig) -> Iterator[Problem]:
     """Yield a problem for each key that names a folder without a model."""
     reported: set[str] = set()
     for key, name in iter_model_names(config):
+        if is_elsewhere(name):
+            continue
         reason = explain_missing_model(name) or (None if isinstance(config, EvalRunConfig) else _explain_shards(name))
         if name not in reported and reason:
             reported.add(name)
             yield Problem(key, reason, "Set it to a folder with a model, or to OWNER/NAME of the hub.")
+
+
+def list_models_elsewhere(config: BaseConfig) -> list[str]:
+    """Return a note for each model in a folder of the machines that are assumed."""
+    return [
+        f"{key}: {name} is not on this machine: it was not looked at"
+        for key, name in iter_model_names(config)
+        if is_elsewhere(name)
+    ]
+
+
+def is_elsewhere(name: str) -> bool:
+    return are_assumed() and Path(name).is_absolute() and not Path(name).exists()
 
 
 def explain_missing_model(name: str) -> str | None:

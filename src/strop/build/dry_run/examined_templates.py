@@ -1,15 +1,19 @@
-"""Are the chat templates that a configuration sets Jinja, and are there the forms of calls?"""
+"""Are the chat templates that a configuration sets Jinja, are there the forms of calls, and can conversations go on?"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from strop.base_config import BaseConfig, iter_sections
+from strop.config import EvalRunConfig, RolloutRunConfig
+from strop.environments.base import Environment
+from strop.models.local_files import find_local_file
 from strop.models.tokenizer_config import TokenizerConfig
 from strop.problems import Problem
 from strop.tools.formats.choose_format import FORMATS
-from strop.user_code import suggest_names
+from strop.user_code import describe_error, suggest_names
 
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # Transformers' own tag around what a model wrote
 
@@ -39,3 +43,31 @@ def find_template_problems(config: BaseConfig) -> Iterator[Problem]:
                 reported.add(text)
                 message = f"it is no Jinja template: {error.message} in its line {error.lineno}"
                 yield Problem(key, message, "Mend the template, or set it to default, the tokenizer's own.")
+
+
+def find_conversation_problems(
+    config: RolloutRunConfig | EvalRunConfig, environments: Iterable[Environment[Any]]
+) -> Iterator[Problem]:
+    """Yield why the chat template of a tokenizer that is here cannot render the tools or the turns of environments."""
+    section, key = (
+        (config.tokenizer, "tokenizer") if isinstance(config, EvalRunConfig) else (config.policy.tokenizer, "policy.tokenizer")
+    )
+    speaking = [each for each in environments if each.responds or each.has_tools]
+    file = find_local_file(section.name, "tokenizer_config.json") if speaking else None
+    if file is None:
+        return
+    from strop.models.chat_template import ChatTemplate
+    from strop.models.loading import ModelNotFound, RemoteCodeRefused, load_tokenizer
+    from strop.rollouts.tool_turns import describe_tool_calls
+    from strop.types import user
+
+    try:
+        template = ChatTemplate(
+            load_tokenizer(str(file.parent), chat_template=section.chat_template), options=section.chat_template_kwargs
+        )
+        describe_tool_calls(speaking, template, section.tool_call_format)
+        template.encode_observation([user("?")], ())
+    except (ModelNotFound, RemoteCodeRefused):
+        return  # said where the model is loaded
+    except Exception as error:  # of the template, which may raise anything
+        yield Problem(key, str(error) if isinstance(error, ValueError) else f"the chat template fails: {describe_error(error)}")

@@ -16,6 +16,7 @@ from strop.config import EvalRunConfig
 from strop.config.load.translated_recipe import NotARun, TranslatedRecipe, translate_recipe
 from strop.config.recipes.difference import Difference
 from strop.config.recipes.recipe_format import DEFAULT, list_formats
+from strop.packages import assume_packages
 from strop.problems import ConfigError, Problem
 
 TORCH_LEARNER = "policy.backend=torch"  # asks a recipe of Megatron Core for the torch learner
@@ -73,6 +74,7 @@ def _needs_megatron(recipe: ExaminedRecipe) -> bool:
     return any(problem.key.endswith("megatron_cfg.enabled") or TORCH_LEARNER in problem.fix for problem in recipe.problems)
 
 
+@assume_packages()
 def _try(path: Path, overrides: Sequence[str], library: str) -> TranslatedRecipe:
     """Do what a dry run does, except to look for models and data, which a recipe names on the machine of its author."""
     translated = translate_recipe(path, overrides, library)

@@ -23,7 +23,7 @@ from strop.learner.model_config import ModelConfig
 from strop.planning.engine_memory import EngineSetup
 from strop.planning.learner_memory import BFLOAT16, FLOAT32
 from strop.planning.model_size import ModelSize
-from strop.planning.plan_inputs import AverageLengths, NodeSetup, PlanInputs
+from strop.planning.plan_inputs import AverageLengths, CheckpointSetup, NodeSetup, PlanInputs
 from strop.planning.step_time import StepLayout, StepWork
 
 PROMPT_SHARE = 0.25  # of the longest conversation: its prompt, where nothing is said
@@ -83,11 +83,23 @@ def read_inputs(
         references=kept,
         node=_read_node(config, placed, references, kept, device),
         beside=tuple(read_beside(config, model, sizes, device, training if counts.uses_ray else None)),
+        checkpoints=_read_checkpoints(config),
         steps=None if config.training.last_step >= UNLIMITED_STEPS else config.training.last_step,
         learner_key="policy.megatron_cfg" if config.policy.uses_megatron else "policy.dtensor_cfg",
         batch_key=f"policy.{config.policy.batching_key}.train_mb_tokens",
         assumptions=(*assumptions, *assume_sizes(config, sizes)),
     )
+
+
+def _read_checkpoints(config: TrainingRunConfig) -> CheckpointSetup | None:
+    """Read how many checkpoints there are at a time: the best, the newest and a draft; all that a run saves where all are kept."""
+    saving, steps = config.checkpointing, config.training.last_step
+    if not saving.saving_enabled:
+        return None
+    saved = None if steps >= UNLIMITED_STEPS else -(-steps // saving.save_period)
+    kept = None if saving.keep_top_k is None else saving.keep_top_k + 2
+    most = min((each for each in (saved, kept) if each is not None), default=None)
+    return CheckpointSetup(count=most, saves_optimizer=saving.save_optimizer)
 
 
 def _read_node(config: TrainingRunConfig, placed: DevicePlan, references: int, kept: int, device: Device) -> NodeSetup | None:

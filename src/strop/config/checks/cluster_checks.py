@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from strop import packages
 from strop.base_config import changed_keys, iter_sections
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import (
@@ -109,6 +110,21 @@ def check_device_numbers(config: TrainingRunConfig) -> Problems:
             )
 
 
+def check_ray_installed(config: TrainingRunConfig | EvalRunConfig) -> Problems:
+    cluster = config.cluster
+    if isinstance(config, TrainingRunConfig):
+        uses_ray = count_devices(config).uses_ray
+    else:
+        uses_ray = cluster.backend == "ray" or cluster.num_nodes > 1
+    if uses_ray and not packages.is_installed("ray"):
+        yield Problem(
+            "cluster.backend",
+            f"found {cluster.backend} with {cluster.num_nodes} x {cluster.gpus_per_node} devices (cluster.num_nodes, "
+            "cluster.gpus_per_node), whose processes are actors of Ray, which is not installed",
+            f"Run {packages.install_command('ray')}, or set cluster.backend=local and one device.",
+        )
+
+
 def check_environment_hosts(config: TrainingRunConfig) -> Problems:
     if config.cluster.environment_hosts and not count_devices(config).uses_ray:
         yield Problem(
@@ -193,6 +209,7 @@ MACHINE_CHECKS = (
     check_torch_engine_devices,
     check_engine_size,
     check_device_numbers,
+    check_ray_installed,
     check_environment_hosts,
 )
 ERROR_CHECKS = (*MACHINE_CHECKS, check_teacher_processes, check_resources)

@@ -68,6 +68,14 @@ def check_engine_device(config: RolloutRunConfig, device: str | None = None) -> 
             yield from generation.async_errors(key, device)
 
 
+def check_chosen_device(config: TrainingRunConfig, device: str) -> Problems:
+    """Check what depends on the kind of device, once it is known what ``policy.device`` = auto is."""
+    for key, model in list_trained_models(config):
+        yield from model.fp8.float8_errors(f"{key}.fp8", device)
+    if isinstance(config, RolloutRunConfig):
+        yield from check_engine_device(config, device)
+
+
 def check_measured_peak(config: TrainingRunConfig) -> Problems:
     if config.logger.peak_tflops == "measure" and config.policy.device.startswith("cuda"):
         yield Problem(

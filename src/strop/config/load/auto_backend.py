@@ -43,9 +43,7 @@ def _choose(config: TrainingRunConfig | EvalRunConfig, has_gpus: bool | None) ->
     model = config.policy.model_name if isinstance(config, TrainingRunConfig) else config.generation.model_name
     if missing := find_missing_model(read_architectures(model)):
         return AutoEngine(reason=f"the installed vLLM has no model of the class {missing}", lacking=True)
-    vllm = AutoEngine(
-        name="vllm", reason="a GPU and vLLM are here" if has_gpus is None else "there are GPUs, and vLLM is installed"
-    )
+    vllm = AutoEngine(name="vllm", reason="a GPU and vLLM are here" if has_gpus is None else "there are GPUs and vLLM")
     known = _find_errors(_with_engine(config, None))
     refused = [problem for problem in _find_errors(_with_engine(config, vllm)) if problem not in known]
     if refused:

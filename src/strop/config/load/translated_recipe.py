@@ -13,6 +13,7 @@ from strop.config.recipes.difference import Difference, Effect
 from strop.config.recipes.recipe_format import DEFAULT, ReadRecipe, RecipeFormat, find_format, list_formats
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig
 from strop.config.source import yaml_text
+from strop.packages import assume_packages
 from strop.problems import ConfigError, Problem
 
 LONGEST_LINE = 130
@@ -36,6 +37,7 @@ class TranslatedRecipe:
         return any(difference.effect is Effect.CHANGED for difference in self.differences)
 
 
+@assume_packages()
 def translate_recipe(
     path: Path, overrides: Sequence[str] = (), library: str = "auto", *, gpus: int | None = None
 ) -> TranslatedRecipe:
@@ -71,9 +73,8 @@ def _read(path: Path, recipe_format: RecipeFormat, gpus: int | None) -> ReadReci
 
 
 def _is_missing_here(problem: Problem) -> bool:
-    """Return whether data or the package of a service is not on this machine, where the run need not be started."""
-    missing_file = problem.key.startswith("data.") and problem.message.startswith("there is no file")
-    return missing_file or (problem.key.startswith("logger.") and "is not installed" in problem.message)
+    """Return whether data is not on this machine, where the run need not be started."""
+    return problem.key.startswith("data.") and problem.message.startswith("there is no file")
 
 
 def render_recipe(translated: TranslatedRecipe, made_by: str) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 from strop.environments.scoring.ifeval_checks import IFEVAL_CHECKS
 from strop.environments.scoring.rlvr_checks import RLVR_CHECKS
+from strop.packages import is_installed
 from strop.user_code import suggest_names
 
 INSTRUCTIONS: Mapping[str, Callable[..., bool]] = {**IFEVAL_CHECKS, **RLVR_CHECKS}
@@ -35,11 +35,10 @@ def find_fault(name: str, options: Mapping[str, Any]) -> str | None:
     return None
 
 
-@lru_cache(maxsize=64)
 def find_missing_package(name: str) -> str | None:
     """Return the package that an instruction needs, if it is not installed."""
     package = PACKAGES.get(name)
-    return None if package is None or find_spec(package) else package
+    return None if package is None or is_installed(package) else package
 
 
 def prepare_instruction(name: str, options: Mapping[str, Any], text: str) -> Callable[[], float]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.scoring.scoring_pool import get_scoring_pool
 from strop.environments.verifiers.base import AnswerVerifier, Reply, Score, read_path
-from strop.packages import install_command, is_installed
+from strop.packages import install_command, is_here, is_installed
 from strop.storage.text_file import read_text_file
 from strop.types import Task
 
@@ -42,7 +42,7 @@ class JsonSchemaVerifier(AnswerVerifier):
             raise EnvironmentConfigError(
                 f"num_workers is {self.num_workers} and timeout_s is {self.timeout_s}; both must be positive"
             )
-        if self.schema_key is None:
+        if self.schema_key is None and is_here("jsonschema"):
             check_schema(self._schema)
 
     @cached_property

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
+from strop import packages
 from strop.base_config import BaseConfig, PathText, Precision, follows, subsection
 from strop.problems import Problem
+
+PYTHON_VARIABLE = "STROP_SGLANG_PYTHON"  # the interpreter with SGLang, where sglang_cfg.python does not say it
 
 
 class SglangServerConfig(BaseConfig):
@@ -99,6 +104,11 @@ class SglangConfig(BaseConfig):
     sglang_server_config: SglangServerConfig = subsection(SglangServerConfig)
 
     @property
+    def interpreter(self) -> str:
+        """The interpreter of the engine's processes."""
+        return self.python or os.environ.get(PYTHON_VARIABLE) or sys.executable
+
+    @property
     def server_arguments(self) -> dict[str, Any]:
         """SGLang's own arguments of the same names, of those that are set."""
         given = {
@@ -144,7 +154,7 @@ class SglangConfig(BaseConfig):
                 f"{self.tp_size}",
                 f"Set it to 1, or both to {self.ep_size}.",
             )
-        if self.python is not None and not Path(self.python).is_file():
+        if self.python is not None and not Path(self.python).is_file() and not packages.assume("sglang"):
             yield Problem(
                 f"{key}.python",
                 f"found {self.python}, which is not a file",

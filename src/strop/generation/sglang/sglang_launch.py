@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,6 @@ from strop.generation.sglang.server.seeded_sampler import SAMPLER_VARIABLE
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE
 from strop.safety.remote_code import trusts_remote_code
 
-PYTHON_VARIABLE = "STROP_SGLANG_PYTHON"  # the interpreter with SGLang, where sglang_cfg.python does not say it
 CPU_TOTAL_TOKENS = 32_768  # of the KV cache on a CPU, where SGLang would take a share of the machine's memory
 RESERVED_ARGUMENTS = {  # SGLang's arguments that Strop sets itself -> what to set instead
     "model_path": "policy.model_name",
@@ -100,7 +98,7 @@ class SglangLaunch:
     @property
     def python(self) -> str:
         """The interpreter of the engine's processes."""
-        return self.config.sglang_cfg.python or os.environ.get(PYTHON_VARIABLE) or sys.executable
+        return self.config.sglang_cfg.interpreter
 
     @property
     def env_vars(self) -> dict[str, str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
-import os
 from functools import cache
 from pathlib import Path
+
+from strop.models.local_files import read_local_config
 
 
 @cache
@@ -46,11 +46,5 @@ def find_missing_model(architectures: list[str]) -> str | None:
 
 def read_architectures(name: str) -> list[str]:
     """Return the names of the classes of a model in a folder or in the local cache of the hub; empty if they are not known here."""
-    cache_folder = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub")
-    cached = Path(cache_folder).expanduser() / f"models--{name.replace('/', '--')}" / "snapshots"
-    for file in (Path(name) / "config.json", *cached.glob("*/config.json")):
-        try:
-            return [str(each) for each in json.loads(file.read_bytes()).get("architectures") or []]
-        except (OSError, ValueError, AttributeError, TypeError):
-            continue
-    return []
+    architectures = read_local_config(name).get("architectures")
+    return [str(each) for each in architectures] if isinstance(architectures, list) else []

@@ -97,7 +97,7 @@ class MegatronModelShape:
     """What of a model its layout has to divide."""
 
     name: str
-    layers: int
+    layers: int  # 0: not known
     heads: int
     key_value_heads: int
     experts: int = 0  # of a layer
@@ -106,8 +106,8 @@ class MegatronModelShape:
     def from_hf(cls, name: str, values: Mapping[str, Any]) -> MegatronModelShape | None:
         """Return the shape of a Hugging Face configuration (its ``to_dict()``); None where it does not say."""
         values = values.get("text_config") or values
-        layers, heads = values.get("num_hidden_layers"), values.get("num_attention_heads")
-        if not isinstance(layers, int) or not isinstance(heads, int) or min(layers, heads) < 1:
+        layers, heads = values.get("num_hidden_layers") or 0, values.get("num_attention_heads")
+        if not isinstance(layers, int) or not isinstance(heads, int) or heads < 1:
             return None
         latent = values.get("kv_lora_rank") is not None  # latent attention has keys of every head
         key_value = heads if latent else values.get("num_key_value_heads") or heads
@@ -137,7 +137,7 @@ def _check_heads(config: MegatronConfig, key: str, shape: MegatronModelShape) ->
 def _check_stages(config: MegatronConfig, key: str, shape: MegatronModelShape) -> Iterator[Problem]:
     stages, parts = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     ends = {"first": config.num_layers_in_first_pipeline_stage, "last": config.num_layers_in_last_pipeline_stage}
-    if stages == 1:
+    if stages == 1 or not shape.layers:
         return
     layers = shape.layers - sum(own or 0 for own in ends.values())
     others = stages - sum(own is not None for own in ends.values())

@@ -225,7 +225,7 @@ def _check_heads(region: Region, model: Any, ranks: int) -> None:
         if count % ranks:
             raise ValueError(
                 f"tensor_parallel_size {ranks} does not divide the {count} {what} of {type(model).__name__}, and a head cannot "
-                f"be split; set it to a divisor of {count}"
+                f"be split; set it to one of {', '.join(str(size) for size in range(1, count + 1) if count % size == 0)}"
             )
 
 

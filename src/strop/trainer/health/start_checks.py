@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strop.environments.base import Environment, RewardMark
 from strop.trainer.health.health_rules import HealthFinding
-from strop.trainer.run import TrainOptions
+
+if TYPE_CHECKING:  # it imports torch, which the turns do not need
+    from strop.trainer.run import TrainOptions
 
 UNLIMITED_STEPS = 1_000_000  # from here on, a number of steps is no limit that somebody chose
 

@@ -74,7 +74,7 @@ def test_a_plan_is_found_by_its_dotted_name(monkeypatch: pytest.MonkeyPatch) -> 
             None,
             "tensor_parallel_size 3 does not divide the 4 attention heads of LlamaForCausalLM",
         ),
-        ("llama", ParallelDims(tensor=4), None, "4 does not divide the 2 key-value heads .* set it to a divisor of 2"),
+        ("llama", ParallelDims(tensor=4), None, "4 does not divide the 2 key-value heads .* set it to one of 1, 2"),
         ("llama", ParallelDims(tensor=5), MLP, "5 does not divide the 48 outputs of model.layers.0.mlp.gate_proj"),
         ("phi3", ParallelDims(tensor=3), None, "3 does not divide the 32 inputs of model.layers.0.self_attn.o_proj"),
         (

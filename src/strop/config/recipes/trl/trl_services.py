@@ -26,7 +26,7 @@ def translate_reports(recipe: LibraryRecipe) -> None:
     asked = recipe.value("report_to")
     names = [asked] if isinstance(asked, str) else list(asked or [])
     if "all" in names:
-        names = [name for name in SERVICES if packages.is_installed(name)]
+        names = [name for name in SERVICES if packages.is_here(name)]
     services = enable_services(recipe, "report_to", names, silent=("none",), same={})
     if recipe.value("run_name") and not name_in_services(recipe, "run_name", RUN_NAMES, services):
         recipe.unused("run_name", "it names runs in services")

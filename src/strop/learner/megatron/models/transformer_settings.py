@@ -11,8 +11,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from strop.learner.megatron.families.architecture import Architecture
+from strop.learner.megatron.families.family_checks import check_experts, check_recomputation
 from strop.learner.megatron.megatron_config import MegatronConfig
-from strop.learner.megatron.models.kernel_checks import check_experts, check_fp8, check_recomputation, choose_grouped_gemm
+from strop.learner.megatron.models.kernel_checks import check_fp8, choose_grouped_gemm
 
 
 def transformer_config(architecture: Architecture, config: MegatronConfig, dtype: torch.dtype) -> Any:

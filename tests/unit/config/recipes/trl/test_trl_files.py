@@ -309,7 +309,7 @@ def test_services_get_the_names_that_trl_gives_them(translate: Translate) -> Non
 
 
 def test_all_services_are_those_that_are_installed(translate: Translate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "is_installed", lambda name: name in ("wandb", "tensorboard"))
+    monkeypatch.setattr(packages, "is_here", lambda name: name in ("wandb", "tensorboard"))
     assert translate(f"{GRPO}report_to: all\n").loaded.config.logger.services == ("tensorboard", "wandb")
     assert translate(f"{GRPO}report_to: none\n").loaded.config.logger.services == ()
 
