@@ -61,10 +61,11 @@ def choose_size(name: str, target: Target) -> ModelSize:
     return TINY if target.tiny else SIZES[name]
 
 
-def make_config(size: ModelSize, **special: Any) -> Any:
-    from transformers import LlamaConfig
+def build_model(size: ModelSize, device: str, dtype: torch.dtype, **special: Any) -> Any:
+    """Build a Llama with random weights on the device. ``special``: the ids of a tokenizer."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
-    return LlamaConfig(
+    config = LlamaConfig(
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.intermediate,
@@ -75,16 +76,9 @@ def make_config(size: ModelSize, **special: Any) -> Any:
         tie_word_embeddings=size.tied,
         **{"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, **special},
     )
-
-
-def build_model(size: ModelSize, device: str, dtype: torch.dtype, **special: Any) -> Any:
-    """Build a Llama with random weights on the device."""
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(make_config(size, **special), dtype=dtype)
-    return model.eval()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def save_model(name: str, target: Target) -> Path:

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -130,14 +130,23 @@ class Results:
             (folder / name).write_text("")
         self._append("table.md", "\n".join([*heading, "", "| stage | what | result | |", "|---|---|---|---|"]))
 
-    def add(self, stage: str, row: dict[str, Any]) -> None:
-        cells = [str(cell).replace("|", "/").replace("\n", " ") for cell in (stage, row["name"], row["value"], row["note"])]
-        seconds = round(time.monotonic() - self.began, 1)
+    def add(
+        self, stage: str, name: str, value: str, note: str = "", ok: bool = True, numbers: Mapping[str, float] | None = None
+    ) -> None:
+        cells = [cell.replace("|", "/").replace("\n", " ") for cell in (stage, name, value, note)]
+        row = {
+            "stage": stage,
+            "at": round(time.monotonic() - self.began, 1),
+            "name": name,
+            "value": value,
+            "note": note,
+            "ok": ok,
+        }
         with self.lock:
-            self.failures += not row["ok"]
-            self._append("rows.jsonl", json.dumps({"stage": stage, "at": seconds, **row}))
+            self.failures += not ok
+            self._append("rows.jsonl", json.dumps({**row, "numbers": numbers or {}}))
             self._append("table.md", f"| {' | '.join(cells)} |")
-            print(f"[{seconds:5.0f} s] " + "; ".join(cell for cell in cells if cell), flush=True)
+            print(f"[{row['at']:5.0f} s] " + "; ".join(cell for cell in cells if cell), flush=True)
 
     def log(self, job: str, line: str) -> None:
         with self.lock:
@@ -146,10 +155,6 @@ class Results:
     def _append(self, name: str, text: str) -> None:
         with open(self.folder / name, "a") as file:
             file.write(text + "\n")
-
-
-def plain_row(name: str, value: str, note: str = "", ok: bool = True) -> dict[str, Any]:
-    return {"name": name, "value": value, "note": note, "ok": ok, "numbers": {}}
 
 
 class JobProcess:
@@ -174,7 +179,7 @@ class JobProcess:
     def _read(self) -> None:
         for line in self.process.stdout or ():
             if line.startswith(ROW):
-                self.results.add(self.stage, json.loads(line.removeprefix(ROW)))
+                self.results.add(self.stage, **json.loads(line.removeprefix(ROW)))
             elif line.strip():
                 self.last_line = line.strip()
                 self.results.log(self.job.name, line.rstrip())
@@ -196,9 +201,7 @@ class JobProcess:
         if not reason and self.process.returncode:
             reason = f"its process ended with exit code {self.process.returncode}"
         if reason:
-            self.results.add(
-                self.stage, plain_row(self.job.name, f"failed: {reason}", f"last line: {self.last_line:.150}", False)
-            )
+            self.results.add(self.stage, self.job.name, f"failed: {reason}", f"last line: {self.last_line:.150}", False)
 
     def kill(self) -> None:
         """End it and all that it started."""
@@ -224,7 +227,7 @@ class Schedule:
             began = time.monotonic()
             with ThreadPoolExecutor((os.cpu_count() or 1) if stage.together else 1) as pool:
                 list(pool.map(self._run_job, [stage.name] * len(stage.jobs), stage.jobs))
-            self.results.add(stage.name, plain_row("clock of this stage", f"{time.monotonic() - began:.0f} s"))
+            self.results.add(stage.name, "clock of this stage", f"{time.monotonic() - began:.0f} s")
         self.stop()
 
     def stop(self, *_: Any) -> None:
@@ -242,14 +245,14 @@ class Schedule:
                     if each not in self.started:
                         self.started[each] = JobProcess(place, each, self.options, self.results)
         if limit < LEAST_SECONDS:
-            self.results.add(stage, plain_row(job.name, "not run: no time was left"))
+            self.results.add(stage, job.name, "not run: no time was left")
             return
         self.started[job].run(limit)
         with self.lock:
             del self.started[job]
 
 
-def unpack_wheels(folder: Path, site: Path) -> None:
+def unpack_wheels(folder: Path, site: Path) -> Path:
     """Wheels are archives of what is to be found on the path."""
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
@@ -257,6 +260,7 @@ def unpack_wheels(folder: Path, site: Path) -> None:
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
+    return site
 
 
 def describe_device(device: str) -> str | None:
@@ -267,7 +271,7 @@ def describe_device(device: str) -> str | None:
         return None
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True)
-    return " + ".join(f"{line}" for line in done.stdout.split("\n") if line) or None
+    return " + ".join(done.stdout.splitlines()) or None
 
 
 def find_commit(wheels: Path | None) -> str:
@@ -335,23 +339,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="strop-gpu-") as work:
         paths = [*FOLDERS]
         if options.wheels is not None:
-            site = Path(work, "site")
-            unpack_wheels(options.wheels, site)
-            paths.append(str(site))
+            paths.append(str(unpack_wheels(options.wheels, Path(work, "site"))))
         sys.path[:0] = paths
         variables = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         os.environ.update(variables, PYTHONPATH=os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])]))
-        results = Results(options.out, list(make_heading(described, find_commit(options.wheels))))
         shared = ["--device", options.device, "--work", work, "--out", str(options.out.resolve())]
         shared += [] if options.kit is None else ["--kit", str(options.kit.resolve())]
-        schedule = Schedule(
+        results = Results(options.out, list(make_heading(described, find_commit(options.wheels))))
+        stages, slower = (
             choose_stages(options.stages, options.only, options.kit),
-            shared,
-            results,
-            seconds=options.budget,
-            slower=1 if options.device == "cuda" else REHEARSAL_LIMIT,
-            ahead=(os.cpu_count() or 1) // 2,
+            1 if options.device == "cuda" else REHEARSAL_LIMIT,
         )
+        ahead = (os.cpu_count() or 1) // 2
+        schedule = Schedule(stages, shared, results, seconds=options.budget, slower=slower, ahead=ahead)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, schedule.stop)
         schedule.run()

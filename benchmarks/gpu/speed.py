@@ -6,6 +6,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ from models import ModelSize, build_model, choose_size, make_batch
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0, "L40S": 362.0}  # bfloat16, dense, as the vendor says
 KERNELS_LISTED = 24
 ANSWER_SECONDS = 40.0  # of the process that receives weights
+GPUS_NEEDED = {"cuda_ipc": 1, "nccl": 2}
 
 
 def time_calls(target: Target, call: Callable[[], Any], *, seconds: float = 4.0, most: int = 5, warm: int = 2) -> float:
@@ -40,15 +42,17 @@ def machine(target: Target) -> None:
     left, right = (torch.randn(side, side, device=target.device).bfloat16() for _ in range(2))
     rate = 2 * side**3 / time_calls(target, lambda: left @ right, seconds=1.0, most=20) / 1e12
     write_row("matrix rate, bfloat16", f"{number(rate)} TFLOP/s", tflops=rate)
-    source = torch.empty(size, dtype=torch.uint8, device=target.device)
+    source, pageable = (torch.empty(size, dtype=torch.uint8, device=device) for device in (target.device, "cpu"))
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=target.device == "cuda")
-    for name, other, factor in (
-        ("copy on the device, reads and writes", torch.empty_like(source), 2),
-        ("copy to pinned memory", pinned, 1),
-        ("copy to pageable memory", torch.empty(size, dtype=torch.uint8), 1),
-    ):
+    onto = {
+        "on the device, reads and writes": torch.empty_like(source),
+        "to pinned memory": pinned,
+        "to pageable memory": pageable,
+    }
+    for name, other in onto.items():
+        factor = 2 if other.device == source.device else 1
         speed = factor * size / time_calls(target, lambda other=other: other.copy_(source), seconds=1.0, most=20) / 1e9
-        write_row(name, f"{number(speed)} GB/s", gigabytes=speed)
+        write_row(f"copy {name}", f"{number(speed)} GB/s", gigabytes=speed)
 
 
 # --- the learner -----------------------------------------------------------------------------------------------------------
@@ -66,14 +70,11 @@ class Pass:
         return f"{self.groups} x ({self.prompt} + {len(self.completions)} x {self.completions[0]})"
 
 
-SHORT, GROUP, TWO_GROUPS, FOUR_GROUPS = (
-    Pass(1, 256, (1792,)),
-    *(Pass(groups, 256, (1792,) * 4) for groups in (1, 2, 4)),
-)
+SHORT, GROUP, TWO_GROUPS = Pass(1, 256, (1792,)), *(Pass(groups, 256, (1792,) * 4) for groups in (1, 2))
 LONG = Pass(1, 1024, (15_360,) * 2)
 TINY_PASS = Pass(1, 8, (8, 6))
 LEARNERS: dict[str, list[tuple[torch.dtype, bool, Sequence[Pass]]]] = {  # dtype of weights, recomputed layers, micro-batches
-    "0.5B": [(torch.float32, False, (SHORT, GROUP, TWO_GROUPS, FOUR_GROUPS))],
+    "0.5B": [(torch.float32, False, (SHORT, GROUP, TWO_GROUPS))],
     "1.5B": [(torch.float32, False, (GROUP, TWO_GROUPS, SHORT)), (torch.bfloat16, False, (GROUP,))],
     "1.5B-long": [(torch.float32, True, (LONG,))],
     "8B": [(torch.bfloat16, False, (GROUP, TWO_GROUPS))],
@@ -121,7 +122,9 @@ def _learner_row(target: Target, name: str, size: ModelSize, learner: Any, shape
     batch = make_batch(shape.prompt, shape.completions, size.vocabulary, algorithm, groups=shape.groups)
     target.take_peak()
     seconds = time_calls(target, lambda: learner.forward_backward(batch, algorithm.loss))
-    step = time_calls(target, learner.step, most=2, warm=1)
+    learner.step()  # makes the optimizer's state; without gradients the next one would do nothing
+    learner.forward_backward(batch, algorithm.loss)
+    step = time_calls(target, learner.step, most=1, warm=0)
     peak = target.take_peak()
     scoring = time_calls(target, lambda: learner.score(batch), most=2, warm=1)
     pairs = tree_pairs(batch.segment_length.tolist(), batch.segment_parent.tolist())
@@ -131,9 +134,7 @@ def _learner_row(target: Target, name: str, size: ModelSize, learner: Any, shape
     write_row(
         f"learner {name}, {shape} = {len(batch.tokens):,} tokens",
         f"{1000 * seconds:.0f} ms, " + (f"{rate:.0f} TFLOP/s, MFU {mfu:.1%}" if mfu else f"{1000 * rate:.0f} GFLOP/s"),
-        f"{len(batch.tokens) / seconds:,.0f} tokens/s, step {1000 * step:.0f} ms, scoring {1000 * scoring:.0f} ms, {peak}".strip(
-            ", "
-        ),
+        f"{len(batch.tokens) / seconds:,.0f} tokens/s, step {1000 * step:.1f} ms, scoring {1000 * scoring:.0f} ms {peak}",
         seconds=seconds,
         tflops=rate,
         mfu=mfu,
@@ -169,9 +170,8 @@ def profile(target: Target) -> None:
     (target.out / "profile.txt").write_text(averages.table(sort_by=field, row_limit=100, max_name_column_width=100))
     events = [each for each in averages if getattr(each, field) > 0 and (not on_gpu or "CUDA" in str(each.device_type))]
     spent, launches = sum(getattr(each, field) for each in events) / 1000, sum(each.count for each in events)
-    write_row(
-        f"profile, 1.5B, {layers}, {shape}", f"{number(spent)} ms in {launches:,} launches", f"of {clock:.0f} ms by the clock"
-    )
+    found_of = f"{number(spent)} ms in {launches:,} launches"
+    write_row(f"profile, 1.5B, {layers}, {shape}", found_of, f"of {clock:.0f} ms by the clock")
     for each in sorted(events, key=lambda each: -getattr(each, field))[:KERNELS_LISTED]:
         milliseconds = getattr(each, field) / 1000
         write_row(f"`{each.key:.90}`", f"{milliseconds:.2f} ms", f"{each.count} times", milliseconds=milliseconds)
@@ -194,14 +194,8 @@ def offload(target: Target) -> None:
             move()
             target.synchronize()
             seconds.append(time.perf_counter() - started)
-            held = held - target.allocated() if move == moving.offload else held
-        write_row(
-            f"offload of 1.5B with AdamW, {turn} time",
-            f"{number(seconds[0])} s to the host, {number(seconds[1])} s back",
-            f"{held / 1e9:.1f} GB",
-            leave=seconds[0],
-            back=seconds[1],
-        )
+        found = f"{number(seconds[0])} s to the host, {number(seconds[1])} s back"
+        write_row(f"offload of 1.5B with AdamW, {turn} time", found, f"{held / 1e9:.1f} GB", leave=seconds[0], back=seconds[1])
 
 
 def fingerprints(target: Target) -> None:
@@ -213,12 +207,7 @@ def fingerprints(target: Target) -> None:
     target.take_peak()
     seconds = time_calls(target, lambda: [fingerprint(each) for each in weights], most=3)
     beside = (torch.cuda.max_memory_allocated() - held) / 2**20 if target.device == "cuda" else 0.0
-    write_row(
-        "fingerprints of 1.5B",
-        f"{number(size / seconds / 1e9)} GB/s",
-        f"{number(seconds)} s, {beside:.0f} MiB beside",
-        seconds=seconds,
-    )
+    write_row("fingerprints of 1.5B", f"{number(size / seconds / 1e9)} GB/s", f"{beside:.0f} MiB beside", seconds=seconds)
 
 
 # --- publishing ------------------------------------------------------------------------------------------------------------
@@ -226,22 +215,21 @@ def fingerprints(target: Target) -> None:
 
 def publish(target: Target, transport: str) -> None:
     """Seconds until all of a model's tensors are in those of another process, by one of the transports of a run."""
+    from strop.weight_sync.fingerprints import fingerprint
     from strop.weight_sync.transports.manifest import build_manifest, move_large_to_middle
     from strop.weight_sync.weight_source import local_weights
 
-    reason = _find_obstacle(target, transport)
-    if reason:
-        write_row(f"publish by {transport}", f"not run: {reason}")
+    sender = _make_sender(target, transport)
+    if sender is None:
         return
     model = build_model(choose_size("1.5B", target), target.device, torch.bfloat16)
     named = [(name, each.detach()) for name, each in model.named_parameters()]
     ordered = [(weight.name, weight.spec) for weight in move_large_to_middle(local_weights(named))]
     manifest = build_manifest(ordered, torch.bfloat16)
-    sender = _make_sender(target, transport)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    receiver_device = "cuda:1" if transport == "nccl" else target.device
-    process = context.Process(target=receive_weights, args=(theirs, sender.address, manifest, receiver_device), daemon=True)
+    device = {"nccl": "cuda:1"}.get(transport, "cuda:0" if target.device == "cuda" else target.device)
+    process = context.Process(target=receive_weights, args=(theirs, sender.address, manifest, device), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -253,7 +241,9 @@ def publish(target: Target, transport: str) -> None:
             sender.send(manifest, ordered)
             _await(ours)
             seconds.append(time.perf_counter() - started)
-        wrong = _count_wrong(ours, ordered)
+        ours.send(None)
+        arrived = _await(ours)
+        wrong = sum(arrived[name] != fingerprint(tensor) for name, tensor in ordered)
     finally:
         process.kill()
     later, size = median(seconds[1:]), manifest.nbytes
@@ -267,29 +257,23 @@ def publish(target: Target, transport: str) -> None:
     )
 
 
-def _find_obstacle(target: Target, transport: str) -> str:
-    if transport == "cuda_ipc" and target.device != "cuda":
-        return "it needs a GPU"
-    if transport == "nccl" and torch.cuda.device_count() < 2:
-        return "NCCL needs a GPU for each process"
-    return ""
-
-
 def _make_sender(target: Target, transport: str) -> Any:
+    """Return a sender to one process; None, with a row, where there is nothing to send through."""
     from strop.weight_sync.transports.broadcast import BroadcastSender
     from strop.weight_sync.transports.cuda_ipc import CudaIpcSender
     from strop.weight_sync.transports.host_memory import MemorySender
 
-    device = torch.device(target.device, 0) if target.device == "cuda" else torch.device(target.device)
-    match transport:
-        case "cuda_ipc":
-            return CudaIpcSender(1, device=device, timeout=ANSWER_SECONDS)
-        case "memory":
-            return MemorySender(1, timeout=ANSWER_SECONDS)
-        case "nccl":
-            return BroadcastSender(1, backend="nccl", device=device, timeout=ANSWER_SECONDS)
-        case _:
-            return BroadcastSender(1, timeout=ANSWER_SECONDS)
+    gpu = torch.device("cuda", 0)
+    gpus = torch.cuda.device_count() if target.device == "cuda" else 0
+    if gpus < GPUS_NEEDED.get(transport, 0):
+        write_row(f"publish by {transport}", f"not run: it needs {GPUS_NEEDED[transport]} GPUs")
+        return None
+    return {
+        "cuda_ipc": lambda: CudaIpcSender(1, device=gpu, timeout=ANSWER_SECONDS),
+        "memory": lambda: MemorySender(1, timeout=ANSWER_SECONDS),
+        "gloo": lambda: BroadcastSender(1, timeout=ANSWER_SECONDS),
+        "nccl": lambda: BroadcastSender(1, backend="nccl", device=gpu, timeout=ANSWER_SECONDS),
+    }[transport]()
 
 
 def _await(pipe: Connection) -> Any:
@@ -298,20 +282,14 @@ def _await(pipe: Connection) -> Any:
     return pipe.recv()
 
 
-def _count_wrong(pipe: Connection, sent: Sequence[tuple[str, torch.Tensor]]) -> int:
-    from strop.weight_sync.fingerprints import fingerprint
-
-    pipe.send(None)
-    arrived = _await(pipe)
-    return sum(arrived[name] != fingerprint(tensor) for name, tensor in sent)
-
-
 def receive_weights(pipe: Connection, address: Any, manifest: Any, name: str) -> None:
     """The other process: an engine's parameters, into which each publish is copied. Answers the last time with their fingerprints."""
     from strop.weight_sync.fingerprints import fingerprint
 
     prepare_device(name)
-    device = torch.device(name, 0) if name == "cuda" else torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     own = {entry.name: torch.zeros(entry.shape, dtype=entry.dtype, device=device) for entry in manifest.entries}
     receiver = address.connect(0, device)
     pipe.send("ready")
@@ -338,49 +316,40 @@ def decoding(target: Target) -> None:
     size = choose_size("1.5B", target)
     network = Network(build_model(size, target.device, torch.bfloat16), precision=torch.bfloat16, packed=True)
     prompt, new, lengths, counts = (8, 8, (64,), (4,)) if target.tiny else (128, 192, (2048, 4096), (64, 256))
+    default = TorchGenerationConfig(**{"kv_cache_memory_gb": 0.01} if target.tiny else {})
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> list[list[int]]:
+        return torch.randint(4, size.vocabulary, (count, prompt), generator=generator).tolist()
+
     for length in lengths:
-        small = {"kv_cache_memory_gb": 0.01} if target.tiny else {}
-        config = TorchGenerationConfig(**small)
-        runner = make_default_runner(network, config, length=length)
-        _decoding_row(
-            target,
-            f"as configured by default, {length} tokens",
-            runner,
-            size,
-            config.max_num_seqs if not target.tiny else 4,
-            prompt,
-            new,
-        )
-        del runner
+        runner: Any = make_default_runner(network, default, length=length)
+        _decoding_row(target, f"by default for {length:,} tokens", runner, partial(draw, counts[0]), new)
     for count in counts:
-        runner = make_runner(network, slots=count, length=prompt + new + 8, prefix_tokens=count * (prompt + 16), cuda_graphs=True)
-        _decoding_row(target, f"{count} slots of {prompt + new + 8} tokens", runner, size, count, prompt, new)
-        del runner
+        slot = prompt + new + 8
+        runner = make_runner(network, slots=count, length=slot, prefix_tokens=count * (prompt + 16), cuda_graphs=True)
+        _decoding_row(target, f"slots of {slot} tokens", runner, partial(draw, count), new)
 
 
-def _decoding_row(target: Target, name: str, runner: Any, size: ModelSize, count: int, prompt: int, new: int) -> None:
+def _decoding_row(target: Target, name: str, runner: Any, draw: Callable[[], list[list[int]]], new: int) -> None:
+    """``draw``: new prompts each time, none of which is in the prefix cache."""
     from strop.sampling import Sampling
     from support.torch_engine import Request, make_engine, run_requests
 
-    generator = torch.Generator().manual_seed(0)
-
     def seconds_for(length: int) -> float:
-        drawn = torch.randint(4, size.vocabulary, (count, prompt), generator=generator).tolist()
-        asked = [Request(tokens, Sampling(max_new_tokens=length), seed) for seed, tokens in enumerate(drawn)]
+        asked = [Request(tokens, Sampling(max_new_tokens=length), seed) for seed, tokens in enumerate(draw())]
         started = time.perf_counter()
         run_requests(make_engine(runner), asked)
         target.synchronize()
         return time.perf_counter() - started
 
     target.take_peak()
-    warm = seconds_for(4)
-    prefill, whole = seconds_for(1), seconds_for(new)
-    spent = max(whole - prefill, 1e-9)  # of decoding alone
-    rate, step = count * (new - 1) / spent, 1000 * spent / (new - 1)
+    first, prefill, whole = seconds_for(4), seconds_for(1), seconds_for(new)
+    step, count = (whole - prefill) / (new - 1), len(draw())
     write_row(
         f"embedded engine, 1.5B, {count} sequences, {name}",
-        f"{rate:,.0f} tokens/s",
-        f"{step:.2f} ms a step, prefill of {prompt} each {prefill:.2f} s, first {warm:.1f} s, {target.take_peak()}".strip(", "),
-        tokens_per_second=rate,
-        milliseconds=step,
+        f"{count / step:,.0f} tokens/s",
+        f"{1000 * step:.2f} ms a step; prefill {prefill:.2f} s, the first time {first:.1f} s; {target.take_peak()}",
+        tokens_per_second=count / step,
+        seconds=step,
     )
