@@ -75,7 +75,7 @@ def describe_error(error: BaseException) -> str:
 def prepare_device(device: str) -> None:
     """Make the simulated device known to torch, where it is the one."""
     if device.startswith("sim"):
-        import_module("support.simulated_device")
+        import_module("support.simulated_device").install()
 
 
 def load(function: str) -> Callable[..., Any]:
