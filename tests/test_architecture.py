@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1] / "src"
 
 # Who may import whom: a room imports from earlier lines only. (docs/architecture.md draws the same picture.)
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("lazy_torch", "safety"),
+    ("lazy_torch", "safety", "device_copies"),
     ("types", "metrics", "sampling", "stopping", "problems", "packages", "gpus", "user_code", "statistics", "hardware"),
     ("base_config", "storage", "planning"),
     ("algorithms",),

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+KIND = "cuda"  # as torch names the GPUs of NVIDIA and AMD; the tests have a simulated kind
 VISIBLE = (
     "CUDA_VISIBLE_DEVICES"  # set by a scheduler such as Slurm, or by the user: indices, or UUIDs of GPUs or of their MIG slices
 )
@@ -17,7 +18,7 @@ def has_gpu() -> bool:
         return False
     import torch
 
-    return torch.cuda.is_available()
+    return bool(torch.get_device_module(KIND).is_available())
 
 
 def visible_gpus() -> list[str]:
@@ -26,7 +27,7 @@ def visible_gpus() -> list[str]:
         return []
     import torch
 
-    count = torch.cuda.device_count()
+    count = torch.get_device_module(KIND).device_count()
     inherited = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
     return (inherited or [str(number) for number in range(count)])[:count]
 

@@ -5,18 +5,26 @@ Each metric carries its denominator: a mean has a weight, so merging the means o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeGuard
+
+from strop.device_copies import move
+from strop.lazy_torch import Tensor
 
 
 @dataclass(frozen=True)
 class Metric:
     """A value that stands for ``weight`` units; ``reduction`` says how two parts of the same metric are merged."""
 
-    value: float
+    number: float | Tensor  # []: on its device until it is merged or read
     weight: float = 1.0
     reduction: Literal["mean", "sum", "max", "min"] = "mean"
+
+    @property
+    def value(self) -> float:
+        """The value; the host waits for a GPU that it is on."""
+        return float(self.number)
 
     def merge(self, other: Metric) -> Metric:
         if self.reduction != other.reduction:
@@ -38,17 +46,25 @@ class Metric:
 Metrics = Mapping[str, Metric]
 
 
-def mean(value: float, weight: float) -> Metric:
-    return Metric(value, weight, "mean")
+def mean(value: float | Tensor, weight: float) -> Metric:
+    return Metric(_detach(value), weight, "mean")
 
 
-def total(value: float) -> Metric:
+def total(value: float | Tensor) -> Metric:
     """Return a metric that sums over parts. Also use it for a quantity that is already divided by a global count."""
-    return Metric(value, 1.0, "sum")
+    return Metric(_detach(value), 1.0, "sum")
 
 
-def maximum(value: float) -> Metric:
-    return Metric(value, 1.0, "max")
+def maximum(value: float | Tensor) -> Metric:
+    return Metric(_detach(value), 1.0, "max")
+
+
+def _detach(value: float | Tensor) -> float | Tensor:
+    return value.detach() if _is_tensor(value) else value
+
+
+def _is_tensor(value: float | Tensor) -> TypeGuard[Tensor]:
+    return hasattr(value, "detach")  # without an import of torch
 
 
 def to_step_mean(metric: Metric) -> Metric:
@@ -57,11 +73,24 @@ def to_step_mean(metric: Metric) -> Metric:
 
 
 def merge(*parts: Metrics) -> dict[str, Metric]:
+    """Merge the metrics of parts, in order. Those on a GPU are read in one copy."""
     merged: dict[str, Metric] = {}
-    for part in parts:
+    for part in _read(parts):
         for name, metric in part.items():
             merged[name] = merged[name].merge(metric) if name in merged else metric
     return merged
+
+
+def _read(parts: Sequence[Metrics]) -> Sequence[Metrics]:
+    """Return metrics whose values are numbers of the host."""
+    numbers = [metric.number for part in parts for metric in part.values() if _is_tensor(metric.number)]
+    if not numbers:
+        return parts
+    values = iter([number.item() for number in move(numbers, "cpu")])
+    return [
+        {name: replace(metric, number=next(values)) if _is_tensor(metric.number) else metric for name, metric in part.items()}
+        for part in parts
+    ]
 
 
 def to_floats(metrics: Metrics) -> dict[str, float]:

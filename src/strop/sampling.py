@@ -80,7 +80,7 @@ def keep_mask(logits: Tensor, sampling: Sampling) -> Tensor:
         keep &= logits >= threshold
     if sampling.min_p > 0:
         likeliest = logits.max(-1, keepdim=True).values
-        keep &= logits >= likeliest + torch.log(torch.tensor(sampling.min_p, device=logits.device))
+        keep &= logits >= likeliest + torch.full((), sampling.min_p, device=logits.device).log()
     if sampling.top_p < 1:
         probabilities, order = logits.masked_fill(~keep, float("-inf")).softmax(-1).sort(dim=-1, descending=True)
         mass_before = probabilities.cumsum(-1) - probabilities

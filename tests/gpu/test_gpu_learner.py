@@ -17,7 +17,7 @@ from strop.sampling import Sampling
 from strop.types import Batch
 from support.algorithms import grpo
 from support.learners import make_torch_learner
-from support.models import FAMILIES, build, copy_gradients, largest_difference, to_float64
+from support.models import FAMILIES, build, copy_gradients, largest_difference, to_float64, with_exact_rotary
 from support.rollouts import pack_for, simple_groups
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +48,7 @@ def batch_of(algorithm: GRPO) -> Batch:
 
 
 def gradient_on(device: str, algorithm: GRPO, *, budget: int = 10**9, packed: bool = True) -> tuple[dict[str, torch.Tensor], Any]:
-    model = to_float64(build("llama")).to(device)
+    model = with_exact_rotary(to_float64(build("llama")).to(device))
     network = Network(model, precision=torch.float64, packed=packed, chunk=13)
     learner = make_torch_learner(network, Sampling(temperature=0.9), train_tokens=budget)
     result = learner.forward_backward(batch_of(algorithm), algorithm.loss)

@@ -236,6 +236,22 @@ def to_float64(model: Any) -> Any:
     return model
 
 
+def with_exact_rotary(model: Any) -> Any:
+    """Give a model of Llama's architecture rotary factors in float64, which are the same on every device.
+
+    Transformers computes them in float32 whatever the model's dtype, on a GPU an ulp from those of a CPU.
+    """
+    rotary = model.model.rotary_emb
+
+    def forward(hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].double() * rotary.inv_freq.double()
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+
+    rotary.forward = forward
+    return model
+
+
 def copy_gradients(model: Any) -> dict[str, Tensor]:
     """Return a copy of every parameter's gradient, or zeros if it has none."""
     return {

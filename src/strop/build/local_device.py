@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 
+from strop import gpus
 from strop.gpus import describe_visible, has_gpu, visible_gpus
 
 
 def resolve_device_name(device: str) -> str:
     """Return cpu, cuda or cuda:N; "auto" is a GPU if there is one. Raises ValueError if the GPU that is asked for is missing."""
     if device == "auto":
-        return "cuda" if has_gpu() else "cpu"
+        return gpus.KIND if has_gpu() else "cpu"
     if device.startswith("cuda") and not has_gpu():
         raise ValueError(f"policy.device is {device}, and torch finds no GPU here; set policy.device=cpu or auto")
     _, _, index = device.partition(":")

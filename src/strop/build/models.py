@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ from strop.sampling import Sampling
 log = logging.getLogger(__name__)
 
 LearnerT = TypeVar("LearnerT")
+
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # PyTorch's own
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -148,7 +151,35 @@ def select_device(device: str) -> None:
     """Make the GPU of the policy the current one of this process, where libraries start what is given no device."""
     chosen = resolve_device(device)
     if chosen.index is not None:
-        torch.cuda.set_device(chosen)
+        torch.get_device_module(chosen).set_device(chosen)
+
+
+def set_up_gpu(config: TrainingRunConfig) -> None:
+    """Make the policy's GPU the current one, and choose how its memory is divided, before anything is on it.
+
+    Segments that expand leave no gaps between packed rows of ever new lengths. Other processes do not map them, or slowly, so a learner
+    that may send its weights by CUDA IPC keeps fixed ones.
+    """
+    select_device(config.policy.device)
+    if resolve_device(config.policy.device).type != "cuda":
+        return
+    chosen = next((os.environ[name] for name in ALLOCATOR_SETTINGS if "expandable_segments" in os.environ.get(name, "")), None)
+    if chosen is not None:
+        log.info("GPU memory of the learner: %s, as the environment says", chosen)
+    elif _may_send_by_ipc(config):
+        log.info(
+            "GPU memory of the learner: fixed segments, as weights may be sent by CUDA IPC; transport=memory lets them expand"
+        )
+    else:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        log.info("GPU memory of the learner: segments that expand, as nothing is sent by CUDA IPC")
+
+
+def _may_send_by_ipc(config: TrainingRunConfig) -> bool:
+    if not isinstance(config, RolloutRunConfig) or not config.policy.generation.uses_engines:
+        return False
+    generation = config.policy.generation
+    return generation.colocated.enabled and generation.weight_sync.transport in ("auto", "cuda_ipc")
 
 
 class ModelLoader(Protocol):
@@ -230,7 +261,7 @@ def load_reward_policy(config: ModelConfig, seed: int, loader: ModelLoader = LOC
 
 def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_LOADER) -> LoadedPolicy:
     """Load the model that a run trains. Raises ModelNotFound, ValueError."""
-    select_device(config.policy.device)
+    set_up_gpu(config)
     load = load_reward_policy if isinstance(config, RmRunConfig) else load_policy
     policy = load(config.policy, config.training.seed, loader)
     if isinstance(config, RolloutRunConfig) and config.policy.router_replay.enabled:

@@ -266,7 +266,7 @@ def _format_device(device: str, threads: int | None) -> str:
         return "the CPU" if count is None else f"the CPU ({_count(count, 'thread')})"
     import torch
 
-    return f"{chosen} ({torch.cuda.get_device_name(chosen)})"
+    return f"{chosen} ({torch.get_device_module(chosen).get_device_name(chosen)})"
 
 
 def _format_precision(precision: str) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from strop import gpus
 from strop.data.sources.source import DataSource
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, reward
 from strop.lazy_torch import torch
@@ -145,7 +146,7 @@ def _load_scorer(
     from strop.models.loading import ModelNotFound, load_tokenizer
     from strop.models.reward_scorer import load_reward_scorer
 
-    resolved = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    resolved = (gpus.KIND if gpus.has_gpu() else "cpu") if device == "auto" else device
     try:
         tokenizer = load_tokenizer(name, chat_template=chat_template)
         placed = json.loads(device_map)

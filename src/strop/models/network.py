@@ -152,6 +152,12 @@ class Network:
         decoder: nn.Module = self.model.get_decoder()
         return decoder
 
+    @property
+    def reads_plain_rows(self) -> bool:
+        """Whether it reads a packed row's tokens, positions and sources as they are, so that they may be on its device already."""
+        whole = isinstance(self.token_sharding, NoTokenSharding)
+        return self.packed and whole and self.vision is None and self.routed is None and self.draft is None
+
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """[R] int64 -> embeddings [R, H]."""
         embedded: Tensor = self.model.get_input_embeddings()(tokens)

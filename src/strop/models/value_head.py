@@ -82,6 +82,10 @@ class ValueHead:
         return self.trunk.fused_layers
 
     @property
+    def reads_plain_rows(self) -> bool:
+        return self.trunk.reads_plain_rows
+
+    @property
     def compiled_layers(self) -> CompiledLayers | None:
         return self.trunk.compiled_layers
 

@@ -19,12 +19,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from strop.device_copies import is_gpu
+
 MODULUS = 1 << 64
 _NUM_DIGITS = 8  # b(k) is split into digits to base 2^8, each an int8
 _MAX_COLUMNS = 1 << 17  # maximum byte columns of one matrix product: 2^17 x 128 x 64 fits an int32
 _MIN_MATMUL_COLUMNS = 32  # with fewer byte columns a matrix product is slower than the plain formula
 _CHUNK = 1 << 20  # bytes that are copied or widened at a time, to stay in the CPU cache
-_CUDA_CHUNK = 1 << 26
+_GPU_CHUNK = 1 << 23  # bytes of a tensor on a GPU at a time; their products, which are int64, take eight times as many
 _MAX_ROWS = 1 << 16  # maximum rows at a time, which bounds the cached coefficients
 
 
@@ -67,8 +69,10 @@ def _byte_table(tensor: Tensor) -> Tensor:
 
 def _fingerprint_table(table: Tensor, rows: int, start: int) -> int:
     """Return the fingerprint of bytes [R, K]; the first one has the global index (rows, start)."""
+    if is_gpu(table.device):
+        return _sum_on_gpu(table, rows, start)
     use_matmul = table.device.type == "cpu" and table.shape[1] >= _MIN_MATMUL_COLUMNS and _has_exact_int8_matmul()
-    step = min(_MAX_ROWS, max(1, (_CUDA_CHUNK if table.is_cuda else _CHUNK) // max(1, table.shape[1])))
+    step = min(_MAX_ROWS, max(1, _CHUNK // max(1, table.shape[1])))
     if use_matmul and table.is_contiguous():
         step = max(step, 4096)  # no copy is made here: only eight sums per row need memory
     total = 0
@@ -80,14 +84,28 @@ def _fingerprint_table(table: Tensor, rows: int, start: int) -> int:
 
 
 def _sum_by_definition(part: Tensor, start: int, coefficients: Tensor) -> int:
-    """Sum b(k) byte(i, k) over k for each row, then the rows weighted by ``coefficients`` [R]. Works on any device."""
-    sums = (part * _column_coefficients(start, part.shape[1], part.device)).sum(1)
-    return int((sums * coefficients).sum())
+    """Sum b(k) byte(i, k) over k for each row, then the rows weighted by ``coefficients`` [R]."""
+    return int(_weighted_sum(part, _column_coefficients(start, part.shape[1], part.device), coefficients))
+
+
+def _weighted_sum(part: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
+    return ((part * columns).sum(1) * rows).sum()
+
+
+def _sum_on_gpu(table: Tensor, rows: int, start: int) -> int:
+    """Compute the same of a table on a GPU, in chunks. The host waits once, for the sum."""
+    columns = _column_coefficients(start, table.shape[1], table.device)
+    step = min(_MAX_ROWS, max(1, _GPU_CHUNK // max(1, table.shape[1])))
+    total = torch.zeros((), dtype=torch.int64, device=table.device)
+    for top in range(0, table.shape[0], step):
+        part = table[top : top + step]
+        total += _weighted_sum(part, columns, _row_coefficients(rows + top, len(part), table.device))
+    return int(total)
 
 
 def _sum_by_matmul(part: Tensor, start: int, coefficients: Tensor) -> int:
     """Compute the same by an int8 matrix product with the digits of b, which reads the bytes in place at memory bandwidth."""
-    sums = torch._int_mm(part.contiguous(), _column_digits(start, part.shape[1]))  # [R, digits] int32, exact
+    sums = torch._int_mm(part.contiguous(), _column_digits(start, part.shape[1], part.device))  # [R, digits] int32, exact
     digits: list[int] = torch.mv(sums.long().t(), coefficients).tolist()
     return sum(value << 8 * index for index, value in enumerate(digits))
 
@@ -119,25 +137,25 @@ def _shift_right(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-@lru_cache(maxsize=1)
-def _shifts() -> Tensor:
-    return torch.arange(_NUM_DIGITS) * 8
+@lru_cache(maxsize=2)
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(_NUM_DIGITS, device=device) * 8
 
 
 @lru_cache(maxsize=256)
 def _row_coefficients(start: int, count: int, device: torch.device) -> Tensor:
     """Return a(start .. start + count), [count] int64, all odd."""
-    return (_splitmix64(torch.arange(start, start + count), 0x5EED) | 1).to(device)
+    return _splitmix64(torch.arange(start, start + count, device=device), 0x5EED) | 1
 
 
 @lru_cache(maxsize=64)
-def _column_digits(start: int, count: int) -> Tensor:
+def _column_digits(start: int, count: int, device: torch.device) -> Tensor:
     """Return the digits of b(start .. start + count) to base 256, [count, 8] int8 from -64 to 63, the first one odd.
 
     Half of the int8 range, so that instructions that add two products into 16 bits do not saturate.
     """
-    mixed = _splitmix64(torch.arange(start, start + count), 0xB17E)
-    digits = (mixed[:, None] >> _shifts()) & 127
+    mixed = _splitmix64(torch.arange(start, start + count, device=device), 0xB17E)
+    digits = (mixed[:, None] >> _shifts(device)) & 127
     digits[:, 0] |= 1
     return (digits - 64).to(torch.int8)
 
@@ -145,4 +163,4 @@ def _column_digits(start: int, count: int) -> Tensor:
 @lru_cache(maxsize=64)
 def _column_coefficients(start: int, count: int, device: torch.device) -> Tensor:
     """Return b(start .. start + count), [count] int64, all odd."""
-    return (_column_digits(start, count).long() << _shifts()).sum(1).to(device)
+    return (_column_digits(start, count, device).long() << _shifts(device)).sum(1)

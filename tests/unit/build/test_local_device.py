@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
 from strop import gpus
 from strop.build.local_device import resolve_device_name
-from strop.build.models import select_device
+from strop.build.models import select_device, set_up_gpu
+from strop.config import GrpoRunConfig, load_config
+from support.overrides import RUN
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +47,34 @@ def test_the_policys_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch
     for name in ("auto", "cuda", "cpu", "cuda:1"):
         select_device(name)
     assert chosen == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environment", "expands", "said"),
+    [
+        (["policy.generation.backend=torch"], {}, True, "segments that expand"),
+        (["policy.generation.backend=vllm"], {}, False, "fixed segments, as weights may be sent by CUDA IPC"),
+        (["policy.generation.backend=vllm", "policy.generation.weight_sync.transport=memory"], {}, True, "segments that expand"),
+        (["policy.generation.backend=vllm", "policy.generation.colocated.enabled=false"], {}, True, "segments that expand"),
+        ([], {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False, "as the environment says"),
+        (["policy.device=cpu"], {}, False, None),
+    ],
+)
+def test_the_learners_memory_expands_unless_other_processes_may_map_it(
+    overrides: list[str],
+    environment: dict[str, str],
+    expands: bool,
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config = load_config(None, [*RUN, "policy.device=cuda:1", *overrides], root=GrpoRunConfig, check=False).config
+    with caplog.at_level(logging.INFO):
+        set_up_gpu(config)
+    assert settings == (["expandable_segments:True"] if expands else [])
+    assert not caplog.records if said is None else said in caplog.text

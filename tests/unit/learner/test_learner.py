@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from strop.data.packing_config import DynamicBatchingConfig
 from strop.learner.torch.learner import TorchLearner
@@ -17,7 +19,7 @@ from strop.sampling import Sampling
 from strop.types import Batch
 from support.algorithms import grpo
 from support.learners import make_model_config, make_scheduler_config, make_torch_learner
-from support.models import build, copy_gradients, largest_difference, to_float64
+from support.models import build, copy_gradients, largest_difference, to_float64, with_exact_rotary
 from support.rollouts import pack_for, simple_groups
 
 SCHEDULE = make_scheduler_config(
@@ -201,3 +203,32 @@ def test_the_budgets_of_padded_micro_batches_apply_where_packing_is_off() -> Non
     assert (config.batching.train_mb_tokens, config.batching.logprob_mb_tokens) == (10, 20)
     config = replace(config, sequence_packing=replace(config.sequence_packing, enabled=False))
     assert config.batching == padded
+
+
+class _Narrow(TorchDispatchMode):
+    """Lists the operators that return numbers of fewer digits than float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(each, torch.Tensor) and each.dtype in (torch.float32, torch.bfloat16) for each in tree_leaves(result)):
+            self.found.append(str(func))
+        return result
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_pass_in_float64_lowers_nothing_but_the_rotary_factors_of_transformers(packed: bool) -> None:
+    algorithm, found = grpo(kl_penalty=0.2), {}
+    batch = batch_of(0).with_column("reference_logprobs", batch_of(0).rollout_logprobs - 0.2)
+    for exact in (True, False):
+        model = to_float64(build("llama"))
+        network = Network(with_exact_rotary(model) if exact else model, precision=torch.float64, packed=packed, chunk=13)
+        with _Narrow() as narrow:
+            loss, _ = algorithm.loss(network.outputs(batch, Sampling(temperature=0.9)), batch)
+            loss.backward()
+        found[exact] = narrow.found
+    assert found[True] == []
+    assert {"aten.cos.default", "aten.sin.default"} < set(found[False])

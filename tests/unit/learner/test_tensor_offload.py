@@ -5,7 +5,10 @@ A CPU stands for the device: tensors move to other CPU memory, and what they occ
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims, to_local
+from strop.learner.torch import tensor_offload
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.tensor_offload import ModelOffload, TensorOffload
 from strop.models.loading import cast_weights
@@ -185,3 +189,29 @@ def test_shards_leave_and_come_back_on_every_rank(names: tuple[str, ...], tmp_pa
         for name, (norms, same, (before, after), ends, continued) in rank.items():
             assert norms and same and ends and continued, name
             assert before > 0 and after == 0, (name, before, after)
+
+
+def test_memory_for_an_optimizer_that_has_not_stepped_yet_is_pinned_while_the_rest_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[tuple[str, int]] = []  # by which thread, bytes
+
+    def allocate(self: TensorOffload, size: int) -> Tensor:
+        taken.append((threading.current_thread().name, size))
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(TensorOffload, "_allocate", allocate)
+    monkeypatch.setattr(tensor_offload, "is_gpu", lambda device: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(device=lambda device: nullcontext()))
+    learner = learner_of()
+    offload_of(learner).offload()
+    assert learner.state_offload._pinning is not None
+    learner.state_offload._pinning.join()
+    ahead = sorted(size for thread, size in taken if thread == "strop-pinning")
+    assert ahead == sorted(parameter.nbytes for parameter in learner.parameters for _ in range(2))
+    offload_of(learner).onload()
+    learner.forward_backward_local(BATCH, get_loss(CASE))
+    learner.step()
+    taken.clear()
+    offload_of(learner).offload()
+    assert not taken, "all that an optimizer made has its memory"

@@ -97,8 +97,8 @@ class PPO(PolicyGradient):
         terms, logged = self.value_terms(outputs, batch)
         loss = add_terms(terms, batch)
         return loss, {
-            **{name: metrics.total(aggregate(column.detach(), batch).item()) for name, column in logged.items()},
-            "loss": metrics.total(loss.item()),
+            **{name: metrics.total(aggregate(column.detach(), batch)) for name, column in logged.items()},
+            "loss": metrics.total(loss),
         }
 
     def zero_gradient(self, batch: Batch, learner: str = "policy") -> Tensor:

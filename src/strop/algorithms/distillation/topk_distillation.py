@@ -93,8 +93,8 @@ class TopKDistillation(Algorithm):
         term, logged = self.term(outputs, batch)
         loss = term.total(batch)
         return loss, {
-            **{name: metrics.total(aggregate(column.detach(), batch).item()) for name, column in logged.items()},
-            "loss": metrics.total(loss.item()),
+            **{name: metrics.total(aggregate(column.detach(), batch)) for name, column in logged.items()},
+            "loss": metrics.total(loss),
         }
 
     def divergence(self, p: Tensor, q: Tensor) -> Tensor:

@@ -107,9 +107,9 @@ class PolicyGradient(Composition):
     def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
         terms, columns = self.terms(outputs, batch)
         loss = add_terms(terms, batch)
-        logged = {name: metrics.total(aggregate(column.detach(), batch).item()) for name, column in columns.items()}
-        logged["probs_ratio_max"] = metrics.maximum(columns["probs_ratio"].max().item() if len(batch.target) else 0.0)
-        return loss, {**logged, **step_weights.logged_steps(batch), "loss": metrics.total(loss.item())}
+        logged = {name: metrics.total(aggregate(column.detach(), batch)) for name, column in columns.items()}
+        logged["probs_ratio_max"] = metrics.maximum(columns["probs_ratio"].max() if len(batch.target) else 0.0)
+        return loss, {**logged, **step_weights.logged_steps(batch), "loss": metrics.total(loss)}
 
     def loss_terms(self, outputs: TokenOutputs, batch: Batch, learner: str = "policy") -> LossTerms | None:
         return split_terms(self, outputs, batch, *self.terms(outputs, batch))

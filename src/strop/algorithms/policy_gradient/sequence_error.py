@@ -50,7 +50,7 @@ def check_threshold(threshold: float | None) -> Iterator[str]:
 
 def logged_errors(batch: Batch) -> Metrics:
     """Return the metrics of what ``mask_sequence_errors`` did, also where no rollout is left."""
-    found = {name: float(column[0]) for name, column in batch.columns.items() if name.startswith(PREFIX) and len(column)}
+    found = {name: column[0] for name, column in batch.columns.items() if name.startswith(PREFIX) and len(column)}
     return {
         name.replace("/", "_"): metrics.maximum(value) if name == f"{PREFIX}max" else metrics.mean(value, batch.num_sequences)
         for name, value in found.items()

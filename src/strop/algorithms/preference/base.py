@@ -79,7 +79,7 @@ class PairwisePreference(Algorithm):
                 weight = chosen / max(batch.totals.groups, 1)
         return batch.with_column(SFT_WEIGHT, weight)
 
-    def terms(self, outputs: TokenOutputs, batch: Batch) -> tuple[list[LossTerm], dict[str, float]]:
+    def terms(self, outputs: TokenOutputs, batch: Batch) -> tuple[list[LossTerm], dict[str, Tensor]]:
         """Return what the loss adds up, and what is logged."""
         counted = self.as_pairs(batch.sequence_lengths, batch).sum(1) > 0
         logprobs = self.per_completion(outputs.logprobs, batch)
@@ -95,11 +95,11 @@ class PairwisePreference(Algorithm):
             "logprobs_chosen": logprobs.detach()[:, 0],
             "logprobs_rejected": logprobs.detach()[:, 1],
         }
-        logged = {name: mean_over_pairs(column * counted, batch).item() for name, column in columns.items()}
+        logged = {name: mean_over_pairs(column * counted, batch) for name, column in columns.items()}
         terms = [LossTerm("preference", self.preference_weight, preference * counted, mean_over_pairs, "group")]
         if self.sft_weight:
             terms.append(LossTerm("sft", self.sft_weight, -(outputs.logprobs * batch.column(SFT_WEIGHT)), sum_tokens))
-            logged["sft_loss"] = terms[1].reduce(terms[1].values, batch).item()
+            logged["sft_loss"] = terms[1].reduce(terms[1].values, batch)
         return terms, logged
 
     def loss_terms(self, outputs: TokenOutputs, batch: Batch, learner: str = "policy") -> LossTerms:
@@ -108,7 +108,7 @@ class PairwisePreference(Algorithm):
     def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
         terms, logged = self.terms(outputs, batch)
         loss = add_terms(terms, batch)
-        return loss, {name: metrics.total(value) for name, value in {**logged, "loss": loss.item()}.items()}
+        return loss, {name: metrics.total(value) for name, value in {**logged, "loss": loss}.items()}
 
     def scores(self, outputs: TokenOutputs, batch: Batch) -> Tensor:
         """Return h of each completion, [P, 2] float64."""

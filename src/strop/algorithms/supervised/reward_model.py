@@ -49,7 +49,7 @@ class RewardModel(Algorithm):
     def loss_terms(self, outputs: ValueOutputs, batch: Batch, learner: str = "policy") -> LossTerms:
         return LossTerms([self._score(outputs, batch)[0]])
 
-    def _score(self, outputs: ValueOutputs, batch: Batch) -> tuple[LossTerm, Mapping[str, float]]:
+    def _score(self, outputs: ValueOutputs, batch: Batch) -> tuple[LossTerm, Mapping[str, Tensor]]:
         scores = outputs.values.double()
         if len(scores) != batch.num_sequences:
             raise ValueError(
@@ -63,11 +63,11 @@ class RewardModel(Algorithm):
         term, logged = self._score(outputs, batch)
         loss, scores = term.total(batch), outputs.values.detach().double()
         weighted = scores / max(batch.totals.sequences, 1)
-        logged = {"loss": loss.item(), "scores_mean": weighted.sum().item(), **logged}
-        logged["scores_mean_square"] = (weighted * scores).sum().item()
+        logged = {"loss": loss, "scores_mean": weighted.sum(), **logged}
+        logged["scores_mean_square"] = (weighted * scores).sum()
         return loss, {name: metrics.total(value) for name, value in logged.items()}
 
-    def _bradley_terry_term(self, scores: Tensor, batch: Batch) -> tuple[LossTerm, Mapping[str, float]]:
+    def _bradley_terry_term(self, scores: Tensor, batch: Batch) -> tuple[LossTerm, Mapping[str, Tensor]]:
         chosen, rejected = view_as_pairs(scores, batch).unbind(1)
         target = view_as_pairs(batch.rewards, batch)
         margin = target[:, 0] - target[:, 1] if self.use_margin else 0.0
@@ -78,5 +78,5 @@ class RewardModel(Algorithm):
             "scores_chosen_mean": chosen.detach(),
             "scores_rejected_mean": rejected.detach(),
         }
-        logged = {name: mean_over_pairs(column, batch).item() for name, column in columns.items()}
+        logged = {name: mean_over_pairs(column, batch) for name, column in columns.items()}
         return LossTerm("ranking", 1.0, losses, mean_over_pairs, "group"), logged

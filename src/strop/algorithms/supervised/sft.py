@@ -42,4 +42,4 @@ class SFT(Algorithm):
     def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
         nll = -outputs.logprobs
         loss = add_terms(self.loss_terms(outputs, batch).terms, batch)
-        return loss, {"loss": metrics.total(loss.item()), "nll": metrics.total(aggregate(nll.detach(), batch).item())}
+        return loss, {"loss": metrics.total(loss), "nll": metrics.total(aggregate(nll.detach(), batch))}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from strop.build.lifecycle import seed_everything
-from strop.build.models import TokenizerBundle, prepare_device, select_device, tokenizer_key
+from strop.build.models import TokenizerBundle, prepare_device, set_up_gpu, tokenizer_key
 from strop.config import TrainingRunConfig
 from strop.config.schema.run_config import RmRunConfig
 from strop.learner.megatron.cpu_shim import prepare_megatron
@@ -46,7 +46,7 @@ def load_megatron_policy(config: TrainingRunConfig) -> MegatronPolicy:
     """Find the policy's files and load its tokenizer. Raises ModelNotFound, ValueError."""
     seed_everything(config.training.seed)
     policy = config.policy
-    select_device(policy.device)
+    set_up_gpu(config)
     prepare_megatron(prepare_device(policy.device, policy.num_threads).type)
     files = find_model_files(policy.model_name, policy.hf_config_overrides)
     tokenizer = load_tokenizer(policy.tokenizer.name, chat_template=policy.tokenizer.chat_template, key=tokenizer_key(policy))

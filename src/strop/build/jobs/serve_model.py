@@ -18,6 +18,7 @@ from strop.build.exit_codes import run_command
 from strop.build.jobs.evaluation_job import loadable_folder
 from strop.build.models import LoadedPolicy, load_policy, resolve_device
 from strop.checkpointing.saved_model import SavedModel
+from strop.device_copies import is_gpu
 from strop.gateway.gateway_config import is_loopback
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import make_torch_engine
@@ -228,7 +229,7 @@ def _model_section(job: ServeJob, folder: str) -> dict[str, Any]:
     """Return the options of ``ModelConfig`` that load the model."""
     precision = job.dtype
     if precision == "auto":
-        precision = "bfloat16" if resolve_device("auto").type == "cuda" else "float32"
+        precision = "bfloat16" if is_gpu(resolve_device("auto")) else "float32"
     tokenizer = {"name": folder, **job.tokenizer}
     return {
         "model_name": folder,

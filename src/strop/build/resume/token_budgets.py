@@ -113,7 +113,7 @@ def reserve_engine_memory(config: TrainingRunConfig) -> int:
     if device != "cpu":
         import torch
 
-        total = torch.cuda.get_device_properties(device).total_memory / 2**30
+        total = torch.get_device_module(device).get_device_properties(device).total_memory / 2**30
     return int(config.policy.generation.torch_cfg.cache_memory_gb(total) * 2**30)
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from strop.device_copies import is_gpu
 from strop.models.attention.attention_plan import AttentionSpec
+from strop.models.attention.flash_kernel import VarlenFlashKernel, flash_obstacle
+from strop.models.attention.merged_attention import attend_in_pieces
 from strop.models.attention.plain_attention import causal_mask, masked_attention
+from strop.models.attention.tree_pieces import AttentionPiece, Levels
 from strop.models.exact.exact_attention import KEY_BLOCK, attend_cached
 from strop.models.routing.routes import RecordedRoutes, RoutedLayers
 from strop.types import PromptImage
@@ -156,6 +161,32 @@ def attend_prompt(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | No
     return masked_attention(query, key, value, mask, spec, causal=causal)
 
 
+class PromptFlash:
+    """torch's fused kernel on a GPU, over all prompts of a row at once: causal among their new tokens, then to what is cached of each."""
+
+    def __init__(self, lengths: Sequence[int], cached: Sequence[int]) -> None:
+        """The prompts' numbers of new tokens, which follow each other in the row, and of cached ones, which follow these."""
+        self.kernel = VarlenFlashKernel()
+        total = sum(lengths)
+        starts, places = accumulate(lengths, initial=0), accumulate(cached, initial=total)
+        new = [(start, length) for start, length in zip(starts, lengths, strict=False)]
+        squares = tuple(AttentionPiece(start, length, start, length, 0) for start, length in new)
+        rectangles = tuple(
+            AttentionPiece(*rows, place, count) for rows, place, count in zip(new, places, cached, strict=False) if count
+        )
+        self.levels: Levels = (squares, rectangles) if rectangles else (squares,)
+        self.longest = max(length + count for length, count in zip(lengths, cached, strict=True))
+
+    def computes(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
+        spec = spec.drop_unused_window(self.longest)
+        return is_gpu(query.device) and flash_obstacle(query, key, value, spec) is None
+
+    def attend(self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], spec: AttentionSpec) -> Tensor:
+        """Attention of queries [T, heads, D] to keys of the new tokens [T, kv_heads, D], and those cached of each prompt that has some."""
+        spec = spec.drop_unused_window(self.longest)
+        return attend_in_pieces(query, torch.cat(list(keys)), torch.cat(list(values)), self.kernel, self.levels, spec)
+
+
 class PrefillPlan:
     """Attention of several prompts packed into one row, each after its own cached prefix. Collects their keys and values."""
 
@@ -175,6 +206,8 @@ class PrefillPlan:
         self.prefixes = prefixes
         self.keys: list[Tensor] = []  # per layer [T, heads, D]
         self.values: list[Tensor] = []
+        exact = shape.exact or any(each is not None for each in self.blocks)
+        self.flash = None if exact else PromptFlash(lengths, [0 if each is None else each.length for each in prefixes])
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         key, value = key.to(self.shape.dtype), value.to(self.shape.dtype)
@@ -182,6 +215,11 @@ class PrefillPlan:
         self.values.append(value)
         outputs = []
         query = query if self.shape.exact else query.to(self.shape.dtype)
+        if self.flash is not None and self.flash.computes(query, key, value, spec):
+            cached = [prefix for prefix in self.prefixes if prefix is not None]
+            keys = [key, *(prefix.keys[spec.layer].transpose(0, 1) for prefix in cached)]
+            values = [value, *(prefix.values[spec.layer].transpose(0, 1) for prefix in cached)]
+            return self.flash.attend(query, keys, values, spec)
         parts = (tensor.split(self.lengths) for tensor in (query, key, value))
         for q, k, v, prefix, blocks in zip(*parts, self.prefixes, self.blocks, strict=True):
             outputs.append(self._attend_one(q, k, v, prefix, blocks, spec))

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from strop.generation.torch.cuda_graphs import DecodeGraphs
+from strop.device_copies import is_gpu, upload
+from strop.generation.torch.cuda_graphs import DecodeGraphs, capture_obstacle
 from strop.generation.torch.decode_kernels import DecodeKernels
 from strop.generation.torch.emulated_quantization import EmulatedQuantization, RoundedCache
 from strop.generation.torch.fast_layers import FastLayers, choose_kernels
@@ -166,7 +167,7 @@ def cache_capacity(
 
 def _gpu_memory_gb(device: torch.device) -> float | None:
     """Return the memory of a GPU (GiB); None for a CPU."""
-    return None if device.type != "cuda" else torch.cuda.get_device_properties(device).total_memory / 2**30
+    return torch.get_device_module(device).get_device_properties(device).total_memory / 2**30 if is_gpu(device) else None
 
 
 class FixedSlots:
@@ -367,8 +368,16 @@ class CachedRunner(FixedSlots, PlanRunner):
         self.cache = SlotCache(self.shape, self.slots, stored, network.routed)
         self._make_offsets(self.slots)
         self.prefixes = PrefixStore(capacity - self.slots * stored)
-        captures = config.cuda_graphs and network.exact is None and network.device.type == "cuda"
-        self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if captures else None
+        self.graphs = self._make_graphs() if config.cuda_graphs else None
+
+    def _make_graphs(self) -> DecodeGraphs | None:
+        if self.network.exact is not None or not is_gpu(self.network.device):
+            return None
+        obstacle = capture_obstacle(self.network.model)
+        if obstacle is not None:
+            log.warning("decoding %s without CUDA graphs: %s", type(self.network.model).__name__, obstacle)
+            return None
+        return DecodeGraphs(self._decode_static, self.slots, self.network.device)
 
     def count_unread(self, prompt: SlotPrompt) -> int:
         prefix = self.prefixes.find(prompt.tokens, prompt.session)
@@ -411,14 +420,17 @@ class CachedRunner(FixedSlots, PlanRunner):
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         if self.graphs is not None:
-            return self.graphs(tokens, positions)
+            logits = self.graphs(tokens, positions)
+            if logits is not None:
+                return logits
+            self.graphs = None
         if self.layers is not None:
             return self.layers.decode(torch.tensor(tokens), torch.tensor(positions), slot_table(len(tokens)), self.cache)
         span = min(self.shape.round_span(max(positions) + 1), self.cache.length)
-        return self._decode_static(torch.tensor(tokens), torch.tensor(positions), span)
+        inputs = upload([tokens, positions], torch.int64, self.network.device)
+        return self._decode_static(inputs[0], inputs[1], span)
 
     def _decode_static(self, tokens: Tensor, positions: Tensor, span: int | None = None) -> Tensor:
-        positions = positions.to(self.network.device)
         plan = DecodePlan(self.cache, positions, span or self.length)
         plan.routes = self.network.record_routes()
         logits = self._forward(tokens, self._rotate(positions, len(tokens)), plan, None)

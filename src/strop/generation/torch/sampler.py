@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from strop.device_copies import upload
 from strop.generation.torch.decode_kernels import DTYPES, DecodeKernels
 from strop.models.exact.exact_logprobs import sampled_logprobs
 from strop.sampling import Sampling, filtered_logits
@@ -27,6 +28,11 @@ class SampledTokens:
     entropies: Tensor  # [B] float32; zeros unless ``Sampling.entropy``
     kept: dict[int, Tensor] = field(default_factory=dict)  # row -> [k] int32, ids it was sampled from, if recorded
 
+    def rows(self) -> list[tuple[int, float, float]]:
+        """Return (token, log-probability, entropy) of each row. They come from a GPU in one copy; float64 holds all three exactly."""
+        columns = torch.stack([self.tokens.double(), self.logprobs.double(), self.entropies.double()], 1)
+        return [(int(token), logprob, entropy) for token, logprob, entropy in columns.tolist()]
+
 
 def sample_tokens(
     logits: Tensor,
@@ -40,14 +46,14 @@ def sample_tokens(
 
     ``exact``: report log-probabilities and entropies that have the bits of an exact learner's (``strop.models.exact``).
     """
-    numbers = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)
+    numbers = upload(uniforms, torch.float32, logits.device)
     if all(sampling == samplings[0] for sampling in samplings):
         return _sample(logits, samplings[0], numbers, kernels, exact)
     zeros = partial(torch.zeros, len(logits), device=logits.device)
     sampled = SampledTokens(zeros(dtype=torch.int64), zeros(dtype=torch.float32), zeros(dtype=torch.float32))
     for sampling in dict.fromkeys(samplings):
         indices = [row for row, other in enumerate(samplings) if other == sampling]
-        rows = torch.tensor(indices, device=logits.device)
+        rows = upload(indices, torch.int64, logits.device)
         part = _sample(logits[rows], sampling, numbers[rows], kernels, exact)
         sampled.kept.update({indices[row]: tokens for row, tokens in part.kept.items()})
         for full, values in zip(

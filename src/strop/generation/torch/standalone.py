@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from strop.device_copies import is_gpu
 from strop.generation.base import Completion
 from strop.generation.torch.model_runner import SlotPrompt
 from strop.generation.torch.torch_engine import TorchEngine
@@ -237,8 +238,8 @@ class StandaloneTorchEngine:
     async def sleep(self) -> None:
         """Free cached prefixes and unused allocator memory. Weights and the key-value cache of the slots stay."""
         self._require_alive().runner.reset_prefix_cache()
-        if self._require_alive().runner.network.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if is_gpu(device := self._require_alive().runner.network.device):
+            torch.get_device_module(device).empty_cache()
 
     async def wake(self) -> None:
         self._require_alive()

@@ -446,7 +446,7 @@ class TorchEngine:
         uniforms = [uniform(request.seed, len(request.tokens) + index) for request, index in rows]
         samplings = [request.sampling for request, _ in rows]
         sampled = sample_tokens(logits, samplings, uniforms, kernels=self.kernels, exact=self.exact)
-        columns = list(zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.entropies.tolist(), strict=True))
+        columns = sampled.rows()
         if self.drafter is not None and self.drafter.rejection and any(drafts):
             for row, (token, logprob) in self.drafter.verify(requests, drafts, logits).items():
                 columns[row] = (token, logprob, columns[row][2])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from strop.device_copies import is_gpu
 from strop.hardware.machine_memory import CGROUPS, PROC, iter_limits, read_meminfo
 
 
@@ -14,10 +15,10 @@ def measure_free(device: torch.device) -> int:
 
     Raises ValueError where a CPU's free memory cannot be read.
     """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    if is_gpu(device):
+        gpu = torch.get_device_module(device)
+        gpu.empty_cache()
+        return int(gpu.mem_get_info(device)[0] + gpu.memory_reserved(device) - gpu.memory_allocated(device))
     return measure_free_host()
 
 

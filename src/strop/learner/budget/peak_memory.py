@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from strop.device_copies import is_gpu
 from strop.monitoring.profiling.quiet_profiler import quiet_profiler
 
 
@@ -15,13 +16,14 @@ def measure_peak(work: Callable[[], object], device: torch.device) -> int:
 
     On a CPU torch's profiler reports every allocation, so the number does not depend on what the process has freed before.
     """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    if is_gpu(device):
+        gpu = torch.get_device_module(device)
+        gpu.synchronize(device)
+        gpu.reset_peak_memory_stats(device)
+        before = gpu.memory_allocated(device)
         work()
-        torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device)) - before
+        gpu.synchronize(device)
+        return int(gpu.max_memory_allocated(device)) - before
     with quiet_profiler(), torch.autograd.profiler.profile(profile_memory=True) as profile:
         work()
     events: Any = profile.kineto_results

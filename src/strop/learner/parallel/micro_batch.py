@@ -12,6 +12,7 @@ from torch import Tensor
 from strop import metrics
 from strop.algorithms.base import Outputs
 from strop.data.rollout_selector import SubBatch
+from strop.device_copies import move, move_fields
 from strop.learner.base import BackwardResult
 from strop.metrics import Metrics
 from strop.monitoring.profiling.span_recorder import RECORDER
@@ -50,15 +51,19 @@ def make_dummy(batch: Batch, *, zero_gradient: bool) -> MicroBatch:
 
 
 def run_in_turn(
+    network: Any,
     micro_batches: Sequence[MicroBatch],
     compute: Callable[[Batch], OutputsT],
     loss: Callable[[MicroBatch, OutputsT], Tensor] | None,
     *,
     backward: bool,
 ) -> LocalOutputs[OutputsT]:
-    """Run the passes of ``Parallelism.run_passes`` on a device that has all layers: one micro-batch after another."""
+    """Run the passes of ``Parallelism.run_passes`` on a device that has all layers: one micro-batch after another.
+
+    The host does not wait for a GPU before the last of them.
+    """
     results = []
-    for micro_batch in micro_batches:
+    for micro_batch in (send_to(network, each) for each in micro_batches):
         trained = backward and not micro_batch.zero_gradient
         with RECORDER.span("learner", "forward"), torch.set_grad_enabled(trained):
             outputs = compute(micro_batch.sub_batch.batch)
@@ -67,8 +72,8 @@ def run_in_turn(
             with RECORDER.span("learner", "backward"):
                 value.backward()  # type: ignore[no-untyped-call]
         if not micro_batch.dummy:
-            results.append((micro_batch.sub_batch.index, detach_to_cpu(outputs)))
-    return tuple(results)
+            results.append((micro_batch.sub_batch.index, _detach(outputs)))
+    return tuple(zip((index for index, _ in results), move_fields([outputs for _, outputs in results], "cpu"), strict=True))
 
 
 def assemble_result(results: Sequence[MicroBatchOutputs], size: int) -> BackwardResult:
@@ -105,10 +110,15 @@ def tensor_fields(outputs: Any) -> Iterator[tuple[str, Tensor]]:
 
 def detach_to_cpu(outputs: OutputsT) -> OutputsT:
     """Return outputs detached, in float32 on the CPU; integers keep their type."""
-    columns: dict[str, Any] = {
-        name: (value.detach().float() if value.is_floating_point() else value.detach()).cpu()
-        for name, value in tensor_fields(outputs)
-    }
+    return move_fields([_detach(outputs)], "cpu")[0]
+
+
+def _detach(outputs: OutputsT) -> OutputsT:
+    """Return outputs detached, in float32; integers keep their type. Candidates, which are many numbers a token, leave the device now."""
+    columns: dict[str, Any] = {}
+    for name, value in tensor_fields(outputs):
+        value = value.detach().float() if value.is_floating_point() else value.detach()
+        columns[name] = value.cpu() if value.dim() > 1 else value
     return replace(outputs, **columns)  # type: ignore[type-var]
 
 
@@ -124,10 +134,24 @@ def sum_outputs(micro_batch: MicroBatch, outputs: Outputs) -> Tensor:
     return torch.stack(sums).sum()
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move the columns that a loss reads to a device."""
+def send_to(network: Any, micro_batch: MicroBatch) -> MicroBatch:
+    """Move what a network and its loss read of a micro-batch to their device, in one copy. Nothing of rows that it cuts or pads first."""
+    if not getattr(network, "reads_plain_rows", False):
+        return micro_batch
+    part = micro_batch.sub_batch
+    sent = to_device(part.batch, network.device, (*READ_COLUMNS, *LOSS_COLUMNS))
+    return replace(micro_batch, sub_batch=replace(part, batch=sent))
+
+
+LOSS_COLUMNS = ("target", "sequence", "rollout_logprobs", "versions", "advantages", "mask", "group", "rewards")
+READ_COLUMNS = ("tokens", "positions", "source")
+
+
+def to_device(batch: Batch, device: torch.device, names: Sequence[str] = LOSS_COLUMNS) -> Batch:
+    """Move columns of a batch, by default those that a loss reads, and those that were added to a device in one copy."""
     if device.type == "cpu":
         return batch
-    names = ("target", "sequence", "rollout_logprobs", "versions", "advantages", "mask", "group", "rewards")
-    moved = {name: getattr(batch, name).to(device) for name in names}
-    return replace(batch, **moved, columns={name: column.to(device) for name, column in batch.columns.items()})
+    moved = move([*(getattr(batch, name) for name in names), *batch.columns.values()], device)
+    added = dict(zip(batch.columns, moved[len(names) :], strict=True))
+    own: dict[str, Any] = dict(zip(names, moved, strict=False))
+    return replace(batch, **own, columns=added)

@@ -324,7 +324,9 @@ class Sharded:
         backward: bool = False,
     ) -> LocalOutputs[OutputsT]:
         with use_fused_layers(self.network, keep_copies=False):  # copies would keep the gathered weights of all layers
-            results = run_in_turn(micro_batches, lambda batch: self._run(partial(compute, batch)), loss, backward=backward)
+            results = run_in_turn(
+                self.network, micro_batches, lambda batch: self._run(partial(compute, batch)), loss, backward=backward
+            )
         self._finish_passes()
         return results if self.is_leader else ()
 

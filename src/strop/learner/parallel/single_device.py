@@ -72,7 +72,7 @@ class SingleDevice:
         backward: bool = False,
     ) -> LocalOutputs[OutputsT]:
         with use_learner_layers(self.network, keep_copies=True):
-            return run_in_turn(micro_batches, compute, loss, backward=backward)
+            return run_in_turn(self.network, micro_batches, compute, loss, backward=backward)
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, limit)

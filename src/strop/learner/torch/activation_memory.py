@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strop.device_copies import is_gpu
+
 MIN_OFFLOADED_BYTES = 1 << 20  # smaller tensors stay: their copies would take longer than they save memory
 
 
@@ -51,7 +53,8 @@ class ActivationOffload:
         self.device = device
         self.min_bytes = min_bytes
         self.offloaded_bytes = 0  # of all passes
-        self._copies: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._gpu: Any = torch.get_device_module(device) if is_gpu(device) else None
+        self._copies: Any = self._gpu.Stream(device) if self._gpu is not None else None
 
     def in_forward(self) -> AbstractContextManager[Any]:
         """Return the context of a forward pass whose activations are offloaded."""
@@ -66,8 +69,8 @@ class ActivationOffload:
         if self._copies is None:
             return tensor.clone(), tensor.device
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self._copies.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(self._copies):  # beside the layers that follow
+        self._copies.wait_stream(self._gpu.current_stream(tensor.device))
+        with self._gpu.stream(self._copies):  # beside the layers that follow
             copy.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._copies)  # its memory is not used again before the copy is done
         return copy, tensor.device
@@ -76,5 +79,5 @@ class ActivationOffload:
         tensor, device = packed
         if device is None or self._copies is None:
             return tensor
-        torch.cuda.current_stream(device).wait_stream(self._copies)
+        self._gpu.current_stream(device).wait_stream(self._copies)
         return tensor.to(device, non_blocking=True)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from strop.device_copies import is_gpu
 from strop.models.adapters import lora_layers
 from strop.models.attention.tree_plan import TreePlan
 from strop.models.fake_quant.apply_fake_quant import is_fake_quantized
@@ -64,7 +65,7 @@ def choose_layer_compilation(
     Layers are compiled and tried at once. ``wanted`` true: raises ValueError with the reason if they cannot be compiled, or if they
     compute something else then. ``auto``: the modules compute instead.
     """
-    if wanted is False or (wanted == "auto" and network.device.type != "cuda"):
+    if wanted is False or (wanted == "auto" and not is_gpu(network.device)):
         return None
     try:
         reason = find_obstacle(network, sharded=sharded, known_only=wanted == "auto")
@@ -223,7 +224,7 @@ def _log_saving(network: Network, compiled: CompiledLayers, call: LayerCall, sai
 
 
 def _time(call: LayerCall, device: torch.device) -> float:
-    synchronize: Callable[[], Any] = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+    synchronize: Callable[[], Any] = torch.get_device_module(device).synchronize if is_gpu(device) else lambda: None
     synchronize()
     began = time.perf_counter()
     call.run_both_passes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -34,6 +35,7 @@ from strop.learner.parallel.micro_batch import (
     sum_outputs,
     to_device,
 )
+from strop.learner.parallel.parallel_dims import to_local
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
 from strop.learner.parallel.single_device import SingleDevice
@@ -141,7 +143,7 @@ class TorchLearner:
         self.draft = self._make_draft(schedule_unit, length, section)
         self._steps = 0
         self.weight_offload = TensorOffload(self.parallelism.weight_tensors, network.device)
-        self.state_offload = TensorOffload(self._state_tensors, network.device)
+        self.state_offload = TensorOffload(self._state_tensors, network.device, self._coming_state)
 
     def _make_draft(self, schedule_unit: ScheduleUnit, length: int | None, section: str) -> DraftTrainer | None:
         """Return what trains the network's draft head, if it has one."""
@@ -194,6 +196,13 @@ class TorchLearner:
                 yield parameter.grad
         if self.draft is not None:
             yield from self.draft.tensors()
+
+    def _coming_state(self) -> Iterator[int]:
+        """Yield the sizes in bytes of what Adam will make in its first step; other optimizers' state is not known before."""
+        if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW) and not self.optimizer.state:
+            for parameter in self.parameters:
+                for _ in range(MOMENTS):
+                    yield to_local(parameter).nbytes
 
     def score(self, batch: Batch) -> Outputs:
         return assemble_outputs([self.score_local(batch)], len(batch.target))
@@ -325,7 +334,8 @@ class TorchLearner:
         limit = self.config.max_grad_norm
         norm = self.parallelism.clip_grad_norm(self.parameters, limit if limit is not None else float("inf"))
         rate = float(self.optimizer.param_groups[0]["lr"])  # some optimizers keep a tensor that the schedule changes in place
-        if torch.isfinite(norm):
+        found = norm.item()  # the one number of a step that the host waits for
+        if math.isfinite(found):
             self.optimizer.step()
             self.masters.write_back()
             if self.average is not None:
@@ -339,9 +349,9 @@ class TorchLearner:
         if self._steps % STEPS_BETWEEN_TRIMS == 0 and self.network.device.type == "cpu":
             trim_freed_memory()
         return {
-            "grad_norm": metrics.mean(norm.item(), 1),
+            "grad_norm": metrics.mean(found, 1),
             "lr": metrics.mean(rate, 1),
-            "steps_skipped_for_nonfinite_gradient": metrics.total(float(not torch.isfinite(norm))),
+            "steps_skipped_for_nonfinite_gradient": metrics.total(float(not math.isfinite(found))),
             **drafted,
         }
 

@@ -8,18 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from strop.device_copies import is_gpu
+
 
 class TensorOffload:
     """Offloads the tensors that ``find`` returns. CPU memory is pinned, and kept for the next time."""
 
-    def __init__(self, find: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
+    def __init__(
+        self, find: Callable[[], Iterable[Tensor]], device: torch.device, coming: Callable[[], Iterable[int]] = tuple
+    ) -> None:
         """``find`` must return every tensor that refers to the memory to free. Tensors on other devices than ``device`` stay where they
-        are. On a CPU the tensors move to other CPU memory."""
+        are. On a CPU the tensors move to other CPU memory.
+
+        ``coming``: sizes in bytes of those that it will return next time and does not yet, as an optimizer makes its state in its first
+        step. Their CPU memory is pinned while the others are away for the first time: pinning takes many times as long as a copy.
+        """
+        self._coming = coming
+        self._pinning: Thread | None = None
         self._find = find
         self.device = device
         self._offloaded: list[list[Tensor]] = []  # tensors by the memory that they share
@@ -29,12 +40,25 @@ class TensorOffload:
         """Move the tensors to CPU memory. Does nothing if they are there already."""
         if self._offloaded:
             return
+        if self._pinning is not None:
+            self._pinning.join()
         self._offloaded = self._group_by_memory()
         for tensors in self._offloaded:
             size = tensors[0].untyped_storage().nbytes()
             pool = self._free.get(size)
-            _move(tensors, pool.pop() if pool else torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type != "cpu"))
+            _move(tensors, pool.pop() if pool else self._allocate(size))
         self._wait_for_copies()
+        if self._pinning is None and is_gpu(self.device):
+            self._pinning = Thread(target=self._pin, args=(list(self._coming()),), name="strop-pinning", daemon=True)
+            self._pinning.start()
+
+    def _allocate(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=is_gpu(self.device))
+
+    def _pin(self, sizes: Sequence[int]) -> None:
+        with torch.get_device_module(self.device).device(self.device):  # a thread begins on the first GPU
+            for size in sizes:
+                self._free.setdefault(size, []).append(self._allocate(size))
 
     def onload(self) -> None:
         """Move the tensors back to the device. Does nothing if they are there already."""
@@ -80,8 +104,8 @@ class ModelOffload:
         """Move the models to CPU memory, and return what they occupied on the device to other processes."""
         for part in self.parts:
             part.offload()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            if is_gpu(part.device):
+                torch.get_device_module(part.device).empty_cache()
 
     def onload(self) -> None:
         for part in self.parts:

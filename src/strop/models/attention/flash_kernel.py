@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from strop.device_copies import is_gpu, move_fields
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.merged_attention import Gradients, merge_part
 from strop.models.attention.tree_pieces import AttentionPiece, Levels
@@ -40,7 +41,7 @@ def flash_obstacle(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
             if query.dtype in known and size >= values
             else f"a CPU has none for {query.dtype} with heads of {size}, {values}"
         )
-    if query.device.type != "cuda":
+    if not is_gpu(query.device):
         return f"there are none for {query.device.type}"
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"a GPU has none for {query.dtype}"
@@ -212,11 +213,11 @@ class VarlenFlashKernel:
     def _calls(self, levels: Levels, device: torch.device) -> list[_VarlenLevel]:
         if id(levels) not in self._made:
             calls = [
-                _make_varlen(list(pieces), causal, device)
+                _make_varlen(list(pieces), causal)
                 for level in levels
                 for causal, pieces in groupby(level, lambda piece: piece.causal)
             ]
-            self._made[id(levels)] = (levels, calls)
+            self._made[id(levels)] = (levels, move_fields(calls, device))
         return self._made[id(levels)][1]
 
 
@@ -227,17 +228,17 @@ def _add_rows(whole: Tensor, part: Tensor, place: Tensor | slice) -> None:
         whole.index_add_(0, place, part.to(whole.dtype))
 
 
-def _make_varlen(pieces: list[AttentionPiece], causal: bool, device: torch.device) -> _VarlenLevel:
+def _make_varlen(pieces: list[AttentionPiece], causal: bool) -> _VarlenLevel:
     assert causal or all(piece.distance is None for piece in pieces), "a window, which this kernel does not have"
     queries, keys = [piece.queries for piece in pieces], [piece.keys for piece in pieces]
-    ends = [torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32, device=device) for sizes in (queries, keys)]
-    rows = _gather([(piece.query, piece.queries) for piece in pieces], device)
-    columns = _gather([(piece.key, piece.keys) for piece in pieces], device)
+    ends = [torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32) for sizes in (queries, keys)]
+    rows = _gather([(piece.query, piece.queries) for piece in pieces])
+    columns = _gather([(piece.key, piece.keys) for piece in pieces])
     return _VarlenLevel(rows, columns, ends[0], ends[1], (max(queries), max(keys)), causal)
 
 
-def _gather(ranges: list[tuple[int, int]], device: torch.device) -> Tensor | slice:
+def _gather(ranges: list[tuple[int, int]]) -> Tensor | slice:
     """Return the rows of ranges (first, count) one after the other: a slice if they follow each other, else indices."""
     if all(first + count == after for (first, count), (after, _) in pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][0] + ranges[-1][1])
-    return torch.cat([torch.arange(first, first + count) for first, count in ranges]).to(device)
+    return torch.cat([torch.arange(first, first + count) for first, count in ranges])

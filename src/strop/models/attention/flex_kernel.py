@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from strop.device_copies import move
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.blockwise_kernel import BlockwiseKernel
 from strop.models.attention.merged_attention import Gradients, weigh_sinks
@@ -28,7 +29,7 @@ class FlexKernel:
     """Attention over one tree: a ``PieceKernel`` (strop.models.attention.merged_attention), and on a GPU a kernel with its own gradient."""
 
     def __init__(self, segments: TreeSegments, device: torch.device) -> None:
-        self.place, self.end, self.position = (column.to(device) for column in tree_columns(segments))
+        self.place, self.end, self.position = move(tree_columns(segments), device)
         self.blockwise = BlockwiseKernel()
         self._masks: dict[int | None, BlockMask] = {}
 

@@ -29,6 +29,8 @@ PLAIN_SCORES = {
     ("cuda", torch.float64): 1 << 22,
 }
 
+SMALLEST_FLEX_HEAD = 16  # on a GPU, where its kernel multiplies with tl.dot
+
 
 @dataclass(frozen=True)
 class KernelChoice:
@@ -47,11 +49,11 @@ def choose_kernel(
         return asked
     obstacle = flash_obstacle(query, key, value, spec)
     if asked == "auto":
-        choice = _choose(query, scores, obstacle)
+        choice = _choose(query, value, scores, obstacle)
     elif asked == "flash":
         choice = KernelChoice("flash", "as configured") if obstacle is None else KernelChoice("blockwise", obstacle, "flash")
     else:
-        missing = _flex_obstacle(query.device.type)
+        missing = _flex_obstacle(query.device.type, min(query.shape[2], value.shape[2]))
         choice = KernelChoice("flex", "as configured") if missing is None else KernelChoice("blockwise", missing, "flex")
     _log_once(choice, query.device.type, query.dtype)
     return choice.kernel
@@ -69,24 +71,27 @@ def choose_piece_kernel(
     return choice.kernel
 
 
-def _choose(query: Tensor, scores: int, obstacle: str | None) -> KernelChoice:
+def _choose(query: Tensor, value: Tensor, scores: int, obstacle: str | None) -> KernelChoice:
     device, dtype = query.device.type, query.dtype
     limit = PLAIN_SCORES.get((device, dtype), 0)
     if scores <= limit:
         return KernelChoice("plain", f"a family of siblings has at most {limit:,} scores")
     if obstacle is None:
         return KernelChoice("flash", f"more than {limit:,} scores, which it does not keep" if limit else "no padding and no mask")
-    if device == "cuda" and (missing := _flex_obstacle(device)) is None:
+    if device == "cpu":
+        return KernelChoice("blockwise", f"no fused kernel: {obstacle}")
+    missing = _flex_obstacle(device, min(query.shape[2], value.shape[2]))
+    if missing is None:
         return KernelChoice("flex", f"no fused kernel: {obstacle}")
-    return KernelChoice(
-        "blockwise", f"no fused kernel: {obstacle}" + (f"; no FlexAttention: {missing}" if device == "cuda" else "")
-    )
+    return KernelChoice("blockwise", f"no fused kernel: {obstacle}; no FlexAttention: {missing}")
 
 
 @cache
-def _flex_obstacle(device: str) -> str | None:
-    """Return why FlexAttention cannot be compiled for a device; None if it can."""
+def _flex_obstacle(device: str, size: int) -> str | None:
+    """Return why FlexAttention cannot be compiled for heads of so many numbers on a device; None if it can."""
     if device == "cuda":
+        if size < SMALLEST_FLEX_HEAD:
+            return f"its products want heads of at least {SMALLEST_FLEX_HEAD} numbers, and these have {size}"
         from torch.utils._triton import has_triton
 
         return None if has_triton() else "Triton is not installed"

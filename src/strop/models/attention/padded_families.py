@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from strop.device_copies import move
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.plain_attention import causal_mask, masked_attention
 from strop.models.attention.row_moves import move_rows
@@ -51,15 +53,24 @@ class PaddedFamilies:
             for index, segment in enumerate(segments)
         }
         self.families = [
-            _make_siblings([lengths[segment] for segment in segments], _ancestors(parent, parents, ranges), device)
+            _make_siblings([lengths[segment] for segment in segments], _ancestors(parent, parents, ranges))
             for parent, segments in members.items()
         ]
+        self.device = device
         self.sizes = [sum(lengths[segment] for segment in segments) for segments in members.values()]
         ordered = [segment for segments in members.values() for segment in segments]
         order = torch.cat([torch.arange(starts[segment], starts[segment] + lengths[segment]) for segment in ordered])
         in_order = torch.equal(order, torch.arange(len(order)))
-        self.order = None if in_order else order.to(device)  # permutation of the row that groups the tokens of each family
+        self._order = None if in_order else order
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+
+    @cached_property
+    def placed(self) -> tuple[Tensor | None, list[SiblingSegments]]:
+        """On the device: the permutation of the row that groups the tokens of each family, None if it is in order; and the families."""
+        tensors = [self._order, *(each.padded_index for each in self.families)]
+        moved = iter(move([each for each in tensors if each is not None], self.device))
+        order, *indices = (None if each is None else next(moved) for each in tensors)
+        return order, [replace(each, padded_index=index) for each, index in zip(self.families, indices, strict=True)]
 
     def count_scores(self, heads: int) -> int:
         """Return how many scores the largest family has in a layer, with its padding."""
@@ -72,8 +83,9 @@ class PaddedFamilies:
         return self._masks[shape]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        if self.order is not None:
-            query, key, value = (move_rows(tensor, self.order, None) for tensor in (query, key, value))
+        order, families = self.placed
+        if order is not None:
+            query, key, value = (move_rows(tensor, order, None) for tensor in (query, key, value))
         queries, keys, values = (tensor.split(self.sizes) for tensor in (query, key, value))
         outputs = [
             self._attend_family(
@@ -83,11 +95,11 @@ class PaddedFamilies:
                 (values[index], _gather_prefix(family, values)),
                 spec,
             )
-            for index, family in enumerate(self.families)
+            for index, family in enumerate(families)
         ]
         output: Tensor = torch.cat(outputs)
-        if self.order is not None:
-            output = move_rows(output, None, self.order)
+        if order is not None:
+            output = move_rows(output, None, order)
         return output
 
     def _attend_family(
@@ -108,10 +120,10 @@ class PaddedFamilies:
         return flat if family.padded_index is None else move_rows(flat, family.padded_index, None)
 
 
-def _make_siblings(lengths: list[int], prefix: tuple[tuple[int, int, int], ...], device: torch.device) -> SiblingSegments:
+def _make_siblings(lengths: list[int], prefix: tuple[tuple[int, int, int], ...]) -> SiblingSegments:
     longest = max(lengths)
     real = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
-    padded_index = None if bool(real.all()) else real.flatten().nonzero().squeeze(1).to(device)
+    padded_index = None if bool(real.all()) else real.flatten().nonzero().squeeze(1)
     return SiblingSegments(len(lengths), longest, padded_index, prefix)
 
 

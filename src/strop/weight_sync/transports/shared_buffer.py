@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.device_copies import is_gpu
 from strop.weight_sync.base import Manifest, NamedTensors, TransportError
 from strop.weight_sync.transports.connection import (
     POLL_SECONDS,
@@ -178,7 +179,7 @@ class SharedBufferSender(ABC):
         next(tensors, None)  # raises if there are more tensors than in the manifest
 
     def _fill_bucket(self, memory: Tensor, place: PlacedBucket, tensors: Iterator[tuple[object, Tensor]]) -> None:
-        streams: set[torch.cuda.Stream] = set()
+        streams: set[torch.Stream] = set()
         for item in place.bucket.tensors:
             tensor = next(tensors)[1].detach()
             view_in_bucket(memory, item, place.start).copy_(tensor, non_blocking=True)  # casts and copies in one operation
@@ -284,8 +285,8 @@ def _format_receivers(indexes: Sequence[int]) -> str:
     return ("receiver " if len(indexes) == 1 else "receivers ") + ", ".join(map(str, indexes))
 
 
-def _current_streams(*devices: torch.device) -> list[torch.cuda.Stream]:
-    return [torch.cuda.current_stream(device) for device in devices if device.type == "cuda"]
+def _current_streams(*devices: torch.device) -> list[torch.Stream]:
+    return [torch.get_device_module(device).current_stream(device) for device in devices if is_gpu(device)]
 
 
 def _buffer_capacity(buckets: Sequence[Bucket], bucket_size: int, slots: int) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.device_copies import is_gpu
 from strop.weight_sync.base import ChannelAddress, Manifest, Receiver
 from strop.weight_sync.transports.dealing import split_manifest
 
@@ -95,8 +96,8 @@ class SplitReceiver:
         """Hand over the tensors of one sender, one by one. Runs in a thread of its own."""
         incoming: Any = receiver.receive(part)  # a generator
         try:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
+            if is_gpu(self.device):
+                torch.get_device_module(self.device).set_device(self.device)
             for name, tensor in incoming:
                 arrival = _Arrival(name, tensor)
                 arrivals.put(arrival)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from strop.models.attention import kernel_choice
 from strop.models.attention.attention_plan import AttentionSpec
@@ -66,6 +67,27 @@ def test_a_kernel_that_cannot_compute_a_layer_is_replaced_with_a_warning(
         "attention on cpu, float32: flash instead of plain: as the keys are in several places",
         "attention on cpu, float32: blockwise instead of flex: there is no C++ compiler to compile it with",
     ]
+
+
+def test_a_gpu_has_no_flex_attention_for_heads_below_16(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its compiler would refuse them in the middle of a pass."""
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    kernel_choice._flex_obstacle.cache_clear()
+    with FakeTensorMode():
+        for size, values, wanted in (
+            (16, 16, "flex"),
+            (15, 15, "blockwise"),
+            (32, 8, "blockwise"),
+            (8, 32, "blockwise"),
+            (64, 48, "flex"),
+        ):
+            query, key, value = rows(torch.bfloat16, "cuda", size, values)
+            for asked in ("auto", "flex"):
+                assert choose_kernel(asked, query, key, value, WINDOW, LONG) == wanted, (asked, size, values)  # type: ignore[arg-type]
+    kernel_choice._flex_obstacle.cache_clear()
+    assert "blockwise instead of flex: its products want heads of at least 16 numbers, and these have 15" in caplog.text
 
 
 def test_a_device_without_a_table_computes_blockwise() -> None:

@@ -73,7 +73,7 @@ def with_credit_weights(batch: Batch, corrections: Sequence[Correction], advanta
 
 def logged_steps(batch: Batch) -> Metrics:
     """Return the metrics of what was computed for the whole optimizer step, also where no rollout is left."""
-    found = {name: float(column[0]) for name, column in batch.columns.items() if name.startswith(PREFIX) and len(column)}
+    found = {name: column[0] for name, column in batch.columns.items() if name.startswith(PREFIX) and len(column)}
     own = {name.removeprefix(PREFIX): metrics.mean(value, batch.num_sequences) for name, value in found.items()}
     return {**logged_errors(batch), **own}
 

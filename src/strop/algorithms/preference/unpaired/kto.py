@@ -72,7 +72,7 @@ class KTO(Algorithm):
         gain = self.beta * (log_ratio - reference_point)
         desirable = batch.rewards > 0.5
         losses = torch.where(desirable, self.desirable_weight * (-gain).sigmoid(), self.undesirable_weight * gain.sigmoid())
-        logged = {"reference_point": metrics.maximum(reference_point.max().item())}
+        logged = {"reference_point": metrics.maximum(reference_point.max())}
         for name, selected in (("desirable", desirable & counted), ("undesirable", ~desirable & counted)):
             if count := int(selected.sum()):
                 logged[f"rewards_{name}"] = metrics.mean(self.beta * log_ratio[selected].mean().item(), count)
@@ -84,7 +84,7 @@ class KTO(Algorithm):
     def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
         term, logged = self.term(outputs, batch)
         loss = term.total(batch)
-        return loss, {"loss": metrics.total(loss.item()), **logged}
+        return loss, {"loss": metrics.total(loss), **logged}
 
 
 def _completion_log_ratios(outputs: TokenOutputs, batch: Batch) -> Tensor:

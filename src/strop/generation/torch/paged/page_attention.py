@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strop.generation.torch.kv_cache import attend_prompt
+from strop.generation.torch.kv_cache import PromptFlash, attend_prompt
 from strop.generation.torch.paged.paged_cache import PagedCache, PagedSequence
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.plain_attention import masked_attention
@@ -259,6 +259,8 @@ class PagedPrefillPlan:
         self.positions = torch.tensor(positions, device=device)
         self.pages = torch.tensor(pages, device=device)
         self.offsets = self.positions % cache.page
+        exact = any(read.blocks is not None for read in reads)
+        self.flash = None if exact else PromptFlash(self.lengths, [read.cached for read in reads])
         self._tables = [torch.tensor(read.pages[: -(-len(read.tokens) // cache.page)], device=device) for read in reads]
 
     def record(self) -> None:
@@ -271,6 +273,13 @@ class PagedPrefillPlan:
         query, key, value = (tensor.to(cached[0].dtype) for tensor in (query, key, value))
         cached[0][self.pages, :, self.offsets] = key
         cached[1][self.pages, :, self.offsets] = value
+        if self.flash is not None and self.flash.computes(query, key, value, spec):
+            read = [(index, read.cached) for index, read in enumerate(self.reads) if read.cached]
+            keys, values = (
+                [own, *(self._gather(index, tensor)[:count] for index, count in read)]
+                for own, tensor in zip((key, value), cached, strict=True)
+            )
+            return self.flash.attend(query, keys, values, spec)
         outputs = []
         for index, (q, k, v) in enumerate(zip(*(tensor.split(self.lengths) for tensor in (query, key, value)), strict=True)):
             if self.reads[index].cached:
