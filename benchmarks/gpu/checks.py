@@ -56,7 +56,8 @@ def run_tests(target: Target, path: str, *options: str) -> None:
     import pytest
 
     name = " ".join([Path(path).stem, *options[1:]])
-    fixed = ["-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", "--timeout=60", f"--rootdir={ROOT}"]
+    simulated = ["--simulated-gpu"] if target.device == "sim" and path.startswith("tests/gpu") else []
+    fixed = [*simulated, "-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", "--timeout=60", f"--rootdir={ROOT}"]
     pytest.main([*fixed, *options, str(ROOT / path)], plugins=[TestRows(name)])
 
 
@@ -103,7 +104,7 @@ def _settings(target: Target, name: str) -> dict[str, Any]:
     questions.write_text("".join(json.dumps(each) + "\n" for each in asked))
     return {
         "policy.model_name": save_model("0.5B", target),
-        "policy.device": target.device,
+        "policy.device": "auto" if target.device == "sim" else target.device,
         "policy.precision": "bfloat16",
         "policy.max_total_sequence_length": 64 + prompt + completion,
         "policy.generation.backend": "torch",
