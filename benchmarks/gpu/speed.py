@@ -349,7 +349,7 @@ def _decoding_row(target: Target, name: str, runner: Any, draw: Callable[[], lis
     write_row(
         f"embedded engine, 1.5B, {count} sequences, {name}",
         f"{count / step:,.0f} tokens/s",
-        f"{1000 * step:.2f} ms a step; prefill {prefill:.2f} s, the first time {first:.1f} s; {target.take_peak()}",
+        f"{1000 * step:.2f} ms a step; prefill {prefill:.2f} s, the first time {first:.1f} s {target.take_peak()}",
         tokens_per_second=count / step,
         seconds=step,
     )
