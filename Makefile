@@ -30,7 +30,7 @@ SANDBOX := $(shell for pair in bwrap:bubblewrap gcc:gcc g++:g++ node:nodejs; do 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-fast test-all test-browser test-adapters test-sglang test-images test-gpu lint format docs site docs-check bench clean distclean setup-browser setup-quickstart setup-dev setup-bench setup-vllm setup-sglang setup-sandbox
+.PHONY: help quickstart test test-fast test-all test-browser test-adapters test-sglang test-images test-gpu gpu-rehearsal lint format docs site docs-check bench clean distclean setup-browser setup-quickstart setup-dev setup-bench setup-vllm setup-sglang setup-sandbox
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
@@ -103,8 +103,27 @@ $(ADAPTERS)/%/.done: | setup-dev
 	$(PIP) --python $(ADAPTERS)/$*/bin/python install -q $(PACKAGES_$*)
 	@touch $@
 
-test-gpu: setup-dev ## the tests that need a CUDA device
-	$(BIN)/python -m pytest -q -m gpu $(ARGS)
+# Installs nothing: such a machine may have no network. PYTHON is an interpreter with what the tests import (benchmarks/README.md).
+test-gpu: ## the tests that need a CUDA device, with what PYTHON or .venv has
+	PYTHONPATH=src:tests$${PYTHONPATH:+:$$PYTHONPATH} $(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -q -m gpu tests/gpu $(ARGS)
+
+# The environment of a GPU machine without a network: its packages, of which torch is built for CUDA, and the wheels that are carried there.
+GPU_MACHINE := $(VENV)/gpu-machine
+GPU_PYTHON ?= $(shell for each in python3.12 "$$HOME"/.pyenv/versions/3.12*/bin/python3.12; do \
+    "$$each" -c '' 2>/dev/null && echo "$$each" && break; done)
+
+gpu-rehearsal: $(GPU_MACHINE)/.done ## all of benchmarks/gpu at tiny sizes on the CPU and the simulated GPU, in a GPU machine's environment: minutes, 5 GB
+	for device in cpu sim; do OMP_NUM_THREADS=1 $(GPU_MACHINE)/bin/python benchmarks/gpu/run.py --device $$device --budget 1800 \
+	    --wheels $(GPU_MACHINE)/wheels --out build/gpu-rehearsal/$$device $(ARGS) || failed=1; done; exit $${failed:-0}
+
+$(GPU_MACHINE)/.done: benchmarks/gpu/machine.txt benchmarks/gpu/carry.py constraints/cpu.txt
+	@[ -n "$(GPU_PYTHON)" ] || { echo "error: there is no Python 3.12 here, which GPU machines have; install it, or name one:" \
+	    "make gpu-rehearsal GPU_PYTHON=/path/to/python3.12" >&2; exit 1; }
+	$(GPU_PYTHON) -m venv $(GPU_MACHINE)
+	$(GPU_MACHINE)/bin/python -m pip --disable-pip-version-check install -q -r benchmarks/gpu/machine.txt
+	$(GPU_MACHINE)/bin/python -m pip uninstall -q -y pydantic pydantic_core # a newer typer asks for it; the machine has none
+	$(GPU_MACHINE)/bin/python benchmarks/gpu/carry.py $(GPU_MACHINE)/wheels
+	@touch $@
 
 lint: setup-dev ## ruff, the formatter's check, and mypy (strict, on src: see pyproject.toml)
 	$(BIN)/ruff check .

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -286,16 +283,3 @@ def test_both_sides_get_the_same_prompts_in_the_same_order(bench: Any, tmp_path:
 def test_what_cannot_be_measured_is_refused(bench: Any, arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         bench.parse(arguments)
-
-
-@pytest.mark.exhaustive
-def test_the_benchmark_for_the_first_gpu_measures_every_part_on_a_cpu(tmp_path: Path) -> None:
-    """With the sizes of a toy: it has not been run on a GPU."""
-    found = tmp_path / "found.json"
-    command = [sys.executable, str(FOLDER / "gpu" / "first_gpu.py"), "--device", "cpu", "--size", "tiny", "--steps", "1"]
-    done = subprocess.run([*command, "--skip-tests", "--json", str(found)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = json.loads(found.read_text())["rows"]
-    count = 9 if find_spec("megatron") is None else 11
-    assert len(rows) == count and all(row["seconds"] > 0 and row["peak_memory"] > 0 for row in rows)
-    assert done.stdout.count("\n| ") == count + 1 and "policy_training" in done.stdout

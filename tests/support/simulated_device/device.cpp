@@ -190,7 +190,7 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
     return stream(before);
   }
   bool queryStream(const at::Stream&) const override { return true; }
-  bool isStreamCapturing(const at::Stream&) const override { return capturing; }
+  bool isStreamCapturing(const at::Stream&) const { return capturing; }  // overrides one that torch 2.11 has not
   void synchronizeStream(const at::Stream&) const override { synchronize("synchronize"); }
   void synchronizeDevice(const c10::DeviceIndex) const override { synchronize("synchronize"); }
   void recordDataPtrOnStream(const c10::DataPtr&, const at::Stream&) const override {}
