@@ -20,7 +20,7 @@ def measure_peak(work: Callable[[], object], device: torch.device) -> int:
         gpu = torch.get_device_module(device)
         gpu.synchronize(device)
         gpu.reset_peak_memory_stats(device)
-        before = gpu.memory_allocated(device)
+        before = int(gpu.memory_allocated(device))
         work()
         gpu.synchronize(device)
         return int(gpu.max_memory_allocated(device)) - before
