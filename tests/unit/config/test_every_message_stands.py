@@ -60,7 +60,13 @@ EXPERT_RANKS = (
 EXPERTS = "experts are read back"
 
 # The old message -> what says it now.
+WEIGHTS = "{}the weights in {} do not fit {}: {}. {}"  # of every load, with all names
 REWORDED: dict[str, str] = {
+    "policy.model_name: {} lacks weights of {}: {}": WEIGHTS,
+    "the weights do not fit {}: of {} weights, missing {}, unexpected {}": WEIGHTS,
+    "the weights in {} do not fit the model: missing {}, unexpected {}, of another shape {}": WEIGHTS,
+    "the weights in {} do not fit the model: {}": WEIGHTS,
+    "{}: importing {} failed: {}: {}": "{}: importing {} failed: {}",  # type, text and place together
     "{}; it was restarted {} times without completing a request (policy.generation.vllm_cfg.max_restarts), so another restart will not "
     "help: see the engine's own output for the cause": (
         "{}; it was restarted {} times without completing a request (policy.generation.{}.max_restarts), so another restart will not "
