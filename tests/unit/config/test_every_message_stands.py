@@ -60,6 +60,7 @@ EXPERT_RANKS = (
 EXPERTS = "experts are read back"
 
 # The old message -> what says it now.
+WEIGHTS = "{}the weights in {} do not fit {}: {}. {}"  # of every load, with all names
 REWORDED: dict[str, str] = {
     "tensor_parallel_size {} does not divide the {} {} of {}, and a head cannot be split; set it to a divisor of {}": (
         "tensor_parallel_size {} does not divide the {} {} of {}, and a head cannot be split; set it to one of {}"
@@ -70,6 +71,11 @@ REWORDED: dict[str, str] = {
         "found {} with {} x {} devices (cluster.num_nodes, cluster.gpus_per_node), whose processes are actors of Ray, which is not "
         "installed"
     ),
+    "policy.model_name: {} lacks weights of {}: {}": WEIGHTS,
+    "the weights do not fit {}: of {} weights, missing {}, unexpected {}": WEIGHTS,
+    "the weights in {} do not fit the model: missing {}, unexpected {}, of another shape {}": WEIGHTS,
+    "the weights in {} do not fit the model: {}": WEIGHTS,
+    "{}: importing {} failed: {}: {}": "{}: importing {} failed: {}",  # type, text and place together
     "{}; it was restarted {} times without completing a request (policy.generation.vllm_cfg.max_restarts), so another restart will not "
     "help: see the engine's own output for the cause": (
         "{}; it was restarted {} times without completing a request (policy.generation.{}.max_restarts), so another restart will not "
