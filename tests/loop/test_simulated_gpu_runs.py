@@ -37,4 +37,12 @@ def test_a_run_on_the_simulated_gpu_is_that_on_the_cpu_to_the_last_digit(section
     assert len(found["cpu"]) >= STEPS and found["auto"].keys() == found["cpu"].keys()
     for step, wanted in found["cpu"].items():
         metrics = found["auto"][step]
-        assert {name: (value, wanted[name]) for name, value in metrics.items() if value != wanted[name]} == {}, step
+        assert {
+            name: (value, wanted[name]) for name, value in metrics.items() if not _is_same(name, value, wanted[name])
+        } == {}, step
+
+
+def _is_same(name: str, value: float, wanted: float) -> bool:
+    """To the last digit; what is read without gradients, in validation and by the engine, to the last digits of float32."""
+    read_only = name.startswith(("validation/", "train/mismatch/", "train/gen_kl_error", "train/token_mult_prob_error"))
+    return value == (pytest.approx(wanted, rel=3e-7, abs=1e-6) if read_only else wanted)
