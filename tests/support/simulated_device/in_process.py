@@ -42,13 +42,16 @@ def take_simulated_gpu() -> None:
     gpus.KIND = "sim"
 
 
-def leave_fused_attention() -> None:
-    """For ``before`` of a run: have torch compute attention by products, not by the fused kernel that of all devices here a CPU has."""
+def compute_as_a_gpu() -> None:
+    """For ``before`` of a run: leave out what only a CPU has, its fused attention and its small tiles of logits."""
     import torch
 
+    from strop.models.logprobs import logit_tiles
+
     torch.backends.cuda.enable_flash_sdp(False)  # the CPU's too
+    logit_tiles.CPU_ROWS = logit_tiles.CPU_COLUMNS = 1 << 16
 
 
-def take_simulated_gpu_without_fused_attention() -> None:
-    leave_fused_attention()
+def compute_on_simulated_gpu() -> None:
+    compute_as_a_gpu()
     take_simulated_gpu()
