@@ -15,7 +15,7 @@ REASONS = {
     "test_gpu_vllm.py": VLLM,
     "test_gpu_attention.py::test_a_kernel_in_bfloat16_equals_a_dense_mask_in_float64[flex": FLEX,
     "test_gpu_attention.py::test_a_group_of_long_completions_stores_no_scores": "what stands for the fused kernel keeps its scores",
-    "test_gpu_engine.py::test_the_cache_takes_the_configured_memory_and_generating_no_more_than_a_little[True]": "a graph keeps all that it took",
+    "test_gpu_engine.py::test_the_cache_takes_the_configured_memory_and_generating_no_more_than_a_little[T": "its graph keeps memory",
     "test_gpu_learner.py::test_a_run_on_another_gpu_than_the_first_computes_there": "there is one simulated GPU",
     "test_gpu_learner.py::test_tritons_kernels_give_the_numbers_of_pytorchs_operators": "Triton compiles for CUDA",
     "test_gpu_learner.py::test_attention_to_a_shared_prefix_stores_no_scores": "torch's attention with a mask on a CPU keeps its scores",
