@@ -52,7 +52,7 @@ def test_a_decoding_step_reads_once_and_sends_twice(sampling: Sampling, graphs: 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("algorithm", [grpo(), grpo(kl_penalty=0.2, entropy_bonus=0.1), SFT()], ids=["grpo", "terms", "sft"])
 def test_micro_batches_are_sent_in_one_copy_and_read_when_the_last_is_done(algorithm: Any, precision: torch.dtype) -> None:
-    """In bfloat16 the places of their attention are a second copy."""
+    """The places of their attention are a second copy: of each in bfloat16, in float32 of those with several segments."""
     batch = pack_for(simple_groups(*SHAPES), grpo())
     batch = batch.with_column("reference_logprobs", batch.rollout_logprobs - 0.2)
     for budget, parts in ((10**9, 1), (40, 2), (20, 4)):
@@ -61,7 +61,9 @@ def test_micro_batches_are_sent_in_one_copy_and_read_when_the_last_is_done(algor
         for _ in range(2):
             with simulated_device.counting() as counts:
                 learner.forward_backward(batch, algorithm.loss)
-            assert crossings(counts) == (0, 2, 0, parts if precision == torch.float32 else 2 * parts), budget
+            *others, sent = crossings(counts)
+            assert others == [0, 2, 0], budget
+            assert sent == 2 * parts if precision == torch.bfloat16 else parts < sent <= 2 * parts, budget
             with simulated_device.counting() as counts:
                 learner.step()
             assert crossings(counts) == (1, 0, 0, 0)

@@ -31,6 +31,8 @@ LONGEST = [
     "tests/unit/learner/parallel/test_sharded_checkpoint.py",
     "tests/unit/learner/test_recorded_training.py",
     "tests/loop/test_preemption.py",
+    "tests/unit/test_simulated_gpu.py",
+    "tests/loop/test_simulated_gpu_runs.py",
     "tests/unit/test_gpu_benchmark.py",
     "tests/unit/learner/parallel/pipeline/test_pipelined.py",
     "tests/security/test_hostile_programs.py",

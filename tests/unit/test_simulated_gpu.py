@@ -10,8 +10,10 @@ import pytest
 from support.simulated_device import find_obstacle
 from support.simulated_device.in_process import ROOT, run_tests
 from support.simulated_device.not_simulated import REASONS
+from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
+QUICK = [f"test_gpu_{name}.py" for name in ("costs", "engine", "learner", "offload", "router_replay", "waiting")]
 FILES = sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
 
 
@@ -21,12 +23,12 @@ def compiler() -> None:
         pytest.skip(obstacle)
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file not in REASONS])
+@pytest.mark.parametrize("file", sweep([file for file in FILES if file not in REASONS], *QUICK))
 def test_what_runs_on_a_gpu_runs_on_the_simulated_one(file: str, tmp_path: Path) -> None:
     code, said = run_tests([f"tests/gpu/{file}"], tmp_path)
     assert code == 0, said
     skipped = [line for line in said.splitlines() if line.startswith("SKIPPED")]
-    assert all("not simulated: " in line for line in skipped), said
+    assert all(re.search("not simulated: |needs two GPUs|needs a GPU for each rank", line) for line in skipped), said
 
 
 def test_the_list_of_what_cannot_be_simulated_names_tests_that_exist() -> None:

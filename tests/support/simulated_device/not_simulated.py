@@ -9,6 +9,7 @@ FLEX = "flex attention is compiled by Triton for CUDA"
 
 # By file, or by file and the beginning of a test with its parameters.
 REASONS = {
+    "test_gpu_deterministic.py": "new interpreters compute on cuda by its name",
     "test_gpu_devices.py": "it asks torch.cuda, and new interpreters, for the GPUs of the machine",
     "test_gpu_megatron.py": "Megatron Core computes with what it finds as torch.cuda",
     "test_gpu_pipeline.py": NCCL,
