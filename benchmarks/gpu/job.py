@@ -75,7 +75,7 @@ def describe_error(error: BaseException) -> str:
 def prepare_device(device: str) -> None:
     """Make the simulated GPU of the tests the GPU of this process, where it is the one."""
     if device == "sim":
-        import_module("support.simulated_device.in_process").make_simulated_gpu_the_runs()
+        import_module("support.simulated_device.in_process").take_simulated_gpu()
 
 
 def load(function: str) -> Callable[..., Any]:
