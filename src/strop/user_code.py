@@ -65,7 +65,8 @@ def describe_error(error: BaseException) -> str:
     except Exception as failed:  # its own __str__ raises
         text = f"(its text cannot be read: {type(failed).__name__})"
     place = find_user_place(error)
-    return f"{type(error).__name__}: {shorten(text, MAX_ERROR_TEXT)}" + (f" ({place})" if place is not None else "")
+    said = place is None or f"({place})" in text  # by the error that was raised from it
+    return f"{type(error).__name__}: {shorten(text, MAX_ERROR_TEXT)}" + ("" if said else f" ({place})")
 
 
 def describe_value(value: Any) -> str:
@@ -146,9 +147,17 @@ def import_attribute(path: str) -> Any:
 def _import_module(name: str) -> ModuleType:
     """Import a module by name. One below the current folder is loaded again if its file, or one that it imports, was edited."""
     folder = Path.cwd()
-    if str(folder) not in sys.path and "" not in sys.path:
-        sys.path.append(str(folder))  # last, so that it shadows nothing; a console script does not search it by default
-        importlib.invalidate_caches()
+    if str(folder) in sys.path or "" in sys.path:
+        return _import_current(name, folder)
+    sys.path.append(str(folder))  # last, so that it shadows nothing; a console script does not search it by default
+    importlib.invalidate_caches()
+    try:
+        return _import_current(name, folder)
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _import_current(name: str, folder: Path) -> ModuleType:
     file = next((path for path in _module_paths(folder, name) if path.is_file()), None)
     if file is None or name == "__main__":
         return importlib.import_module(name)

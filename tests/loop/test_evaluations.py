@@ -110,7 +110,7 @@ def test_an_evaluation_whose_samples_all_fail_is_an_error_that_says_why(tiny: Pa
     outcome = start(["eval", "--json", *overrides(settings)], tmp_path).finish(200)
     assert outcome.code == 1 and json.loads(outcome.out)["metrics"]["errors"] == 32
     assert "warning: 32 of 32 samples failed and count as wrong; the first: " in outcome.err
-    assert "the judge is not there\n" in outcome.err
+    assert "the judge is not there (broken.py, line 8, in Broken.correct)\n" in outcome.err
     assert outcome.err.rstrip().endswith("error: every sample failed, so these figures say nothing about the model")
 
 

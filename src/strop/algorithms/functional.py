@@ -27,14 +27,15 @@ MAX_LOG_RATIO = 1e4  # nats: stands for infinity, if one side gives a sampled to
 def rounding_of(values: Tensor) -> float:
     """Return the share of their magnitude by which values may differ and count as equal.
 
-    Whole numbers are exact. Values of float64 that float32 has too may come from a model's scores, with its rounding errors; rewards that
-    a function computed in Python hardly ever are such.
+    Whole numbers are exact. A fraction that float32 has too may come from a model's scores, with their rounding errors; those that a
+    function computed in Python hardly ever are such.
     """
     if values.dtype != torch.float64:
         return RELATIVE_ROUNDING
-    if torch.equal(values, values.round()):
+    fractions = values[values != values.round()]
+    if not len(fractions):
         return 0.0
-    return RELATIVE_ROUNDING if torch.equal(values, values.float().double()) else ROUNDING_FLOAT64
+    return RELATIVE_ROUNDING if bool((fractions == fractions.float().double()).any()) else ROUNDING_FLOAT64
 
 
 def varies(rewards: Tensor) -> bool:

@@ -14,6 +14,7 @@ from support.overrides import RUN
 from support.tokenizer import build_tokenizer
 
 RANKS = ["cluster.gpus_per_node=4"]
+SHORT = "policy.max_total_sequence_length=128"  # as many positions as are learned, or fewer
 D, M = "policy.dtensor_cfg", "policy.megatron_cfg"
 
 
@@ -37,13 +38,13 @@ CASES: list[tuple[str, dict[str, Any], list[str], str]] = [
     (
         "gpt2",
         {},
-        [*RANKS, f"{D}.tensor_parallel_size=2"],
+        [*RANKS, SHORT, f"{D}.tensor_parallel_size=2"],
         f"{D}.tensor_parallel_size: GPT2LMHeadModel has no tensor-parallel plan",
     ),
     (
         "gpt2",
         {},
-        [*RANKS, f"{D}.pipeline_parallel_size=2"],
+        [*RANKS, SHORT, f"{D}.pipeline_parallel_size=2"],
         f"{D}.pipeline_parallel_size: GPT2Model of GPT2LMHeadModel is not an",
     ),
     ("llama", {}, [*RANKS, f"{D}.tensor_parallel_size=4"], "does not divide the 2 key-value heads of LlamaForCausalLM"),

@@ -202,7 +202,8 @@ def test_memory_for_an_optimizer_that_has_not_stepped_yet_is_pinned_while_the_re
 
     monkeypatch.setattr(TensorOffload, "_allocate", allocate)
     monkeypatch.setattr(tensor_offload, "is_gpu", lambda device: True)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(device=lambda device: nullcontext()))
+    gpu = SimpleNamespace(device=lambda device: nullcontext(), empty_cache=lambda: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
     learner = learner_of()
     offload_of(learner).offload()
     assert learner.state_offload._pinning is not None

@@ -11,7 +11,6 @@ from torch import Tensor
 from strop.generation.base import Completion
 from strop.sampling import Sampling, pad_kept_tokens
 
-MIN_POSITIVE_TEMPERATURE = 1e-6  # below it SGLang samples greedily
 SEED_BITS = 0x7FFF_FFFF_FFFF_FFFF
 
 
@@ -26,10 +25,6 @@ def to_request(
 
     Raises ValueError for options that SGLang would sample differently from what the learner computes.
     """
-    if 0 < sampling.temperature < MIN_POSITIVE_TEMPERATURE:
-        raise ValueError(
-            f"temperature is {sampling.temperature}, and SGLang samples greedily below {MIN_POSITIVE_TEMPERATURE:g}: set it to 0, or higher"
-        )
     if sampling.entropy:
         raise ValueError("SGLang does not report the entropy of the distributions it samples from; set Sampling.entropy=False")
     if sampling.top_k == 1 and not sampling.greedy:

@@ -47,11 +47,10 @@ def test_seeds_of_64_bits_fit_what_sglang_takes() -> None:
 @pytest.mark.parametrize(
     ("sampling", "reason"),
     [
-        (Sampling(temperature=1e-7), "samples greedily below"),
         (Sampling(top_k=1), "which SGLang takes for greedy sampling"),
         (Sampling(entropy=True), "entropy"),
     ],
-    ids=["temperature", "top_k", "entropy"],
+    ids=["top_k", "entropy"],
 )
 def test_what_sglang_would_sample_otherwise_than_the_learner_computes_is_refused(sampling: Sampling, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
