@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = [str(ROOT / folder) for folder in ("src", "benchmarks", "benchmarks/gpu", "tests")]
+# The root too: processes that tests start import modules such as tests.gpu.test_gpu_weights.
+FOLDERS = [str(ROOT / folder) for folder in ("", "src", "benchmarks", "benchmarks/gpu", "tests")]
 ROW = "@row "  # begins the lines that are rows; all others are the job's log
 STACKS_BEFORE_LIMIT = 5.0  # seconds before the limit at which the stacks of a job that hangs are logged
 _output = 1
@@ -75,7 +76,7 @@ def describe_error(error: BaseException) -> str:
 def prepare_device(device: str) -> None:
     """Make the simulated GPU of the tests the GPU of this process, where it is the one."""
     if device == "sim":
-        import_module("support.simulated_device.in_process").make_simulated_gpu_the_runs()
+        import_module("support.simulated_device.in_process").take_simulated_gpu()
 
 
 def load(function: str) -> Callable[..., Any]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from support.simulated_device.build import find_obstacle
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"
 MADE_UP = """
@@ -138,10 +140,13 @@ def test_wheels_and_the_machine_hold_all_that_strop_asks_for(run: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_rehearsal_on_the_cpu_writes_the_table(tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / "run.py"), "--device", "cpu", "--stages", "decoding", "--out", str(tmp_path)]
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_a_rehearsal_writes_the_table(device: str, tmp_path: Path) -> None:
+    if device == "sim" and (reason := find_obstacle()) is not None:
+        pytest.skip(reason)
+    command = [sys.executable, str(FOLDER / "run.py"), "--device", device, "--stages", "decoding", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     table = (tmp_path / "table.md").read_text()
-    assert "- **Machine**: a rehearsal at tiny sizes on cpu" in table and "torch 2" in table and ", commit " in table
+    assert f"- **Machine**: a rehearsal at tiny sizes on {device}" in table and "torch 2" in table and ", commit " in table
     assert table.count("| decoding | embedded engine") == 2 and "| decoding | clock of this stage |" in table
