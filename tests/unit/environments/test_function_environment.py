@@ -92,7 +92,7 @@ def test_a_function_of_rollouts_sees_all_completions_of_the_prompt(wrote):
     assert [result.reward for result in scored] == [1.5, 2.5, 2.5]
 
 
-@pytest.mark.parametrize("returned", [1.0, None, [1.0], [1.0, float("nan")], "ab", [1.0, None]])
+@pytest.mark.parametrize("returned", [1.0, None, [1.0], [1.0, float("nan")], "ab", [1.0, "x"]])
 def test_a_group_reward_that_is_no_list_of_numbers_is_an_error_that_says_how_many(returned, wrote):
     environment = FunctionEnvironment(reward={"function": lambda task, rollouts: returned})
     with pytest.raises(RewardError, match=r"<lambda> returned .* on task 't1'; .*one for each of the 2 rollouts"):
