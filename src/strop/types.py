@@ -250,6 +250,7 @@ class Rollout:
     output: str = ""  # what an agent printed or returned
     error: str | None = None
     images: tuple[PromptImage, ...] = ()  # of the prompt, in order
+    unscored: bool = False  # a reward returned None: it counts nowhere, and its reward is 0
 
     @property
     def last_turn(self) -> Turn | None:
@@ -320,6 +321,23 @@ class Group:
     version: int  # the weight version of the generators when the group was started
     rollouts: tuple[Rollout, ...]
     baseline: Rollout | None = None  # a greedy rollout, for algorithms that use it as a baseline; never trained on
+    unscored: tuple[Rollout, ...] = ()  # left out of ``rollouts``: of no baseline, no loss
+
+    @property
+    def every_rollout(self) -> tuple[Rollout, ...]:
+        return (*self.rollouts, *self.unscored)
+
+    def leave_out_unscored(self) -> Group:
+        """Return the group with the rollouts that have a reward, and the others apart; unchanged where none has one."""
+        scored = tuple(rollout for rollout in self.rollouts if not rollout.unscored)
+        if not scored or len(scored) == len(self.rollouts):
+            return self
+        return replace(self, rollouts=scored, unscored=tuple(rollout for rollout in self.rollouts if rollout.unscored))
+
+    @property
+    def is_unscored(self) -> bool:
+        """Whether it has no reward to learn from: that of each rollout is missing, or that of the greedy one."""
+        return all(rollout.unscored for rollout in self.rollouts) or (self.baseline is not None and self.baseline.unscored)
 
     @property
     def task(self) -> Task:

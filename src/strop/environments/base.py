@@ -310,6 +310,7 @@ class RewardResult:
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the rollout, checked
     step_rewards: tuple[StepReward, ...] = ()  # the parts of ``reward`` that belong to steps
     turn_states: tuple[str | None, ...] = ()  # of each turn of the policy, or empty
+    unscored: bool = False  # a reward returned None, so that the rollout counts nowhere
 
 
 @dataclass(frozen=True)
@@ -319,7 +320,8 @@ class Grade:
 
 
 async def compute_rewards(environment: Environment[TaskT], task: TaskT, rollout: Rollout) -> RewardResult:
-    """Compute every reward of a single rollout in order. Raises RewardError if one raises or is not a finite number.
+    """Compute every reward of a single rollout in order, up to one that returns None: that rollout cannot be scored. Raises
+    RewardError if one raises or is not a finite number.
 
     Rewards marked ``concurrent`` run beside each other, as soon as their gates are known. Everything else is as if they did not: the
     order of sums and of metrics, and which error is raised."""
@@ -339,6 +341,8 @@ async def _sum_rewards(environment: Environment[TaskT], task: TaskT, rollout: Ro
         if closed is not None and closed.otherwise is None:
             continue
         returned = await calls.result(name) if closed is None else closed.otherwise
+        if returned is None:
+            return RewardResult(0.0, rewards, _check_metrics(environment, task, rollout), unscored=True)
         weight, factor = (
             weight_of(environment, name, rollout),
             multiply_gates(each.mark.gates, rewards) if closed is None else 1.0,
@@ -350,7 +354,8 @@ async def _sum_rewards(environment: Environment[TaskT], task: TaskT, rollout: Ro
             returned = math.fsum(step for _, step in values)
         if (value := to_number(returned)) is None:
             raise RewardError(
-                f"{each.source} returned {describe_value(returned)} on task {task.id!r}; a reward is a finite number or a bool"
+                f"{each.source} returned {describe_value(returned)} on task {task.id!r}; a reward is a finite number or a bool, or None "
+                "for a rollout that cannot be scored, which is left out"
             )
         rewards[name] = value = factor * value if each.mark.gates else value
         total += weight * value
@@ -445,19 +450,28 @@ def read_step_rewards(each: RewardFunction, task: Task, rollout: Rollout, return
 async def compute_group_rewards(environment: Environment[TaskT], task: TaskT, rollouts: Sequence[Rollout]) -> list[RewardResult]:
     """Compute every reward of a group in order, and add it to each rollout's. Raises RewardError."""
     results = [
-        RewardResult(rollout.reward, rollout.rewards, step_rewards=rollout.step_rewards, turn_states=rollout.turn_states)
+        RewardResult(
+            rollout.reward,
+            rollout.rewards,
+            step_rewards=rollout.step_rewards,
+            turn_states=rollout.turn_states,
+            unscored=rollout.unscored,
+        )
         for rollout in rollouts
     ]
     for name, each in environment.reward_functions.items():
         if not each.mark.group:
             continue
         closed = [find_closed_gate(each.mark.gates, result.rewards) for result in results]
-        asked = [rollout for rollout, gate in zip(rollouts, closed, strict=True) if gate is None]
+        compared = [gate is None and not result.unscored for gate, result in zip(closed, results, strict=True)]
+        asked = [rollout for rollout, is_compared in zip(rollouts, compared, strict=True) if is_compared]
         values = iter(await _compare_rollouts(each, task, asked) if asked else ())
-        results = [
-            _add_reward(environment, name, rollout, result, gate, next(values) if gate is None else gate.otherwise)
-            for rollout, result, gate in zip(rollouts, results, closed, strict=True)
-        ]
+        for index, (rollout, gate) in enumerate(zip(rollouts, closed, strict=True)):
+            value = next(values) if compared[index] else None if gate is None else gate.otherwise
+            if compared[index] and value is None:
+                results[index] = replace(results[index], reward=0.0, step_rewards=(), unscored=True)
+            elif not results[index].unscored:
+                results[index] = _add_reward(environment, name, rollout, results[index], gate, value)
     for result in results:
         check_total(environment, task, result.reward, result.rewards)
     return [
@@ -466,16 +480,17 @@ async def compute_group_rewards(environment: Environment[TaskT], task: TaskT, ro
     ]
 
 
-async def _compare_rollouts(each: RewardFunction, task: Task, rollouts: Sequence[Rollout]) -> list[float]:
-    """Call the reward of a group. Raises RewardError."""
+async def _compare_rollouts(each: RewardFunction, task: Task, rollouts: Sequence[Rollout]) -> list[float | None]:
+    """Call the reward of a group; None stands for a rollout that it cannot score. Raises RewardError."""
     returned = await _call_reward(each, task, rollouts)
     listed = returned.tolist() if hasattr(returned, "tolist") else returned  # of NumPy or torch
-    numbers = [to_number(value) for value in listed] if isinstance(listed, Sequence) and not isinstance(listed, str) else []
-    values = [value for value in numbers if value is not None]
-    if len(numbers) != len(rollouts) or len(values) != len(rollouts):
+    given = list(listed) if isinstance(listed, Sequence) and not isinstance(listed, str) else []
+    values = [to_number(value) for value in given]
+    wrong = any(value is None and item is not None for item, value in zip(given, values, strict=True))
+    if wrong or len(values) != len(rollouts):
         raise RewardError(
             f"{each.source} returned {describe_value(returned)} on task {task.id!r}; the reward of a group is a list of finite "
-            f"numbers or bools, one for each of the {len(rollouts)} rollouts"
+            f"numbers or bools, one for each of the {len(rollouts)} rollouts, and None for one that cannot be scored"
         )
     return values
 

@@ -157,7 +157,7 @@ class Mixture:
         valid = [rollout for rollout in group.rollouts if rollout.error is None]
         for rollout in valid:
             rollout.metrics.update({f"{CURRICULUM}/{name}": value for name, value in placed.metrics.items()})
-        self.chooser.record(group.index, self._score(environment, valid))
+        self.chooser.record(group.index, self._score(environment, [rollout for rollout in valid if not rollout.unscored]))
 
     def _score(self, environment: Environment[Any], rollouts: Sequence[Rollout]) -> list[float]:
         """Return the score of each rollout; none if the environment cannot say."""

@@ -132,13 +132,16 @@ async def _score_group(
 
 def _with_rewards(rollout: Rollout, scored: RewardResult, scaling: RewardScalingConfig | None) -> Rollout:
     reward, steps = scored.reward, scored.step_rewards
-    if scaling is not None:
+    if scaling is not None and not scored.unscored:
         reward, steps = scaling(reward), tuple(replace(step, reward=scaling.slope * step.reward) for step in steps)
-    return replace(rollout, reward=reward, rewards=dict(scored.rewards), step_rewards=steps, turn_states=scored.turn_states)
+    states, unscored = scored.turn_states, scored.unscored
+    return replace(
+        rollout, reward=reward, rewards=dict(scored.rewards), step_rewards=steps, turn_states=states, unscored=unscored
+    )
 
 
 def _penalize(rollout: Rollout, penalties: RewardPenaltiesConfig, template: ChatTemplate, reward: float) -> Rollout:
-    return rollout if rollout.error is not None else penalties.apply(rollout, template.tokenizer, reward)
+    return rollout if rollout.error is not None or rollout.unscored else penalties.apply(rollout, template.tokenizer, reward)
 
 
 def make_failed_group(index: int, version: int, error: Exception) -> Group:

@@ -66,6 +66,7 @@ async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, re
     if run.save_failed:
         run.last_metrics = {**run.last_metrics, "train/checkpoint_failed": 1.0}
     sampled = len(batch.target) + sum(rollout.sampled_tokens for group, _ in run.dropped for rollout in group.rollouts)
+    sampled += sum(rollout.sampled_tokens for group in groups for rollout in group.unscored)
     timing = run.timer.metrics(tokens_read=len(batch.tokens), tokens_sampled=None if recorded else sampled)
     await run.profiler.finish(run.step, run.timer.started, run.timer.ended)
     if run.throughput is not None:

@@ -11,6 +11,8 @@ def drop_reason(run: TrainingRun, group: Group) -> DropReason | None:
     """Return why a group is dropped; None if it is trained on."""
     if group.errors:
         return "error"
+    if group.is_unscored:
+        return "unscored"
     if run.options.drop_stale and run.step - group.version > run.options.max_staleness:
         return "stale"
     return None if run.algorithm.keep(group) else "filtered"
@@ -36,10 +38,14 @@ def check_drop_limits(run: TrainingRun, kept: int) -> None:
 def describe_drops(run: TrainingRun) -> str:
     """Describe why groups of this step were dropped, one reason per line.
 
-    First the last three distinct errors, then the number of groups that did not pass the filter, and of those that were too old.
+    First the last three distinct errors, then the number of groups that no reward scored, that did not pass the filter, that were too old.
     """
     errors = dict.fromkeys(error for group, reason in run.dropped if reason == "error" for error in group.errors)
     reasons = [reason for _, reason in run.dropped]
-    counts = {"did not pass the algorithm's filter": reasons.count("filtered"), "were too old": reasons.count("stale")}
+    counts = {
+        "have no reward: a reward returned None for every rollout": reasons.count("unscored"),
+        "did not pass the algorithm's filter": reasons.count("filtered"),
+        "were too old": reasons.count("stale"),
+    }
     lines = [*list(errors)[-3:], *(f"{count} {description}" for description, count in counts.items() if count)]
     return "".join(f"\n  {line}" for line in lines)

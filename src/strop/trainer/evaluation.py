@@ -79,7 +79,8 @@ class Evaluator:
     last_tasks: list[dict[str, Any]] = field(default_factory=list)  # every task with its scores, as stored
 
     async def evaluate(self, step: int, tracker: Tracker | None = None) -> dict[str, float]:
-        """Return metrics under ``validation/``. Rollouts with errors count as wrong and are counted in ``validation/errors``."""
+        """Return metrics under ``validation/``. Rollouts with errors count as wrong and are counted in ``validation/errors``, those
+        that cannot be scored in ``validation/unscored``."""
         started = time.perf_counter()
         self.last_tasks = await self._evaluate_tasks(tracker)
         self.on_sampled()
@@ -215,4 +216,5 @@ async def _grade_group(group: Group, environment: Environment[Any]) -> TaskResul
 
 
 async def _grade(rollout: Rollout, environment: Environment[Any]) -> Grade:
-    return Grade(0.0, None) if rollout.error is not None else await environment.grade(rollout.task, rollout)
+    failed = rollout.error is not None or rollout.unscored
+    return Grade(0.0, None) if failed else await environment.grade(rollout.task, rollout)

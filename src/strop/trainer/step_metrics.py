@@ -19,10 +19,12 @@ def group_metrics(
 
     For ``recorded`` groups, metrics of rewards, endings and staleness are left out.
     """
+    unscored = sum(rollout.unscored for group in (*kept, *(group for group, _ in dropped)) for rollout in group.every_rollout)
     logged = {
         "train/groups_dropped": float(len(dropped)),
         "train/groups_dropped_for_errors": float(sum(reason == "error" for _, reason in dropped)),
         "train/groups_dropped_by_filter": float(sum(reason == "filtered" for _, reason in dropped)),
+        **({"train/unscored": float(unscored)} if unscored else {}),
         **({} if recorded else {"train/groups_dropped_stale": float(sum(reason == "stale" for _, reason in dropped))}),
     }
     if not kept or recorded:

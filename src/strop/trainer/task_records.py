@@ -40,6 +40,7 @@ def make_task_record(group: Group, result: TaskResult, *, keep_logprobs: bool = 
             "tokens": rollout.sampled_tokens,
             "ending": None if rollout.ending is None else rollout.ending.value,
             "error": rollout.error,
+            **({"unscored": True} if rollout.unscored else {}),
             **(_list_tokens(rollout) if keep_logprobs else {}),
         }
         for rollout, accuracy, answer in zip(group.rollouts, result.accuracies, result.answers, strict=True)
@@ -73,7 +74,9 @@ def read_result(task: Mapping[str, Any]) -> TaskResult:
 def summarize_samples(tasks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return means over all samples, and the number of errors."""
     samples = [sample for task in tasks for sample in task["samples"]]
+    unscored = sum(sample.get("unscored", False) for sample in samples)
     return {
+        **({"unscored": float(unscored)} if unscored else {}),
         "reward": sum(sample["reward"] for sample in samples) / len(samples),
         "avg_length": sum(sample["tokens"] for sample in samples) / len(samples),
         "truncated": sum(sample["ending"] in TRUNCATED for sample in samples) / len(samples),

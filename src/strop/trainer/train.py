@@ -40,8 +40,8 @@ async def train(run: TrainingRun) -> None:
 async def collect(run: TrainingRun) -> list[Group]:
     """Collect the groups of a step. Raises TooManyDropped.
 
-    Groups that failed, are too old or do not pass the algorithm's filter are dropped, and their slots are released at once. There are fewer
-    groups than a step needs only if no tasks are left.
+    Groups that failed, cannot be scored, are too old or do not pass the algorithm's filter are dropped, and their slots are released at
+    once. There are fewer groups than a step needs only if no tasks are left.
     """
     await run.profiler.begin(run.step + 1)
     run.begin_step()
@@ -50,7 +50,7 @@ async def collect(run: TrainingRun) -> list[Group]:
         while len(kept) < run.options.groups_per_step:
             run.tracker.progress(f"{run.collecting}: {len(kept)} of {run.options.groups_per_step} groups")
             try:
-                group = await run.stream.next()
+                group = (await run.stream.next()).leave_out_unscored()
             except EndOfTasks:
                 break
             reason = drop_reason(run, group)
@@ -59,7 +59,7 @@ async def collect(run: TrainingRun) -> list[Group]:
             else:
                 run.dropped.append((group, reason))
                 run.stream.release(1)
-            run.errors_in_a_row = run.errors_in_a_row + 1 if reason == "error" else 0
+            run.errors_in_a_row = run.errors_in_a_row + 1 if reason in ("error", "unscored") else 0
             check_drop_limits(run, len(kept))
         staleness = max((run.step - group.version for group in kept), default=0)
         if staleness > run.options.max_staleness and not run.algorithm.recorded_data:

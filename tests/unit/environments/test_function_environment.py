@@ -92,7 +92,7 @@ def test_a_function_of_rollouts_sees_all_completions_of_the_prompt(wrote):
     assert [result.reward for result in scored] == [1.5, 2.5, 2.5]
 
 
-@pytest.mark.parametrize("returned", [1.0, None, [1.0], [1.0, float("nan")], "ab", [1.0, None]])
+@pytest.mark.parametrize("returned", [1.0, None, [1.0], [1.0, float("nan")], "ab", [1.0, "x"]])
 def test_a_group_reward_that_is_no_list_of_numbers_is_an_error_that_says_how_many(returned, wrote):
     environment = FunctionEnvironment(reward={"function": lambda task, rollouts: returned})
     with pytest.raises(RewardError, match=r"<lambda> returned .* on task 't1'; .*one for each of the 2 rollouts"):
@@ -113,8 +113,16 @@ def test_a_function_that_raises_is_an_error_of_the_rollout(wrote):
 
     with pytest.raises(RewardError, match=r"broken raised KeyError on task 't1': 'gold'"):
         score(FunctionEnvironment(reward=broken), wrote(TASK, "2"))
-    with pytest.raises(RewardError, match=r"returned None on task 't1'; a reward is a finite number or a bool"):
-        score(FunctionEnvironment(reward=lambda task, rollout: None), wrote(TASK, "2"))
+    with pytest.raises(RewardError, match=r"returned nan on task 't1'; a reward is a finite number or a bool, or None for"):
+        score(FunctionEnvironment(reward=lambda task, rollout: float("nan")), wrote(TASK, "2"))
+
+
+def test_a_reward_of_none_says_that_the_rollout_cannot_be_scored(wrote):
+    scored = score(FunctionEnvironment(reward=lambda task, rollout: None), wrote(TASK, "2"))
+    assert (scored.unscored, scored.reward) == (True, 0.0)
+    compares = FunctionEnvironment(reward=lambda task, rollouts: [None, 1.0])
+    results = asyncio.run(compute_group_rewards(compares, TASK, [wrote(TASK, "1"), wrote(TASK, "2")]))
+    assert [(each.unscored, each.reward) for each in results] == [(True, 0.0), (False, 1.0)]
 
 
 def test_functions_are_named_by_file_and_by_module(tmp_path, monkeypatch, wrote):

@@ -15,6 +15,7 @@ from strop.algorithms.base import TokenOutputs
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.algorithms.policy_gradient.advantages.reinforce import REINFORCE
+from strop.environments.base import reward
 from strop.learner.client import LogprobColumn, PolicyColumns
 from strop.stopping import EarlyStop
 from strop.trainer.cadence import check_ending
@@ -87,6 +88,39 @@ def test_the_columns_an_algorithm_requires_are_scored_before_its_credit(tmp_path
     )
     trained(run)
     assert tracker.steps[1]["train/kl_penalty"] == pytest.approx(0.5, abs=1e-6)
+
+
+# --- rollouts without a reward ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unscored(Letters):
+    first_scored: int = 1  # samples before it have no reward
+
+    @reward(weight=1.0, accuracy=True)
+    def share(self, task, rollout):
+        return None if rollout.sample < self.first_scored else super().share(task, rollout)
+
+
+@pytest.mark.parametrize("algorithm", [grpo(), grpo(leave_one_out=True, normalize=False), REINFORCE()])
+@pytest.mark.parametrize("first_scored", [1, 2, 3])
+def test_a_rollout_that_cannot_be_scored_is_left_out_alone(tmp_path, first_scored, algorithm):
+    environment = Unscored(first_scored=first_scored)
+    run, _, tracker = make_run(
+        TOKENIZER, tmp_path, options(max_steps=1), environment=environment, algorithm=algorithm, store="jsonl"
+    )
+    trained(run)
+    (batch,) = run.learners["policy"].batches
+    assert batch.num_groups == 3 and batch.num_sequences == 3 * (4 - first_scored)
+    assert tracker.steps[1]["train/unscored"] == 3 * first_scored
+    records = run.rollouts.read(1)
+    assert {record.sample for record in records if record.dropped_because == "unscored"} == set(range(first_scored))
+
+
+def test_groups_in_which_nothing_can_be_scored_are_dropped_until_the_run_ends(tmp_path):
+    run, _, _ = make_run(TOKENIZER, tmp_path, options(max_steps=1, max_errors_in_a_row=4), environment=Unscored(first_scored=4))
+    with pytest.raises(TooManyDropped, match="a reward returned None for every rollout"):
+        trained(run)
 
 
 # --- filtering --------------------------------------------------------------------------------------------------------------

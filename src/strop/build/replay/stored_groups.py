@@ -48,9 +48,9 @@ class GroupBuilder:
         """Make the groups of a step from its records, which are in the order in which the step packed them. Raises ReplayError."""
         kept: list[Group] = []
         dropped: list[tuple[Group, DropReason]] = []
-        for _, members in groupby(records, lambda record: (record.group, record.kept)):
+        for _, members in groupby(records, _same_group):
             rollouts = list(members)
-            group = self._build_group(rollouts)
+            group = self._build_group(rollouts).leave_out_unscored()
             if rollouts[0].dropped_because is None:
                 kept.append(group)
             else:
@@ -64,7 +64,7 @@ class GroupBuilder:
                 f"the stored rollouts of step {first.step} are of an earlier version, which did not store the rewards of steps and the "
                 "advantages of turns; only steps that this version trained can be replayed"
             )
-        for record in records if first.kept else ():
+        for record in filter(lambda record: record.kept, records):
             _refuse_missing(record, self.reads)
         return Group(
             index=first.group,
@@ -100,6 +100,7 @@ class GroupBuilder:
             output=record.output,
             error=record.error,
             images=tuple(images.get(PROMPT, ())),
+            unscored=record.dropped_because == "unscored",
         )
 
     def _read_images(self, record: RolloutRecord) -> dict[int, list[PromptImage]]:
@@ -124,6 +125,11 @@ class GroupBuilder:
                 )
             self._contents[name] = content, digest
         return self._contents[name]
+
+
+def _same_group(record: RolloutRecord) -> tuple[int, bool]:
+    """Return what the records of one group share: rollouts that could not be scored are stored behind those trained on."""
+    return record.group, record.kept or record.dropped_because == "unscored"
 
 
 def rebuild_groups(

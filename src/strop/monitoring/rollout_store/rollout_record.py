@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from strop.types import Batch, Group, Message, PromptImage, Rollout
 
-DropReason = Literal["filtered", "error", "stale"]
+DropReason = Literal["filtered", "error", "stale", "unscored"]
 RolloutKey = tuple[int, int]  # (group index, sample): identifies a rollout in a run
 
 
@@ -100,8 +100,8 @@ def make_records(
 
     ``advantages`` and ``learner_logprobs`` are keyed by (group.index, rollout.sample) and omit dropped rollouts. The
     log-probabilities cover the rollout's sampled tokens, or all its tokens after the prompt. ``dropped`` maps group.index to
-    the reason. ``decode`` is the tokenizer's, for the prompt exactly as the model reads it; without it the messages are stored.
-    ``routes``: store the experts of tokens that are trained on, too.
+    the reason of a whole group. ``decode`` is the tokenizer's, for the prompt exactly as the model reads it;
+    without it the messages are stored. ``routes``: store the experts of tokens that are trained on, too.
     """
     advantages, learner_logprobs, dropped = advantages or {}, learner_logprobs or {}, dropped or {}
     return [
@@ -111,19 +111,19 @@ def make_records(
             rollout,
             advantage=advantages.get((group.index, rollout.sample)),
             learner=learner_logprobs.get((group.index, rollout.sample)),
-            dropped=dropped.get(group.index),
+            dropped=dropped.get(group.index, "unscored" if rollout.unscored else None),
             prompt=decode(rollout.prompt.tolist()) if decode else _format_prompt(rollout),
             routes=routes,
         )
         for group in groups
-        for rollout in group.rollouts
+        for rollout in group.every_rollout
     ]
 
 
 def list_images(groups: Sequence[Group]) -> Iterator[PromptImage]:
     """Yield the images of prompts and observations of groups, as often as they are shown."""
     for group in groups:
-        for rollout in group.rollouts:
+        for rollout in group.every_rollout:
             yield from rollout.path_images
             yield from (image for branch in rollout.branches for turn in branch.turns for image in turn.images)
 
