@@ -151,7 +151,7 @@ def test_a_metric_that_cannot_be_logged_costs_its_group_and_says_why(metric: tup
 
 @pytest.mark.parametrize(
     ("returned", "shown"),
-    [(10**400, "1000"), (1 + 2j, "(1+2j)"), (None, "None"), ("1", "'1'"),
+    [(10**400, "1000"), (1 + 2j, "(1+2j)"), ("1", "'1'"),
      (torch.ones(2), "tensor([1., 1.])"), (numpy.ones(2), "array([1., 1.])"), (Decimal("1"), "Decimal('1')"), ([1.0], "[1.0]")],
 )  # fmt: skip
 def test_a_reward_that_is_no_number_is_named_with_its_environment(returned: Any, shown: str) -> None:
