@@ -19,6 +19,15 @@ SERVE = "unit/build/jobs/test_chat_server"
 TINKER = "unit/build/jobs/tinker/test_tinker_server"
 SANDBOX = "unit/sandbox/test_sandbox_pool"
 VIEW = "unit/view/test_unreadable_files"
+PAIRS = "unit/environments/test_answer_pairs"
+TEXTS = "unit/data/test_texts_and_paths"
+LOADS = "unit/models/test_load_report"
+USER_CODE = "unit/test_user_code_files"
+ROTARY = "unit/generation/test_rotary_lengths"
+THOUGHTS = "unit/test_thoughts"
+SIZES = "unit/build/contents/test_model_check"
+CONTENTS = "unit/build/contents/test_run_contents"
+NETWORK = "unit/models/test_network"
 HOSTILE = "security/test_hostile_programs::test_a_hostile_program_does_not_get_out_and_the_next_honest_one_is_right"
 
 # Page -> finding -> tests, or one sentence.
@@ -125,6 +134,132 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
         ),
         "D19 steps and rollouts that were changed or deleted": (
             "stays in part: deleted rollouts of earlier steps are needed by nothing that a run does, so it goes on without them"
+        ),
+    },
+    "outside": {
+        "1": (
+            f"{LOADS}::test_weights_that_are_not_the_models_are_refused_by_name",
+        ),
+        "1b": (
+            f"{LOADS}::test_every_other_load_refuses_them_too",
+        ),
+        "2": (
+            f"{CONTENTS}::test_other_contents_under_the_same_name_are_refused_until_a_key_accepts_them",
+        ),
+        "3 what the prompt opened is unknown where the reply is read": (
+            f"{THOUGHTS}::test_an_answer_is_read_outside_of_thoughts",
+            f"{THOUGHTS}::test_a_prompt_that_ends_in_an_open_tag_opens_a_thought",
+        ),
+        "4 thoughts, two readers": (
+            f"{THOUGHTS}::test_calls_stand_outside_of_thoughts_and_their_arguments_open_none",
+            f"{THOUGHTS}::test_an_answer_is_read_outside_of_thoughts",
+        ),
+        "5 tokens that the policy wrote are missing from the text": (
+            "golden/test_golden_curve::test_the_same_tokens_are_sampled_as_when_the_curve_was_stored",
+            f"{THOUGHTS}::test_an_answer_is_read_outside_of_thoughts",
+        ),
+        "6 rope whose frequencies depend on the length": (
+            f"{ROTARY}::test_sampler_and_learner_agree_on_short_and_long_rollouts",
+            f"{ROTARY}::test_an_engine_reads_the_same_frequencies_from_the_configuration",
+        ),
+        "7": (
+            f"{USER_CODE}::test_an_edited_file_is_loaded_again_even_within_the_same_second",
+        ),
+        "8 small numbers are all equal": (
+            f"{PAIRS}::test_each_row_is_decided_as_by_hand_or_the_table_says_why_not",
+        ),
+        "9 a mixed number is one fraction": (
+            f"{PAIRS}::test_each_row_is_decided_as_by_hand_or_the_table_says_why_not",
+        ),
+        "10 what cannot be parsed is cut to its first number": (
+            f"{PAIRS}::test_each_row_is_decided_as_by_hand_or_the_table_says_why_not",
+            "unit/build/data_check/test_planted_faults::test_a_planted_fault_is_found_and_nothing_else",
+        ),
+        "11 the last box": (
+            f"{PAIRS}::test_each_row_is_decided_as_by_hand_or_the_table_says_why_not",
+            "unit/environments/test_answers::test_the_last_box_counts_and_is_empty_if_it_was_cut_off",
+        ),
+        "12 equal, and 0": (
+            f"{PAIRS}::test_each_row_is_decided_as_by_hand_or_the_table_says_why_not",
+            f"{PAIRS}::test_the_default_method_decides_boxes_as_the_method_that_reads_nothing_else",
+        ),
+        "13": (
+            f"{TEXTS}::test_a_value_of_the_command_line_is_taken_whole",
+        ),
+        "14": (
+            f"{TEXTS}::test_a_key_that_a_file_does_not_have_is_refused",
+        ),
+        "15": (
+            f"{TEXTS}::test_every_path_of_a_configuration_may_begin_with_the_home_folder",
+        ),
+        "16": (
+            f"{TEXTS}::test_a_byte_order_mark_is_no_part_of_any_text",
+        ),
+        "17": (
+            f"{TEXTS}::test_of_two_columns_or_keys_of_one_name_none_is_chosen",
+        ),
+        "17 JSON in a text": (
+            f"{TEXTS}::test_a_text_that_holds_messages_is_read_as_messages",
+        ),
+        "18": (
+            f"{SIZES}::test_the_end_of_a_turn_that_is_no_stop_token_is_said",
+        ),
+        "19": (
+            "unit/algorithms/test_functional::test_rewards_that_differ_little_vary_as_far_as_their_data_type_tells",
+        ),
+        "20 an indented fence, 1e400": (
+            "unit/environments/code/test_extract_code::test_the_last_block_of_the_language_is_the_program",
+            "unit/tools/test_formats::test_a_call_that_cannot_be_read_is_told",
+        ),
+        "20 positions": (
+            f"{SIZES}::test_a_sequence_beyond_learned_positions_is_refused_and_beyond_rotated_ones_said",
+        ),
+        "section 2, \":0 is not CSV\"": (
+            f"{TEXTS}::test_a_data_file_in_another_encoding_is_called_that",
+        ),
+        "section 2, Bloom and Falcon": (
+            f"{NETWORK}::test_dropout_that_a_family_keeps_as_a_number_is_turned_off_too",
+        ),
+        "section 2, DatasetDict and generator": (
+            f"{TEXTS}::test_a_dict_of_splits_is_no_settings",
+        ),
+        "section 2, GPT-2 beyond its positions": (
+            f"{SIZES}::test_a_sequence_beyond_learned_positions_is_refused_and_beyond_rotated_ones_said",
+        ),
+        "section 2, Llama 4 text": (
+            f"{NETWORK}::test_a_model_whose_class_names_no_base_of_its_own_has_a_decoder",
+        ),
+        "section 2, a NaN in the weights": (
+            f"{LOADS}::test_weights_that_are_not_the_models_are_refused_by_name",
+        ),
+        "section 2, a rollout that cannot be scored": (
+            "unit/trainer/test_loop::test_a_rollout_that_cannot_be_scored_is_left_out_alone",
+            "unit/environments/test_function_environment::test_a_reward_of_none_says_that_the_rollout_cannot_be_scored",
+        ),
+        "section 2, long CSV fields": (
+            f"{TEXTS}::test_a_long_field_of_a_csv_is_read_in_full",
+        ),
+        "section 2, reward.py imports utils.py": (
+            f"{USER_CODE}::test_a_file_imports_its_neighbours_from_any_working_directory",
+        ),
+        "section 2, tokenizer larger than the embedding": (
+            f"{SIZES}::test_tokens_that_a_prompt_may_have_and_the_embedding_has_not_are_refused",
+        ),
+    },
+    "numbers": {
+        "N1 a run whose newest tokens disagree goes on": (
+            "unit/trainer/test_mismatch::test_the_run_ends_after_so_many_steps_in_a_row_and_says_why",
+        ),
+        "N1 rotary factors by the length of a call": (
+            f"{ROTARY}::test_sampler_and_learner_agree_on_short_and_long_rollouts",
+        ),
+    },
+    "first_hours": {
+        "B1": (
+            f"{USER_CODE}::test_an_error_below_a_users_frame_is_printed_with_file_line_class_and_traceback",
+        ),
+        "S5": (
+            f"{USER_CODE}::test_a_worker_process_imports_neighbours",
         ),
     },
 }  # fmt: skip

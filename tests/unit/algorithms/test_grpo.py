@@ -67,6 +67,12 @@ def test_the_ratio_is_to_the_policy_before_the_update() -> None:
     assert loss_of(grpo(on_policy_ratio=True), batch, before + shift)[0] == pytest.approx(-1 / 3, rel=1e-5)
 
 
+def test_the_largest_ratio_is_of_tokens_that_count() -> None:
+    batch = pack_for([rewarded(0.0, 1.0)], grpo()).with_column("policy_logprobs", torch.zeros(3))
+    batch = replace(batch, mask=torch.tensor([1.0, 1.0, 0.0]))
+    assert loss_of(grpo(), batch, torch.tensor([0.1, 0.2, 5.0]))[1]["probs_ratio_max"] == pytest.approx(math.exp(0.2), rel=1e-6)
+
+
 def test_a_sequence_ratio_is_the_geometric_mean_over_the_rollout() -> None:
     batch = pack_for([rewarded(0.0, 1.0)], grpo()).with_column("policy_logprobs", torch.zeros(3))
     logprobs = torch.tensor([0.05, 0.02, 0.10], requires_grad=True)

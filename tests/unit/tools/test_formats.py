@@ -72,6 +72,7 @@ MALFORMED = [
     ("hermes", '<tool_call>{"name": "add", "arguments": "a"}</tool_call>', "not an object of arguments"),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1, "a": 2}}</tool_call>', "a key twice"),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN"),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e400}}</tool_call>', "1e400, which is too large"),
     ("hermes", '<tool_call>{"name": "add", "arguments": ' + '{"a":' * 100_000 + "</tool_call>", "cannot be read"),
     ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', "no name of a tool"),
     ("hermes", "<tool_call>[1]</tool_call>", "no JSON object"),
