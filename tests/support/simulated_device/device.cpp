@@ -361,6 +361,24 @@ struct Call {
   }
 };
 
+// Tensors as the CPU's kernels are to read them: a view with gaps keeps its strides, as these decide which elements kernels leave to
+// their tails, and so their last digit.
+std::vector<at::Tensor> to_cpu(at::TensorList tensors) {
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& each : tensors) {
+    if (!each.defined() || !each.is_privateuseone() || each.numel() == 0 || each.is_non_overlapping_and_dense()) {
+      copies.push_back(each.defined() && each.is_privateuseone() ? each.to(at::kCPU) : each);
+      continue;
+    }
+    int64_t extent = 1;
+    for (int64_t dim = 0; dim < each.dim(); ++dim) extent += (each.size(dim) - 1) * each.stride(dim);
+    at::Tensor memory = at::empty({extent}, each.options().device(at::kCPU).pinned_memory(false));
+    std::memcpy(memory.data_ptr(), each.data_ptr(), extent * each.element_size());
+    copies.push_back(memory.as_strided(each.sizes(), each.strides(), 0));
+  }
+  return copies;
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   Call call{schema.name() + (schema.overload_name().empty() ? "" : "." + schema.overload_name())};
@@ -410,6 +428,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("_has_compatible_shallow_copy_type", &may_exchange_data);
   m.impl("histc", &histc);
+  m.impl("_to_cpu", &to_cpu);
+  // Where PyTorch has a composite beside the CPU's kernel, the fallback is not asked: a GPU has a kernel of its own, as the CPU has.
+  m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("mish_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("record_stream", &record_stream);
 }
 
