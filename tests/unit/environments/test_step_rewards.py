@@ -68,7 +68,7 @@ def test_each_step_has_a_weighted_reward_at_its_last_token_and_the_sum_is_the_ro
 
 @pytest.mark.parametrize(
     "given",
-    [1.0, None, "12", [1.0], [1.0, 2.0, 3.0], [1.0, float("nan")], [1.0, "good"], [{3: 1.0}, 0], [{-1: 1.0}, 0], [{"1": 1.0}, 0]],
+    [1.0, "12", [1.0], [1.0, 2.0, 3.0], [1.0, float("nan")], [1.0, "good"], [{3: 1.0}, 0], [{-1: 1.0}, 0], [{"1": 1.0}, 0]],
 )
 def test_anything_else_names_the_reward_and_what_it_should_return(given: Any) -> None:
     with pytest.raises(RewardError, match=r"Steps.steps returned .* one item for each of the 2 turns of the policy"):

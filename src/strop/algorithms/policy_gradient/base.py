@@ -108,8 +108,7 @@ class PolicyGradient(Composition):
         terms, columns = self.terms(outputs, batch)
         loss = add_terms(terms, batch)
         logged = {name: metrics.total(aggregate(column.detach(), batch)) for name, column in columns.items()}
-        counted = torch.where(batch.mask > 0, columns["probs_ratio"], 0.0)
-        logged["probs_ratio_max"] = metrics.maximum(counted.max() if len(batch.target) else 0.0)
+        logged["probs_ratio_max"] = metrics.maximum((columns["probs_ratio"] * batch.mask).max() if len(batch.mask) else 0.0)
         return loss, {**logged, **step_weights.logged_steps(batch), "loss": metrics.total(loss)}
 
     def loss_terms(self, outputs: TokenOutputs, batch: Batch, learner: str = "policy") -> LossTerms | None:
