@@ -168,10 +168,10 @@ def test_a_capture_that_fails_leaves_its_stream_and_decoding_goes_on_without(
 
 @pytest.mark.slow
 def test_mixtures_of_experts_are_not_captured_unless_their_products_have_one_shape() -> None:
-    mixtures = {"mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen2_moe", "glm4_moe"}
-    for family in (each for each in CONFIGS if each != "mamba" and "/" not in each):  # tests of Megatron add shapes of theirs
+    mixtures = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen2_moe", "glm4_moe")
+    for family in (each for each in CONFIGS if each != "mamba" and "/" not in each):  # other tests add shapes of these families
         model = build(family)
-        assert (capture_obstacle(model) is not None) == (family in mixtures), family
-        if family in mixtures:
+        assert (capture_obstacle(model) is not None) == family.startswith(mixtures), family
+        if family.startswith(mixtures):
             model.set_experts_implementation("batched_mm")
             assert capture_obstacle(model) is None, family
