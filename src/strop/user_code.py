@@ -136,7 +136,7 @@ def import_attribute(path: str) -> Any:
         if is_interrupt(error):
             raise
         raise UserCodeError(f"{path}: importing {module_name!r} failed: {describe_error(error)}") from error
-    if not module.__name__.startswith("strop."):
+    if module.__name__.partition(".")[0] not in {"strop", *sys.stdlib_module_names}:
         _user_files.add(str(getattr(module, "__file__", "")))
     if not hasattr(module, attribute):
         public = [name for name, value in vars(module).items() if isinstance(value, type | FunctionType)]

@@ -136,6 +136,7 @@ def test_an_error_below_a_users_frame_is_printed_with_file_line_class_and_traceb
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     statement, said = RAISING[kind]
+    import_attribute("json:loads")  # a module of Python's own that a configuration names is not the user's code
     loss = fails(tmp_path, statement)
 
     async def train() -> None:
