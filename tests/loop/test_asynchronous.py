@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from loop.fakes import FakeLearner, Recorder, make_run, run_virtually
+from loop.fakes import FakeLearner, Recorder, make_run, run_virtually, stored_rollouts
 from loop.side_by_side import Checkpoints, SlowLearner, separate_run
 from loop.tiny import tiny_tokenizer
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
@@ -56,7 +56,7 @@ def play(folder: Path, *, clock: int, kind: str = "fifo", changes: dict[str, Any
 
 
 def make_records(run: Any) -> list[RolloutRecord]:
-    return list(run.rollouts.read_all())
+    return list(stored_rollouts(run).read_all())
 
 
 def without_clocks(tracker: Any) -> dict[int, dict[str, float]]:
@@ -270,7 +270,7 @@ def killed(folder: Path, kind: str, checkpoints: Checkpoints, *, clock: int, aft
         TOKENIZER, folder, options(save_period=1, drop_stale=kind == "drop_too_old", **changes),
         clock=clock, order=ORDERS[kind], checkpoints=checkpoints, algorithm=grpo(drop_constant_groups=True),
     )  # fmt: skip
-    run.rollouts.resume(run.step)
+    stored_rollouts(run).resume(run.step)
     groups = {group.index: group for group in checkpoints.saved[-1][0].stream.finished} if checkpoints.saved else {}
 
     async def whole() -> None:

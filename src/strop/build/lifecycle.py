@@ -125,11 +125,11 @@ def _list_working(cluster: Cluster) -> list[ProfiledProcess]:
     return [process for process in cluster.list_processes() if not process.name.startswith("monitor-")]
 
 
-def make_hacking_monitor(config: RolloutRunConfig) -> HackingMonitor:
-    """Make the monitor of reward hacking. Raises EnvironmentConfigError for a grader that cannot be made."""
+def make_hacking_monitor(config: RolloutRunConfig) -> HackingMonitor | None:
+    """Make the monitor of reward hacking; None if it is off. Raises EnvironmentConfigError for a grader that cannot be made."""
     section = config.monitor
-    if not section.enabled:
-        return HackingMonitor()
+    if not section.enabled or not section.active:
+        return None
     judges = [make_grader(each, "monitor.judges") for each in section.judges]
     second = None if section.second_grader is None else make_grader(section.second_grader, "monitor.second_grader")
     for grader in (second, *judges):

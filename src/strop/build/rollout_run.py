@@ -20,6 +20,7 @@ from strop.build.jobs.episode_rules import make_episode_rules
 from strop.build.jobs.evaluation_identity import identify_entries
 from strop.build.jobs.evaluation_job import make_validation_job
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_hacking_monitor, make_health, make_saver
+from strop.build.monitors.instruments import HackingWatch, RolloutRecorder
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.resume.token_budgets import make_token_budgets, settle_token_budgets
 from strop.build.scorers import count_optimizer_steps, make_scorers
@@ -54,6 +55,7 @@ from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
 from strop.trainer.health.health_rules import HealthFinding
 from strop.trainer.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
+from strop.trainer.listeners import Listeners
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.run import CLOCK, DATA, PAST_SELVES, DrainBefore, TrainingRun, TrainOptions
 from strop.types import Group
@@ -162,17 +164,35 @@ async def build_rollout_run(
         columns=ColumnSources(algorithm.requires, scorers),
         weights=synced.weights if selves is None else SnapshottedWeights(synced.weights, selves.pool),
         tracker=tracker,
-        rollouts=store,
-        decode=bundle.tokenizer.decode,
         evaluator=make_evaluator(config, validation_source, generator, bundle.template, tracker, past=selves, clock=clock),
         early_stop=make_early_stop(config),
-        mismatch=make_mismatch_guard(config),
-        health=make_health(config, find_at_start(config, options, train_source, algorithm)),
-        monitor=monitor,
         checkpoints=make_saver(config, checkpoints),
+        listeners=Listeners(
+            [
+                make_mismatch_guard(config),
+                make_recorder(config, algorithm, store, bundle.tokenizer.decode),
+                make_health(config, find_at_start(config, options, train_source, algorithm)),
+                *([] if monitor is None else [HackingWatch(monitor=monitor, store=store)]),
+            ]
+        ),
     )
     run.on_close += [each.close for each in (selves, ahead, clock) if each is not None]
     return resume_run(run, state), generator
+
+
+def make_recorder(
+    config: RolloutRunConfig, algorithm: Algorithm, store: RolloutStore, decode: Callable[[list[int]], str]
+) -> RolloutRecorder:
+    logger = config.logger
+    return RolloutRecorder(
+        store=store,
+        algorithm=algorithm,
+        decode=decode,
+        stored_routes=logger.routes,
+        token_columns=logger.rollouts != "none" and logger.token_columns != "none",
+        tracked_samples=logger.shown_samples,
+        tracked_samples_period=logger.tracked_samples_period,
+    )
 
 
 def make_mismatch_guard(config: RolloutRunConfig) -> MismatchGuard:
@@ -382,9 +402,5 @@ def make_train_options(
         val_at_end=training.val_at_end,
         save_period=config.checkpointing.save_period,
         share_prefixes=share_prefixes,
-        tracked_samples=config.logger.shown_samples,
-        tracked_samples_period=config.logger.tracked_samples_period,
-        stored_routes=config.logger.routes,
-        token_columns=config.logger.rollouts != "none" and config.logger.token_columns != "none",
         tasks_per_epoch=tasks,
     )

@@ -60,7 +60,7 @@ class ReplayedRun:
         if isinstance(self.config, RolloutRunConfig):
             return read_stored(self.folder, self.run.step + 1, self.config, self.run.algorithm)
         groups = await collect(self.run)
-        return StoredStep(tuple(groups), tuple(self.run.dropped))
+        return StoredStep(tuple(groups), tuple(self.run.collected.dropped))
 
     def save(self, folder: Path) -> Beginning:
         """Write a checkpoint of the run as it is now to a folder, for a run that goes on with other settings."""
@@ -175,7 +175,7 @@ def _make_run(
     tracker: Tracker,
 ) -> TrainingRun:
     return TrainingRun(
-        options=replace(options, token_columns=False),
+        options=options,
         algorithm=algorithm,
         stream=stream,
         learners=learners,
@@ -183,7 +183,6 @@ def _make_run(
         columns=columns,
         weights=InProcessWeights([]),
         tracker=tracker,
-        rollouts=RolloutStore(Path(), "none"),
         step=beginning.step,
         last_metrics=beginning.last_metrics,
     )
