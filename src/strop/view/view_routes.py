@@ -27,7 +27,6 @@ from strop.safety.printable import make_printable
 from strop.storage.json_values import clean_json
 from strop.view.access_guard import LONGEST_BODY
 from strop.view.http_answers import answer_json, answering, read_count, read_filter, read_int, read_order, read_place
-from strop.view.page_files import read_page_file
 from strop.view.rollout_browser import RolloutBrowser
 from strop.view.run_catalogue import RunCatalogue
 from strop.view.run_status import describe_status
@@ -270,3 +269,26 @@ class ViewRoutes:
                     raise ViewError("this image is not PNG, JPEG or WebP, and is not shown", 415)
                 return Response(content, headers={"Content-Type": kind, "Content-Disposition": "inline"})
         raise ViewError(f"the image {name[:80]} is not stored")
+
+
+# The files of the page, which are part of the package: served by name from a list, never by a path that was asked for.
+
+
+PAGE = Path(__file__).parent / "page"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".woff2": "font/woff2",
+    ".txt": "text/plain; charset=utf-8",
+}
+
+
+def read_page_file(name: str) -> tuple[bytes, str] | None:
+    """Return the content and the type of a file; None if there is none of this name."""
+    found = {path.relative_to(PAGE).as_posix(): path for path in PAGE.rglob("*") if path.suffix in TYPES and path.is_file()}
+    path = found.get(name)
+    return None if path is None else (path.read_bytes(), TYPES[path.suffix])

@@ -14,9 +14,8 @@ import torch
 
 from strop.models.chat_template import ChatTemplate
 from strop.models.vision.image_files import ImageError, as_data_url, decode_image, encode_image, read_image
-from strop.models.vision.pixel_cache import PixelCache
 from strop.models.vision.vision_families import find_family
-from strop.models.vision.vision_processor import VisionProcessor, find_vision_processor, load_vision_processor
+from strop.models.vision.vision_processor import PixelCache, VisionProcessor, find_vision_processor, load_vision_processor
 from strop.types import Image, Message
 from support.vision_models import FAMILIES, build_vision_tokenizer, draw_image, make_vision_config, save_vision_model
 

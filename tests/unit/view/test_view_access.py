@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from strop.cli import main
 from strop.view.access_guard import AccessGuard
-from strop.view.page_files import read_page_file
+from strop.view.view_routes import read_page_file
 from strop.view.view_server import ViewOptions, ViewServer
 from support.each import each
 from support.stored_steps import HTML, write_stored_run
