@@ -50,7 +50,6 @@ LONGEST = [
     "tests/unit/data/test_builtin_sets.py",
     "tests/unit/environments/code/test_grade_code.py",
     "tests/unit/generation/test_lora_engine.py",
-    "tests/loop/test_repeatable_runs.py",
     "tests/unit/statistics/test_paired_comparison.py",
     "tests/unit/monitoring/hacking/test_hacking_monitor.py",
     "tests/unit/learner/test_training_details.py",

@@ -15,7 +15,6 @@ from strop.build.cluster.ray_backend import make_remote_environments
 from strop.build.contents.model_check import check_model, note_empty_answers
 from strop.build.dry_run.examined_templates import find_conversation_problems
 from strop.build.engines import GeneratorSpec
-from strop.build.events.clocked_run import make_clock_state, start_clock
 from strop.build.jobs.episode_rules import make_episode_rules
 from strop.build.jobs.evaluation_identity import identify_entries
 from strop.build.jobs.evaluation_job import make_validation_job
@@ -43,9 +42,6 @@ from strop.problems import raise_problems
 from strop.rollouts.episode import make_failed_group, run_group
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.prompts_ahead import PromptsAhead
-from strop.rollouts.repeat.answer_times import FixedDelay
-from strop.rollouts.repeat.engine_clock import ClockedGenerator, EngineClock
-from strop.rollouts.repeat.group_clock import OWN_TIME
 from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
 from strop.rollouts.tool_turns import describe_tool_calls
 from strop.safety.exits import contain_exits
@@ -57,7 +53,7 @@ from strop.trainer.health.health_rules import HealthFinding
 from strop.trainer.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
 from strop.trainer.listeners import Listeners
 from strop.trainer.mismatch import MismatchGuard
-from strop.trainer.run import CLOCK, DATA, PAST_SELVES, DrainBefore, TrainingRun, TrainOptions
+from strop.trainer.run import DATA, PAST_SELVES, DrainBefore, TrainingRun, TrainOptions
 from strop.types import Group
 from strop.weight_sync.snapshots import SnapshottedWeights
 
@@ -109,8 +105,6 @@ async def build_rollout_run(
     parts: dict[str, Restorable] = {**make_token_budgets(config), **({} if selves is None else {PAST_SELVES: selves.pool})}
     if train_source.resumable:
         parts[DATA] = DataState(train_source)
-    if (clock_state := make_clock_state(config, environments)) is not None:
-        parts[CLOCK] = clock_state
     state = restore_checkpoint(config, checkpoints, {**learners, **parts}, tracker, store)
     await settle_token_budgets(config, learners, parts, tracker)
     tracker.progress(describe_engine_start(config))
@@ -127,9 +121,6 @@ async def build_rollout_run(
             output_folder=Path(config.logger.log_dir) / "engines",
         )
     )
-    clock = None
-    if clock_state is not None:
-        clock, synced = start_clock(config, clock_state, synced, tracker.note)
     generator = synced.generator
     stream_state = None
     if state is not None:
@@ -139,7 +130,6 @@ async def build_rollout_run(
             groups_per_step=options.groups_per_step,
             max_staleness=options.max_staleness,
             order=make_order(config, options),
-            versions={} if clock_state is None else clock_state.versions,
         )
     prefetch = options.groups_per_step if config.data.prefetch is None else config.data.prefetch
     ahead = PromptsAhead(train_source.peek_messages, bundle.template, ahead=prefetch) if prefetch else None
@@ -157,14 +147,13 @@ async def build_rollout_run(
             greedy=algorithm.greedy_baseline,
             past=selves,
             ahead=ahead,
-            clock=clock,
         ),
         learners=learners,
         parts=parts,
         columns=ColumnSources(algorithm.requires, scorers),
         weights=synced.weights if selves is None else SnapshottedWeights(synced.weights, selves.pool),
         tracker=tracker,
-        evaluator=make_evaluator(config, validation_source, generator, bundle.template, tracker, past=selves, clock=clock),
+        evaluator=make_evaluator(config, validation_source, generator, bundle.template, tracker, past=selves),
         early_stop=make_early_stop(config),
         checkpoints=make_saver(config, checkpoints),
         listeners=Listeners(
@@ -176,7 +165,7 @@ async def build_rollout_run(
             ]
         ),
     )
-    run.on_close += [each.close for each in (selves, ahead, clock) if each is not None]
+    run.on_close += [each.close for each in (selves, ahead) if each is not None]
     return resume_run(run, state), generator
 
 
@@ -261,7 +250,6 @@ def make_rollout_stream(
     greedy: bool = False,
     past: PastSelves | None = None,
     ahead: PromptsAhead | None = None,
-    clock: EngineClock | None = None,
 ) -> RolloutStream:
     rules = make_episode_rules(config)
 
@@ -288,7 +276,6 @@ def make_rollout_stream(
             seed=config.rollout_training.seed,
             greedy_baseline=greedy,
             past=past,
-            clock=OWN_TIME if clock is None else clock.group(index),
         )
         source.observe(group)
         return group
@@ -302,7 +289,6 @@ def make_rollout_stream(
         refill_on_release=options.max_staleness > 0,
         order=make_order(config, options),
         version=lambda: generator.version,
-        pace=clock,
     )
 
 
@@ -324,7 +310,6 @@ def make_evaluator(
     template: ChatTemplate,
     tracker: Tracker,
     past: PastSelves | None = None,
-    clock: EngineClock | None = None,
 ) -> Evaluator | None:
     training = config.rollout_training
     if source is None:
@@ -349,20 +334,17 @@ def make_evaluator(
         samples_to_print=config.logger.num_val_samples_to_print,
         samples_to_track=config.logger.shown_samples,
         on_sampled=choose_forgetting(config, generator),
-        make_clock=None if clock is None else lambda: EngineClock(clock.engine, FixedDelay()),
     )
 
 
 def choose_forgetting(config: RolloutRunConfig, generator: Generator) -> Callable[[], object]:
-    """Return what drops the prompts that the embedded engine has cached, for when a synchronous or repeatable run has validated.
+    """Return what drops the prompts that the embedded engine has cached, for when a synchronous run has validated.
 
     A prompt of both sets would be taken from the cache, where it was read beside other prompts and rounded differently in the last digits.
     A run that is resumed behind the validation has no such cache, and would not equal the uninterrupted one.
     """
-    engine = generator.engine if isinstance(generator, ClockedGenerator) else generator
-    on_clock = engine is not generator
-    if isinstance(engine, TorchEngine) and (on_clock or config.rollout_training.max_staleness == 0):
-        return engine.runner.reset_prefix_cache
+    if isinstance(generator, TorchEngine) and config.rollout_training.max_staleness == 0:
+        return generator.runner.reset_prefix_cache
     return lambda: None
 
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from strop.models.chat_template import ChatTemplate
 from strop.models.vision.encoded_prompt import EncodedPrompt
 from strop.monitoring.watchdog.waits import waiting
 from strop.rollouts.agent_episode import run_agent
-from strop.rollouts.repeat.group_clock import OWN_TIME, GroupClock
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.rollouts.tool_turns import ToolTurns, make_reply_message
@@ -67,31 +65,26 @@ async def run_group(
     seed: int,
     greedy_baseline: bool = False,
     past: PastSelves | None = None,
-    clock: GroupClock = OWN_TIME,
 ) -> Group:
     """Run all rollouts of one task concurrently. An error of the environment or the engine is recorded on its rollout (law 7).
 
     With ``greedy_baseline``, one more rollout is sampled greedily, as a baseline for the others. The rewards of the group see it too.
-    ``past``: earlier selves of the policy, of which all rollouts meet the same one. ``clock``: decides when each rollout goes on.
+    ``past``: earlier selves of the policy, of which all rollouts meet the same one.
     """
-    version = clock.version(generator)
+    version = generator.version
     compares = environment.has_group_rewards
     episodes = (
-        clock.episode(
+        run_in_one_process(
+            run_episode,
+            environment,
+            task,
             sample,
-            partial(
-                run_in_one_process,
-                run_episode,
-                environment,
-                task,
-                sample,
-                mix_seed(seed, index, sample),
-                generator=generator,
-                template=template,
-                sampling=replace(sampling, temperature=0.0) if sample == samples else sampling,
-                rules=replace(rules, scaling=None) if compares else rules,
-                version=version,
-            ),
+            mix_seed(seed, index, sample),
+            generator=generator,
+            template=template,
+            sampling=replace(sampling, temperature=0.0) if sample == samples else sampling,
+            rules=replace(rules, scaling=None) if compares else rules,
+            version=version,
         )
         for sample in range(samples + greedy_baseline)
     )
@@ -101,7 +94,7 @@ async def run_group(
     with waits, serve_policy(opponent):
         rollouts = await asyncio.gather(*episodes)
         if compares:
-            rollouts = await clock.rewards(partial(run_in_one_process, _score_group, environment, task, rollouts, rules.scaling))
+            rollouts = await run_in_one_process(_score_group, environment, task, rollouts, rules.scaling)
     if rules.penalties is not None:
         least = 0.0 if rules.scaling is None else rules.scaling(0.0)
         rollouts = [_penalize(rollout, rules.penalties, template, least) for rollout in rollouts]

@@ -35,7 +35,7 @@ class TooFewTasks(RuntimeError):
 DrainBefore = Literal["training", "publishing", "never"]
 
 
-PAST_SELVES, DATA, CLOCK = "past_selves", "data", "clock"  # folders in a checkpoint
+PAST_SELVES, DATA = "past_selves", "data"  # folders in a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from strop.config.source import keys, yaml_text
 from strop.config.source.defaults import resolve_source
 from strop.config.source.interpolation import UNSET_VARIABLE, copy_values, escape_interpolations, referenced_keys
 from strop.config.source.nearest_keys import find_nearest_keys, suggest_keys
+from strop.config.source.removed_keys import drop_removed_keys, without_key
 from strop.config.source.yaml_source import (
     ConfigSource,
     KeyPath,
@@ -98,6 +99,7 @@ def load_source(
         raise ConfigError(problems + open_values)
     if not source.values and problems:
         raise ConfigError(problems)  # such as a file without --config, without which all that is required is missing
+    source, removed = drop_removed_keys(source)
     source, unnamed = name_run(source, overrides)
     source, contradictions = resolve_synonyms(source, root)
     translation = translate_source(source, root)
@@ -105,7 +107,7 @@ def load_source(
     config, invalid = validate_source(source, root)
     invalid = [problem for problem in invalid if not translation.explains(problem.key)]
     problems += unnamed + contradictions + translation.problems + invalid + ([] if invalid else find_infinite_numbers(source))
-    problems += find_left_out(source) if check else []
+    problems += [*removed, *find_left_out(source)] if check else []
     if config is not None and check and len(problems) == len(translation.problems):
         config = resolve_auto_backend(config, has_gpus=has_gpus)
         errors = [problem for problem in run_checks.find_errors(config) if not translation.explains(problem.key)]
@@ -195,7 +197,7 @@ def resolve_synonyms(source: ConfigSource, root: type[BaseConfig]) -> tuple[Conf
             message = f"found {values[0]!r}, and {'.'.join(synonym)}, another name of the same option, is {values[1]!r}"
             problems.append(Problem(key.dotted, message, "Remove one of them.", source.find_origin(key.path)))
         loser = key.path if layers[0] <= layers[1] else synonym
-        source = ConfigSource(_without_key(source.values, loser), source.origins, source.files)
+        source = ConfigSource(without_key(source.values, loser), source.origins, source.files)
     return source, problems
 
 
@@ -204,12 +206,6 @@ def _synonyms(root: type[BaseConfig]) -> tuple[tuple[keys.SchemaKey, KeyPath], .
     """Return every key that is another name of an option of the algorithm, and that option."""
     options = ((key, option_set_by(key.field)) for key in keys.iter_keys(root))
     return tuple((key, ("algorithm", *option.split("."))) for key, option in options if option)
-
-
-def _without_key(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
-    if len(path) == 1:
-        return {key: value for key, value in values.items() if str(key) != path[0]}
-    return {key: _without_key(value, path[1:]) if str(key) == path[0] else value for key, value in values.items()}
 
 
 def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT | None, list[Problem]]:
