@@ -12,9 +12,10 @@ from typing import Any
 from strop.algorithms.base import Algorithm
 from strop.build.backend import make_backend
 from strop.build.contents.model_check import check_model
-from strop.build.lifecycle import make_checkpoints, make_early_stop, make_health, make_saver
+from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver
 from strop.build.models import TokenizerBundle
 from strop.build.monitors.instruments import RolloutRecorder
+from strop.build.monitors.run_listeners import make_health
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.resume.token_budgets import make_token_budgets, settle_token_budgets
 from strop.build.scorers import count_optimizer_steps, make_scorers
