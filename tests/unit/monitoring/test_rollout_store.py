@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from strop import cli
+from strop.monitoring.rollout_store import inflated_files
+from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.rollout_store.step_sums import read_step_sums
 from strop.monitoring.rollout_store.token_ratios import MAX_TOKENS
 from strop.types import Batch, Ending, Group, Message, Rollout, Task, Totals, Turn, observation_turn
 from support.full_disk import FullDisk
+from support.stored_steps import inflate
 
 
 def policy_turn(*tokens: int, text: str = "4") -> Turn:
@@ -221,3 +226,33 @@ def test_rollouts_that_a_full_disk_refuses_are_written_when_there_is_room(
     store.write(4, [])
     store.close()
     assert store.steps() == [1, 2, 4] and caplog.text.count("rollouts cannot be written") == 1
+
+
+@pytest.mark.parametrize("column", ["completion", "task_id", "prompt"])
+@pytest.mark.parametrize("dictionary", [False, True])
+def test_no_reader_inflates_a_small_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], column: str, dictionary: bool
+) -> None:
+    """A text that all rows repeat, or that is compressed to nothing, is refused before it fills the memory."""
+    monkeypatch.setattr(inflated_files, "LARGE", 2**22)
+    store = RolloutStore(tmp_path)
+    store.write(1, some_records(1))
+    store.write(2, some_records(2))
+    inflate(store.path(2), column, size=2**16, count=1024, dictionary=dictionary)
+    readers = {
+        "whole": lambda: store.read(2),
+        "of a task": lambda: store.read(2, "a" * 2**16 if column == "task_id" else some_records()[0].task_id, ledger=False),
+        "one": lambda: store.read_one(2, 0, 0),
+        "keys": lambda: store.read_keys(2),
+        "of a run": lambda: list(store.read_all()),
+        "sums": lambda: read_step_sums(store.path(2)),
+    }
+    for name, read in readers.items():
+        if dictionary and name not in ("whole", "of a run"):
+            continue  # it reads a few rows, or no text
+        with pytest.raises(DamagedRollouts, match=r"bytes (are .* )?when they are read"):
+            read()
+            pytest.fail(name)
+    assert cli.main(["rollouts", str(tmp_path), "--step", "2"]) == 2
+    assert "step_000002.parquet cannot be read" in capsys.readouterr().err
+    assert len(store.read(1)) == len(some_records(1)), "the other steps can be read"

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
@@ -19,7 +17,7 @@ from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.view.view_server import ViewOptions, ViewServer
 from strop.view.viewed_run import ViewedRun
 from support.each import each
-from support.stored_steps import write_stored_run
+from support.stored_steps import inflate, write_stored_run
 
 DEEP = "[" * 100_000
 
@@ -64,16 +62,6 @@ def test_a_run_that_cannot_be_described_is_listed_with_the_reason(client: TestCl
     monkeypatch.setattr(ViewedRun, "describe", fail)
     found = {run["id"]: run for run in client.get("/api/runs").json()}
     assert found["bad"]["state"] == "unreadable (MemoryError: too large)" and found["bad"].keys() == found["good"].keys()
-
-
-def inflate(path: Path, column: str, *, size: int, count: int, dictionary: bool) -> None:
-    """Write a file of rollouts with one long text in each row."""
-    rows = pq.read_table(path).slice(0, 1)
-    table = pa.concat_tables([rows] * count)
-    values = pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array(["a" * size])) if dictionary else None
-    texts = values if values is not None else pa.array(["a" * size] * count, pa.large_string())
-    table = table.set_column(table.column_names.index(column), column, pa.chunked_array([texts]))
-    pq.write_table(table, path, compression="zstd", use_dictionary=dictionary, store_schema=False)
 
 
 @pytest.mark.parametrize(("column", "dictionary"), [("completion", True), ("task_id", True), ("prompt", False)])

@@ -82,7 +82,7 @@ def draw_curve(curve: Curve, points: Points, bands: Sequence[tuple[float, float,
         f"{curve.title}: {format_number(values[0])} at step {points[0][0]:g}, {format_number(values[-1])} at step {points[-1][0]:g}, "
         f"from {format_number(min(values))} to {format_number(max(values))}"
     )
-    return _make_figure(curve.title, said, format_number(line[-1][1]), drawn, frame, thin(points))
+    return _make_figure(curve.title, said, format_number(values[-1]), drawn, frame, thin(points))
 
 
 def draw_phases(rows: Sequence[tuple[float, Mapping[str, float]]], title: str = "Seconds per step") -> str:

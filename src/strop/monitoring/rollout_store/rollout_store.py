@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
+from strop.monitoring.rollout_store.inflated_files import read_table
 from strop.monitoring.rollout_store.learner_inputs import decode_inputs, make_kept_column
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts, RolloutFlag, encode_flags, group_flags, read_flags
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace_surrogates
@@ -126,7 +127,7 @@ class RolloutStore:
         path, names = self.path(step), ["group", "sample", "task_id"]
         with naming_damage(path):
             if path.suffix == ".parquet":
-                rows = _import_pyarrow()[1].read_table(path, columns=names).to_pylist()
+                rows = read_table(path, names).to_pylist()
             else:
                 with path.open(encoding="utf-8") as file:
                     rows = [json.loads(line) for line in file]
@@ -228,7 +229,7 @@ def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | Non
 def _read_parquet(path: Path, filters: Sequence[tuple[str, str, object]] | None, *, ledger: bool = True) -> list[RolloutRecord]:
     _, pq = _import_pyarrow()
     columns = None if ledger else [name for name in pq.read_schema(path).names if name not in LEDGER]
-    return decode_rows(pq.read_table(path, filters=filters, columns=columns).to_pylist())
+    return decode_rows(read_table(path, columns, filters).to_pylist())
 
 
 def decode_rows(rows: Iterable[Mapping[str, Any]]) -> list[RolloutRecord]:
