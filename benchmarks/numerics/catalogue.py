@@ -1,0 +1,10 @@
+"""All sections of the page, in its order."""
+
+from __future__ import annotations
+
+from numerics.papers import papers
+from numerics.sections import Section
+
+
+def sections() -> tuple[Section, ...]:
+    return (papers(),)
