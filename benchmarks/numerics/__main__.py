@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from numerics.page import measure, render
 from numerics.catalogue import sections
+from numerics.page import measure, render
 
 PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
 

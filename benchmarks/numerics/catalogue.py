@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from numerics.papers import papers
 from numerics.sections import Section
+from numerics.trl_losses import trl_losses
 
 
 def sections() -> tuple[Section, ...]:
-    return (papers(),)
+    return (papers(), trl_losses())

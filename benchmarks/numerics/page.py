@@ -71,7 +71,10 @@ def render(measured: Sequence[Measured]) -> str:
         "",
         "| section | rows | largest difference by column |",
         "|---|---|---|",
-        *(f"| [{one.section.title}](#{anchor(one.section.title)}) | {len(one.section.rows)} | {summary(one)} |" for one in measured),
+        *(
+            f"| [{one.section.title}](#{anchor(one.section.title)}) | {len(one.section.rows)} | {summary(one)} |"
+            for one in measured
+        ),
     ]
     for one in measured:
         lines += ["", *table(one)]
@@ -89,7 +92,9 @@ def table(one: Measured) -> Iterator[str]:
     section = one.section
     noted = any(row.note for row in section.rows)
     heads = ["option", "beside", *section.columns, *(["what differs"] if noted else [])]
-    bounds = [f"{column} {bound:.0e}" for column, bound in zip(section.columns, section.bounds, strict=True) if bound != float("inf")]
+    bounds = [
+        f"{column} {bound:.0e}" for column, bound in zip(section.columns, section.bounds, strict=True) if bound != float("inf")
+    ]
     yield from (f"## {section.title}", "", section.about, "")
     if bounds:
         yield from (f"Bounds: {', '.join(bounds)}.", "")

@@ -14,7 +14,8 @@ from conformance.advantages import GROUP_ADVANTAGES, GroupCase
 from conformance.cases import PAIRS, REWARDS, STEPS, Step
 from conformance.compose import algorithm, part, policy_gradient
 from conformance.corrections import CORRECTIONS, CorrectionCase
-from conformance.formulas_common import AGGREGATIONS, Row as Rollout, Scalar, constant, constant_length
+from conformance.formulas_common import AGGREGATIONS, Scalar, constant, constant_length
+from conformance.formulas_common import Row as Rollout
 from conformance.harness import Leaves, Outcome, through_formula, through_strop
 from conformance.objectives import OBJECTIVES, ObjectiveCase
 from conformance.preferences import PAIR_LOSSES, PairCase

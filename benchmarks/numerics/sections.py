@@ -82,7 +82,7 @@ def rounded(step: Step) -> Step:
 
 
 FLOATS = ("value, float64", "gradient, float64", "value, float32", "gradient, float32")
-FLOAT_BOUNDS = (1e-9, 1e-9, 1e-5, 1e-5)
+FLOAT_BOUNDS = (1e-9, 1e-9, 2e-6, 2e-6)
 
 
 def over_steps(
