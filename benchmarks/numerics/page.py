@@ -66,8 +66,8 @@ def render(measured: Sequence[Measured]) -> str:
         f"- **Measured** on {datetime.now(UTC):%d %B %Y} at commit {commit()}, in {sum(one.seconds for one in measured) / 60:.0f} minutes.",
         f"- **Versions**: Python {platform.python_version()}, {', '.join(versions())}.",
         f"- **Rows**: {rows}. {sum(len(list(one.above())) for one in measured)} of them are above the bound of their section.",
-        "- **Numbers** are differences. Of a value, relative to the peer's, or absolute where that is below 1; of a gradient, of weights and "
-        "of log-probabilities, the largest one, relative to the peer's largest number.",
+        "- **Numbers** are differences. Of a value, relative to the peer's, or absolute where that is below 1; of a gradient, of "
+        "weights and of log-probabilities, the largest one, relative to the peer's largest number.",
         "",
         "| section | rows | largest difference by column |",
         "|---|---|---|",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -91,8 +92,6 @@ def beside_grpo(theirs: dict[str, Any], ours: Callable[[], dict[str, Any]]) -> N
 
 def without_sampler(step: Step) -> Step:
     """The sampler is the learner before the update: Strop's VESPO is relative to the first, TRL's to the second."""
-    from dataclasses import replace
-
     return step.map(lambda one: replace(one, sampler=one.before))
 
 
@@ -150,8 +149,8 @@ def overlong() -> Numbers:
 def trl_losses() -> Section:
     return Section(
         "TRL's losses",
-        "The methods of TRL's trainers that compute a loss, given the same log-probabilities, advantages and reference as Strop, both sides "
-        "in the same type.",
+        "The methods of TRL's trainers that compute a loss, given the same log-probabilities, advantages and reference as Strop, both "
+        "sides in the same type.",
         FLOATS,
         FLOAT_BOUNDS,
         (*grpo_rows(), *preference_rows(), *reward_rows()),

@@ -177,7 +177,8 @@ def through_grpo_trainer(step: Step, options: dict[str, Any]) -> Outcome:
     now, entropy = padded([torch.stack(row.now) for row in rows]), padded([torch.stack(row.entropy) for row in rows])
     mask = padded([torch.ones(row.length, dtype=torch.int64) for row in rows])
     arguments = {
-        "delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
+        "delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1, "sapo_temperature_pos": 1.0,
+        "sapo_temperature_neg": 1.05,
         "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
     }  # fmt: skip
     own = {
