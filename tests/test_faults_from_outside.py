@@ -253,6 +253,26 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
         "N1 rotary factors by the length of a call": (
             f"{ROTARY}::test_sampler_and_learner_agree_on_short_and_long_rollouts",
         ),
+        "N2 the largest ratio of tokens that do not count": (
+            "unit/algorithms/test_grpo::test_the_largest_ratio_is_of_tokens_that_count",
+        ),
+        "N3 a token that the policy itself holds for impossible": (
+            "conformance/test_infinities::test_a_token_of_probability_0_under_one_policy_gives_a_finite_loss_and_gradient",
+        ),
+        "N4 an interval's effective number of tasks": (
+            "unit/statistics/test_intervals::test_shares_have_wilsons_interval_of_as_many_outcomes_as_would_vary_as_much",
+        ),
+        "N5 the slope of step rewards": (
+            "unit/environments/test_step_rewards::"
+            "test_where_the_source_does_not_begin_at_zero_a_steps_reward_has_the_slope_alone",
+        ),
+        "N6 an unbounded loss": (
+            "stays: importance and decoupled_ppo have no bound by their definition and kl without clamps has none by request; the loss "
+            "overflows float32 beyond e^88, the gradient stays finite"
+        ),
+        "N7 accuracy at the reference": (
+            "unit/algorithms/test_preference::test_a_margin_of_rounding_is_no_hit",
+        ),
     },
     "first_hours": {
         "B1": (

@@ -1,0 +1,12 @@
+"""All sections of the page, in its order."""
+
+from __future__ import annotations
+
+from numerics.nemo_rl import nemo_rl
+from numerics.papers import papers
+from numerics.sections import Section
+from numerics.trl_losses import trl_losses
+
+
+def sections() -> tuple[Section, ...]:
+    return (papers(), trl_losses(), nemo_rl())

