@@ -214,6 +214,13 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
         "20 positions": (
             f"{SIZES}::test_a_sequence_beyond_learned_positions_is_refused_and_beyond_rotated_ones_said",
         ),
+        "section 2, SFT of several turns with templates that rewrite earlier ones": (
+            "unit/rollouts/test_rewritten_turns::test_every_taught_turn_is_what_the_policy_would_write_after_what_it_would_read",
+            "unit/rollouts/test_rewritten_turns::test_the_gradient_of_sft_is_that_of_every_turn_read_alone_however_it_is_cut",
+            "unit/rollouts/test_rewritten_turns::test_the_tokens_in_the_loss_are_those_of_trl",
+            "unit/rollouts/test_rewritten_turns::test_a_template_that_always_opens_a_thought_and_writes_none_says_what_can_be_done",
+            "loop/test_recorded_runs::test_talks_whose_turns_the_template_rewrites_train_alike_however_they_are_cut",
+        ),
         "section 2, \":0 is not CSV\"": (
             f"{TEXTS}::test_a_data_file_in_another_encoding_is_called_that",
         ),

@@ -43,8 +43,11 @@ def count_tokens(
     rules = replace(rules, max_length=NO_LIMIT)  # compared by the caller, so that the lengths of long ones are known
     plans = [_plan(row.example, rules) for row in rows]
     cuts = [[_attempt(_cut_text, each, template, rules) for each in plan] for plan in plans]
-    encoded = iter(_encode_together(["".join(each) for cut in cuts for each in cut if isinstance(each, list)], template))
-    spans = [[_find_spans(each, next(encoded)) if isinstance(each, list) else each for each in cut] for cut in cuts]
+    texts = ["".join(path) for cut in cuts for each in cut if isinstance(each, list) for path in each]
+    encoded = iter(_encode_together(texts, template))
+    spans = [
+        [[_find_spans(path, next(encoded)) for path in each] if isinstance(each, list) else each for each in cut] for cut in cuts
+    ]
     return [_attempt(_count, *each, template, rules, limit) for each in zip(rows, plans, spans, strict=True)]
 
 
@@ -69,8 +72,8 @@ def _plan(example: Task | None, rules: RecordedRules) -> tuple[RecordedConversat
     raise TypeError(f"{type(example).__name__} is no recorded example")
 
 
-def _cut_text(conversation: RecordedConversation, template: ChatTemplate, rules: RecordedRules) -> list[str] | None:
-    """Return the texts of the spans of a conversation; None if it cannot be encoded in one piece."""
+def _cut_text(conversation: RecordedConversation, template: ChatTemplate, rules: RecordedRules) -> list[list[str]] | None:
+    """Return the texts of the spans of each path of a conversation; None if they cannot be encoded in one piece."""
     if conversation.raw_text is not None or not _encodes_together(template) or images_of(conversation.messages):
         return None
     return template.split_text(
@@ -112,7 +115,7 @@ def _find_bound(encoding: Any, cut: int) -> int | None:
 def _count(
     row: CheckedRow,
     plan: Sequence[RecordedConversation],
-    cut: Sequence[list[TokenSpan] | Exception | None],
+    cut: Sequence[Sequence[list[TokenSpan] | None] | Exception | None],
     template: ChatTemplate,
     rules: RecordedRules,
     limit: int | None,
@@ -125,22 +128,26 @@ def _count(
 
 def _count_side(
     conversation: RecordedConversation,
-    spans: list[TokenSpan] | Exception | None,
+    paths: Sequence[list[TokenSpan] | None] | Exception | None,
     thorough: bool,
     template: ChatTemplate,
     rules: RecordedRules,
     limit: int | None,
 ) -> TokenCounts:
-    if isinstance(spans, Exception):
-        raise spans
-    length = 0 if spans is None else sum(len(span.tokens) for span in spans)
-    if spans is None or thorough or (limit is not None and abs(length - limit) <= CLOSE):
-        spans = encode_spans(conversation, template, rules)
-    prompt, *turns = finish_spans(spans, template, rules)
-    completion = sum(len(span.tokens) for span in turns if span.in_loss)
-    length = len(prompt.tokens) + sum(len(span.tokens) for span in turns)
+    """Return the tokens of a conversation: of its longest path, and those of all in the loss."""
+    if isinstance(paths, Exception):
+        raise paths
+    known = [path for path in paths or () if path is not None]
+    lengths = [sum(len(span.tokens) for span in path) for path in known]
+    near = limit is not None and any(abs(length - limit) <= CLOSE for length in lengths)
+    if not known or len(known) < len(paths or ()) or thorough or near:
+        known = encode_spans(conversation, template, rules)
+    finished = [finish_spans(path, template, rules) for path in known]
+    completion = sum(len(span.tokens) for _, *turns in finished for span in turns if span.in_loss)
+    length = max(sum(len(span.tokens) for span in path) for path in finished)
     stops = rules.stop_ids or (template.tokenizer.eos_token_id,)
-    return TokenCounts(len(prompt.tokens), completion, length, turns[-1].tokens[-1:] in [[stop] for stop in stops])
+    ends = all(path[-1].tokens[-1:] in [[stop] for stop in stops] for path in finished)
+    return TokenCounts(len(finished[0][0].tokens), completion, length, ends)
 
 
 def _attempt(function: Callable[..., T], *arguments: Any) -> T | Exception:
