@@ -127,7 +127,6 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
         run.throughput = make_throughput(config, machines.gpu_names, tracker.note, on_cpu=on_cpu)
         run.stop_request = signals.stop_request
         run.profiler = make_profiler(config, tracker, cluster)
-        await run.profiler.prepare()
         check_checkpoint_space(config, run.learners, tracker)
         try:
             await train(run)
