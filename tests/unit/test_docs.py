@@ -47,6 +47,8 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 LOG = ROOT / "docs/log.md"
 # Deleted with the feature that they were of; older entries of the log name them.
 GONE = {
+    "benchmarks/plan_step_times.py",
+    "benchmarks/plan_this_machine.py",
     "benchmarks/repeatable_runs.py",
     "tests/loop/test_repeatable_runs.py",
     "tests/unit/rollouts/test_engine_clock.py",
