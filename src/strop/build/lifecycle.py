@@ -11,7 +11,6 @@ import numpy
 import torch
 
 from strop.build.contents.run_contents import find_contents, write_contents
-from strop.build.monitors.run_throughput import read_dimensions
 from strop.build.monitors.tracker_services import make_services
 from strop.checkpointing.background import BackgroundCheckpointer
 from strop.checkpointing.base import Checkpointer
@@ -20,7 +19,6 @@ from strop.config import TrainingRunConfig, dump_config
 from strop.distributed.base import Cluster
 from strop.monitoring.console.console import open_console
 from strop.monitoring.profiling.step_profiler import ProfiledProcess, StepProfiler
-from strop.monitoring.roofline.decode_work import DecodeWork
 from strop.monitoring.trackers.background_tracker import BackgroundTracker
 from strop.monitoring.trackers.base import CompositeTracker, Tracker
 from strop.monitoring.trackers.jsonl import JsonlTracker
@@ -94,17 +92,12 @@ def make_saver(config: TrainingRunConfig, folders: FolderCheckpointer) -> Checkp
 def make_profiler(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster | None) -> StepProfiler:
     """Make what records the time line of the steps that ``logger.profile`` names, in this process and in those of ``cluster``."""
     profile = config.logger.profile
-    model = read_dimensions(config.policy.model_name) if profile.steps and profile.operators else None
-    precision = config.policy.precision
     return StepProfiler(
         folder=Path(config.logger.log_dir).absolute(),
         steps=frozenset(profile.steps),
         operators=profile.operators,
         note=tracker.note,
         processes=(lambda: _list_working(cluster)) if cluster is not None else tuple,
-        decode_work=None
-        if model is None
-        else DecodeWork(model=model, itemsize=2 if precision == "bfloat16" else 4, precision=precision),
     )
 
 

@@ -16,13 +16,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from strop.ledger.token_ledger import LedgerError, make_ledger
-from strop.monitoring.pages.roofline_drawing import draw_rooflines
-from strop.monitoring.profiling.step_profiler import PROFILES_FOLDER
 from strop.monitoring.rollout_index.rollout_filter import RolloutFilter
 from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER
 from strop.monitoring.rollout_store.stored_images import StoredImages
-from strop.monitoring.roofline.roofline_text import format_roofline
-from strop.monitoring.roofline.step_roofline import StepRoofline, list_rooflines, read_roofline, roofline_path
 from strop.safety.printable import make_printable
 from strop.storage.json_values import clean_json
 from strop.view.access_guard import LONGEST_BODY
@@ -41,7 +37,6 @@ log = logging.getLogger(__name__)
 POINTS = 2000
 WARM_RUNS = 3
 IMAGE_TYPES = ((b"\x89PNG\r\n\x1a\n", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (b"RIFF", "image/webp"))
-ROOFLINE_ROWS = 40  # operators of each process, as text
 LARGEST_REPLAY = 64 * 2**20  # bytes
 
 
@@ -72,9 +67,6 @@ class ViewRoutes:
             f"/api/runs/{{run}}/ledger/{place}": self.ledger,
             "/api/runs/{run}/replays": self.replays,
             "/api/runs/{run}/images/{name}": self.image,
-            "/api/runs/{run}/rooflines": self.rooflines,
-            "/api/runs/{run}/rooflines/{step:int}": self.roofline,
-            "/api/runs/{run}/rooflines/{step:int}/picture": self.roofline_picture,
         }
         stars = "/api/runs/{run}/stars"
         made = [Route(path, answering(answer), methods=["GET"]) for path, answer in routes.items()]
@@ -234,27 +226,6 @@ class ViewRoutes:
             except ViewError as error:
                 rows.append({**named, "step": star.step, "group": star.group, "sample": star.sample, "error": str(error)})
         return rows
-
-    def rooflines(self, request: Request) -> Any:
-        return {"steps": list_rooflines(self.run(request).folder / PROFILES_FOLDER)}
-
-    def roofline(self, request: Request) -> Any:
-        found = self._read_roofline(request)
-        return {"step": found.step, "text": format_roofline(found, ROOFLINE_ROWS)}
-
-    def roofline_picture(self, request: Request) -> Response:
-        """Drawn from its figures: the picture in the run's folder is never sent."""
-        content = draw_rooflines(self._read_roofline(request))
-        return Response(content, headers={"Content-Type": "image/svg+xml", "Content-Disposition": "inline"})
-
-    def _read_roofline(self, request: Request) -> StepRoofline:
-        step = request.path_params["step"]
-        try:
-            return read_roofline(roofline_path(self.run(request).folder / PROFILES_FOLDER, step))
-        except FileNotFoundError:
-            raise ViewError(f"step {step} has no roofline") from None
-        except (OSError, ValueError) as error:
-            raise ViewError(f"the roofline of step {step} cannot be read: {error}", 422) from error
 
     def image(self, request: Request) -> Response:
         run, name = self.run(request), request.path_params["name"].partition(".")[0]

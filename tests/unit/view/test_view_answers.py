@@ -15,10 +15,8 @@ from starlette.testclient import TestClient
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.turn_record import TurnRecord
-from strop.monitoring.roofline.step_roofline import roofline_path, write_roofline
 from strop.view.view_server import ViewOptions, ViewServer
 from support.each import each
-from support.step_rooflines import STEP
 from support.stored_steps import GROUPS, SAMPLES, make_stored, write_steps, write_stored_run
 
 CONFIG = {"policy": {"precision": "float32"}, "grpo": {"seed": 7, "max_num_steps": 5}}
@@ -56,25 +54,6 @@ def reader(folder: Path) -> Iterator[Reader]:
 
 def keys(answer: dict[str, Any]) -> list[tuple[int, int, int]]:
     return [(row["step"], row["group"], row["sample"]) for row in answer["rows"]]
-
-
-def test_rooflines_are_drawn_from_their_figures(reader: Reader, folder: Path) -> None:
-    assert reader.get("runs/a/rooflines") == {"steps": []}
-    profiles = folder / "profiles"
-    profiles.mkdir()
-    path = roofline_path(profiles, 3)
-    write_roofline(path, STEP)
-    path.with_suffix(".svg").write_text("<svg><script>alert(1)</script></svg>")
-    assert reader.get("runs/a/rooflines") == {"steps": [3]}
-    assert "mm [8, 8] x [8, 8]" in reader.get("runs/a/rooflines/3")["text"]
-    picture = reader.client.get("/api/runs/a/rooflines/3/picture")
-    assert (
-        picture.headers["content-type"] == "image/svg+xml" and "script" not in picture.text and "memory 10 GB/s" in picture.text
-    )
-    assert "script-src 'self'" in picture.headers["content-security-policy"]
-    assert "has no roofline" in reader.get("runs/a/rooflines/4", 404)["error"]
-    path.write_text("{")
-    assert "cannot be read" in reader.get("runs/a/rooflines/3/picture", 422)["error"]
 
 
 def test_the_list_of_runs_finds_those_that_are_added(reader: Reader, folder: Path) -> None:

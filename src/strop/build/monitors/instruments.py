@@ -153,7 +153,6 @@ class ProfileRecorder(RunListener):
     profiler: StepProfiler
 
     async def on_start(self, step: int, tracker: Tracker) -> None:
-        await self.profiler.prepare()
         await self.profiler.begin(step + 1)
 
     async def on_log(self, step: StepView) -> dict[str, float]:

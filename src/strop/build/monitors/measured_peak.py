@@ -1,4 +1,4 @@
-"""The ceilings of this machine's processors: measured in about a second, and remembered for further runs.
+"""The peak of this machine's processors: measured in about a second, and remembered for further runs.
 
 The fastest of several calls counts, as others' work on the machine only ever makes one slower. Remembered under what the figures depend on:
 processor, cores that this process may use, threads, torch's version.
@@ -13,17 +13,15 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from strop.monitoring.roofline.device_ceilings import DeviceCeilings
+import torch
+
 from strop.monitoring.run_starts import find_processor
 from strop.storage.atomic_file import atomic_write
 from strop.storage.user_cache import user_cache_folder
-
-if TYPE_CHECKING:
-    import torch
 
 FORMATS = ("bfloat16", "float32")
 SECONDS = 0.08  # of each measurement in a round
@@ -31,24 +29,32 @@ ROUNDS = 6  # at most; two are enough where they agree
 AGREE = 0.06  # the two best rounds of each figure differ by less
 SIDES = (512, 1024)  # of square matrices; the fastest counts
 LONGEST = 0.25  # seconds: no larger matrices where one product would take longer
-MEMORY = 1 << 27  # bytes of each of two buffers: more than most caches hold
-CACHE = 1 << 17  # bytes of each of two buffers, for each thread: they fit into a core's own cache
-LARGEST_FILE = 1 << 16
 
 
-def measure_ceilings(threads: int | None = None) -> DeviceCeilings:
-    """Return the ceilings of this machine's processors with so many threads; None: torch's own number.
+@dataclass(frozen=True, kw_only=True)
+class MeasuredPeak:
+    """What processors do at most."""
+
+    device: str
+    flops: Mapping[str, float]  # FLOPs a second, by number format
+    source: str  # in words: measured on which day
+
+    def peak(self, precision: str) -> float:
+        """Return FLOPs a second in a number format; of one that is not known the highest, so that no share is flattered."""
+        return self.flops.get(precision) or max(self.flops.values())
+
+
+def measure_peak(threads: int | None = None) -> MeasuredPeak:
+    """Return the peak of this machine's processors with so many threads; None: torch's own number.
 
     Measured once, about a second, and kept in Strop's cache folder, but for figures of a machine that was too busy to agree with itself.
     Processes that ask at the same time measure one after another.
     """
-    import torch
-
     threads = threads or torch.get_num_threads()
     name = f"{find_processor()}, {threads} thread{'s' if threads > 1 else ''}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     identity = (name, cores, platform.machine(), str(torch.__version__), 1)
-    path = user_cache_folder() / f"ceilings-{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}.json"
+    path = user_cache_folder() / f"peak-{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}.json"
     with _locked(path.with_suffix(".lock")):
         known = _read(path)
         if known is not None:
@@ -56,7 +62,7 @@ def measure_ceilings(threads: int | None = None) -> DeviceCeilings:
         found, agreed = _measure(name, threads)
         if agreed:
             with suppress(OSError), atomic_write(path) as temporary:  # or measured again the next time
-                temporary.write_text(json.dumps(found.to_dict(), indent=1), encoding="utf-8")
+                temporary.write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
     return found
 
 
@@ -77,36 +83,30 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _read(path: Path) -> DeviceCeilings | None:
+def _read(path: Path) -> MeasuredPeak | None:
+    """Return what is remembered; None if it is not there or damaged."""
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            return None
-        return DeviceCeilings.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError):
+        values = json.loads(path.read_text(encoding="utf-8"))
+        flops = {name: float(values["flops"][name]) for name in FORMATS}
+        found = MeasuredPeak(device=str(values["device"]), flops=flops, source=str(values["source"]))
+    except (OSError, ValueError, KeyError, TypeError):
         return None
+    return found if all(0 < rate < 1e30 for rate in flops.values()) else None
 
 
-def _measure(name: str, threads: int) -> tuple[DeviceCeilings, bool]:
-    """Return the ceilings, and whether rounds agreed: on a machine that others keep busy they may not."""
-    import torch
-
+def _measure(name: str, threads: int) -> tuple[MeasuredPeak, bool]:
+    """Return the peak, and whether rounds agreed: on a machine that others keep busy they may not."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with torch.inference_mode():
-            rates, spread = _measure_rounds(_list_measurements(threads))
+            rates, spread = _measure_rounds({each: partial(_measure_products, getattr(torch, each)) for each in FORMATS})
     finally:
         torch.set_num_threads(before)
     agreed = spread < AGREE
     busy = "" if agreed else f", while it was busy: rounds differed by {100 * spread:.0f} %"
-    memory = max(rates["reading"], rates["copying"])
-    return DeviceCeilings(
-        device=name,
-        flops={each: rates[each] for each in FORMATS},
-        bandwidth=memory,
-        cache_bandwidth=max(rates["cache"], memory),
-        source=f"measured on this machine on {time.strftime('%Y-%m-%d')}{busy}",
-    ), agreed
+    source = f"measured on this machine on {time.strftime('%Y-%m-%d')}{busy}"
+    return MeasuredPeak(device=name, flops=rates, source=source), agreed
 
 
 def _measure_rounds(measurements: Mapping[str, Callable[[], float]]) -> tuple[dict[str, float], float]:
@@ -122,23 +122,8 @@ def _measure_rounds(measurements: Mapping[str, Callable[[], float]]) -> tuple[di
     return {each: found[0] for each, found in rates.items()}, spread
 
 
-def _list_measurements(threads: int) -> dict[str, Callable[[], float]]:
-    """Return what measures FLOPs a second of square products, and bytes a second of reading and of copying (both ways)."""
-    import torch
-
-    large, target = torch.ones(MEMORY // 4), torch.zeros(MEMORY // 4)
-    small, near = torch.ones(CACHE * threads // 4), torch.zeros(CACHE * threads // 4)
-    return {
-        **{precision: partial(_measure_products, getattr(torch, precision)) for precision in FORMATS},
-        "reading": lambda: MEMORY / _time(large.sum, SECONDS / 2),
-        "copying": lambda: 2 * MEMORY / _time(lambda: target.copy_(large), SECONDS / 2),
-        "cache": lambda: 2 * CACHE * threads / _time(lambda: near.copy_(small), SECONDS / 2),
-    }
-
-
 def _measure_products(dtype: torch.dtype) -> float:
-    import torch
-
+    """Return the FLOPs a second of square products."""
     best = 0.0
     for side in SIDES:
         left, right = (torch.ones(side, side, dtype=dtype) for _ in range(2))
