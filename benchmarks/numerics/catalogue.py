@@ -6,7 +6,8 @@ from numerics.nemo_rl import nemo_rl
 from numerics.papers import papers
 from numerics.sections import Section
 from numerics.trl_losses import trl_losses
+from numerics.trl_runs import trl_runs
 
 
 def sections() -> tuple[Section, ...]:
-    return (papers(), trl_losses(), nemo_rl())
+    return (papers(), trl_losses(), nemo_rl(), trl_runs())

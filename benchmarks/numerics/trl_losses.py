@@ -66,6 +66,7 @@ GRPO: list[tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = [
     ),
     ({"loss_type": "vespo"}, lambda: {"objective": part("gamma_weight"), "ratio_to": "learner"}),
     ({"beta": 0.3}, lambda: {"kl": Kl(weight=0.3, **FREE)}),
+    ({"beta": 0.3, "use_bias_correction_kl": True}, lambda: {"kl": Kl(weight=0.3, unbiased=True, **FREE)}),
     ({"entropy_coef": 0.07}, lambda: {"entropy_bonus": 0.07}),
     ({"off_policy_mask_threshold": 0.05}, lambda: {"corrections": (part("opsm", delta=0.05),)}),
 ]
@@ -81,7 +82,8 @@ def beside_grpo(theirs: dict[str, Any], ours: Callable[[], dict[str, Any]]) -> N
     def subject() -> Algorithm:
         return policy_gradient(**ours())
 
-    steps = [without_sampler(step) for step in USUAL] if theirs.get("loss_type") == "vespo" else USUAL
+    by_learner = theirs.get("loss_type") == "vespo" or "use_bias_correction_kl" in theirs
+    steps = [without_sampler(step) for step in USUAL] if by_learner else USUAL
     return over_steps(
         lambda step: step_through_strop(subject(), step, given=True),
         lambda step: through_grpo_trainer(step, theirs),
@@ -91,7 +93,7 @@ def beside_grpo(theirs: dict[str, Any], ours: Callable[[], dict[str, Any]]) -> N
 
 
 def without_sampler(step: Step) -> Step:
-    """The sampler is the learner before the update: Strop's VESPO is relative to the first, TRL's to the second."""
+    """The sampler is the learner before the update: Strop's VESPO and unbiased KL are relative to the first, TRL's to the second."""
     return step.map(lambda one: replace(one, sampler=one.before))
 
 
