@@ -12,6 +12,7 @@ from strop.data.splitting import split_mini_batches
 from strop.learner.base import require_token_outputs
 from strop.learner.client import PolicyColumns
 from strop.monitoring.rollout_store.token_columns import TokenColumns
+from strop.trainer.loss_check import check_loss
 from strop.trainer.mismatch import measure_mismatch
 from strop.trainer.run import TrainingRun
 from strop.trainer.step_metrics import batch_metrics
@@ -44,6 +45,7 @@ async def update(run: TrainingRun, batch: Batch) -> UpdateResult:
             for name, loss in losses.items():
                 inputs = replace(prepared, zero_gradient=run.algorithm.zero_gradient(prepared, name))
                 result = await run.learners[name].forward_backward(inputs, loss)
+                check_loss(run.algorithm, loss, inputs, result.outputs)
                 trace.observe(name, mini_batch.index, inputs, result.outputs, loss)
                 prefix = "" if name == "policy" else f"{name}_"
                 step_metrics = {**result.metrics, **await run.learners[name].step()}
@@ -53,8 +55,7 @@ async def update(run: TrainingRun, batch: Batch) -> UpdateResult:
         assert old_outputs is not None
         trained = {f"train/{name}": value for name, value in metrics.to_floats(metrics.merge(*logged)).items()}
         measured = batch_metrics(batch, old_outputs, recorded=bool(run.algorithm.recorded_data))
-        mismatch = check_mismatch(run, batch, old_outputs)
-        found = {**trained, **run.algorithm.report(batch), **measured, **mismatch}
+        found = {**trained, **run.algorithm.report(batch), **measured, **check_mismatch(run, batch, old_outputs)}
         return UpdateResult(old_outputs=old_outputs, metrics=found, tokens=trace.columns())
 
 
