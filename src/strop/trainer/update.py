@@ -10,6 +10,7 @@ from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.data.splitting import split_mini_batches
 from strop.learner.base import require_token_outputs
 from strop.learner.client import PolicyColumns
+from strop.trainer.loss_check import check_loss
 from strop.trainer.run import TrainingRun
 from strop.trainer.step_metrics import batch_metrics
 from strop.trainer.step_view import OptimizerPass, UpdateResult
@@ -33,6 +34,7 @@ async def update(run: TrainingRun, batch: Batch) -> UpdateResult:
             for name, loss in losses.items():
                 inputs = replace(prepared, zero_gradient=run.algorithm.zero_gradient(prepared, name))
                 result = await run.learners[name].forward_backward(inputs, loss)
+                check_loss(run.algorithm, loss, inputs, result.outputs)
                 passes.append(
                     OptimizerPass(learner=name, index=mini_batch.index, batch=inputs, outputs=result.outputs, loss=loss)
                 )

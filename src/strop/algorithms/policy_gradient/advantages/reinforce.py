@@ -22,6 +22,7 @@ from strop.types import Batch
 class Reinforce(Objective):
     """A log pi."""
 
+    zero_gradient_without_advantage = True
     uses_ratio_to: ClassVar[bool] = False
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:

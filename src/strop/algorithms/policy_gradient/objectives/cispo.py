@@ -24,6 +24,7 @@ class ClippedWeight(BoundedObjective):
     TRL clamps the weight to its epsilon_high instead of 1 + epsilon_high: with PPO's 0.2 an on-policy weight of 1 would become 0.2.
     """
 
+    zero_gradient_without_advantage = True
     name: ClassVar[str] = "cispo"
     bound_columns: ClassVar[tuple[str, ...]] = ("ratio_outside_clip",)
     low: float = 1.0

@@ -25,6 +25,7 @@ class DivergenceMask(BoundedObjective):
     correction is needed. ``low`` and ``high`` are probabilities. The paper's variant with a KL divergence is not implemented.
     """
 
+    zero_gradient_without_advantage = True
     corrects_for_sampler: ClassVar[bool] = True
     uses_ratio_to: ClassVar[bool] = False
     bound_columns: ClassVar[tuple[str, ...]] = ("divergence_masked", "ratio_capped")

@@ -25,6 +25,7 @@ class Tapered(Objective):
     and almost no gradient, which keeps the policy stable far from mu.
     """
 
+    zero_gradient_without_advantage = True
     sequence_level: ClassVar[bool] = True
     corrects_for_sampler: ClassVar[bool] = True
     cap: float = 1.0

@@ -24,6 +24,7 @@ class GammaWeight(Objective):
     directly relative to the sampler, which is the same while that bound is not reached.
     """
 
+    zero_gradient_without_advantage = True
     corrects_for_sampler: ClassVar[bool] = True
     uses_ratio_to: ClassVar[bool] = False
     k_positive: float = 2.0
