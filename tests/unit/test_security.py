@@ -38,7 +38,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "generation/sglang/server/engine_calls.py": "from the server that this process started, on loopback",
         "environments/scoring/scoring_worker.py": "from the process that started it, over a pipe",
         "rollouts/tokenizing_worker.py": "between the run and the process that it started, over its pipes",
-        "build/data_check/check_workers.py": "what this process, or the one that started it, has pickled itself",
     },
     "pickle.load": {"checkpointing/state_file.py": "state.pt, with a list of classes"},
     "pickle.Unpickler": {
