@@ -18,8 +18,7 @@ from strop.build.run_report.run_incidents import list_incidents
 from strop.build.run_report.validation_results import read_validations
 from strop.cli.log_folder import find_log_folder
 from strop.config.source import yaml_text
-from strop.monitoring.pages.axis_ticks import find_range, make_ticks
-from strop.monitoring.pages.curve_drawing import thin
+from strop.monitoring.pages.curve_drawing import find_range, make_ticks, thin
 from strop.monitoring.run_starts import describe_hardware, find_versions, read_run_starts
 from strop.monitoring.trackers.jsonl import read_metrics
 from strop.monitoring.watchdog.status import read_status, write_status
@@ -128,7 +127,7 @@ def test_a_folder_without_a_run_and_one_without_steps_get_a_sentence(tmp_path: P
     ("arguments", "said"),
     [
         (["logs/minee"], "there is no logs/minee; name a run's log folder (logger.log_dir); did you mean logs/mine?"),
-        (["logs/mine", "logs/other"], "a report is of one run, found logs/other too: strop compare A B --html FILE compares two"),
+        (["logs/mine", "logs/other"], "a report is of one run, found logs/other too: strop compare A B compares two"),
         (["logs/mine", "--output", "logs"], "logs cannot be written: it is a folder; name the file to write"),
         (["logs/mine", "--outptu", "x"], "did you mean --output?"),
     ],
