@@ -127,6 +127,7 @@ def test_steps_are_replayed_to_the_last_digit_and_the_ledger_sums_to_the_loss(
     output = capsys.readouterr()
     found = json.loads(output.out)
     assert "no checkpoint of step 3 is kept: 1 step is trained again, from step_2, which took" in output.err
+    assert "; none is for --step 1, 3" in output.err
     assert found["exact"] and not found["reproduction"]["different"] and found["reproduction"]["compared"] > 40
     assert found["retrained"]["compared"] > 40 and found["retrained"]["different"] == []
     assert found["gradient_cosine"] == pytest.approx(1.0) and found["change_ratio"] == pytest.approx(2.0, abs=0.1)

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 REPLAYS_FOLDER = "replays"  # in the log folder of the run
 LISTED = 10  # rollouts that moved most
+SHOWN_READY = 4  # steps that need none on the way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +164,12 @@ def _check(plan: ReplayPlan, at_step: Sequence[Configured]) -> None:
             raise ConfigError(problems)
 
 
+def _name_ready(plan: ReplayPlan) -> str:
+    if not plan.ready:
+        return ""
+    return f"; none is for --step {', '.join(map(str, plan.ready[-SHOWN_READY:]))}"
+
+
 class _Way:
     """The way from the weights that a replay begins with to the step."""
 
@@ -173,7 +180,9 @@ class _Way:
         if count := len(plan.between):
             took = f", which took {plan.expected_seconds:.3g} s of training when it ran" if plan.expected_seconds else ""
             steps = f"{count} steps are" if count > 1 else "1 step is"
-            note(f"no checkpoint of step {plan.step - 1} is kept: {steps} trained again, from {plan.source}{took}")
+            note(
+                f"no checkpoint of step {plan.step - 1} is kept: {steps} trained again, from {plan.source}{took}{_name_ready(plan)}"
+            )
 
     async def reach_part(self) -> Beginning:
         """Train the steps that ran with other settings than the step itself, and return where those with its settings begin."""

@@ -41,6 +41,7 @@ class ReplayPlan:
     between: range  # the steps that are trained again on the way from there, as they were
     exact: bool  # the weights after them are those that the step began with
     logged: Mapping[int, Mapping[str, float]]  # what each step logged
+    ready: Sequence[int] = ()  # the steps whose weights are kept, so that none is trained again on the way
 
     @property
     def source(self) -> str:
@@ -109,6 +110,7 @@ def plan_replay(
         between=range(step, step) if weights == "nearest" else range(begin + 1, step),
         exact=weights == "exact" or (begin == step - 1 and begin in beginnings.exact),
         logged=metrics,
+        ready=[each + 1 for each in sorted(beginnings.exact) if each + 1 in beginnings.readable],
     )
 
 

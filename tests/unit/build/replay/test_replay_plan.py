@@ -50,6 +50,7 @@ def test_a_step_without_a_checkpoint_is_reached_from_the_newest_one_before_it(tm
     assert begins(plan_replay(logs, 3)) == ("step_2", [], True)
     assert begins(plan_replay(logs, 8)) == ("step_5", [6, 7], True)
     assert plan_replay(logs, 8).expected_seconds == 4.0
+    assert list(plan_replay(logs, 8).ready) == [1, 3, 6], "the cheap ones, which the hint names"
     assert begins(plan_replay(logs, 8, "nearest")) == ("step_5", [], False)
     assert begins(plan_replay(logs, 6, "nearest")) == ("step_5", [], True)
 
