@@ -269,11 +269,10 @@ FINDINGS: dict[int | str, Entry] = {
             "unit/cli/test_rollouts_command::test_the_newest_step_is_shown_turn_by_turn",
             "unit/cli/test_rollouts_command::test_the_best_and_the_worst_are_chosen_by_reward",
             "unit/cli/test_rollouts_command::test_a_task_without_a_step_is_shown_over_all_steps",
-            "unit/cli/test_rollouts_command::test_a_page_holds_the_conversations_and_loads_and_runs_nothing_else",
             "unit/cli/test_plot_command::test_runs_of_several_seeds_are_lines_named_by_what_differs",
             "unit/monitoring/test_run_lines::test_noise_does_not_fill_an_axis_and_shares_have_a_whole_one",
         ),
-        "no table of rollouts in Weights & Biases or TensorBoard, and no two runs side by side in the page: give each its --html",
+        "no table of rollouts in Weights & Biases or TensorBoard",
     ),
     "logs": Entry(
         "metrics had other names than people search for; no epoch, no number of tokens",
@@ -560,11 +559,8 @@ PROMISES = (
     ),
     Promise(
         "strop rollouts RUN",
-        ("cli/rollouts_command.py", "monitoring/rollout_view/rollout_page.py", "tracking.md"),
-        (
-            "unit/cli/test_rollouts_command::test_the_newest_step_is_shown_turn_by_turn",
-            "unit/cli/test_rollouts_command::test_a_page_holds_the_conversations_and_loads_and_runs_nothing_else",
-        ),
+        ("cli/rollouts_command.py", "monitoring/rollout_view/rollout_text.py", "tracking.md"),
+        ("unit/cli/test_rollouts_command::test_the_newest_step_is_shown_turn_by_turn",),
     ),
     Promise(
         "strop plot A B, with seeds as bands",
