@@ -138,7 +138,7 @@ def test_a_folder_without_a_run_and_one_without_steps_get_a_sentence(tmp_path: P
     ("arguments", "said"),
     [
         (["logs/minee"], "there is no logs/minee; name a run's log folder (logger.log_dir); did you mean logs/mine?"),
-        (["logs/mine", "logs/other"], "a report is of one run, found logs/other too: strop compare A B --html FILE compares two"),
+        (["logs/mine", "logs/other"], "a report is of one run, found logs/other too: strop compare A B compares two"),
         (["logs/mine", "--output", "logs"], "logs cannot be written: it is a folder; name the file to write"),
         (["logs/mine", "--outptu", "x"], "did you mean --output?"),
     ],
