@@ -18,8 +18,7 @@ from strop.build.run_report.run_incidents import list_incidents
 from strop.build.run_report.validation_results import read_validations
 from strop.cli.log_folder import find_log_folder
 from strop.config.source import yaml_text
-from strop.monitoring.pages.axis_ticks import find_range, make_ticks
-from strop.monitoring.pages.curve_drawing import thin
+from strop.monitoring.pages.curve_drawing import find_range, make_ticks, thin
 from strop.monitoring.roofline.step_roofline import roofline_path, write_roofline
 from strop.monitoring.run_starts import describe_hardware, find_versions, read_run_starts
 from strop.monitoring.trackers.jsonl import read_metrics
