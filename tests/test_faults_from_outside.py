@@ -105,7 +105,7 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
             "stays in part: a body has 120 s to arrive; headers that never end hold a descriptor, which aiohttp and uvicorn do not limit"
         ),
         "L3 export and rollouts of hostile files end by traceback": (
-            "unit/cli/test_rollouts_command::test_a_configuration_that_cannot_be_read_leaves_the_rollouts_readable",
+            "unit/cli/test_rollouts_command::test_damaged_files_are_named_with_what_to_do_and_the_other_steps_are_shown",
         ),
         "L4 a tokenizing worker prints a BrokenPipeError": (
             "stays: it is the last word of a process whose run was killed, after everything that matters"
