@@ -236,8 +236,8 @@ def rows() -> Iterator[Row]:
 def nemo_rl() -> Section:
     return Section(
         "NeMo-RL's keys",
-        "`strop grpo` and `strop dpo` set by NeMo-RL's own keys, from rewards to gradient, beside vectorised definitions in its manner that "
-        "were written for this page. Its code is not imported: `benchmarks/nemo_rl_code.py` does that where a checkout is at hand.",
+        "`strop grpo` and `strop dpo` set by NeMo-RL's own keys, from rewards to gradient, beside vectorised definitions in its manner "
+        "that were written for this page. Its code is not imported: `benchmarks/nemo_rl_code.py` does that where a checkout is at hand.",
         FLOATS,
         (1e-6, 1e-6, *FLOAT_BOUNDS[2:]),
         tuple(rows()),

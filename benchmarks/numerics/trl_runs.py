@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from sft_dpo_rm_vs_trl import CHAT_TEMPLATE, conversations, make_pair, preferences, tokenize_conversation
 
 from loop.tiny import build_tiny
 from numerics.sections import Numbers, Row, Section, default_type, tensor_difference, value_difference
-from sft_dpo_rm_vs_trl import CHAT_TEMPLATE, conversations, make_pair, preferences, tokenize_conversation
 from strop.models.loading import load_tokenizer
 
 STEPS, PER_STEP = 20, 8  # optimizer steps; examples, or completions, of each
