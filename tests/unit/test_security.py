@@ -47,6 +47,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "torch.load": {
         "checkpointing/state_file.py": "state.pt, with a list of classes",
         "learner/parallel/single_device.py": "weights_only",
+        "models/fit/damaged_weights.py": "weights_only",
         "learner/torch/draft/draft_trainer.py": "weights_only",
         "models/draft/eagle_files.py": "weights_only",
         "generation/sglang/server/prepared_images.py": "weights_only, of files that the run has written",
