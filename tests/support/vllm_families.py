@@ -41,7 +41,7 @@ def compare_in_vllm(room: BackgroundLoop, name: str, scaling: str, folder: Path)
     for key, value in fixed_rotary_config(model.config, LONGEST).items():
         setattr(model.config, key, value)
     save_model_folder(model, tokenizer, folder)
-    engine = VllmEngine("engine 0", make_launch(folder, max_model_len=128), tokenizer, stop_ids=(2,))
+    engine = VllmEngine("engine 0", make_launch(folder, max_model_len=LONGEST), tokenizer, stop_ids=(2,))
     served = serve(model, tokenizer, [engine])
     try:
         room.run(served.weights.publish(0))
