@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -50,7 +52,11 @@ class Measured:
 def measure(section: Section) -> Measurement:
     began, found = time.monotonic(), []
     for row in section.rows:
-        found.append(row.measure())
+        try:
+            found.append(row.measure())
+        except Exception:  # the others are worth their page, and this one is marked in it
+            traceback.print_exc()
+            found.append((math.nan,) * len(section.columns))
         print(f"{section.title}: {row.option} | {row.peer} | {' '.join(map(show, found[-1]))}", file=sys.stderr, flush=True)
     return Measurement(tuple(found), datetime.now(UTC), time.monotonic() - began)
 
@@ -58,6 +64,8 @@ def measure(section: Section) -> Measurement:
 def show(number: float | None) -> str:
     if number is None:
         return ""
+    if math.isnan(number):
+        return "failed"
     return "0" if number == 0 else f"{number:.1e}" if abs(number) < 1e-3 or abs(number) >= 1e4 else f"{number:.4g}"
 
 

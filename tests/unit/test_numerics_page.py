@@ -40,6 +40,7 @@ def assert_within_bounds(section: Any, row: Any) -> None:
         assert number is None or (math.isfinite(number) and number <= bound), (row.option, numbers)
 
 
+@pytest.mark.slow
 @each("title", QUICK)
 def test_rows_of_each_section_are_within_its_bounds(title: str, sections: dict[str, Any]) -> None:
     pytest.importorskip("trl")
@@ -73,10 +74,12 @@ def test_a_difference_above_its_bound_is_marked_and_ends_the_command_with_1(
     far = parts.Row("an option", "a peer", lambda: (0.5, None))
     near = parts.Row("another", "a peer", lambda: (1e-12, 0.0))
     absent = parts.Row("a third", "a peer", lambda: parts.NOT_RUN)
-    section = parts.Section("Numbers", "About.", ("value", "gradient"), (1e-9, 1e-9), (far, near, absent))
+    broken = parts.Row("a fourth", "a peer", lambda: (1 / 0, 0.0))
+    section = parts.Section("Numbers", "About.", ("value", "gradient"), (1e-9, 1e-9), (far, near, absent, broken))
     monkeypatch.setattr(main, "sections", lambda: (section,))
     assert main.main(["--only", "numbers"]) == 1
     page = capsys.readouterr().out
     assert "| **an option, above its bound** | a peer | 0.5 |  |" in page
     assert "| another | a peer | 1.0e-12 | 0 |" in page and "| a third | a peer | not installed |  |" in page
+    assert "| **a fourth, above its bound** | a peer | failed | failed |" in page
     assert "above its bound: Numbers: an option beside a peer" in page
