@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from numerics.sections import NOT_RUN, Numbers, Row, Section, default_type
 from strop.sampling import Sampling
-from support.every_family import CASES, FAMILIES, SCALINGS, compare
+from support.every_family import CASES, FAMILIES, PLAIN, SCALINGS, compare
 
 if TYPE_CHECKING:
     from support.vllm_engines import BackgroundLoop
@@ -40,7 +40,7 @@ WHAT = (
 )
 
 
-def measure(name: str, scaling: str, sampling: Sampling = Sampling(max_new_tokens=40)) -> Numbers:  # noqa: B008
+def measure(name: str, scaling: str, sampling: Sampling = PLAIN) -> Numbers:
     import torch
 
     with default_type(torch.float32):

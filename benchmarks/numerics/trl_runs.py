@@ -256,6 +256,6 @@ def trl_runs() -> Section:
         "a step's loss, and of any weight after the last step. TRL's GRPOTrainer is given the completions that Strop sampled. In bfloat16 "
         "both compute under autocast with float32 weights; twenty steps of AdamW amplify its rounding.",
         ("loss, float32", "weights, float32", "loss, bfloat16", "weights, bfloat16"),
-        (1e-4, 1e-3, 0.1, 0.3),
+        (1e-5, 1e-4, 0.02, 0.1),
         tuple(rows()),
     )
