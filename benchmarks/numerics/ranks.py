@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from typing import Any
 
 import torch
 
@@ -39,19 +40,29 @@ CASES: dict[str, Case] = {
     "stages 2, tensor 2": Case(sizes=ParallelDims(pipeline=2, tensor=2)),
     "context 2, tensor 2, tied": Case(sizes=ParallelDims(context=2, tensor=2, sequence=True), family="qwen2"),
 }
+BF16: dict[str, Any] = {"dtype": torch.float32, "weights_dtype": torch.bfloat16, "precision": torch.bfloat16, "rate": 1e-3}
+COARSE: dict[str, Case] = {
+    "fsdp 2, float32": Case(sizes=ParallelDims(shard=2), dtype=torch.float32),
+    "context 2, softcap, float32": Case(sizes=ParallelDims(context=2), family="gemma2", dtype=torch.float32),
+    "fsdp 2, autocast to bfloat16": Case(sizes=ParallelDims(shard=2), dtype=torch.float32, precision=torch.bfloat16, rate=1e-3),
+    "fsdp 2, bfloat16 weights": Case(sizes=ParallelDims(shard=2), **BF16),
+    "fsdp 2, lora on bfloat16": Case(sizes=ParallelDims(shard=2), lora=True, steps=1, **BF16),
+}
 
 
 @cache
-def trained(world: int) -> dict[str, list[object]]:
-    """All cases of so many ranks, in one start of them."""
-    cases = {name: (shorter(case), make_batch(case)) for name, case in CASES.items() if case.sizes.world_size == world}
+def trained(world: int, coarse: bool) -> dict[str, list[object]]:
+    """All cases of a section with so many ranks, in one start of them."""
+    table = COARSE if coarse else CASES
+    cases = {name: (shorter(case), make_batch(case)) for name, case in table.items() if case.sizes.world_size == world}
     ranks = run_on_ranks(world, train_on_rank, cases)
     return {name: [cases[name], *(rank[name] for rank in ranks)] for name in cases}
 
 
 def measure(name: str) -> Numbers:
+    coarse = name in COARSE
     with default_type(torch.float32):
-        (case, batch), *ranks = trained(CASES[name].sizes.world_size)[name]  # type: ignore[misc]
+        (case, batch), *ranks = trained((COARSE if coarse else CASES)[name].sizes.world_size, coarse)[name]  # type: ignore[misc]
         found = compare(ranks, train(case, batch), len(batch.target))  # type: ignore[arg-type]
     return found.loss, found.norm, found.outputs, found.weights
 
@@ -65,4 +76,14 @@ def ranks() -> Section:
         ("loss", "gradient norm", "outputs", "weights"),
         (1e-10, 1e-10, 1e-6, 1e-10),
         tuple(Row(name, "one process", partial(measure, name)) for name in CASES),
+    )
+
+
+def coarse_ranks() -> Section:
+    return Section(
+        "One gradient over ranks, in float32 and bfloat16",
+        "The same with the types of a run. In bfloat16 two cuts in one process differ as much.",
+        ("loss", "gradient norm", "outputs", "weights"),
+        (3e-2, 3e-2, 3e-2, 1e-2),
+        tuple(Row(name, "one process", partial(measure, name)) for name in COARSE),
     )
