@@ -272,6 +272,16 @@ def _is_written(path: KeyPath, error: str, source: ConfigSource, root: type[Base
     return path in source.origins or path[:2] == ("policy", "scheduler")
 
 
+def _explain_unknown(path: KeyPath, value: Any, root: type[BaseConfig]) -> str:
+    """Return what may be meant by an unknown key: one of Strop's, or an argument of TRL's that is written alone or in a section."""
+    kind = next((kind for kind, own in TRAINING_RUNS.items() if own is root), None)
+    if kind is None or len(path) > 2 or find_nearest_keys(path, root):
+        return suggest_keys(path, root)
+    from strop.config.recipes.trl.trl_format import explain_key
+
+    return explain_key(kind, path[-1], value) or suggest_keys(path, root)
+
+
 def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[BaseConfig]) -> Problem:
     """Turn an error of pydantic into a Problem."""
     dotted, origin, field = ".".join(path), source.find_origin(path), keys.find_field(root, path)
@@ -281,7 +291,7 @@ def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[Ba
             if path[:2] == ("policy", "scheduler")
             else ""
         )
-        return Problem(dotted, "there is no such key", scheduler or suggest_keys(path, root), origin)
+        return Problem(dotted, "there is no such key", scheduler or _explain_unknown(path, item["input"], root), origin)
     if item["type"] == "missing":
         suffix = f": {_lower_first(field.description)}" if field is not None and field.description else ""
         return Problem(
