@@ -29,6 +29,7 @@ from strop.monitoring.watchdog.stalls import Stall, find_stalls, format_report, 
 from strop.monitoring.watchdog.status import LogEntry, Status, StatusState, process_start_time, write_status
 from strop.monitoring.watchdog.waits import Wait, snapshot_waits
 from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
+from strop.safety.exits import exit_process
 from strop.safety.redaction import describe_command
 from strop.user_code import describe_error, find_user_place
 
@@ -201,7 +202,7 @@ class Watchdog:
         """
         self._write("failed", snapshot_waits(self._limits.by_kind()), error=f"{type(self._timeout).__name__}: {self._timeout}")
         log.critical("%s", self._timeout)
-        os._exit(1)
+        exit_process(1)
 
     def _write(
         self,
@@ -246,7 +247,7 @@ def schedule_exit(error: WatchdogTimeout) -> None:
 
     def exit_now() -> None:
         log.critical("%s", error)
-        os._exit(1)
+        exit_process(1)
 
     timer = threading.Timer(SHUTDOWN_SECONDS, exit_now)
     timer.daemon = True
