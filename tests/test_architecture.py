@@ -219,17 +219,6 @@ def folder(module: str) -> tuple[str, ...]:
     return parts if module in packages() else parts[:-1]
 
 
-def test_the_cycle_finder_finds_a_cycle() -> None:
-    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == "b -> c -> b"
-    assert find_cycle({"a": {"b", "c"}, "b": {"c"}}) == ""
-
-
-def test_imports_are_found_wherever_they_hide() -> None:
-    code = 'if TYPE_CHECKING:\n    from strop.types import Group\ndef f():\n    import strop.metrics\nLAZY = "strop.sampling:Sampling"'
-    found = {each.target for each in _imports_of(PACKAGE / "api.py", ast.parse(code))}
-    assert found == {"strop.types", "strop.metrics", "strop.sampling"}
-
-
 def test_no_two_classes_have_one_name() -> None:
     """Private ones may: nobody outside their file speaks of them."""
     where: dict[str, list[str]] = defaultdict(list)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from loop.tiny import tiny_tokenizer
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
-from strop.rollouts.stream import StreamState
 from strop.trainer.run import TrainOptions
 from strop.trainer.train import train
 from support.algorithms import grpo
@@ -284,10 +282,6 @@ def killed(folder: Path, kind: str, checkpoints: Checkpoints, *, clock: int, aft
 
     run_virtually(whole())
     return run, tracker, groups
-
-
-def survivors(checkpoints: Checkpoints, upto: int) -> Iterator[StreamState]:
-    yield from (state.stream for state, *_ in checkpoints.saved if state.step <= upto)
 
 
 @pytest.mark.parametrize("count", sweep([3, 8], 3))

@@ -66,9 +66,6 @@ TOGETHER = {
     "tests/unit/learner/megatron": "tests/unit/learner/megatron",
 }
 
-# Files whose tests share nothing that takes long to make: a test at a time.
-DIVIDED: set[str] = set()
-
 PLACES = {file: place for place, file in enumerate(LONGEST)}
 
 
@@ -76,7 +73,7 @@ class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
         together = (piece for start, piece in TOGETHER.items() if file == start or file.startswith(f"{start}/"))
-        return nodeid if file in DIVIDED else next(together, file)
+        return next(together, file)
 
     def _assign_work_unit(self, node: Any) -> None:
         longest = min(self.workqueue, key=lambda scope: PLACES.get(scope.split("::", 1)[0], len(PLACES)))

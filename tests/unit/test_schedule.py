@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.schedule import DIVIDED, LONGEST, TOGETHER
+from support.schedule import LONGEST, TOGETHER
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ def test_every_file_of_tests_is_collected(request: pytest.FixtureRequest) -> Non
 
 
 def test_the_files_and_folders_that_are_named_exist() -> None:
-    named = {*LONGEST, *TOGETHER, *TOGETHER.values(), *DIVIDED}
+    named = {*LONGEST, *TOGETHER, *TOGETHER.values()}
     assert sorted(file for file in named if not (ROOT / file).exists()) == []
     pieces = set(TOGETHER.values())
     assert len(set(LONGEST)) == len(LONGEST) and not set(LONGEST) & (set(TOGETHER) - pieces)

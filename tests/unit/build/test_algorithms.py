@@ -281,8 +281,6 @@ def test_a_run_is_described_with_every_model_in_it() -> None:
 
 # --- flat keys ---------------------------------------------------------------------------------------------------------------------
 
-CLAMPS = {"input_clamp": 20.0, "output_clamp": 10.0}
-
 FLAT: list[tuple[str, str, Algorithm]] = [
     ("grpo", "", GRPO()),
     (

@@ -40,8 +40,6 @@ from strop.models.routing.router_metrics import measure_disagreement, measure_mi
 from strop.sampling import Sampling
 from strop.types import Batch
 
-LossScale = Any
-
 
 class MegatronLearner:
     """One network and its optimizer on this rank. Gradients accumulate until ``step``; the loss determines their normalization.
