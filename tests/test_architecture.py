@@ -82,8 +82,6 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "tools/tool_registry.py",
     ),
     "mcp": ("tools/mcp_tools.py",),
-    "starlette": ("view/",),
-    "uvicorn": ("view/",),
 }
 
 

@@ -102,7 +102,7 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
             "unit/sandbox/test_remote_sandbox::test_odd_headers_deep_json_and_too_many_interpreters_are_answered_with_a_status_of_their_own",
         ),
         "L2 half-sent requests stay open": (
-            "stays in part: a body has 120 s to arrive; headers that never end hold a descriptor, which aiohttp and uvicorn do not limit"
+            "stays in part: a body has 120 s to arrive; headers that never end hold a descriptor, which aiohttp does not limit"
         ),
         "L3 export and rollouts of hostile files end by traceback": (
             "unit/cli/test_rollouts_command::test_damaged_files_are_named_with_what_to_do_and_the_other_steps_are_shown",

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
 from loop.kinds import train_to_end
 from strop.build.replay import replay as replay_module
@@ -22,6 +21,7 @@ from strop.cli.commands import main
 from strop.ledger.token_ledger import TokenLedger, make_ledger
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.view.view_server import ViewOptions, ViewServer
+from support.view_client import asking
 
 STEPS = 6
 EVERY = {"checkpointing__save_period": 1, "checkpointing__keep_top_k": None, "logger__token_columns": "all"}
@@ -95,12 +95,10 @@ def make_first_ledger(logs: Path, step: int) -> TokenLedger:
 def read_viewed_ledger(logs: Path, step: int) -> dict[str, float]:
     """Return the sums of the terms of a step's first rollout, as the page of ``strop view`` asks for them."""
     group, sample, _ = next(iter(RolloutStore(logs, "none").read_keys(step)))
-    server = ViewServer([logs], ViewOptions(token=None), lambda text: {})
-    client = TestClient(server.app, base_url=f"http://127.0.0.1:{server.guard.port}")
-    (run,) = client.get("/api/runs").json()
-    answer = client.get(f"/api/runs/{run['id']}/ledger/{step}/{group}/{sample}")
-    missing = client.get(f"/api/runs/{run['id']}/ledger/{step}/9999/0")
-    server.close()
+    with asking(ViewServer([logs], ViewOptions(token=None), lambda text: {})) as client:
+        (run,) = client.get("/api/runs").json()
+        answer = client.get(f"/api/runs/{run['id']}/ledger/{step}/{group}/{sample}")
+        missing = client.get(f"/api/runs/{run['id']}/ledger/{step}/9999/0")
     assert missing.status_code == 404 and "stored no rollout" in missing.json()["error"]
     totals: dict[str, float] = answer.json()["totals"]
     return totals
