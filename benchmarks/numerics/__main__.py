@@ -8,15 +8,11 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from numerics.catalogue import sections
-from numerics.page import Measured, Measurement, measure, render
+from numerics.catalogue import measure_section, sections
+from numerics.page import Measured, measure, render
 
 PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
 WORKERS = 2  # processes that measure a section each
-
-
-def measure_section(place: int) -> Measurement:
-    return measure(sections()[place])
 
 
 def measure_all() -> list[Measured]:
