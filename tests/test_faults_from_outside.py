@@ -188,6 +188,7 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
         ),
         "14": (
             f"{TEXTS}::test_a_key_that_a_file_does_not_have_is_refused",
+            f"{TEXTS}::test_a_key_that_this_kind_of_run_or_task_does_not_read_is_refused",
         ),
         "15": (
             f"{TEXTS}::test_every_path_of_a_configuration_may_begin_with_the_home_folder",
@@ -220,6 +221,7 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
             "unit/rollouts/test_rewritten_turns::test_the_tokens_in_the_loss_are_those_of_trl",
             "unit/rollouts/test_rewritten_turns::test_a_template_that_always_opens_a_thought_and_writes_none_says_what_can_be_done",
             "loop/test_recorded_runs::test_talks_whose_turns_the_template_rewrites_train_alike_however_they_are_cut",
+            "loop/test_recorded_runs::test_pairs_of_several_turns_that_the_template_rewrites_are_all_trained_on",
         ),
         "section 2, \":0 is not CSV\"": (
             f"{TEXTS}::test_a_data_file_in_another_encoding_is_called_that",

@@ -143,6 +143,23 @@ def test_talks_whose_turns_the_template_rewrites_train_alike_however_they_are_cu
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("section", ["dpo", "rm"])
+def test_pairs_of_several_turns_that_the_template_rewrites_are_all_trained_on(section: str, tiny: Path, tmp_path: Path) -> None:
+    rows = []
+    for row in range(16):
+        chosen = (assistant(str(row + 1)), user("sure?"), assistant("yes"), user("ok?"), assistant("fine"))
+        rejected = (assistant(str(row)), user("sure?"), assistant("no"))
+        sides = {"prompt": (user(f"{row}+1?"),), "chosen": chosen, "rejected": rejected}
+        rows.append({name: [message.as_dict() for message in side] for name, side in sides.items()})
+    for name in ("preferences", "preferences_held_out", "conversations"):
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+    template = {"policy.tokenizer.chat_template": QWEN3.template, "policy.max_total_sequence_length": 400}
+    train_to_end(section, tiny, tmp_path, **template)
+    logged = metrics_of(tmp_path / "logs")
+    assert all(logged[step]["train/groups_dropped_for_errors"] == 0 for step in range(1, 7))
+    assert logged[6]["train/loss"] < logged[1]["train/loss"]
+
+
 def test_a_reward_model_loads_as_a_sequence_classifier_and_prefers_what_was_chosen(tiny: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

@@ -591,11 +591,11 @@ class ChatTemplate:
 
 @cache
 def _warn_of_mode(name: str, on: bool) -> None:
-    option = f"{name}={str(on).lower()}"
+    option, other = (f"{name}={str(value).lower()}" for value in (on, not on))
     warnings.warn(
-        f"the chat template opens a turn in a way in which some replies of the data do not begin, unless {option}: they are trained on "
-        f"after the prompts of {option}, and are not what the policy learns to say after others. "
-        f"policy.tokenizer.chat_template_kwargs.{option} samples in this way, too; {name}={str(not on).lower()} leaves such replies out",
+        f"the chat template opens a turn in a way that some replies of the data cannot follow, such as with a thought they do not have. "
+        f"With {option} they can, so they are trained on after such prompts. Set policy.tokenizer.chat_template_kwargs.{option} to "
+        f"sample with such prompts, too, or {other} to leave these replies out of training",
         stacklevel=2,
     )
 

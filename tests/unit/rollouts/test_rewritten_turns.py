@@ -216,7 +216,7 @@ def test_a_turn_is_asked_for_as_the_template_can_write_it_and_that_is_said():
     _warn_of_mode.cache_clear()
     template = make("nemotron_3_nano", "<|im_end|>")
     with pytest.warns(
-        UserWarning, match="enable_thinking=false.*samples in this way, too; enable_thinking=true leaves such replies"
+        UserWarning, match=r"kwargs\.enable_thinking=false to sample with such prompts, too, or enable_thinking=true to leave"
     ):
         (rollout,) = demonstrate(template, *TALK).rollouts
     assert template.tokenizer.decode(rollout.prompt).endswith("<think></think>")
