@@ -211,7 +211,7 @@ def test_errors_say_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="stored are none"):
         store.read(1)
     store.write(4, [])
-    with pytest.raises(FileNotFoundError, match="stored are 1 step, 4$"):
+    with pytest.raises(FileNotFoundError, match=r"stored are 1 step, 4$"):
         store.read(1)
 
 
