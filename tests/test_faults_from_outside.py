@@ -115,13 +115,14 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
             "unit/cli/test_rollouts_command::test_a_configuration_that_cannot_be_read_leaves_the_rollouts_readable",
         ),
         "L4 a tokenizing worker prints a BrokenPipeError": (
-            "stays: it is the last word of a process whose run was killed, after everything that matters"
+            "unit/rollouts/test_tokenizing_ahead::test_a_worker_whose_run_was_killed_ends_without_a_word",
         ),
         "L5 a reward that leaks": (
             "stays: strop doctor names what was killed for its memory; which share of it is too much depends on the machine's other work"
         ),
         "L6 a reward that deletes logs": (
-            "stays: a reward is trusted code with the run's rights; what it deletes is missed by strop report and strop view"
+            "unit/monitoring/test_metrics_jsonl::"
+            "test_a_metrics_file_that_is_deleted_while_the_run_writes_it_is_said_and_begins_anew",
         ),
         "L7 metrics without bound": (
             "stays: an environment is the user's code, and a tracker's own limit on names is the one that counts"
