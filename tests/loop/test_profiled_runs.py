@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from loop.runs import Outcome, metrics_of, overrides, start, tiny_config
-from strop.monitoring.roofline.step_roofline import read_roofline, roofline_path
 from support.traces import TraceSpan, check_trace, read_trace, sum_phases
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -47,15 +46,6 @@ def test_a_run_in_one_process_shows_its_loop_its_learner_its_engine_and_its_envi
     assert any(name == "sample 3: engine, turn 1" for name in find(spans, "driver", "requests to engines"))
     assert any("environment " in name for name in find(spans, "driver", "environments"))
     assert any(name.startswith("aten::") for name in find(spans, "driver", "torch, thread"))
-    assert done.out.count("roofline of step ") == 2
-    found = read_roofline(roofline_path(tmp_path / "logs" / "profiles", 3))
-    (driver,) = found.processes
-    assert {each.name for each in driver.passes} >= {"prefill", "decode", "forward", "step"} and driver.ceilings is not None
-    decode = next(each for each in driver.passes if each.name == "decode")
-    assert decode.of_model and decode.sequences > decode.calls and decode.attended > decode.sequences
-    assert driver.operator_seconds <= found.seconds and any(row.kind == "matrix products" for row in driver.rows)
-    for each in driver.passes:
-        assert sum(row.seconds for row in driver.rows if row.phase == each.name) == pytest.approx(each.seconds, rel=0.01)
 
 
 @pytest.mark.exhaustive
@@ -64,9 +54,6 @@ def test_a_run_over_ray_shows_every_process_on_one_time_line(tiny: Path, tmp_pat
     pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
     ray = {"cluster.backend": "ray", "cluster.gpus_per_node": 2, "cluster.environment_hosts": 1}
     run(tiny, tmp_path, **ray, **{"logger.profile.operators": True})
-    rooflines = {each.name: each for each in read_roofline(roofline_path(tmp_path / "logs" / "profiles", 3)).processes}
-    assert {"forward", "step"} <= {each.name for each in rooflines["learner-1"].passes} and not rooflines["learner-1"].note
-    assert any(each.of_model for each in rooflines["engine-0"].passes) and rooflines["engine-0"].ceilings is not None
     for step in (2, 3):
         spans, processes = read(tmp_path, step)
         assert set(processes) == {"driver", "learner-0", "learner-1", "engine-0", "environment-arithmetic-0"}

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import signal
-import socket
-import subprocess
-import tempfile
-import threading
-import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, ClassVar
-
-import torch
 
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
@@ -67,14 +58,6 @@ class HashSeeded(Sound):
         return Task(id=f"{data.held_out}:{index}", question=f"Repeat {word}, twice.", answer=f"{word} {word}")
 
 
-class Dated(Sound):
-    def make(self, index: int, data: DataSource) -> Task:
-        day = int(time.time() // 86400)
-        return Task(
-            id=f"{data.held_out}:{index}", question=f"It is day {day}. In {index + 5} days?", answer=f"d{day + index + 5}"
-        )
-
-
 class EmptyPrompts(Sound):
     def make(self, index: int, data: DataSource) -> Task:
         return Task(
@@ -85,16 +68,6 @@ class EmptyPrompts(Sound):
 class BrokenTask(Sound):
     def prompt(self, task: Task) -> Messages:
         return (user(task.question if not task.id.endswith("3") else task.metadata["missing"]),)
-
-
-class SameIds(Sound):
-    def make(self, index: int, data: DataSource) -> Task:
-        return Task(id="task", question=f"What is the square of {index + 1000}?", answer=str((index + 1000) ** 2))
-
-
-class Contradicting(Sound):
-    def make(self, index: int, data: DataSource) -> Task:
-        return Task(id=f"{data.held_out}:{index}", question=f"What is {index // 2 + 100} times two?", answer=f"a{index}")
 
 
 class Overlapping(Sound):
@@ -108,26 +81,6 @@ class NearlyOverlapping(Sound):
     def make(self, index: int, data: DataSource) -> Task:
         question = f"what is the  SQUARE of {index + 1000}" if data.held_out else f"What is the square of {index + 1000}?"
         return Task(id=f"{data.held_out}:{index}", question=question, answer=str((index + 1000) ** 2))
-
-
-class LeakingHint(Sound):
-    def prompt(self, task: Task) -> Messages:
-        return (user(f"{task.question} (Hint: {task.answer})"),)
-
-
-class LeakingRow(Sound):
-    def prompt(self, task: Task) -> Messages:
-        return (user(str({"question": task.question, "answer": task.answer})),)
-
-
-class LeakingLastWord(Sound):
-    def prompt(self, task: Task) -> Messages:
-        return (user(f"{task.question}\n{task.answer}"),)
-
-
-class LongPrompts(Sound):
-    def prompt(self, task: Task) -> Messages:
-        return (user(task.question + " please" * 3000),)
 
 
 class RaisesOnNonsense(Sound):
@@ -186,20 +139,6 @@ class DependsOnNeighbours(Sound):
         return self.score(task, rollout) - 0.001 * beside
 
 
-class Slow(Sound):
-    @reward(weight=1.0, accuracy=True)
-    async def correct(self, task: Task, rollout: Rollout) -> float:  # type: ignore[override]
-        await asyncio.sleep(0.06)
-        return self.score(task, rollout)
-
-
-class Blocking(Sound):
-    def score(self, task: Task, rollout: Rollout) -> float:
-        if "orbit" in rollout.text:
-            time.sleep(0.12)
-        return super().score(task, rollout)
-
-
 class WrongReference(Sound):
     def score(self, task: Task, rollout: Rollout) -> float:
         return float(rollout.text.strip() == task.answer and not task.id.endswith("4"))
@@ -251,11 +190,6 @@ class ConstantAnswer(Sound):
         return Task(id=f"{data.held_out}:{index}", question=f"Is {index + 200} a number?", answer="yes" if index else "no")
 
 
-class NeverEnds(Sound):
-    async def respond(self, task: Task, rollout: Rollout) -> Messages | None:
-        return (user("Go on."),)
-
-
 class RespondsAtRandom(Sound):
     async def respond(self, task: Task, rollout: Rollout) -> Messages | None:
         if rollout.text == task.answer:
@@ -269,106 +203,6 @@ class RemembersRespond(Sound):
     async def respond(self, task: Task, rollout: Rollout) -> Messages | None:
         self.turns[task.id] = self.turns.get(task.id, 0) + 1
         return None if rollout.text == task.answer else (user(f"That was turn {self.turns[task.id]}."),)
-
-
-class SwallowsErrors(Sound):
-    def session(self, task: Task) -> Any:
-        @asynccontextmanager
-        async def opened() -> AsyncIterator[None]:
-            with suppress(Exception):
-                yield
-
-        return opened()
-
-
-class NotClosed(Sound):
-    def session(self, task: Task) -> Any:
-        @asynccontextmanager
-        async def opened() -> AsyncIterator[None]:
-            handle, name = tempfile.mkstemp()
-            yield
-            os.close(handle)
-            os.unlink(name)
-
-        return opened()
-
-
-kept: list[Any] = []
-
-
-class LeaksMemory(Sound):
-    def score(self, task: Task, rollout: Rollout) -> float:
-        kept.append(rollout.text * 1000 + str(len(kept)))
-        return super().score(task, rollout)
-
-
-class LeaksTensors(Sound):
-    def score(self, task: Task, rollout: Rollout) -> float:
-        kept.append(torch.ones(100_000))
-        return super().score(task, rollout)
-
-
-class LeaksProcesses(Sound):
-    def score(self, task: Task, rollout: Rollout) -> float:
-        kept.append(subprocess.Popen(["sleep", "30"]))
-        return super().score(task, rollout)
-
-
-class LeaksThreads(Sound):
-    stop = threading.Event()
-
-    def score(self, task: Task, rollout: Rollout) -> float:
-        threading.Thread(target=self.stop.wait, daemon=True).start()
-        return super().score(task, rollout)
-
-
-class LeaksFiles(Sound):
-    def score(self, task: Task, rollout: Rollout) -> float:
-        kept.append(open(os.devnull))  # noqa: SIM115
-        return super().score(task, rollout)
-
-
-class LeaksSockets(Sound):
-    def score(self, task: Task, rollout: Rollout) -> float:
-        kept.append(socket.socket())
-        return super().score(task, rollout)
-
-
-class LeaksTemporaryFiles(Sound):
-    def score(self, task: Task, rollout: Rollout) -> float:
-        with tempfile.NamedTemporaryFile(delete=False) as file:
-            file.write(rollout.text.encode())
-        return super().score(task, rollout)
-
-
-class ChangesFolder(Sound):
-    def score(self, task: Task, rollout: Rollout) -> float:
-        os.chdir("/" if os.getcwd() != "/" else "/tmp")
-        return super().score(task, rollout)
-
-
-class ChangesVariables(Sound):
-    def score(self, task: Task, rollout: Rollout) -> float:
-        os.environ["PLANTED_FAULT"] = str(time.perf_counter())
-        return super().score(task, rollout)
-
-
-class ChangesSignals(Sound):
-    def score(self, task: Task, rollout: Rollout) -> float:
-        signal.signal(signal.SIGUSR2, lambda *_: None)
-        return super().score(task, rollout)
-
-
-class SeedsGlobally(Sound):
-    def make(self, index: int, data: DataSource) -> Task:
-        random.seed(index)
-        return super().make(index, data)
-
-
-class ChangesDtype(Sound):
-    def score(self, task: Task, rollout: Rollout) -> float:
-        torch.set_default_dtype(torch.float64 if torch.get_default_dtype() == torch.float32 else torch.float32)
-        return super().score(task, rollout)
 
 
 opened_now: ContextVar[str] = ContextVar("opened_now", default="")
@@ -399,23 +233,15 @@ FAULTS: dict[type[Sound], str] = {
     DrawnInOrder: "tasks_same",
     EmptyPrompts: "tasks_valid",
     BrokenTask: "tasks_valid",
-    SameIds: "task_ids",
-    Contradicting: "duplicates",
     Overlapping: "splits",
     NearlyOverlapping: "splits",
-    LeakingHint: "prompt_leak",
-    LeakingRow: "prompt_leak",
-    LeakingLastWord: "prompt_leak",
-    LongPrompts: "prompt_length",
     RaisesOnNonsense: "reward_errors",
     NotFinite: "reward_errors",
-    HidesMissingModule: "hidden_errors",
-    HidesErrors: "hidden_errors",
+    HidesMissingModule: "reference",
+    HidesErrors: "reference",
     RandomReward: "reward_deterministic",
     CountsCalls: "reward_deterministic",
     DependsOnNeighbours: "reward_deterministic",
-    Slow: "reward_fast",
-    Blocking: "event_loop",
     WrongReference: "reference",
     NeverRight: "reference",
     PaysForEmpty: "degenerate",
@@ -426,22 +252,7 @@ FAULTS: dict[type[Sound], str] = {
     PaysForThePrompt: "degenerate",
     PaysForRefusal: "degenerate",
     ConstantAnswer: "degenerate",
-    NeverEnds: "episode_ends",
-    RespondsAtRandom: "respond_same",
-    RemembersRespond: "respond_same",
-    SwallowsErrors: "session",
-    NotClosed: "session",
-    LeaksMemory: "leaks",
-    LeaksTensors: "leaks",
-    LeaksProcesses: "leaks",
-    LeaksThreads: "leaks",
-    LeaksFiles: "leaks",
-    LeaksSockets: "leaks",
-    LeaksTemporaryFiles: "leaks",
-    ChangesFolder: "global_state",
-    ChangesVariables: "global_state",
-    ChangesSignals: "global_state",
-    SeedsGlobally: "global_state",
-    ChangesDtype: "global_state",
+    RespondsAtRandom: "reward_deterministic",
+    RemembersRespond: "reward_deterministic",
 }
-ELSEWHERE = {HashSeeded: "tasks_same", Dated: "tasks_same"}  # only seen from another process
+ELSEWHERE = {HashSeeded: "tasks_same"}  # only seen from another process

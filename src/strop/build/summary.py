@@ -180,8 +180,7 @@ def _format_folders(config: TrainingRunConfig) -> str:
 def _format_staleness(section: AsyncConfig) -> str:
     updates = "weights change in flight" if section.in_flight_weight_updates else "drained before weights change"
     order = "" if section.order == "fifo" else f", {section.order}"
-    repeated = ", repeatable" if section.repeatable else "" if section.replay_events is None else ", replayed"
-    return f"asynchronous, at most {section.max_trajectory_age_steps} steps old, {updates}{order}{repeated}"
+    return f"asynchronous, at most {section.max_trajectory_age_steps} steps old, {updates}{order}"
 
 
 def _format_engine(generation: GenerationConfig, devices: RunDevices, *, on_gpu: bool) -> str:

@@ -10,7 +10,6 @@
       policy/ema/            another one with averaged weights, with policy.ema.enabled
       policy/optimizer.pt    optimizer and schedule
       past_selves/           earlier weights of the policy, where an environment plays against them
-      clock/                 tick and unfinished groups of a repeatable asynchronous run
 
 A checkpoint is written under a temporary name, flushed to disk and renamed. Older checkpoints are removed afterwards, renamed first.
 """

@@ -31,7 +31,6 @@ from strop.cli.init_command import init
 from strop.cli.plan_command import plan
 from strop.cli.plot_command import plot
 from strop.cli.reports.report_command import report
-from strop.cli.reports.roofline_command import roofline
 from strop.cli.rollouts_command import rollouts
 from strop.cli.serve_command import serve
 from strop.cli.train_command import TRAINING, train_run
@@ -64,7 +63,6 @@ GROUPS: dict[str, dict[str, Command]] = {
         "ledger": Command(ledger, "say what each term of the loss was at each token of a rollout"),
         "replay": Command(replay, "train a step again, as it was or with other settings"),
         "plot": Command(plot, "draw the metrics of one run or several"),
-        "roofline": Command(roofline, "say how near a step's operators are to what the device can do"),
         "report": Command(report, "write a report of a run as one HTML file"),
     },
     "use": {

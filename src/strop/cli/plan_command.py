@@ -16,9 +16,8 @@ from strop.packages import assume_packages, describe_assumed
 
 if TYPE_CHECKING:
     from strop.config import TrainingRunConfig
-    from strop.hardware.devices import Device
     from strop.planning.model_size import ModelSize
-    from strop.planning.plan_inputs import PlanInputs
+    from strop.planning.plan_inputs import PlannedDevice
 
 THIS_MACHINE = "this"
 GPUS_OF_A_NODE = 8  # where the configuration does not say
@@ -27,8 +26,8 @@ GPUS_OF_A_NODE = 8  # where the configuration does not say
 def make_parser() -> argparse.ArgumentParser:
     parser = RunParser(
         prog="strop plan",
-        description="Say what a run will need before it starts: memory by phase, time of a step, cost, and settings that would fit.",
-        epilog="strop plan grpo.yaml --hardware h100 --devices 64 --price 2.5\nstrop plan quickstart.yaml --json",
+        description="Say what a run will need before it starts: memory by phase, and settings that would fit.",
+        epilog="strop plan grpo.yaml --hardware h100 --devices 64\nstrop plan quickstart.yaml --json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -37,17 +36,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--hardware",
         metavar="NAME",
-        help="a device of the table, such as h100; this: this machine's CPU, measured (default: by the run)",
+        help="a device of the table, such as h100; this: this machine's CPU (default: by the run)",
     )
     parser.add_argument("--devices", type=int, metavar="N", help="plan for N devices, in nodes of cluster.gpus_per_node, or of 8")
     parser.add_argument("--node-memory", type=float, metavar="GIB", help="CPU memory of a node, which the plan then checks")
-    parser.add_argument("--price", type=float, metavar="P", help="price of a device for an hour")
     parser.add_argument("--model-config", type=Path, metavar="FILE", help="config.json of the model, where the model is not here")
-    parser.add_argument("--prompt-tokens", type=float, metavar="N", help="tokens of a prompt, on average")
-    parser.add_argument("--completion-tokens", type=float, metavar="N", help="tokens of a completion or an example, on average")
-    parser.add_argument("--no-choices", action="store_true", help="plan the configured layout alone, and look for no better one")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw the plan to a PNG file")
     return parser
 
 
@@ -58,10 +52,8 @@ def plan(arguments: Sequence[str], command_line: str) -> int:
     options = parser.parse_intermixed_args(arguments)
     if options.devices is not None and not 1 <= options.devices <= 1_000_000:
         parser.error("--devices takes a number from 1 to 1000000")
-    for name in ("price", "node_memory", "prompt_tokens", "completion_tokens"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < 1e12:
-            parser.error(f"--{name.replace('_', '-')} takes a positive number")
+    if options.node_memory is not None and not 0 < options.node_memory < 1e12:
+        parser.error("--node-memory takes a positive number")
     from strop.config import ConfigError
 
     try:
@@ -75,47 +67,26 @@ def plan(arguments: Sequence[str], command_line: str) -> int:
     from strop.planning.plan_text import format_plan
 
     print(json.dumps(made.to_dict(), indent=1) if options.json else format_plan(made))
-    if options.picture is not None:
-        from strop.monitoring.plan_picture import draw_plan
-
-        print(draw_plan(made, options.picture), file=sys.stderr if options.json else sys.stdout)
     return 0 if made.fits else 1
 
 
 def _make(options: argparse.Namespace) -> Any:
-    from strop.build.dry_run.checked_choices import add_choices
     from strop.build.dry_run.run_plan_inputs import read_inputs
     from strop.planning.make_plan import make_plan
-    from strop.planning.plan_inputs import AverageLengths
 
     config = _load(options)
     device = _find_device(config, options.hardware)
     model = _read_model(config, options.model_config)
-    lengths = AverageLengths(prompt=options.prompt_tokens, completion=options.completion_tokens)
-    sizes = _read_sizes_beside(config)
-
-    def read(config: TrainingRunConfig) -> PlanInputs:
-        found = read_inputs(config, model, device, lengths, sizes)
-        node = None if found.node is None else replace(found.node, memory_gib=options.node_memory)
-        return replace(found, node=node)
-
-    inputs = read(config)
+    inputs = read_inputs(config, model, device, _read_sizes_beside(config))
+    if inputs.node is not None:
+        inputs = replace(inputs, node=replace(inputs.node, memory_gib=options.node_memory))
     if options.devices is not None:
         size, source = _find_node_size(_load(argparse.Namespace(**{**vars(options), "devices": None})))
         inputs = replace(inputs, assumptions=(*inputs.assumptions, f"a node has {size} GPUs ({source})"))
-    made = make_plan(inputs, options.price)
-    if options.no_choices:
-        return made
-    return add_choices(
-        made,
-        inputs,
-        config,
-        load=lambda overrides: _load(options, overrides),
-        make=lambda changed: make_plan(read(changed), options.price),
-    )
+    return make_plan(inputs)
 
 
-def _load(options: argparse.Namespace, further: Sequence[str] = ()) -> TrainingRunConfig:
+def _load(options: argparse.Namespace) -> TrainingRunConfig:
     """Load the configuration of a training run of any kind, with the devices that are asked for. Raises ConfigError, ValueError."""
     from strop.config import load_config
     from strop.config.load.auto_backend import resolve_auto_backend
@@ -134,7 +105,7 @@ def _load(options: argparse.Namespace, further: Sequence[str] = ()) -> TrainingR
                 "is, or cluster.gpus_per_node to the GPUs of a node"
             )
         overrides += [f"cluster.gpus_per_node={per_node}", f"cluster.num_nodes={options.devices // per_node}"]
-    config: TrainingRunConfig = load_config(options.config, [*overrides, *further], root=root, check=False).config
+    config: TrainingRunConfig = load_config(options.config, overrides, root=root, check=False).config
     return resolve_auto_backend(config, has_gpus=_name_device(config, options.hardware) != THIS_MACHINE)
 
 
@@ -188,12 +159,13 @@ def _name_device(config: TrainingRunConfig, name: str | None) -> str:
     return name or ("h100" if config.cluster.gpus_per_node * config.cluster.num_nodes > 1 else THIS_MACHINE)
 
 
-def _find_device(config: TrainingRunConfig, hardware: str | None) -> Device:
-    """Return the device of the table, or this machine measured. Raises ValueError."""
+def _find_device(config: TrainingRunConfig, hardware: str | None) -> PlannedDevice:
+    """Return the device of the table, or this machine. Raises ValueError."""
     from strop.hardware.devices import device_named
+    from strop.hardware.machine_memory import total_memory
+    from strop.planning.plan_inputs import PlannedDevice
 
-    if (name := _name_device(config, hardware)) != THIS_MACHINE:
-        return device_named(name)
-    from strop.planning.measured_machine import measure_machine
-
-    return measure_machine(config.policy.num_threads)
+    if (name := _name_device(config, hardware)) == THIS_MACHINE:
+        return PlannedDevice(name="this machine", memory_gib=total_memory() / 2**30, on_cpu=True)
+    device = device_named(name)
+    return PlannedDevice(name=device.name, memory_gib=device.memory_gib)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -99,14 +99,6 @@ class Generator(Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-class Pacer(Protocol):
-    """Decides when an engine takes its steps."""
-
-    async def pace(self, step: Callable[[], object]) -> None:
-        """Call ``step`` when it is time."""
-        ...
 
 
 class PastGenerator(Protocol):

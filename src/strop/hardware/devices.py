@@ -1,4 +1,4 @@
-"""The table of devices: arithmetic, memory, links.
+"""The table of devices: arithmetic and memory.
 
 Rates are the vendors' own, for dense matrices (data sheets print twice as much, with 2:4 sparsity) that are summed in float32.
 """
@@ -10,19 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device, as its vendor describes it or as it was measured."""
+    """One device, as its vendor describes it."""
 
     name: str  # as a user writes it, in any case: h100
     bf16_tflops: float  # 10^12 FLOPs a second; a multiply-add is 2
     fp8_tflops: float | None  # None: it has no FP8 arithmetic
     fp32_tflops: float  # without TF32
     memory_gib: float  # GiB that the driver reports
-    bandwidth_gb: float  # of its memory, 10^9 bytes a second
-    link_gb: float  # to another device of its node, one direction, 10^9 bytes a second
-    network_gb: float = 50.0  # to another node, of a device's own network card, one direction, 10^9 bytes a second
-    devices_per_node: int = 8
     names: tuple[str, ...] = ()  # what torch and NVML call it; the first of the table that stands in a device's name
-    measured: bool = False  # on this machine, not the vendor's
 
     def peak_flops(self, precision: str) -> float:
         """Return FLOPs a second in ``precision``: bfloat16, float16, fp8 or float32. Raises ValueError where it has none."""
@@ -40,49 +35,47 @@ class Device:
 
 
 # Sources: the data sheets of A100, H100, H200, L40S, HGX B200 and GB200 NVL72, and the architecture paper of Ada (RTX 4090, with
-# sums in float32). Memory is what nvidia-smi shows. Network cards are those of the vendors' own systems (DGX A100, DGX H100, DGX B200:
-# one of 200 or 400 Gbit/s for each GPU), and of other devices what their servers often have. Order matters: "NVIDIA H100 PCIe" is
-# found before "NVIDIA H100".
+# sums in float32). Memory is what nvidia-smi shows. Order matters: "NVIDIA H100 PCIe" is found before "NVIDIA H100".
 DEVICES: tuple[Device, ...] = (
     Device(
         name="A100-40GB", names=("A100-SXM4-40GB", "A100-PCIE-40GB"), bf16_tflops=312, fp8_tflops=None, fp32_tflops=19.5,
-        memory_gib=40.0, bandwidth_gb=1555, link_gb=300, network_gb=25,
+        memory_gib=40.0,
     ),
     Device(
         name="A100", names=("A100",), bf16_tflops=312, fp8_tflops=None, fp32_tflops=19.5,
-        memory_gib=80.0, bandwidth_gb=2039, link_gb=300, network_gb=25,
+        memory_gib=80.0,
     ),
     Device(
         name="H100-PCIe", names=("H100 PCIe",), bf16_tflops=756, fp8_tflops=1513, fp32_tflops=51,
-        memory_gib=79.6, bandwidth_gb=2039, link_gb=64, network_gb=25,
+        memory_gib=79.6,
     ),
     Device(
         name="H100-NVL", names=("H100 NVL",), bf16_tflops=835, fp8_tflops=1671, fp32_tflops=60,
-        memory_gib=93.6, bandwidth_gb=3938, link_gb=300, network_gb=25,
+        memory_gib=93.6,
     ),
     Device(
         name="H100", names=("H100",), bf16_tflops=989, fp8_tflops=1979, fp32_tflops=67,
-        memory_gib=79.6, bandwidth_gb=3352, link_gb=450,
+        memory_gib=79.6,
     ),
     Device(
         name="H200", names=("H200",), bf16_tflops=989, fp8_tflops=1979, fp32_tflops=67,
-        memory_gib=140.4, bandwidth_gb=4800, link_gb=450,
+        memory_gib=140.4,
     ),
     Device(
         name="GB200", names=("GB200",), bf16_tflops=2500, fp8_tflops=5000, fp32_tflops=80,
-        memory_gib=185.0, bandwidth_gb=8000, link_gb=900, devices_per_node=4,
+        memory_gib=185.0,
     ),
     Device(
         name="B200", names=("B200",), bf16_tflops=2250, fp8_tflops=4500, fp32_tflops=80,
-        memory_gib=179.1, bandwidth_gb=8000, link_gb=900,
+        memory_gib=179.1,
     ),
     Device(
         name="L40S", names=("L40S",), bf16_tflops=362, fp8_tflops=733, fp32_tflops=91.6,
-        memory_gib=45.0, bandwidth_gb=864, link_gb=32, network_gb=12.5,
+        memory_gib=45.0,
     ),
     Device(
         name="RTX-4090", names=("RTX 4090",), bf16_tflops=165.2, fp8_tflops=330.3, fp32_tflops=82.6,
-        memory_gib=24.0, bandwidth_gb=1008, link_gb=32, network_gb=1.6,
+        memory_gib=24.0,
     ),
 )  # fmt: skip
 
@@ -111,11 +104,6 @@ def _stands_in(name: str, words: str) -> bool:
     """Return whether ``name`` stands in ``words`` as words of its own: GB200 is no B200, and a "GH200" no H200."""
     start = words.find(name)
     return start >= 0 and not words[start - 1].isalnum() and not words[start + len(name)].isalnum()
-
-
-def linked_devices(device: Device) -> int:
-    """Return how many devices the fast links connect: those of a node, or of a rack (NVL72)."""
-    return 72 if device.name.startswith("GB") else device.devices_per_node
 
 
 def _plain(name: str) -> str:

@@ -56,12 +56,6 @@ def training_flops(model: DecoderDimensions, counts: PassCounts, *, frozen: bool
     return passes * (_matrices(model, counts) + _output(model, counts)) + 3 * _attention(model, counts)
 
 
-def decoding_flops(model: DecoderDimensions, *, prompt: int, tokens: int) -> float:
-    """Count the FLOPs of sampling ``tokens`` after a prompt that is in the KV cache."""
-    pairs = {window: causal_pairs(prompt + tokens, window) - causal_pairs(prompt, window) for window in windows_of(model)}
-    return forward_flops(model, PassCounts(read=tokens, predicted=tokens, pairs=pairs))
-
-
 def _matrices(model: DecoderDimensions, counts: PassCounts) -> float:
     return 2.0 * counts.read * sum(layer.attention + layer.mlp for layer in model.layers)
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from strop.planning.learner_memory import LearnerFootprint, LearnerSetup
-from strop.planning.learner_traffic import HOST_RATE
 from strop.planning.model_size import ModelSize
-from strop.planning.step_time import StepClock, StepLayout, StepWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +21,6 @@ class BesideModel:
     offloaded: bool = False  # it is in CPU memory between uses
     shares_weights: bool = False  # with the policy
     hosts: int = 0  # processes that each have the whole model; 0: the learner's ranks share it
-    passes: float = 1.0  # over the batch, without gradients
-    share: float = 1.0  # of the rollouts that it reads
 
     @cached_property
     def footprint(self) -> LearnerFootprint:
@@ -68,19 +64,6 @@ class BesideModel:
             f"activations of the {self.name}": found.activations + found.layer_backward,
             f"weight copies of the {self.name}": found.weight_copies + found.gathered,
         }
-
-    def time_scoring(self, work: StepWork, layout: StepLayout) -> float:
-        """Return the seconds of its passes without gradients; of processes of its own those are waited for too."""
-        devices = replace(layout, training_devices=self.hosts) if self.hosts else layout
-        work = replace(work, scores=self.passes * self.share, generates=False, predicts=not self.learns)
-        moved = self.kept_away / HOST_RATE if self.offloaded else 0.0
-        return moved + StepClock(self.model, work, devices, self.setup).time_scoring()
-
-    def time_training(self, work: StepWork, layout: StepLayout) -> float:
-        if not self.learns:
-            return 0.0
-        work = replace(work, generates=False, predicts=False, frozen=self.setup.trained_share < 1)
-        return StepClock(self.model, work, layout, self.setup).time_training()
 
 
 def without_output(model: ModelSize) -> ModelSize:

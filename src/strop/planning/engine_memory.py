@@ -63,10 +63,6 @@ class EngineMemory:
         """Sequences of the greatest length that the cache holds at a time."""
         return self.cache / (self.bytes_per_token * self.setup.longest)
 
-    def count_sequences(self, tokens: float) -> float:
-        """Return how many sequences of so many tokens are decoded at a time."""
-        return min(self.setup.most_sequences, self.cache / (self.bytes_per_token * tokens))
-
     @property
     def parts(self) -> dict[str, float]:
         found = {"engine weights": self.weights, "cache": self.cache, "engine workspace": self.workspace}

@@ -1,4 +1,4 @@
-"""Make the plan of a run: memory of each phase, time of a step, cost, what to change and what would break first."""
+"""Make the plan of a run: memory of each phase, what to change and what would break first."""
 
 from __future__ import annotations
 
@@ -9,32 +9,28 @@ from strop.planning.engine_memory import EngineMemory
 from strop.planning.learner_memory import LearnerFootprint, LearnerSetup
 from strop.planning.node_memory import STAYS_WITHOUT, NodeMemory, plan_node
 from strop.planning.plan_inputs import PlanInputs
-from strop.planning.run_plan import GIB, Advice, PhaseMemory, RunCost, RunPlan
+from strop.planning.run_plan import GIB, Advice, PhaseMemory, RunPlan
 from strop.planning.sharding import Sharding
-from strop.planning.step_time import StepClock, StepTime
 
 USABLE = 0.92  # of a device: the rest is the context of its driver, fragments and libraries
 TRANSFER_BUFFER = 1.0 * 2**30  # bytes of weights on their way
 LEAST_SEQUENCES = 8  # of the greatest length that an engine should hold
 
 
-def make_plan(inputs: PlanInputs, price: float | None = None) -> RunPlan:
-    """Return the plan of a run. ``price``: of a device for an hour."""
+def make_plan(inputs: PlanInputs) -> RunPlan:
+    """Return the plan of a run."""
     phases = tuple(plan_memory(inputs))
     node = plan_node(inputs, limit_of(inputs))
-    time = plan_time(inputs)
     return RunPlan(
         model=inputs.model.name,
         device=inputs.device,
-        training_devices=inputs.layout.training_devices,
-        generation_devices=inputs.layout.generation_devices,
+        training_devices=inputs.training_devices,
+        generation_devices=inputs.generation_devices,
         layout=inputs.layout_text,
         phases=phases,
         node=node,
         checkpoint_bytes=measure_checkpoint(inputs),
         checkpoints=None if inputs.checkpoints is None else inputs.checkpoints.count,
-        time=time,
-        cost=_count_cost(inputs, time, price),
         advice=(*_advise_node(inputs, node), *_advise(inputs)),
         breaks_first=find_weakest(inputs, phases, node),
         assumptions=inputs.assumptions,
@@ -55,25 +51,6 @@ def measure_checkpoint(inputs: PlanInputs) -> float:
     return total
 
 
-def plan_time(inputs: PlanInputs) -> StepTime:
-    """Return the time of a step."""
-    time, work, layout = make_clock(inputs).time_step(), inputs.work, inputs.layout
-    return replace(
-        time,
-        logprobs=time.logprobs + sum(each.time_scoring(work, layout) for each in inputs.beside),
-        training=time.training + sum(each.time_training(work, layout) for each in inputs.beside),
-    )
-
-
-def make_clock(inputs: PlanInputs) -> StepClock:
-    """Return what times the step: its engines decode at most as many sequences at a time as their cache has room for."""
-    layout = inputs.layout
-    if inputs.engine is not None:
-        context = inputs.work.prompt + inputs.work.completion / 2  # of a sequence that is being decoded, on average
-        layout = replace(layout, room=EngineMemory(inputs.model, inputs.engine, limit_of(inputs)).count_sequences(context))
-    return StepClock(inputs.model, inputs.work, layout, inputs.learner)
-
-
 def plan_memory(inputs: PlanInputs) -> Iterator[PhaseMemory]:
     """Yield the memory of each phase. Learner and engines that take turns on a device leave it to each other (weights and optimizer of the
     learner go to CPU memory); in one process on a CPU nothing leaves."""
@@ -82,10 +59,8 @@ def plan_memory(inputs: PlanInputs) -> Iterator[PhaseMemory]:
     static = {} if inputs.learner.offloads_weights else {"weights": learner.weights, "optimizer": learner.optimizer}
     held = {**static, **beside}
     engine = None if inputs.engine is None else EngineMemory(inputs.model, inputs.engine, limit_of(inputs))
-    shared, own_weights = inputs.layout.shared, engine is not None and not engine.setup.shares_weights
-    together = shared and (
-        inputs.device.measured or not own_weights or not inputs.leaves
-    )  # neither leaves the device to the other
+    shared, own_weights = inputs.shared, engine is not None and not engine.setup.shares_weights
+    together = shared and (inputs.device.on_cpu or not own_weights or not inputs.leaves)  # neither leaves the device to the other
     stays = engine.parts if engine is not None and together else {}
     devices = "all" if shared else "learner"
     if engine is not None:
@@ -126,20 +101,10 @@ def limit_of(inputs: PlanInputs) -> float:
     return USABLE * inputs.device.memory_gib * GIB
 
 
-def _count_cost(inputs: PlanInputs, time: StepTime, price: float | None) -> RunCost:
-    if inputs.steps is None:
-        return RunCost(steps=None, hours=None, device_hours=None, price=None)
-    hours = inputs.steps * time.total / 3600
-    layout = inputs.layout
-    devices = layout.training_devices if layout.shared else layout.training_devices + layout.generation_devices
-    spent = hours * max(devices, layout.generation_devices)
-    return RunCost(steps=inputs.steps, hours=hours, device_hours=spent, price=None if price is None else spent * price)
-
-
 def _advise(inputs: PlanInputs) -> Iterator[Advice]:
     """Yield settings under which the run fits, the cheapest first: the micro-batch, checkpointing, shards, the size of an engine."""
     yield from _advise_learner(inputs)
-    if inputs.engine is None or inputs.device.measured:
+    if inputs.engine is None or inputs.device.on_cpu:
         return
     engine = EngineMemory(inputs.model, inputs.engine, limit_of(inputs))
     if engine.sequences >= LEAST_SEQUENCES:
@@ -171,7 +136,7 @@ def _advise_node(inputs: PlanInputs, node: NodeMemory | None) -> Iterator[Advice
     }
     if biggest == STAYS_WITHOUT and all(phase.fits for phase in plan_memory(replace(inputs, leaves=False))):
         settings[biggest] = ("policy.offload", "false")  # the devices have room for both
-    key, value = settings.get(biggest, ("--devices", str(2 * inputs.layout.training_devices)))
+    key, value = settings.get(biggest, ("--devices", str(2 * inputs.training_devices)))
     yield Advice(key=key, value=value, reason=f"a node's CPU memory does not fit, and most of it is {biggest}")
 
 
@@ -179,13 +144,13 @@ def _advise_learner(inputs: PlanInputs) -> Iterator[Advice]:
     """Yield what makes training fit, or a larger micro-batch where there is room."""
     setup, longest = inputs.learner, inputs.learner.longest
     room = limit_of(inputs) - sum(count_beside(inputs, LearnerFootprint(inputs.model, setup), inputs.references).values())
-    if inputs.device.measured and inputs.engine is not None:
+    if inputs.device.on_cpu and inputs.engine is not None:
         room -= EngineMemory(inputs.model, inputs.engine, limit_of(inputs)).weights
     if _fits(inputs, setup, room):
         best = setup.tokens
         while best < 1 << 17 and _fits(inputs, replace(setup, tokens=2 * best), room * 0.8):
             best *= 2
-        if best > setup.tokens and best <= inputs.work.rollouts * longest:
+        if best > setup.tokens and best <= inputs.rollouts * longest:
             yield Advice(
                 key=inputs.batch_key, value=str(best), reason="a larger micro-batch fits with a fifth of the memory to spare"
             )
@@ -202,12 +167,10 @@ def _advise_learner(inputs: PlanInputs) -> Iterator[Advice]:
         )
         return
     sharding = recomputing.sharding
-    devices = inputs.layout.training_devices
+    devices = inputs.training_devices
     while devices < 1 << 14:
         devices *= 2
-        wider = replace(
-            recomputing, sharding=replace(sharding, shards=sharding.shards * devices // inputs.layout.training_devices)
-        )
+        wider = replace(recomputing, sharding=replace(sharding, shards=sharding.shards * devices // inputs.training_devices))
         if _fits(inputs, wider, room):
             yield Advice(
                 key="--devices", value=str(devices), reason="so many devices that share the weights and the optimizer fit"

@@ -11,14 +11,13 @@ from strop.hardware.model_dimensions import DecoderDimensions, UnknownDimensions
 from strop.planning.sharding import Sharding
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """A decoder's dimensions with its name, its heads and its experts. Two are equal if they are the same object, which hashes fast."""
+    """A decoder's dimensions with its name, its heads and its experts."""
 
     name: str
     dimensions: DecoderDimensions
     heads: int
-    key_value_heads: int = 0  # 0: as many as heads
     experts: int = 0  # of a layer
     active_experts: int = 0  # that a token is multiplied with
 
@@ -36,7 +35,6 @@ class ModelSize:
             name=name,
             dimensions=dimensions,
             heads=int(text["num_attention_heads"]),
-            key_value_heads=0 if text.get("kv_lora_rank") else int(text.get("num_key_value_heads") or 0),
             experts=int(experts),
             active_experts=int(text.get("num_experts_per_tok") or 0) if experts else 0,
         )
@@ -62,11 +60,6 @@ class ModelSize:
         return missed * self.experts / (self.experts - self.active_experts)
 
     @cached_property
-    def active_weights(self) -> int:
-        """Weights that a predicted token is multiplied with."""
-        return self.dimensions.active_parameters
-
-    @cached_property
     def cache_width(self) -> int:
         """Numbers that a token leaves in the cache of all layers."""
         return self.dimensions.cache_width
@@ -88,11 +81,3 @@ class ModelSize:
     def rank_weights(self, sharding: Sharding) -> float:
         """Weights that a rank of a learner holds."""
         return (self.weights - self.expert_weights) / sharding.dense + self.expert_weights / sharding.experts
-
-    def weights_read(self, tokens: float) -> float:
-        """Weights that a step over so many tokens of different sequences reads: of experts those that some token chooses."""
-        shared = self.weights - self.expert_weights - (0 if self.dimensions.tied else self.embedding_weights)
-        if not self.experts:
-            return shared
-        missed: float = (1 - self.active_experts / self.experts) ** tokens
-        return shared + self.expert_weights * (1 - missed)

@@ -36,7 +36,7 @@ class NodeMemory:
 def plan_node(inputs: PlanInputs, limit: float) -> NodeMemory | None:
     """Return the CPU memory of the fullest node; None on a CPU, where it is a device's. ``limit``: bytes of a device."""
     node = inputs.node
-    if node is None or inputs.device.measured:
+    if node is None or inputs.device.on_cpu:
         return None
     learner = LearnerFootprint(inputs.model, inputs.learner)
     each = {**_of_rank(inputs, learner, limit), **_of_checkpoint(node, learner)}
@@ -66,7 +66,7 @@ def _of_rank(inputs: PlanInputs, learner: LearnerFootprint, limit: float) -> dic
     if setup.offloads_activations:
         found["activations"] = learner.kept_activations
     own_weights = inputs.engine is not None and not inputs.engine.shares_weights
-    if own_weights and inputs.leaves and inputs.layout.shared:
+    if own_weights and inputs.leaves and inputs.shared:
         away = learner.static + inputs.references * reference + sum(each.held for each in inputs.beside)
         found[STAYS_WITHOUT] = away
     return found

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.hardware.devices import Device
 from strop.planning.beside_models import BesideModel
 from strop.planning.engine_memory import EngineSetup
 from strop.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup
 from strop.planning.model_size import ModelSize
-from strop.planning.step_time import StepLayout, StepWork
 
 
 @dataclass(frozen=True, kw_only=True)
-class AverageLengths:
-    """Tokens of a rollout or an example, on average; None where the configuration says nothing and shares are assumed."""
+class PlannedDevice:
+    """A device that the run is planned for."""
 
-    prompt: float | None = None
-    completion: float | None = None
+    name: str
+    memory_gib: float  # GiB that the driver reports, or that this machine or its container has
+    on_cpu: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +48,19 @@ class PlanInputs:
     """A run on devices of one kind."""
 
     model: ModelSize
-    device: Device
+    device: PlannedDevice
     learner: LearnerSetup
     engine: EngineSetup | None  # None: the run samples nothing
-    work: StepWork
-    layout: StepLayout
+    rollouts: int  # that a step trains on
+    training_devices: int
+    generation_devices: int
+    shared: bool  # the same devices train and generate in turn
     layout_text: str
     leaves: bool = True  # the learner goes to CPU memory while engines that share its devices have them
     references: int  # frozen models of the policy's size beside it
     beside: tuple[BesideModel, ...] = ()  # a critic, teachers
     node: NodeSetup | None = None  # the fullest; None: its CPU memory is not planned
     checkpoints: CheckpointSetup | None = None  # None: none are saved
-    steps: int | None
     learner_key: str  # prefix of the learner's keys
     batch_key: str
     assumptions: tuple[str, ...]

@@ -30,7 +30,42 @@ class Sharding:
         """Ranks that share the experts of a model."""
         return self.stages * self.expert * self.expert_shards
 
-    @property
-    def of_one_micro_batch(self) -> int:
-        """Ranks that work on the same micro-batch."""
-        return self.tensor * self.context * self.stages
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSizes:
+    """The parallel sizes of a learner, as a configuration says them."""
+
+    tensor: int = 1
+    context: int = 1
+    stages: int = 1
+    expert: int = 1
+    expert_tensor: int = 1  # Megatron Core alone
+    replicate: int = 1  # the torch learner alone
+    sequence: bool = False
+
+    def shard(self, devices: int, *, megatron: bool) -> Sharding:
+        """Return how these divide the learner over ``devices``."""
+        stage = devices // self.stages
+        data = stage // (self.tensor * self.context * self.replicate)
+        if megatron:
+            expert = self.expert * self.expert_tensor
+            return Sharding(
+                optimizer_shards=data * self.context,
+                tensor=self.tensor,
+                context=self.context,
+                stages=self.stages,
+                expert=expert,
+                expert_optimizer_shards=max(1, stage // expert),
+                sequence=self.sequence,
+            )
+        expert = max(self.expert, self.tensor)
+        return Sharding(
+            shards=data * self.context,
+            replicate=self.replicate,
+            tensor=self.tensor,
+            context=self.context,
+            stages=self.stages,
+            expert=expert,
+            expert_shards=data * self.context * self.tensor // expert,
+            sequence=self.sequence,
+        )

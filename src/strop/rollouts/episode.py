@@ -6,25 +6,22 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from strop.environments.base import Environment, RewardResult
 from strop.environments.forks import run_in_one_process
-from strop.environments.games.policy_client import serve_policy
+from strop.environments.games.policy_client import NoPolicyError, serve_policy
 from strop.gateway.gateway_config import GatewayConfig
-from strop.generation.base import Generator, PastSelves
+from strop.generation.base import Generator, PastGenerator, PastSelf, PastSelves
 from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
 from strop.models.vision.encoded_prompt import EncodedPrompt
 from strop.monitoring.watchdog.waits import waiting
 from strop.rollouts.agent_episode import run_agent
-from strop.rollouts.repeat.group_clock import OWN_TIME, GroupClock
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
-from strop.rollouts.sampled_policy import SampledPolicy
 from strop.rollouts.tool_turns import ToolTurns, make_reply_message
 from strop.safety.exits import NotAnException, contain_cancellation, contain_exits
 from strop.sampling import Sampling, mix_seed
@@ -68,31 +65,26 @@ async def run_group(
     seed: int,
     greedy_baseline: bool = False,
     past: PastSelves | None = None,
-    clock: GroupClock = OWN_TIME,
 ) -> Group:
     """Run all rollouts of one task concurrently. An error of the environment or the engine is recorded on its rollout (law 7).
 
     With ``greedy_baseline``, one more rollout is sampled greedily, as a baseline for the others. The rewards of the group see it too.
-    ``past``: earlier selves of the policy, of which all rollouts meet the same one. ``clock``: decides when each rollout goes on.
+    ``past``: earlier selves of the policy, of which all rollouts meet the same one.
     """
-    version = clock.version(generator)
+    version = generator.version
     compares = environment.has_group_rewards
     episodes = (
-        clock.episode(
+        run_in_one_process(
+            run_episode,
+            environment,
+            task,
             sample,
-            partial(
-                run_in_one_process,
-                run_episode,
-                environment,
-                task,
-                sample,
-                mix_seed(seed, index, sample),
-                generator=generator,
-                template=template,
-                sampling=replace(sampling, temperature=0.0) if sample == samples else sampling,
-                rules=replace(rules, scaling=None) if compares else rules,
-                version=version,
-            ),
+            mix_seed(seed, index, sample),
+            generator=generator,
+            template=template,
+            sampling=replace(sampling, temperature=0.0) if sample == samples else sampling,
+            rules=replace(rules, scaling=None) if compares else rules,
+            version=version,
         )
         for sample in range(samples + greedy_baseline)
     )
@@ -102,7 +94,7 @@ async def run_group(
     with waits, serve_policy(opponent):
         rollouts = await asyncio.gather(*episodes)
         if compares:
-            rollouts = await clock.rewards(partial(run_in_one_process, _score_group, environment, task, rollouts, rules.scaling))
+            rollouts = await run_in_one_process(_score_group, environment, task, rollouts, rules.scaling)
     if rules.penalties is not None:
         least = 0.0 if rules.scaling is None else rules.scaling(0.0)
         rollouts = [_penalize(rollout, rules.penalties, template, least) for rollout in rollouts]
@@ -364,3 +356,46 @@ def _append(rollout: Rollout, messages: Messages, encoded: EncodedPrompt, rules:
     images = [image.moved(rollout.length) for image in encoded.images]
     text = "\n".join(message.content for message in messages)
     return rollout.with_turn(observation_turn(encoded.tokens, text, images), *messages)
+
+
+# The policy as an opponent of itself: what it would write in another conversation.
+
+
+@dataclass(frozen=True)
+class SampledPolicy:
+    """A ``PolicyClient`` over the generator of a run."""
+
+    generator: Generator | PastGenerator
+    template: ChatTemplate
+    sampling: Sampling
+    max_length: int  # tokens of a conversation
+    earlier: PastSelf | None = None  # drawn for the group
+
+    @property
+    def version(self) -> int:
+        return self.generator.version
+
+    def past(self, share: float) -> SampledPolicy:
+        if self.earlier is None:
+            raise NoPolicyError(
+                "this environment plays against earlier selves of the policy, which are kept in training only; set opponent to self, or to "
+                "endpoint with a model that strop serve serves"
+            )
+        return replace(self, generator=self.earlier.generator) if self.earlier.quantile < share else self
+
+    async def complete(self, messages: Messages, *, seed: int, stop_strings: Sequence[str] = ()) -> str:
+        """Return the reply. Raises ValueError for a conversation that leaves no room for one."""
+        encoded = self.template.encode_with_images(messages)
+        prompt = encoded.tokens
+        room = self.max_length - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"the conversation of the policy's opponent has {len(prompt)} tokens, and policy.max_total_sequence_length is "
+                f"{self.max_length}; raise it"
+            )
+        stops = tuple(dict.fromkeys((*self.sampling.stop_strings, *stop_strings)))
+        wanted = replace(
+            self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room), stop_strings=stops, record_sampling_mask=False
+        )
+        shown: dict[str, Any] = {"images": encoded.images} if encoded.images else {}
+        return (await self.generator.generate(prompt, sampling=wanted, seed=seed, **shown)).text

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Protocol
 
 from strop.environments.forks import end_forks
@@ -41,17 +40,16 @@ def requeue_stale(
     groups_per_step: int,
     max_staleness: int,
     order: GroupOrder | None = None,
-    versions: Mapping[int, int] = MappingProxyType({}),
 ) -> StreamState:
     """Return the state with finished groups that would be too old to train on moved to ``unfinished``.
 
     This only happens if settings changed before the run was resumed. For an order that drops old groups, the state is returned unchanged.
-    ``versions``: of unfinished groups that go on with what they have sampled; the others begin again with the newest.
+    Unfinished groups begin again with the newest weights.
     """
     order = order or Fifo()
     if order.drops_stale:
         return state
-    pending = [PendingGroup(index, versions.get(index, step), None) for index in state.unfinished]
+    pending = [PendingGroup(index, step, None) for index in state.unfinished]
     pending += [PendingGroup(group.index, group.version, rank) for rank, group in enumerate(state.finished)]
     trained_at = {group.index: step + position // groups_per_step for position, group in enumerate(order.sort(pending))}
     finished = tuple(group for group in state.finished if trained_at[group.index] - group.version <= max_staleness)
@@ -61,20 +59,6 @@ def requeue_stale(
 
 class EndOfTasks(Exception):
     """The stream has no more tasks in any epoch."""
-
-
-class GroupPace(Protocol):
-    """Decides when the groups of a stream go on. Without one they do whenever they can."""
-
-    def begin(self, group: int) -> int:
-        """Register a group that is started now. Return the version of the weights it began with, perhaps before the run was resumed."""
-        ...
-
-    def end(self, group: int) -> None: ...
-
-    async def advance(self) -> None:
-        """Let the groups go on by a step."""
-        ...
 
 
 class GroupStream(Protocol):
@@ -111,7 +95,6 @@ class RolloutStream:
         refill_on_release: bool = False,
         order: GroupOrder | None = None,
         version: Callable[[], int] = lambda: 0,
-        pace: GroupPace | None = None,
     ) -> None:
         """Create a stream.
 
@@ -119,7 +102,7 @@ class RolloutStream:
         ``has(index)`` then says whether there is such a task. With ``refill_on_release``, a freed
         slot is filled at once (asynchronous training). Otherwise groups are started when the next one is requested, so that nothing runs
         while a synchronous run validates or saves. ``order`` None is FIFO. ``version()`` returns the generators' weight version, from which
-        an order computes the age of a group. With ``pace``, groups go on only while the stream is waited for.
+        an order computes the age of a group.
         """
         self._run_group = run_group
         self._free_slots = slots
@@ -128,7 +111,6 @@ class RolloutStream:
         self._refill_on_release = refill_on_release
         self._order = order or Fifo()
         self._version = version
-        self._pace = pace
         self._next = state.next_index if state else 0
         self._restart = deque(state.unfinished if state else ())
         self._running: dict[int, asyncio.Task[Group]] = {}  # running, or finished in this process
@@ -153,8 +135,7 @@ class RolloutStream:
                 index = self._restart.popleft()
             else:
                 index, self._next = self._next, self._next + 1
-            version = self._version() if self._pace is None else self._pace.begin(index)
-            self._pending[index] = PendingGroup(index, version, None)
+            self._pending[index] = PendingGroup(index, self._version(), None)
             self._running[index] = asyncio.ensure_future(self._run_group(index))
             self._running[index].add_done_callback(partial(self._on_finished, index))
             self._free_slots -= 1
@@ -164,8 +145,6 @@ class RolloutStream:
             self._pending[index] = replace(self._pending[index], finish_rank=self._finished_count)
             self._finished_count += 1
             self._finish_event.set()
-            if self._pace is not None:
-                self._pace.end(index)
 
     async def next(self) -> Group:
         """Return the next group in the order, waiting for it to finish if necessary. Raises EndOfTasks."""
@@ -190,15 +169,8 @@ class RolloutStream:
                 return chosen.index
             if all(group.finish_rank is not None for group in pending):
                 raise RuntimeError(f"{type(self._order).__name__} chose none of {len(pending)} groups, although all are finished")
-            await self._go_on()
-
-    async def _go_on(self) -> None:
-        """Wait until another group has finished; or let the groups go on by a step."""
-        if self._pace is not None:
-            await self._pace.advance()
-            return
-        self._finish_event.clear()
-        await self._finish_event.wait()
+            self._finish_event.clear()
+            await self._finish_event.wait()
 
     def release(self, count: int) -> None:
         """Free the slots of ``count`` groups that were dropped or whose trained weights are published."""
@@ -210,10 +182,7 @@ class RolloutStream:
     async def drain(self) -> None:
         """Wait until no group is running. Results are kept; an exception is raised when its group is requested."""
         while running := [task for task in self._running.values() if not task.done()]:
-            if self._pace is None:
-                await asyncio.wait(running)
-            else:
-                await self._pace.advance()
+            await asyncio.wait(running)
 
     def state(self) -> StreamState:
         """Return the state to resume from in another process, with finished groups in the order in which they finished."""

@@ -19,8 +19,6 @@ from strop.monitoring.rollout_store.stored_images import StoredImages
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.rollout_media import make_validation_media
 from strop.rollouts.episode import EpisodeRules, run_group
-from strop.rollouts.repeat.engine_clock import EngineClock
-from strop.rollouts.repeat.group_clock import OWN_TIME
 from strop.safety.exits import contain_exits
 from strop.safety.printable import shorten
 from strop.sampling import Sampling, mix_seed
@@ -72,7 +70,6 @@ class Evaluator:
     name_set: Callable[[int], str] | None = None  # from the index of a task to the name of its data set
     identity: Mapping[str, Any] | None = None  # what the samples depend on, for the file
     keep_logprobs: bool = False  # ids and log-probabilities of the sampled tokens, in the file
-    make_clock: Callable[[], EngineClock] | None = None  # of each evaluation, in a run whose events are ordered
     on_sampled: Callable[[], object] = lambda: None  # called when all tasks are sampled
     files: DeferredFiles = field(default_factory=lambda: DeferredFiles("validation samples"))
     last_groups: list[Group] = field(default_factory=list)  # what the last evaluation sampled, for display
@@ -116,11 +113,10 @@ class Evaluator:
         tasks = {index: known[index] for index in range(self.size) if index in known}
         groups: dict[int, Group] = {}
         slots = asyncio.Semaphore(self.concurrent_tasks or self.size)
-        clock = None if self.make_clock is None else self.make_clock()
 
         async def evaluate_task(index: int) -> None:
             async with slots:
-                group, environment = await self._sample_group(index, clock)
+                group, environment = await self._sample_group(index)
                 if self.folder is not None:
                     StoredImages(self.folder).write(list_images([group]), self.files)
                 task = make_task_record(group, await _grade_group(group, environment), keep_logprobs=self.keep_logprobs)
@@ -134,12 +130,11 @@ class Evaluator:
 
         if tracker is not None:
             tracker.progress(f"validating: {len(tasks)} of {self.size} tasks")
-        work = asyncio.gather(*(evaluate_task(index) for index in range(self.size) if index not in tasks))
-        await (work if clock is None else clock.drive(work))
+        await asyncio.gather(*(evaluate_task(index) for index in range(self.size) if index not in tasks))
         self.last_groups = [groups[index] for index in sorted(groups)]
         return [tasks[index] for index in range(self.size)]
 
-    async def _sample_group(self, index: int, clock: EngineClock | None) -> tuple[Group, Environment[Any]]:
+    async def _sample_group(self, index: int) -> tuple[Group, Environment[Any]]:
         try:
             with contain_exits():
                 name, environment, task = self.source.at(index)
@@ -160,10 +155,7 @@ class Evaluator:
             rules=self.rules,
             seed=mix_seed(self.seed, _VALIDATION_SEED),
             past=self.past,
-            clock=OWN_TIME if clock is None else clock.begin_group(index),
         )
-        if clock is not None:
-            clock.end(index)
         return group, environment
 
     def _print_samples(self, tracker: Tracker) -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig, PathText, follows, sets, subsection, validate_section
+from strop.base_config import BaseConfig, follows, sets, subsection, validate_section
 from strop.problems import Problem
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 
@@ -119,31 +119,6 @@ class AsyncConfig(BaseConfig):
         description="Groups begun and not yet trained on; null is (max_trajectory_age_steps + 1) x num_prompts_per_step, the "
         "most without groups that get too old (groups).",
     )
-    repeatable: bool = Field(
-        False,
-        description="Order all events by the steps of the torch engine, not by a clock, so that the run repeats from its seed bit "
-        "for bit, also when it was killed and resumed. Needs the torch engine in one process, which then waits for "
-        "environments; the seconds are logged.",
-    )
-    answer_delay: int = Field(
-        0,
-        ge=0,
-        description="With repeatable, how many steps of the engine every answer of an environment takes. The engine goes on for so "
-        "long before it waits, so a larger one waits less and has smaller batches (steps).",
-    )
-    record_events: bool = Field(
-        False,
-        description="Write the order of events to events.jsonl in logger.log_dir, for replay_events. Without repeatable the engine waits "
-        "for nobody, and this makes such a run repeatable afterwards.",
-    )
-    replay_events: PathText | None = Field(
-        None, description="An events.jsonl: every event happens when it did in that run, which is so repeated bit for bit."
-    )
-
-    @property
-    def orders_events(self) -> bool:
-        """Whether the engine's steps order the events of the run."""
-        return self.repeatable or self.record_events or self.replay_events is not None
 
 
 class RolloutTrainingConfig(TrainingConfig):
@@ -194,11 +169,6 @@ class RolloutTrainingConfig(TrainingConfig):
         return self.async_config.max_trajectory_age_steps if self.async_config.enabled else 0
 
     @property
-    def orders_events(self) -> bool:
-        """Whether the run is asynchronous, and the engine's steps order its events."""
-        return self.max_staleness > 0 and self.async_config.orders_events
-
-    @property
     def epochs_per_batch(self) -> int:
         """Optimizer passes over one batch of rollouts."""
         return 1
@@ -212,16 +182,6 @@ class RolloutTrainingConfig(TrainingConfig):
         yield from super().errors(key)
         yield from self._check_window(f"{key}.async_{key}")
         yield from self._check_slots(f"{key}.async_{key}")
-        yield from self._check_replay(f"{key}.async_{key}")
-
-    def _check_replay(self, key: str) -> Iterator[Problem]:
-        section = self.async_config
-        if section.repeatable and section.replay_events is not None:
-            yield Problem(
-                f"{key}.replay_events",
-                f"found {section.replay_events}, and {key}.repeatable is true: each says when the answers of environments count",
-                f"Set {key}.repeatable=false to replay a run, or {key}.replay_events=null.",
-            )
 
     def _check_window(self, key: str) -> Iterator[Problem]:
         section = self.async_config
@@ -258,16 +218,6 @@ class RolloutTrainingConfig(TrainingConfig):
             yield from self._warn_unused_recomputation(async_key)
             yield from self._warn_unused_window(async_key)
             yield from self._warn_unused_order(async_key)
-            yield from self._warn_unused_delay(async_key)
-
-    def _warn_unused_delay(self, key: str) -> Iterator[Problem]:
-        section = self.async_config
-        if section.answer_delay and not section.repeatable:
-            yield Problem(
-                f"{key}.answer_delay",
-                f"it has no effect: {key}.repeatable is false, so answers count when they come",
-                f"Set {key}.repeatable=true, or {key}.answer_delay=0.",
-            )
 
     def _warn_unused_recomputation(self, key: str) -> Iterator[Problem]:
         section = self.async_config

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from strop.build.monitors import run_throughput
+from strop.build.monitors.measured_peak import MeasuredPeak
 from strop.config import ConfigError, load_config
 from strop.config.schema.run_config import SftRunConfig
-from strop.monitoring.roofline.device_ceilings import DeviceCeilings
 
 KEYS = ["policy.model_name=m", "policy.precision=float32"]
 
@@ -29,12 +29,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """Threads that were measured, on a machine of four cores that does 1 GFLOP/s with each thread."""
     asked: list[int | None] = []
 
-    def measure(threads: int | None = None) -> DeviceCeilings:
+    def measure(threads: int | None = None) -> MeasuredPeak:
         asked.append(threads)
         rate = 1e9 * (threads or 4)
-        return DeviceCeilings(device="p", flops={"float32": rate, "bfloat16": 2 * rate}, bandwidth=1e9, source="measured")
+        return MeasuredPeak(device="p", flops={"float32": rate, "bfloat16": 2 * rate}, source="measured")
 
-    monkeypatch.setattr(run_throughput, "measure_ceilings", measure)
+    monkeypatch.setattr(run_throughput, "measure_peak", measure)
     monkeypatch.setattr(run_throughput.os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     return asked
 

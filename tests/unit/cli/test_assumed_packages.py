@@ -93,7 +93,7 @@ def test_a_recipe_for_two_nodes_is_translated_planned_and_looked_at_without_any_
     assert looked_at.stdout.count("assumed to be on the machines of the run: megatron-core, ray, tensorboard, vllm, wandb") == 1
     planned = run_without_packages(laptop, "plan", "recipe.yaml", "--model-config", "config.json")
     assert planned.returncode == 0, planned.stderr
-    assert "engine weights" in planned.stdout and "assumed     not installed here, and assumed" in planned.stdout
+    assert "engine weights" in planned.stdout
 
 
 def test_the_same_run_here_is_refused_with_every_package_that_it_lacks(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,9 +19,7 @@ from strop.build.run_report.run_incidents import list_incidents
 from strop.build.run_report.validation_results import read_validations
 from strop.cli.log_folder import find_log_folder
 from strop.config.source import yaml_text
-from strop.monitoring.pages.axis_ticks import find_range, make_ticks
-from strop.monitoring.pages.curve_drawing import thin
-from strop.monitoring.roofline.step_roofline import roofline_path, write_roofline
+from strop.monitoring.pages.curve_drawing import find_range, make_ticks, thin
 from strop.monitoring.run_starts import describe_hardware, find_versions, read_run_starts
 from strop.monitoring.trackers.jsonl import read_metrics
 from strop.monitoring.watchdog.status import read_status, write_status
@@ -29,7 +27,6 @@ from strop.safety.printable import make_printable
 from strop.statistics.intervals import confidence_interval
 from support.html_pages import ParsedPage, check_page
 from support.reported_runs import HOSTILE, STEPS, write_run
-from support.step_rooflines import STEP
 
 
 def make_page(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> str:
@@ -97,15 +94,7 @@ def test_recorded_steps_are_in_the_report(tmp_path: Path, capsys: pytest.Capture
     assert "No step was recorded (logger.profile.steps)." in text_of(check_page(make_page(capsys, run)))
     (run / "profiles").mkdir()
     (run / "profiles" / "step_000003.json.gz").write_bytes(b"")
-    assert "Operators were not recorded" in text_of(check_page(make_page(capsys, run)))
-    path = roofline_path(run / "profiles", 3)
-    hostile = replace(STEP, processes=[replace(each, name=HOSTILE) for each in STEP.processes])
-    for found in (STEP, hostile):
-        write_roofline(path, found)
-        said = text_of(check_page(make_page(capsys, run)))
-        assert "open in Perfetto" in said and "mm [8, 8] x [8, 8]" in said and "memory 10 GB/s" in said
-    path.write_text("{")
-    assert "The roofline of step 3 cannot be read" in text_of(check_page(make_page(capsys, run)))
+    assert "open in Perfetto or Chromium's DevTools: step_000003.json.gz" in text_of(check_page(make_page(capsys, run)))
 
 
 def test_a_report_may_go_to_a_folder_that_is_not_there_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +145,7 @@ def test_a_folder_without_a_run_and_one_without_steps_get_a_sentence(tmp_path: P
     ("arguments", "said"),
     [
         (["logs/minee"], "there is no logs/minee; name a run's log folder (logger.log_dir); did you mean logs/mine?"),
-        (["logs/mine", "logs/other"], "a report is of one run, found logs/other too: strop compare A B --html FILE compares two"),
+        (["logs/mine", "logs/other"], "a report is of one run, found logs/other too: strop compare A B compares two"),
         (["logs/mine", "--output", "logs"], "logs cannot be written: it is a folder; name the file to write"),
         (["logs/mine", "--outptu", "x"], "did you mean --output?"),
     ],

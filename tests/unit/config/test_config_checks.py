@@ -301,30 +301,6 @@ def test_asynchronous_keys_that_change_little_are_warned_about(overrides: list[s
     assert len(found) == len(said) and all(part in warning for part, warning in zip(said, found, strict=True))
 
 
-@pytest.mark.parametrize("key", ["repeatable=true", "record_events=true", "replay_events=events.jsonl"])
-@pytest.mark.parametrize(
-    ("place", "reason"),
-    [
-        (["policy.generation.backend=vllm"], "vLLM repeats a run up to rounding only"),
-        (["cluster.backend=ray"], "Set cluster.backend=local"),
-    ],
-)
-def test_events_are_ordered_by_the_torch_engine_in_one_process(key: str, place: list[str], reason: str) -> None:
-    said = str(refusal("grpo.async_grpo.enabled=true", f"grpo.async_grpo.{key}", *place))
-    assert f"grpo.async_grpo.{key.partition('=')[0]}: found" in said and reason in said
-    assert accepted("grpo.async_grpo.enabled=true", f"grpo.async_grpo.{key}", "policy.generation.backend=torch") == []
-
-
-def test_a_run_repeats_from_its_seed_or_from_a_record_but_not_both() -> None:
-    asked = ("enabled=true", "repeatable=true", "replay_events=events.jsonl")
-    assert "each says when the answers of environments count" in str(refusal(*(f"grpo.async_grpo.{each}" for each in asked)))
-
-
-def test_a_delay_of_answers_without_effect_is_warned_about() -> None:
-    (warning,) = accepted("grpo.async_grpo.enabled=true", "grpo.async_grpo.answer_delay=3", "grpo.async_grpo.record_events=true")
-    assert "repeatable is false, so answers count when they come" in warning
-
-
 def test_a_window_has_something_to_do_where_groups_are_dropped() -> None:
     asked = ("enabled=true", "in_flight_weight_updates=true", "order=windowed")
     assert accepted("grpo.use_dynamic_sampling=true", *(f"grpo.async_grpo.{override}" for override in asked)) == []
@@ -511,11 +487,6 @@ SGLANG = "policy.generation.backend=sglang"
         ([SGLANG, GPU], "policy.generation.sglang_cfg.enable_deterministic_inference", "depends on the batch without it"),
         ([AUTO, GPU], "policy.sequence_packing.train_mb_tokens", "may cut a batch otherwise in another run"),
         (["grpo.async_grpo.enabled=true", GPU], "policy.deterministic", "depends on the speed of rollouts"),
-        (
-            ["grpo.async_grpo.enabled=true", "grpo.async_grpo.record_events=true", GPU],
-            "policy.deterministic",
-            "speed of rollouts",
-        ),
     ],
 )
 def test_a_deterministic_run_is_refused_where_something_lets_equal_runs_differ(
@@ -533,5 +504,3 @@ def test_a_deterministic_run_is_warned_of_turns_that_come_when_environments_answ
     turns = "grpo.max_rollout_turns=3"
     assert warned(turns)
     assert not warned() and not warned(turns, VLLM) and not warned(turns, "policy.exact_on_policy=true")
-    repeatable = ("grpo.async_grpo.enabled=true", "grpo.async_grpo.repeatable=true")
-    assert not warned(turns, *repeatable)

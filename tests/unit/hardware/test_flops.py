@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from strop.hardware.flops import PassCounts, causal_pairs, decoding_flops, forward_flops, training_flops, windows_of
+from strop.hardware.flops import PassCounts, causal_pairs, training_flops, windows_of
 from strop.hardware.model_dimensions import GATED, SPARSE, UNGATED, UnknownDimensions, dimensions_of
 
 SIZES = {
@@ -150,13 +150,6 @@ def test_pairs_are_those_of_a_mask() -> None:
     for length, window in ((1, None), (7, None), (7, 3), (3, 3), (2, 5)):
         seen = sum(min(position + 1, window or length) for position in range(length))
         assert causal_pairs(length, window) == seen
-
-
-def test_prefill_and_decoding_make_a_forward_pass() -> None:
-    model = dimensions_of(make_config("gemma2", sliding_window=5).to_dict())
-    whole = forward_flops(model, PassCounts.of_lengths([20], model))
-    prompt = forward_flops(model, PassCounts.of_lengths([8], model))
-    assert prompt + decoding_flops(model, prompt=8, tokens=12) == whole
 
 
 def test_frozen_weights_have_no_gradients_of_their_own() -> None:

@@ -21,10 +21,9 @@ from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
 from strop.planning import learner_memory
 from strop.planning.beside_models import BesideModel, without_output
-from strop.planning.layouts.layout_choice import LearnerChoice
 from strop.planning.learner_memory import LearnerFootprint, LearnerSetup
 from strop.planning.model_size import ModelSize
-from strop.planning.sharding import Sharding
+from strop.planning.sharding import ParallelSizes, Sharding
 from strop.sampling import Sampling
 from support.learners import make_torch_learner
 
@@ -179,7 +178,7 @@ def test_experts_of_the_torch_learner_are_divided_once():
     """Over all ranks of a copy, whatever the number of expert ranks."""
     values = LLAMA_8B | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
     model = ModelSize.from_config("mixtral", values)
-    choices = (LearnerChoice(expert=expert) for expert in (1, 4, 8))
+    choices = (ParallelSizes(expert=expert) for expert in (1, 4, 8))
     found = [LearnerFootprint(model, replace(SETUP, sharding=choice.shard(16, megatron=False))) for choice in choices]
 
     assert len({each.rank_weights for each in found}) == 1
@@ -190,7 +189,7 @@ def test_optimizer_of_megatron_experts_is_divided_over_the_ranks_that_have_the_s
     values = LLAMA_8B | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
     model = ModelSize.from_config("mixtral", values)
     few, many = (
-        LearnerFootprint(model, replace(SETUP, sharding=LearnerChoice(expert=8).shard(ranks, megatron=True))) for ranks in (8, 16)
+        LearnerFootprint(model, replace(SETUP, sharding=ParallelSizes(expert=8).shard(ranks, megatron=True))) for ranks in (8, 16)
     )
 
     assert few.rank_states > model.expert_weights / 8

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from strop.cli.commands import main
-from strop.planning import measured_machine
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 MODEL = {
@@ -37,28 +36,25 @@ def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
     return made
 
 
-def test_a_plan_has_memory_time_and_cost_of_a_layout_that_nobody_has(capsys, model_config):
+def test_a_plan_has_the_memory_of_each_phase_of_a_layout_that_nobody_has(capsys, model_config):
     arguments = (
         str(CONFIGS / "grpo_math_8B.yaml"),
-        "grpo.max_num_steps=100",
         "--hardware",
         "h100",
         "--model-config",
         str(model_config),
-        "--no-choices",
     )
-    small, large = (plan_json(capsys, *arguments, "--devices", count, "--price", "2") for count in ("8", "1024"))
+    small, large = (plan_json(capsys, *arguments, "--devices", count) for count in ("8", "1024"))
 
     assert {phase["phase"] for phase in small["memory"]} == {"generation", "logprobs", "training", "weight sync"}
     assert (small["training_devices"], large["training_devices"]) == (8, 1024)
-    assert large["seconds"]["training"] < small["seconds"]["training"] / 50
-    assert small["cost"]["price"] == pytest.approx(2 * small["cost"]["device_hours"])
-    assert small["cost"]["device_hours"] == pytest.approx(8 * 100 * small["seconds"]["step"] / 3600)
+    optimizer = [made["memory"][2]["parts_bytes"]["optimizer"] for made in (small, large)]
+    assert optimizer[1] == pytest.approx(optimizer[0] / 128, rel=0.01)
 
 
 def test_devices_are_in_nodes_of_the_configured_size_or_of_eight_and_the_plan_says_which(capsys, model_config):
     def assumed(*arguments: str) -> str:
-        made = plan_json(capsys, *arguments, "--hardware", "h100", "--model-config", str(model_config), "--no-choices")
+        made = plan_json(capsys, *arguments, "--hardware", "h100", "--model-config", str(model_config))
         return next(each for each in made["assumptions"] if each.startswith("a node has"))
 
     config = str(CONFIGS / "grpo_math_8B.yaml")
@@ -71,7 +67,7 @@ def test_devices_are_in_nodes_of_the_configured_size_or_of_eight_and_the_plan_sa
 
 def test_teachers_and_a_critic_are_counted_with_sizes_of_their_own(capsys, model_config, tmp_path):
     def planned(config: str, *overrides: str) -> dict[str, Any]:
-        arguments = ("--devices", "8", "--hardware", "h100", "--model-config", str(tmp_path / "small.json"), "--no-choices")
+        arguments = ("--devices", "8", "--hardware", "h100", "--model-config", str(tmp_path / "small.json"))
         return plan_json(capsys, str(CONFIGS / config), *overrides, *arguments)
 
     def part(made: dict[str, Any], phase: str, name: str) -> float:
@@ -83,7 +79,6 @@ def test_teachers_and_a_critic_are_counted_with_sizes_of_their_own(capsys, model
     alike = planned("distillation_math.yaml")
     larger = planned("distillation_math.yaml", f"teacher.model_name={tmp_path}")
     assert part(larger, "logprobs", "teacher") > 10 * part(alike, "logprobs", "teacher") > 0
-    assert larger["seconds"]["logprobs"] > 5 * alike["seconds"]["logprobs"]
     assert "the teacher is as large as the policy: the config.json of Qwen/Qwen3-4B is not here" in alike["assumptions"]
     assert not any("as large as the policy" in each for each in larger["assumptions"])
     apart = planned("distillation_math.yaml", f"teacher.model_name={tmp_path}", "teacher.hosts=2")
@@ -99,11 +94,10 @@ def test_teachers_and_a_critic_are_counted_with_sizes_of_their_own(capsys, model
     assert part(larger, "critic training", "gradients of the critic") > 10 * part(
         alike, "critic training", "gradients of the critic"
     )
-    assert larger["seconds"]["training"] > 2 * alike["seconds"]["training"]
 
 
 def test_the_cpu_memory_of_a_node_is_a_row_and_does_not_fit_where_there_is_less(capsys, model_config):
-    arguments = (str(CONFIGS / "grpo_math_8B.yaml"), "--hardware", "h100", "--model-config", str(model_config), "--no-choices")
+    arguments = (str(CONFIGS / "grpo_math_8B.yaml"), "--hardware", "h100", "--model-config", str(model_config))
     two = ("--devices", "16")
     plain = plan_json(capsys, *arguments, *two)["node_memory"]
     assert plain["limit_bytes"] is None and plain["fits"] and set(plain["parts_bytes"]) == {"what leaves for the engines"}
@@ -133,25 +127,10 @@ def test_the_cpu_memory_of_a_node_is_a_row_and_does_not_fit_where_there_is_less(
     assert started["loading"] and set(started["parts_bytes"]) == {"policy, as it is loaded", "reference, as it is copied"}
 
 
-@pytest.mark.parametrize("config", ["ppo_math_1B.yaml", "ppo_math_1B_megatron.yaml"])
-def test_a_critic_gets_the_layout_that_is_chosen_for_the_policy(config, capsys, tmp_path):
-    (tmp_path / "small.json").write_text(json.dumps({**MODEL, "hidden_size": 2048, "intermediate_size": 8192}))
-    arguments = ("--devices", "16", "--hardware", "h100", "--model-config", str(tmp_path / "small.json"))
-    made = plan_json(capsys, str(CONFIGS / config), *arguments)
-    assert not made["fits"] and len(made["choices"]) == 3
-    for choice in made["choices"]:
-        own, critics = (
-            {key[len(name) :] for key in choice["overrides"] if key.startswith(name)} for name in ("policy.", "value.")
-        )
-        assert critics and critics == {key for key in own if not key.startswith(("generation.", "reference."))}
-        assert plan_json(capsys, str(CONFIGS / config), *choice["overrides"], *arguments, "--no-choices")["fits"]
-
-
 def test_a_plan_says_that_only_the_cpu_memory_of_a_node_is_too_small(capsys, model_config):
     arguments = (str(CONFIGS / "grpo_math_8B.yaml"), "--hardware", "h100", "--model-config", str(model_config), "--devices", "16")
     made = plan_json(capsys, *arguments, "--node-memory", "16")
     assert made["breaks_first"].startswith("the CPU memory of a node does not fit: it takes 374%, most of it what leaves for the")
-    assert made["verdict"].startswith("the devices have room") or made["choices"]
 
 
 def test_a_run_that_does_not_fit_exits_with_1_and_says_what_would(capsys, model_config):
@@ -163,16 +142,13 @@ def test_a_run_that_does_not_fit_exits_with_1_and_says_what_would(capsys, model_
     assert "does not fit" in made["breaks_first"]
 
 
-def test_text_names_every_phase_and_what_was_assumed(capsys, model_config, tmp_path):
-    picture = tmp_path / "plan.png"
-    arguments = ["--hardware", "h100", "--devices", "8", "--model-config", str(model_config), "--picture", str(picture)]
+def test_text_names_every_phase(capsys, model_config):
+    arguments = ["--hardware", "h100", "--devices", "8", "--model-config", str(model_config)]
 
     assert main(["plan", str(CONFIGS / "sft.yaml"), *arguments]) == 0
     text = capsys.readouterr().out
     assert "training" in text
     assert "generation" not in text.split("\n\n")[1]
-    assert "tokens on average (--completion-tokens)" in text
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -191,18 +167,8 @@ def test_what_cannot_be_planned_is_said_in_one_sentence(capsys, arguments, messa
     assert "Traceback" not in error
 
 
-def test_this_machine_is_measured(monkeypatch):
-    monkeypatch.setattr(measured_machine, "SECONDS", 0.01)
-    monkeypatch.setattr(measured_machine, "SIDE", 128)
-    device = measured_machine.measure_machine(threads=1)
-
-    assert device.measured
-    assert device.fp32_tflops > 0
-    assert device.bandwidth_gb > 0
-
-
 def test_the_disk_that_checkpoints_take_is_a_row(capsys, model_config):
-    arguments = (str(CONFIGS / "grpo_math_8B.yaml"), "--devices", "8", "--model-config", str(model_config), "--no-choices")
+    arguments = (str(CONFIGS / "grpo_math_8B.yaml"), "--devices", "8", "--model-config", str(model_config))
     weights = 8.03e9  # with a float32 weight and two float32 moments each
     for words, each, count in (
         (("grpo.max_num_steps=100", "checkpointing.save_period=10", "checkpointing.keep_top_k=3"), 12, 5),
@@ -221,5 +187,5 @@ def test_the_disk_that_checkpoints_take_is_a_row(capsys, model_config):
 
 def test_on_gpus_auto_is_the_engine_that_the_run_would_have(capsys, model_config):
     arguments = (str(CONFIGS / "grpo_math_1B.yaml"), "policy.generation.backend=auto", "--model-config", str(model_config))
-    generation = plan_json(capsys, *arguments, "--devices", "8", "--no-choices")["memory"][0]
+    generation = plan_json(capsys, *arguments, "--devices", "8")["memory"][0]
     assert generation["phase"] == "generation" and "engine weights" in generation["parts_bytes"]

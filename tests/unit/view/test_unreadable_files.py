@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
+from httpx import Client
 
 from strop.monitoring.rollout_index.stored_rows import read_rows, read_values
 from strop.monitoring.rollout_store import inflated_files
@@ -18,17 +18,17 @@ from strop.view.view_server import ViewOptions, ViewServer
 from strop.view.viewed_run import ViewedRun
 from support.each import each
 from support.stored_steps import inflate, write_stored_run
+from support.view_client import asking
 
 DEEP = "[" * 100_000
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[TestClient]:
+def client(tmp_path: Path) -> Iterator[Client]:
     for name in ("good", "bad"):
         write_stored_run(tmp_path / name, 2)
-    server = ViewServer([tmp_path], ViewOptions(token=None), json.loads)
-    yield TestClient(server.app, base_url=f"http://127.0.0.1:{server.guard.port}")
-    server.close()
+    with asking(ViewServer([tmp_path], ViewOptions(token=None), json.loads)) as client:
+        yield client
 
 
 LINES = (
@@ -38,7 +38,7 @@ LINES = (
 
 
 @each("name", ["metrics.jsonl", "stars.jsonl", "status.json", "config_history.jsonl", "config.yaml", "starts.jsonl"])
-def test_a_line_that_is_none_hides_neither_the_run_nor_the_others(client: TestClient, tmp_path: Path, name: str) -> None:
+def test_a_line_that_is_none_hides_neither_the_run_nor_the_others(client: Client, tmp_path: Path, name: str) -> None:
     path = tmp_path / "bad" / name
     whole = path.read_text() if path.exists() else ""
     for line in LINES:
@@ -51,7 +51,7 @@ def test_a_line_that_is_none_hides_neither_the_run_nor_the_others(client: TestCl
     path.write_text(whole)
 
 
-def test_a_run_that_cannot_be_described_is_listed_with_the_reason(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_described_is_listed_with_the_reason(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     describe = ViewedRun.describe
 
     def fail(run: ViewedRun) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_a_run_that_cannot_be_described_is_listed_with_the_reason(client: TestCl
 
 @pytest.mark.parametrize(("column", "dictionary"), [("completion", True), ("task_id", True), ("prompt", False)])
 def test_a_small_file_of_long_texts_is_not_read_into_memory(
-    client: TestClient, tmp_path: Path, column: str, dictionary: bool, monkeypatch: pytest.MonkeyPatch
+    client: Client, tmp_path: Path, column: str, dictionary: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inflated_files, "LARGE", 2**22)
     monkeypatch.setattr(inflated_files, "LARGEST_TEXTS", 2**22)

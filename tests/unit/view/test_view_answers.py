@@ -6,20 +6,19 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.turn_record import TurnRecord
-from strop.monitoring.roofline.step_roofline import roofline_path, write_roofline
 from strop.view.view_server import ViewOptions, ViewServer
 from support.each import each
-from support.step_rooflines import STEP
 from support.stored_steps import GROUPS, SAMPLES, make_stored, write_steps, write_stored_run
+from support.view_client import asking
 
 CONFIG = {"policy": {"precision": "float32"}, "grpo": {"seed": 7, "max_num_steps": 5}}
 
@@ -29,7 +28,11 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.server = ViewServer([folder], ViewOptions(token=None), lambda text: CONFIG)
-        self.client = TestClient(self.server.app, base_url=f"http://127.0.0.1:{self.server.guard.port}")
+        self._serving = ExitStack()
+        self.client = self._serving.enter_context(asking(self.server))
+
+    def close(self) -> None:
+        self._serving.close()
 
     def get(self, path: str, status: int = 200, **params: Any) -> Any:
         answer = self.client.get(f"/api/{path}", params=params or None)
@@ -51,30 +54,11 @@ def folder(tmp_path: Path) -> Path:
 def reader(folder: Path) -> Iterator[Reader]:
     found = Reader(folder.parent)
     yield found
-    found.server.close()
+    found.close()
 
 
 def keys(answer: dict[str, Any]) -> list[tuple[int, int, int]]:
     return [(row["step"], row["group"], row["sample"]) for row in answer["rows"]]
-
-
-def test_rooflines_are_drawn_from_their_figures(reader: Reader, folder: Path) -> None:
-    assert reader.get("runs/a/rooflines") == {"steps": []}
-    profiles = folder / "profiles"
-    profiles.mkdir()
-    path = roofline_path(profiles, 3)
-    write_roofline(path, STEP)
-    path.with_suffix(".svg").write_text("<svg><script>alert(1)</script></svg>")
-    assert reader.get("runs/a/rooflines") == {"steps": [3]}
-    assert "mm [8, 8] x [8, 8]" in reader.get("runs/a/rooflines/3")["text"]
-    picture = reader.client.get("/api/runs/a/rooflines/3/picture")
-    assert (
-        picture.headers["content-type"] == "image/svg+xml" and "script" not in picture.text and "memory 10 GB/s" in picture.text
-    )
-    assert "script-src 'self'" in picture.headers["content-security-policy"]
-    assert "has no roofline" in reader.get("runs/a/rooflines/4", 404)["error"]
-    path.write_text("{")
-    assert "cannot be read" in reader.get("runs/a/rooflines/3/picture", 422)["error"]
 
 
 def test_the_list_of_runs_finds_those_that_are_added(reader: Reader, folder: Path) -> None:
@@ -238,7 +222,7 @@ def test_an_index_is_kept_beside_the_rollouts_and_used_again(reader: Reader, fol
         os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
     other = Reader(folder.parent)
     answer = other.get("runs/a/rollouts", sort="-reward")
-    other.server.close()
+    other.close()
     assert answer["total"] == 18 and answer["rows"][0]["reward"] == 0.2 and answer["rows"][0]["preview"] == ""
 
 
@@ -252,7 +236,7 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, content: bytes | None) ->
     reader = Reader(folder.parent)
     assert reader.get("runs/a/rollouts")["total"] == 18
     reader.server.catalogue.find("a").rollouts.update()
-    reader.server.close()
+    reader.close()
 
 
 def test_damaged_and_half_written_files_are_named_and_the_others_shown(reader: Reader, folder: Path) -> None:

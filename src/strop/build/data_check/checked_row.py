@@ -1,4 +1,4 @@
-"""A row on its way to a worker process."""
+"""A row as it is checked."""
 
 from __future__ import annotations
 
@@ -17,4 +17,3 @@ class CheckedRow:
     answer: str
     prompt: Messages = ()  # of a rollout
     example: Task | None = None  # recorded
-    thorough: bool = False  # its template is looked at, too

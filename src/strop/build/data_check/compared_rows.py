@@ -27,28 +27,10 @@ def find_repeated(columns: Columns, describe: Describe) -> tuple[int, int, tuple
     return len(later), min(exact, len(later)), _describe(later, columns, describe)
 
 
-def find_conflicts(columns: Columns, describe: Describe) -> tuple[int, tuple[FaultyRow, ...]]:
-    """Return how many rows have the question of an earlier row with another answer, and the first of them."""
-    asked = np.flatnonzero(columns["subject"])
-    subjects, targets = columns["subject"][asked], columns["target"][asked]
-    _, first, inverse = np.unique(subjects, return_index=True, return_inverse=True)
-    differs = asked[targets != targets[first][inverse.reshape(-1)]] if len(asked) else asked
-    return len(differs), _describe(differs, columns, describe)
-
-
 def find_shared(columns: Columns, others: Columns, column: str, describe: Describe) -> tuple[int, tuple[FaultyRow, ...]]:
     """Return how many rows are among the ``others`` by a digest, and the first of them."""
     shared = np.flatnonzero(np.isin(columns[column], others[column]))
     return len(shared), _describe(shared, columns, describe)
-
-
-def share_of_most_frequent(digests: Any) -> tuple[float, int]:
-    """Return the share of the most frequent digest, and the index of its first row."""
-    if not len(digests):
-        return 0.0, 0
-    _, first, counts = np.unique(digests, return_index=True, return_counts=True)
-    most = int(counts.argmax())
-    return float(counts[most] / len(digests)), int(first[most])
 
 
 def _find_later(digests: Any) -> Any:

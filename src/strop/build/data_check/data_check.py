@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import islice
 from random import Random
 from typing import Any
 
 import numpy as np
 
 from strop.build.data_check.answer_checks import MOST_ANSWERS, check_answers, find_missing_option, is_graded
-from strop.build.data_check.check_workers import check_rows
 from strop.build.data_check.checked_entries import (
     STREAMED_ROWS,
     CheckableConfig,
@@ -25,11 +25,9 @@ from strop.build.data_check.checked_entries import (
 from strop.build.data_check.checked_row import CheckedRow
 from strop.build.data_check.compared_rows import (
     Columns,
-    find_conflicts,
     find_repeated,
     find_shared,
     join_columns,
-    share_of_most_frequent,
 )
 from strop.build.data_check.data_report import (
     MOST_EXAMPLES,
@@ -42,21 +40,16 @@ from strop.build.data_check.data_report import (
 from strop.build.data_check.evaluation_questions import EvaluationQuestions, read_questions
 from strop.build.data_check.row_checks import Faults, RowChecker, shorten_text
 from strop.build.data_check.row_tokens import RowTokens, load_row_tokens
-from strop.build.data_check.unread_fields import find_unread_fields
 from strop.config import EvalRunConfig
 from strop.data.overlap import Overlap, QuestionIndex
-from strop.data.recorded.examples import Preference, UnpairedPreference
 from strop.environments.base import DatasetEnvironment
 from strop.safety.exits import contain_exits
 from strop.types import Task
 from strop.user_code import describe_error
 
 GENERATED = 1000  # generated tasks that are looked at
-THOROUGH = 500  # rows of an entry whose template is looked at
-ENOUGH = 20  # rows from which on shares say something
-CONSTANT = 0.9  # share of one prompt from which on the wrong column is read, most likely
+CHUNK = 512  # rows that are looked at together
 LONGEST_REASON = 300  # characters
-IMBALANCE = 0.8  # share of one answer from which on always giving it pays
 FIXES = {
     "unreadable": "Mend the rows or leave them out: a run refuses files with such rows when it starts, or drops the rows.",
     "too_long": "Raise the limit, or leave the rows out: the run drops them.",
@@ -66,15 +59,7 @@ FIXES = {
     "answer": "Mend the reference answers, name their column (output_key), or choose another verifier of the environment.",
     "as_text": "Such an answer is right only in the reference's own notation: write it so that it can be read, or choose another verifier.",
     "rewritten": "Set policy.tokenizer.chat_template to one that writes what the data has, or take it out of the data.",
-    "no_stop": "Set data.add_eos=true, without which the model does not learn to stop.",
-    "roles": "Join such messages, if the template does not expect them.",
-    "fields": "Write what they say into content, or take them out of the data.",
-    "encoding": "Read the source in its own encoding and write the rows again as UTF-8.",
     "duplicate": "Leave repeated rows out, unless they are meant to weigh more.",
-    "conflict": "Keep the right one: the same question cannot have both answers.",
-    "constant": "Check input_key and prompt_file: every row asks the same.",
-    "labels": "Check the columns (chosen_key, rejected_key, label_key, margin_key).",
-    "imbalance": "Balance the answers: a policy that always gives this one is nearly always right.",
     "overlap": "Leave the rows out of one of the two, or hold rows out by split_validation_size, which never shares a question.",
     "contamination": "Leave the rows out of the training data, or do not report this set.",
 }
@@ -84,7 +69,6 @@ FIXES = {
 class DataCheckOptions:
     rows: int | None = None  # of each entry, drawn at random; None: all
     against: Sequence[str] | None = None  # evaluation sets; None: those on this machine
-    workers: int | None = None  # processes; None: as many as there are processors, for many rows
     progress: Callable[[str], None] = field(default=lambda text: None)
 
 
@@ -126,7 +110,6 @@ class EntryCheck:
         self.columns: Columns = join_columns([])
         self._faults = Faults()
         self._answers: dict[str, tuple[str, str, int]] = {}
-        self._labels: Counter[Any] = Counter()
         self._seed = config.eval.seed if isinstance(config, EvalRunConfig) else config.training.seed
 
     def run(self) -> None:
@@ -142,9 +125,6 @@ class EntryCheck:
         for check, reason, count, examples in self._faults:
             self._find(check, f"{reason}: {_count_rows(count)}", count, examples)
         self._check_columns(self.opened)
-        if self.opened.records is not None and self.opened.kind != "tasks":
-            for key, count, location in find_unread_fields(self.place.entry, self.opened.records):
-                self._find("fields", f"the field {key!r} of messages is not read", count, (FaultyRow(location, key),))
 
     # --- rows -----------------------------------------------------------------------------------------------------------------
 
@@ -155,7 +135,9 @@ class EntryCheck:
         self.report.looked_at = len(positions) + len(opened.errors)
         checker = self._make_checker(opened)
         chunks, overlaps = [], []
-        for found in check_rows(checker, self._read(opened, positions), len(positions), self.options.workers):
+        rows = self._read(opened, positions)
+        while chunk := list(islice(rows, CHUNK)):
+            found = checker.check(chunk)
             chunks.append(found.columns())
             overlaps += found.overlaps
             self._faults.merge(found.faults)
@@ -197,12 +179,11 @@ class EntryCheck:
 
     def _read(self, opened: OpenedEntry, positions: Sequence[int]) -> Iterator[CheckedRow]:
         """Read the rows as the run does; those that it could not read are faults."""
-        every = max(1, len(positions) // THOROUGH)
-        for number, position in enumerate(positions):
+        for position in positions:
             try:
                 with contain_exits():
                     task = opened.tasks[position]
-                row = self._make_row(opened, position, task, thorough=number % every == 0)
+                row = self._make_row(opened, position, task)
             except Exception as error:  # environments and classes of users may raise anything
                 said = str(error) if isinstance(error, ValueError) else describe_error(error)
                 check = "empty" if " empty" in said else "unreadable"
@@ -211,23 +192,17 @@ class EntryCheck:
             self._note_answer(opened, task, row)
             yield row
 
-    def _make_row(self, opened: OpenedEntry, position: int, task: Task, *, thorough: bool) -> CheckedRow:
+    def _make_row(self, opened: OpenedEntry, position: int, task: Task) -> CheckedRow:
         location = opened.locate(task)
         if opened.kind != "tasks":
-            return CheckedRow(
-                position, location, task.question, task.answer, example=replace(task, metadata={}), thorough=thorough
-            )
+            return CheckedRow(position, location, task.question, task.answer, example=task)
         prompt = tuple(opened.read_prompt(task))
         question = task.question if len(prompt) < 2 and task.question.strip() else "\n".join(each.content for each in prompt)
         question.encode()  # a lone surrogate is no text
-        return CheckedRow(position, location, question, str(task.answer), prompt=prompt, thorough=thorough)
+        return CheckedRow(position, location, question, str(task.answer), prompt=prompt)
 
     def _note_answer(self, opened: OpenedEntry, task: Task, row: CheckedRow) -> None:
-        if isinstance(task, Preference) and task.margin is not None:
-            self._labels[task.margin] += 1
-        elif isinstance(task, UnpairedPreference):
-            self._labels[task.desirable] += 1
-        elif opened.has_rows and is_graded(opened.environment) and row.answer.strip():
+        if opened.has_rows and is_graded(opened.environment) and row.answer.strip():
             if reason := find_missing_option(opened.environment, row.question, row.answer):
                 self._faults.add("answer", reason, row.location, f"{row.answer!r} to: {row.question}")
             if known := self._answers.get(row.answer):
@@ -255,35 +230,10 @@ class EntryCheck:
                     "" if exact == repeated else f" ({exact:,} to the letter, the others but for case, marks and white space)"
                 )
                 self._find("duplicate", f"an earlier row again: {_count_rows(repeated)}{others}", repeated, examples)
-        conflicts, examples = find_conflicts(self.columns, self.describe)
-        if conflicts:
-            what = "the pair of an earlier row the other way round"
-            if opened.kind != "preferences":
-                what = "another answer to the question of an earlier row"
-            self._find("conflict", f"{what}: {_count_rows(conflicts)}", conflicts, examples)
-        share, first = share_of_most_frequent(self.columns["question"])
-        if rows >= ENOUGH and share > CONSTANT:
-            example = self.describe(int(self.columns["positions"][first]))
-            self._find("constant", f"{share:.0%} of the rows have the same prompt", round(share * rows), (example,))
-        self._check_balance(opened, rows)
 
     def _is_doubled(self, opened: OpenedEntry) -> bool:
         """Whether pairs are read as two examples with one prompt each."""
         return opened.kind == "judgements" and any(task.id.endswith((":chosen", ":rejected")) for task in opened.tasks[:1])
-
-    def _check_balance(self, opened: OpenedEntry, rows: int) -> None:
-        if opened.kind == "tasks" and rows >= ENOUGH and len(self._answers) > 1:
-            answer, (location, question, count) = max(self._answers.items(), key=lambda each: each[1][2])
-            if count > IMBALANCE * rows:
-                example = FaultyRow(location, question)
-                self._find(
-                    "imbalance", f"{count / rows:.0%} of the reference answers are {shorten_text(answer)!r}", count, (example,)
-                )
-        if opened.kind in ("preferences", "judgements") and rows >= ENOUGH and len(self._labels) == 1:
-            what = "margin" if opened.kind == "preferences" else "label"
-            value = next(iter(self._labels))
-            if what == "label" or value == 0:
-                self._find("labels", f"every {what} is {value}", self._labels[value])
 
     def _report_overlaps(self, overlaps: Sequence[Overlap]) -> None:
         by_set: dict[str, list[Overlap]] = defaultdict(list)

@@ -21,15 +21,7 @@ ROW_CHECKS: dict[str, Severity] = {  # what rows are looked at for, and how bad 
     "contamination": "error",
     "as_text": "warning",
     "rewritten": "warning",
-    "no_stop": "warning",
-    "roles": "warning",
-    "fields": "warning",
-    "encoding": "warning",
     "duplicate": "warning",
-    "conflict": "warning",
-    "constant": "warning",
-    "labels": "warning",
-    "imbalance": "warning",
 }
 MOST_EXAMPLES = 3
 

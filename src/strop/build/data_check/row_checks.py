@@ -1,4 +1,4 @@
-"""Look at rows one by one: their tokens, their template, their texts. This is what worker processes do."""
+"""Look at rows one by one: their tokens and their texts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from strop.build.data_check.checked_row import CheckedRow
 from strop.build.data_check.data_report import MOST_EXAMPLES, DataKind, FaultyRow
-from strop.build.data_check.token_counts import TokenCounts, count_tokens
+from strop.build.data_check.token_counts import count_tokens
 from strop.data.folded_text import fold_text
 from strop.data.messages import first_reply_index
 from strop.data.overlap import Overlap, QuestionIndex
@@ -26,12 +25,7 @@ from strop.user_code import describe_error
 
 MOST_REASONS = 8  # of one check in one entry that are reported apart
 LONGEST_TEXT = 120  # characters of an example
-_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-_DAMAGED = re.compile(
-    "\ufffd|\u00e2\u20ac[\u2122\u0153\u009d\u201c\u201d\u02dc]|\u00c3[\u00a9\u00a8\u00bc\u00b6\u00a4\u00b1\u00a7\u00a0]"
-)
 _NUMBERS = re.compile(r"\d+")
-_STEP_BY_STEP = ("user", "assistant")
 
 
 @dataclass
@@ -74,22 +68,20 @@ class RowsChecked:
     completion: list[int] = field(default_factory=list)
     whole: list[int] = field(default_factory=list)  # digests: of the example without case, marks and white space,
     exact: list[int] = field(default_factory=list)  # as it stands,
-    question: list[int] = field(default_factory=list)  # of its prompt,
-    subject: list[int] = field(default_factory=list)  # of what is judged or asked; 0: nothing,
-    target: list[int] = field(default_factory=list)  # and of the judgement or the answer
+    question: list[int] = field(default_factory=list)  # and of its prompt
     faults: Faults = field(default_factory=Faults)
     overlaps: list[Overlap] = field(default_factory=list)
 
     def columns(self) -> dict[str, Any]:
-        """Return the columns as arrays, which are sent to the other process as they are."""
+        """Return the columns as arrays."""
         kinds = {"positions": np.int64, "usable": np.bool_, "prompt": np.int32, "completion": np.int32}
-        names = ("positions", "usable", "prompt", "completion", "whole", "exact", "question", "subject", "target")
+        names = ("positions", "usable", "prompt", "completion", "whole", "exact", "question")
         return {name: np.array(getattr(self, name), dtype=kinds.get(name, np.uint64)) for name in names}
 
 
 @dataclass(frozen=True)
 class RowChecker:
-    """Everything that a worker process needs to look at the rows of one entry."""
+    """Looks at the rows of one entry."""
 
     kind: DataKind
     template: ChatTemplate | None  # None: tokens are not counted
@@ -101,15 +93,8 @@ class RowChecker:
 
     def check(self, rows: Sequence[CheckedRow]) -> RowsChecked:
         found = RowsChecked()
-        counts: Sequence[TokenCounts | Exception | None] = [None] * len(rows)
-        if self.template is not None:
-            counts = count_tokens(rows, self.template, self.rules, self.limit)
-        for row, counted in zip(rows, counts, strict=True):
-            try:
-                usable, lengths = self._check_row(row, counted, found.faults)
-            except Exception as error:  # chat templates may raise anything
-                usable, lengths = False, (-1, -1)
-                found.faults.add("template", describe_error(error), row.location, row.question)
+        for row in rows:
+            usable, lengths = self._check_row(row, found.faults)
             found.positions.append(row.position)
             found.usable.append(usable)
             found.prompt.append(lengths[0])
@@ -120,26 +105,18 @@ class RowChecker:
             found.overlaps = list(self.index.search(texts))
         return found
 
-    def _check_row(
-        self, row: CheckedRow, counted: TokenCounts | Exception | None, faults: Faults
-    ) -> tuple[bool, tuple[int, int]]:
-        conversations = _list_conversations(row)
-        usable = self._check_texts(row, conversations, faults)
-        for messages in () if _is_raw_text(row) else conversations[:1]:
-            for reason in _find_odd_roles(messages):
-                faults.add("roles", reason, row.location, row.question)
+    def _check_row(self, row: CheckedRow, faults: Faults) -> tuple[bool, tuple[int, int]]:
+        usable = self._check_texts(row, _list_conversations(row), faults)
         if self.template is None:
             return usable, (-1, -1)
-        if row.thorough and not _is_raw_text(row):
-            for messages in conversations:
+        try:
+            for messages in () if _is_raw_text(row) else _list_conversations(row):
                 self._check_rendering(row, messages, faults)
-        assert counted is not None
-        if isinstance(counted, Exception):
-            said = describe_error(counted) if row.example is None else str(counted)
-            faults.add("image" if isinstance(counted, ImageError) else "template", said, row.location, row.question)
+            counted = count_tokens(row, self.template, self.rules)
+        except Exception as error:  # chat templates may raise anything
+            said = describe_error(error) if row.example is None else str(error)
+            faults.add("image" if isinstance(error, ImageError) else "template", said, row.location, row.question)
             return False, (-1, -1)
-        if not counted.ends:
-            faults.add("no_stop", "the last reply does not end with a stop token", row.location, row.question)
         fits = self._fits(row, counted.length, faults)
         return fits and usable, (counted.prompt, counted.completion)
 
@@ -156,7 +133,7 @@ class RowChecker:
         return False
 
     def _check_texts(self, row: CheckedRow, conversations: Sequence[Messages], faults: Faults) -> bool:
-        """Look for empty and damaged texts. Return whether the row can be used."""
+        """Look for empty texts. Return whether the row can be used."""
         usable = True
         contents = [message.content for messages in conversations for message in messages]
         prompts = contents if row.example is None or _is_raw_text(row) else _list_prompt_texts(row.example)
@@ -171,24 +148,19 @@ class RowChecker:
                 faults.add("empty", "a reply is empty", row.location, row.question)
                 usable = False
                 break
-        text = "\n".join(contents if row.example is not None else [*contents, row.answer])
-        if text.isascii() and text.isprintable():
-            return usable
-        if control := _CONTROLS.search(text):
-            faults.add(
-                "encoding", f"it has the control character {control[0]!r}", row.location, text[max(control.start() - 40, 0) :]
-            )
-        if damaged := _DAMAGED.search(text):
-            where = text[max(damaged.start() - 40, 0) :]
-            faults.add("encoding", "it has characters that a wrong decoding leaves behind", row.location, where)
         return usable
 
     def _check_rendering(self, row: CheckedRow, messages: Messages, faults: Faults) -> None:
         """Look for texts of messages that the chat template drops or changes."""
         assert self.template is not None
-        rendered = self.template.render_conversation(messages, tools=getattr(row.example, "tools", ()))
-        for message in messages:
+        tools = getattr(row.example, "tools", ())
+        rendered = self.template.render_conversation(messages, tools=tools)
+        for index, message in enumerate(messages):
             if message.content.strip() not in rendered:
+                if message.role == "assistant" and index:  # it is trained on as the last message
+                    through = self.template.render_conversation(messages[: index + 1], tools=tools)
+                    if message.content.strip() in through:
+                        continue
                 reason = f"the chat template drops or rewrites the text of messages by {message.role!r}"
                 faults.add("rewritten", reason, row.location, message.content)
                 return
@@ -229,18 +201,6 @@ def _list_texts(row: CheckedRow) -> list[str]:
     return [message.content for messages in _list_conversations(row)[:1] for message in messages]
 
 
-def _find_odd_roles(messages: Messages) -> Iterator[str]:
-    roles = [message.role for message in messages]
-    for before, after in pairwise(roles):
-        if before == after and after in _STEP_BY_STEP:
-            yield f"two messages by {after!r} follow each other"
-            break
-    if any(role == "system" for role in roles[1:]):
-        yield "a system message is not the first"
-    if roles and roles[0] == "assistant":
-        yield "the conversation begins with the assistant"
-
-
 def _add_digests(row: CheckedRow, found: RowsChecked) -> None:
     if row.example is None:
         asked, parts = [row.question], [row.answer]
@@ -257,22 +217,8 @@ def _add_digests(row: CheckedRow, found: RowsChecked) -> None:
                 parts = _list_texts(row)[len(asked) :]
     found.exact.append(digest("\0".join([*asked, *shown, *parts])))
     asked, parts = [*map(fold_text, asked), *shown], [*map(fold_text, parts)]
-    question = digest("\0".join(asked))
-    found.question.append(question)
+    found.question.append(digest("\0".join(asked)))
     found.whole.append(digest("\0".join(asked) + "\1" + "\0".join(parts)))
-    subject, target = 0, ""
-    match row.example:
-        case None:
-            subject, target = question, parts[0]
-        case Preference() as pair:
-            subject, target = digest("\0".join([*asked, *sorted(parts)])), parts[0]
-            if parts[0] == parts[1]:
-                reason = "chosen and rejected differ in case, marks and white space only"
-                found.faults.add("labels", reason, row.location, _join(pair.chosen))
-        case UnpairedPreference():
-            subject, target = digest("\0".join([*asked, parts[0]])), parts[1]
-    found.subject.append(subject)
-    found.target.append(digest(target))
 
 
 def _name_images(messages: Messages) -> list[str]:

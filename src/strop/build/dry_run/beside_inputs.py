@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from strop.build.cluster.device_plan import choose_dims
-from strop.build.dry_run.planned_learner import read_learner, read_megatron_choice, read_torch_choice
+from strop.build.dry_run.planned_learner import read_learner, read_megatron_sizes, read_torch_sizes
 from strop.config import TrainingRunConfig
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig
-from strop.hardware.devices import Device
 from strop.planning.beside_models import BesideModel, without_output
 from strop.planning.learner_memory import BFLOAT16, FLOAT32, LearnerSetup
 from strop.planning.model_size import ModelSize
+from strop.planning.plan_inputs import PlannedDevice
 from strop.planning.sharding import Sharding
 
 SELF = "self"  # a teacher that is the policy
@@ -35,7 +35,7 @@ def assume_sizes(config: TrainingRunConfig, sizes: Mapping[str, ModelSize]) -> I
 
 
 def read_beside(
-    config: TrainingRunConfig, model: ModelSize, sizes: Mapping[str, ModelSize], device: Device, world: int | None
+    config: TrainingRunConfig, model: ModelSize, sizes: Mapping[str, ModelSize], device: PlannedDevice, world: int | None
 ) -> Iterator[BesideModel]:
     """Yield the models beside a policy of size ``model``; those of other names are in ``sizes``. ``world``: the learner's ranks, if any."""
     if isinstance(config, PpoRunConfig) and not config.value.head_only:
@@ -44,7 +44,6 @@ def read_beside(
         size = without_output(sizes.get(config.value.model_name, model))
         yield BesideModel(name="critic", model=size, setup=setup, learns=True)
     if isinstance(config, DistillationRunConfig):
-        unrouted = sum(teacher.environments is None for teacher in config.all_teachers.values())
         for key, teacher in config.all_teachers.items():
             shared = teacher.model_name == SELF and teacher.self_weights == "current"  # it has no weights of its own
             yield BesideModel(
@@ -54,23 +53,20 @@ def read_beside(
                 offloaded=teacher.offload or teacher.dtensor_cfg.cpu_offload,
                 hosts=teacher.hosts,
                 shares_weights=shared,
-                share=1.0 if teacher.environments is None else 1.0 / max(1, len(config.all_teachers) - unrouted),
             )
 
 
-def _read_teacher(config: TrainingRunConfig, teacher: TeacherConfig, device: Device, world: int | None) -> LearnerSetup:
+def _read_teacher(config: TrainingRunConfig, teacher: TeacherConfig, device: PlannedDevice, world: int | None) -> LearnerSetup:
     own = config.policy if teacher.model_name == SELF else teacher
     sharding = Sharding()
     if world is not None:
-        megatron, tokens = config.policy.uses_megatron, teacher.logprob_mb_tokens
-        choice = (
-            read_megatron_choice(teacher.megatron_cfg, tokens) if megatron else read_torch_choice(teacher.dtensor_cfg, tokens)
-        )
-        sharding = choice.shard(world, megatron=megatron)
+        megatron = config.policy.uses_megatron
+        sizes = read_megatron_sizes(teacher.megatron_cfg) if megatron else read_torch_sizes(teacher.dtensor_cfg)
+        sharding = sizes.shard(world, megatron=megatron)
     return LearnerSetup(
         tokens=teacher.logprob_mb_tokens,
         longest=min(teacher.logprob_mb_tokens, config.policy.max_total_sequence_length),
-        on_cpu=device.measured,
+        on_cpu=device.on_cpu,
         compute_bytes=BFLOAT16 if own.precision == "bfloat16" else FLOAT32,
         weight_bytes=BFLOAT16 if own.weights_dtype == "bfloat16" else FLOAT32,
         trained_share=0.0,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 from strop.algorithms.kl import REFERENCE_LOGPROBS
-from strop.build.algorithm.run_algorithm import count_steps_per_batch, make_run_algorithm
+from strop.build.algorithm.run_algorithm import make_run_algorithm
 from strop.build.cluster.device_plan import choose_dims
 from strop.build.dry_run.beside_inputs import assume_sizes, read_beside
 from strop.build.dry_run.planned_learner import offloads_reference, read_learner
@@ -18,25 +17,18 @@ from strop.config.checks.device_counts import count_devices
 from strop.config.schema.recorded_config import MOST_EXAMPLES
 from strop.distributed.placement import DevicePlan, plan_devices
 from strop.generation.generation_config import GenerationConfig
-from strop.hardware.devices import Device
 from strop.learner.model_config import ModelConfig
 from strop.planning.engine_memory import EngineSetup
-from strop.planning.learner_memory import BFLOAT16, FLOAT32
 from strop.planning.model_size import ModelSize
-from strop.planning.plan_inputs import AverageLengths, CheckpointSetup, NodeSetup, PlanInputs
-from strop.planning.step_time import StepLayout, StepWork
+from strop.planning.plan_inputs import CheckpointSetup, NodeSetup, PlanInputs, PlannedDevice
 
-PROMPT_SHARE = 0.25  # of the longest conversation: its prompt, where nothing is said
-COMPLETION_SHARE = 0.5  # of the longest completion: the average one
-RECORDED_SHARE = 0.5  # of the longest example: the average one
 MOST_SEQUENCES = 256  # that an engine decodes at a time, where nothing is said
 
 
 def read_inputs(
     config: TrainingRunConfig,
     model: ModelSize,
-    device: Device,
-    lengths: AverageLengths,
+    device: PlannedDevice,
     sizes: Mapping[str, ModelSize] = MappingProxyType({}),
 ) -> PlanInputs:
     """Read a run. ``sizes``: of models beside the policy that are not ``model``, by name.
@@ -50,44 +42,32 @@ def read_inputs(
     generation = config.policy.generation if isinstance(config, RolloutRunConfig) else None
     shared = placed.colocated or not counts.uses_ray
     dims = choose_dims(config.policy, training) if counts.uses_ray else None
-    scored = REFERENCE_LOGPROBS in make_run_algorithm(config).requires
     learner = read_learner(config.policy, device, dims)
     references = count_references(config)
     kept = 0 if offloads_reference(config.policy) else references
     engine = None if generation is None else _read_engine(generation, config.policy, device, uses_ray=counts.uses_ray)
-    work, assumptions = _read_work(config, lengths, float(scored))
     size = 1 if engine is None else engine.size
     in_process = generation.engine_options.num_local_engines if generation is not None and generation.uses_engines else 1
     generating = size * (max(1, engines) if counts.uses_ray else in_process)
-    layout = StepLayout(
-        device=device,
-        training_devices=training,
-        generation_devices=generating,
-        shared=shared,
-        engine_size=size,
-        precision=config.policy.precision,
-        cache_precision_bytes=int(engine.cache_bytes) if engine is not None else 2,
-    )
-    each = learner.compute_bytes if learner.weight_bytes == BFLOAT16 else FLOAT32
-    work = replace(work, moved_bytes=(references - kept) * each)
     ahead = "" if not rollouts else ", colocated" if shared else ", beside each other"
     return PlanInputs(
         model=model,
         device=device,
         learner=learner,
         engine=engine,
-        work=work,
-        layout=layout,
+        rollouts=_count_rollouts(config),
+        training_devices=training,
+        generation_devices=generating,
+        shared=shared,
         layout_text=f"{dims or 'one process'}{ahead}",
         leaves=config.policy.offload is not False,
         references=kept,
         node=_read_node(config, placed, references, kept, device),
         beside=tuple(read_beside(config, model, sizes, device, training if counts.uses_ray else None)),
         checkpoints=_read_checkpoints(config),
-        steps=None if config.training.last_step >= UNLIMITED_STEPS else config.training.last_step,
         learner_key="policy.megatron_cfg" if config.policy.uses_megatron else "policy.dtensor_cfg",
         batch_key=f"policy.{config.policy.batching_key}.train_mb_tokens",
-        assumptions=(*assumptions, *assume_sizes(config, sizes)),
+        assumptions=tuple(assume_sizes(config, sizes)),
     )
 
 
@@ -102,9 +82,11 @@ def _read_checkpoints(config: TrainingRunConfig) -> CheckpointSetup | None:
     return CheckpointSetup(count=most, saves_optimizer=saving.save_optimizer)
 
 
-def _read_node(config: TrainingRunConfig, placed: DevicePlan, references: int, kept: int, device: Device) -> NodeSetup | None:
+def _read_node(
+    config: TrainingRunConfig, placed: DevicePlan, references: int, kept: int, device: PlannedDevice
+) -> NodeSetup | None:
     """Read what the node with the most ranks keeps in CPU memory; None on a CPU."""
-    if device.measured:
+    if device.on_cpu:
         return None
     ranks = Counter(slot.node for slot in placed.training)
     engines = Counter(part.node for slot in placed.generation for part in slot.parts for _ in part.devices)
@@ -124,17 +106,17 @@ def _read_node(config: TrainingRunConfig, placed: DevicePlan, references: int, k
     )
 
 
-def _read_engine(generation: GenerationConfig, policy: ModelConfig, device: Device, *, uses_ray: bool) -> EngineSetup:
+def _read_engine(generation: GenerationConfig, policy: ModelConfig, device: PlannedDevice, *, uses_ray: bool) -> EngineSetup:
     longest = policy.max_total_sequence_length
     if not generation.uses_engines:
         each = 2 if policy.precision == "bfloat16" else 4
         return EngineSetup(
             name="torch",
-            on_cpu=device.measured,
+            on_cpu=device.on_cpu,
             weight_bytes=each,
             cache_bytes=each,
             shares_weights=not uses_ray,
-            cache_limit=generation.torch_cfg.cache_memory_gb(None if device.measured else device.memory_gib) * 2**30,
+            cache_limit=generation.torch_cfg.cache_memory_gb(None if device.on_cpu else device.memory_gib) * 2**30,
             most_sequences=generation.torch_cfg.max_num_seqs,
             longest=longest,
         )
@@ -144,10 +126,10 @@ def _read_engine(generation: GenerationConfig, policy: ModelConfig, device: Devi
     return EngineSetup(
         name=generation.engine_name,
         size=options.engine_size,
-        on_cpu=device.measured,
+        on_cpu=device.on_cpu,
         weight_bytes=1 if fp8 else 4 if options.dtype == "float32" else 2,
         cache_bytes=1 if not generation.uses_sglang and generation.vllm_cfg.fp8_cache else 2,
-        memory_share=None if device.measured else share or 0.85,
+        memory_share=None if device.on_cpu else share or 0.85,
         most_sequences=(None if generation.uses_sglang else generation.vllm_cfg.max_num_seqs) or MOST_SEQUENCES,
         longest=longest,
     )
@@ -160,41 +142,9 @@ def count_references(config: TrainingRunConfig) -> int:
     return 1
 
 
-def _shares_prompts(config: RolloutRunConfig) -> bool:
-    packing = config.policy.sequence_packing
-    return packing.enabled and packing.prefix_sharing
-
-
-def _read_work(config: TrainingRunConfig, lengths: AverageLengths, scores: float) -> tuple[StepWork, tuple[str, ...]]:
-    longest = config.policy.max_total_sequence_length
-    frozen = config.policy.adapter_rank is not None
-    if not isinstance(config, RolloutRunConfig):
-        assert isinstance(config, RecordedRunConfig)
-        length = lengths.completion or RECORDED_SHARE * longest
-        assumed = () if lengths.completion else (f"an example has {length:,.0f} tokens on average (--completion-tokens)",)
-        examples = (config.policy.train_global_batch_size or MOST_EXAMPLES) * (1 if config.section == "sft" else 2)
-        work = StepWork(
-            rollouts=examples, prompt=lengths.prompt or 0.0, completion=length, longest=longest, scores=scores,
-            generates=False, frozen=frozen,
-        )  # fmt: skip
-        return work, assumed
-    training = config.rollout_training
-    most = min(config.policy.generation.max_new_tokens, longest)
-    prompt = lengths.prompt or min(longest - most, PROMPT_SHARE * longest) or PROMPT_SHARE * longest
-    completion = lengths.completion or COMPLETION_SHARE * most
-    said = [] if lengths.prompt else [f"a prompt has {prompt:,.0f} tokens (--prompt-tokens)"]
-    said += [] if lengths.completion else [f"a completion has {completion:,.0f} tokens on average (--completion-tokens)"]
-    steps = count_steps_per_batch(config)
-    work = StepWork(
-        rollouts=training.rollouts_per_step,
-        prompt=prompt,
-        completion=completion,
-        longest=most,
-        passes=training.epochs_per_batch,
-        scores=scores + (1 if steps * training.epochs_per_batch > 1 else 0),
-        optimizer_steps=steps,
-        sharing=training.num_generations_per_prompt if _shares_prompts(config) else 1,
-        steps_ahead=training.max_staleness,
-        frozen=frozen,
-    )
-    return work, tuple(said)
+def _count_rollouts(config: TrainingRunConfig) -> int:
+    """Return the rollouts or examples that a step trains on."""
+    if isinstance(config, RolloutRunConfig):
+        return config.rollout_training.rollouts_per_step
+    assert isinstance(config, RecordedRunConfig)
+    return (config.policy.train_global_batch_size or MOST_EXAMPLES) * (1 if config.section == "sft" else 2)

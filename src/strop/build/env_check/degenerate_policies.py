@@ -18,37 +18,11 @@ ANSWER_FORMS: Mapping[str, AnswerForm] = {
     "code block": lambda answer: f"```\n{answer}\n```",
     "python block": lambda answer: f"```python\n{answer}\n```",
 }
-NONSENSE = [
-    "lantern",
-    "copper",
-    "gently",
-    "whistle",
-    "the",
-    "under",
-    "seventeen",
-    "orbit",
-    "mosaic",
-    "quickly",
-    "because",
-    "river",
-    "pickle",
-    "sideways",
-    "a",
-    "velvet",
-    "thunder",
-    "button",
-    "maybe",
-    "elephant",
-    "cloud",
-    "triangle",
-    "of",
-    "drizzle",
-    "7",
-    "pebble",
-    "31",
-    "harbour",
-    "waffle",
-]
+NONSENSE = (
+    "lantern", "copper", "gently", "whistle", "the", "under", "seventeen", "orbit", "mosaic", "quickly", "because", "river", "pickle",
+    "sideways", "a", "velvet", "thunder", "button", "maybe", "elephant", "cloud", "triangle", "of", "drizzle", "7", "pebble", "31",
+    "harbour", "waffle",
+)  # fmt: skip
 LONGEST = 20_000  # characters
 
 

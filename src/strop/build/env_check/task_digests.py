@@ -1,12 +1,11 @@
 """Digests of tasks, here and in another process: ``python -m strop.build.env_check.task_digests`` reads a request from its input.
 
-The other process has other hash seeds, other global random states and another date, and asks in reverse order.
+The other process has other hash seeds, other global random states, and asks in reverse order.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import hashlib
 import json
 import os
@@ -14,14 +13,12 @@ import random
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from strop.environments.base import Environment
 from strop.types import Task
 
-DAYS_LATER = 400
 SECONDS = 300  # that the other process may need
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -76,36 +73,12 @@ def digest_in_another_process(
     return digests
 
 
-def _shift_clock() -> None:
-    """Let this process believe that it is another day, for code that is imported from now on."""
-    seconds, now = DAYS_LATER * 86400, time.time
-    time.time = lambda: now() + seconds
-    shift = datetime.timedelta(seconds=seconds)
-
-    class LaterDatetime(datetime.datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> Any:
-            return super().now(tz) + shift
-
-        @classmethod
-        def today(cls) -> Any:
-            return super().now() + shift
-
-    class LaterDate(datetime.date):
-        @classmethod
-        def today(cls) -> Any:
-            return super().today() + shift
-
-    datetime.datetime, datetime.date = LaterDatetime, LaterDate  # type: ignore[misc]
-
-
 def _digest(request: Mapping[str, Any]) -> dict[str, list[str]]:
     from strop.base_config import validate_section
     from strop.build.env_check.checked_environments import CHECKED_RUNS, make_checked_environments
 
     config = validate_section(CHECKED_RUNS[request["kind"]], request["config"])
     random.seed(987654321)
-    _shift_clock()
     found: dict[str, list[str]] = {}
     for each in make_checked_environments(config):
         indices = request["indices"].get(each.name)

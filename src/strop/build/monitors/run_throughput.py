@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from strop.build.monitors.measured_peak import measure_peak
 from strop.config import TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.distributed.placement import DeviceCounts
@@ -14,7 +15,6 @@ from strop.hardware.devices import find_device
 from strop.hardware.model_dimensions import DecoderDimensions, UnknownDimensions, dimensions_of
 from strop.learner.throughput import Throughput
 from strop.models.loading import read_model_config
-from strop.monitoring.roofline.measured_ceilings import measure_ceilings
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def _measure(threads: int | None, ranks: int, precision: str) -> DevicePeak:
     if ranks > 1 or threads is not None:
         own = max(1, cores // ranks)
         threads = min(threads or own, own)
-    ceilings = measure_ceilings(threads)
+    measured = measure_peak(threads)
     share = min(1.0, cores / ranks)
     shared = f", shared by {ranks} ranks" if share < 1 else ""
-    return DevicePeak(share * ceilings.peak(precision), f"{ceilings.device}{shared}, {ceilings.source}")
+    return DevicePeak(share * measured.peak(precision), f"{measured.device}{shared}, {measured.source}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from strop.config.identity import flatten
@@ -20,10 +18,3 @@ def find_earlier_settings(folder: Path, step: int) -> tuple[str, ...]:
             then.setdefault(key, old)
     # A key that the first configuration lacks was added to a section that takes any key: it is removed, not set to null.
     return tuple(f"~{key}" if old is None and key not in known else f"{key}={json.dumps(old)}" for key, old in then.items())
-
-
-def split_at_changes(folder: Path, steps: range) -> Sequence[range]:
-    """Split steps where the settings changed. There is at least one part, which is empty if there are no steps."""
-    starts = sorted({first for first, _ in read_changes(folder) if steps.start < first < steps.stop})
-    cuts = [steps.start, *starts, steps.stop]
-    return [range(start, end) for start, end in pairwise(cuts)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from strop.build.models import resolve_device
-from strop.build.replay.retrained_steps import ComparedMetrics, compare_metrics
+from strop.build.replay.compared_metrics import ComparedMetrics, compare_metrics
 from strop.config import TrainingRunConfig
 
 FACTOR = 10.0  # how many times the difference of one pair of passes another pair may differ by

@@ -5,31 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
 
 from strop.build.dry_run.examined_optimizers import find_optimizer_problems
+from strop.build.replay.compared_metrics import ComparedMetrics, compare_metrics
 from strop.build.replay.equal_passes import EqualPasses, compare_passes, passes_may_differ
 from strop.build.replay.original_machine import find_start, keep_threads, list_differences
 from strop.build.replay.replay_plan import Configured, ReplayPlan, Weights, plan_replay
-from strop.build.replay.replayed_run import Beginning, ReplayedRun, open_replayed_run, read_stored
+from strop.build.replay.replayed_run import Beginning, open_replayed_run, read_stored
 from strop.build.replay.replayed_step import MovedRollout, ReplayedStep, replay_step
-from strop.build.replay.retrained_steps import (
-    ComparedMetrics,
-    Note,
-    RetrainedSteps,
-    compare_metrics,
-    summarize_retrained,
-    train_between,
-)
-from strop.checkpointing.folders import CheckpointError, is_damaged
 from strop.config import ConfigError, RolloutRunConfig
 from strop.safety.remote_code import trust_remote_code
 from strop.storage.atomic_file import atomic_write
@@ -37,9 +27,9 @@ from strop.storage.json_values import clean_json
 
 log = logging.getLogger(__name__)
 
+Note = Callable[[str], object]
 REPLAYS_FOLDER = "replays"  # in the log folder of the run
 LISTED = 10  # rollouts that moved most
-SHOWN_READY = 4  # steps that need none on the way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +53,6 @@ class ReplayResult:
     weights: str  # with which the step begins: step_N, or the initial model
     exact: bool  # whether these are the weights that it began with, to the last bit
     overrides: Sequence[str]
-    retrained: RetrainedSteps | None  # the steps that were trained again on the way from those weights; None: there are none
     reproduction: ComparedMetrics
     as_it_was: StepOutcome
     changed: StepOutcome | None = None  # with the overrides; None without any
@@ -84,8 +73,6 @@ class ReplayResult:
     @property
     def failed(self) -> bool:
         """Whether the run could not be reproduced, though nobody asked for other weights, by more than equal passes differ here."""
-        if self.retrained is not None and not self.retrained.equal:
-            return self.passes is None or not self.passes.different
         return self.exact and bool(self.unexplained)
 
     @property
@@ -100,108 +87,41 @@ async def replay(
     overrides: Sequence[str] = (),
     *,
     weights: Weights = "exact",
-    retrain: int | None = None,
     note: Note = log.info,
 ) -> ReplayResult:
-    """Replay a step of the run in ``folder``. Nothing of the run is changed.
-
-    Where there is no checkpoint of the step before, at most ``retrain`` steps (None: any number) are trained again on the way from an
-    earlier one. ``note`` is told of them.
+    """Replay a step of the run in ``folder`` from the checkpoint of the step before. Nothing of the run is changed.
 
     Raises ReplayError, which says which steps can be replayed, ConfigError, CheckpointError, ModelNotFound, StorageError.
     """
-    damaged: list[Path] = []
-    while True:
-        plan = plan_replay(folder, step, weights, retrain=retrain, damaged=damaged)
-        try:
-            return await _replay(plan, overrides, note)
-        except CheckpointError as error:
-            if plan.checkpoint is None or not is_damaged(plan.checkpoint):
-                raise
-            damaged.append(plan.checkpoint)
-            note(f"{plan.checkpoint} is damaged, or was removed meanwhile, and is passed over: {error}")
-
-
-async def _replay(plan: ReplayPlan, overrides: Sequence[str], note: Note) -> ReplayResult:
-    folder, step = plan.folder, plan.step
-    configured = plan.load(step)
-    changed_config = plan.load(step, overrides) if overrides else None
+    plan = plan_replay(folder, step, weights)
+    configured = plan.load()
+    changed_config = plan.load(overrides) if overrides else None
     _check(plan, [configured] if changed_config is None else [configured, changed_config])
-    trusted = trust_remote_code(configured[0].policy.trust_remote_code)
-    with trusted, keep_threads(), TemporaryDirectory(prefix="strop-replay-") as scratch:
-        way = _Way(plan, Path(scratch), note)
-        beginning = await way.reach_part()
-        changed, passes, twice = None, None, passes_may_differ(configured[0])
-        async with open_replayed_run(folder, beginning, *configured) as opened:
-            await way.train(opened, step - 1)
-            if (changed_config is not None or twice) and opened.run.step != beginning.step:
-                beginning = opened.save(way.scratch)
-            base = await replay_step(opened.run, await opened.read_step())
-        if twice:
+    beginning = Beginning(step=step - 1, checkpoint=plan.checkpoint, last_metrics=plan.logged.get(step - 1, {}))
+
+    async def train(with_settings: Configured) -> ReplayedStep:
+        async with open_replayed_run(folder, beginning, *with_settings) as opened:
+            return await replay_step(opened.run, await opened.read_step())
+
+    with trust_remote_code(configured[0].policy.trust_remote_code), keep_threads():
+        base, passes = await train(configured), None
+        if passes_may_differ(configured[0]):
             note(
                 "equal passes may differ on a GPU (policy.deterministic is false): the step is trained a second time, to see by how much"
             )
-            async with open_replayed_run(folder, beginning, *configured) as opened:
-                again = await replay_step(opened.run, await opened.read_step())
-            passes = compare_passes(step, base.metrics, again.metrics)
-        if changed_config is not None:
-            async with open_replayed_run(folder, beginning, *changed_config) as opened:
-                changed = await replay_step(opened.run, await opened.read_step())
+            passes = compare_passes(step, base.metrics, (await train(configured)).metrics)
+        changed = None if changed_config is None else await train(changed_config)
         elsewhere = list_differences(find_start(folder, step))
-    return replace(_compare(plan, overrides, way.summarize(), base, changed), elsewhere=elsewhere, passes=passes)
+    return replace(_compare(plan, overrides, base, changed), elsewhere=elsewhere, passes=passes)
 
 
 def _check(plan: ReplayPlan, at_step: Sequence[Configured]) -> None:
     """Find before a model is loaded what a later part of the replay would not read. Raises ReplayError, ConfigError."""
-    on_the_way = [plan.load(part.start) for part in plan.parts]
-    readers = {plan.step: at_step, **({plan.between.start: on_the_way[:1]} if plan.between else {})}
-    for step, configured in readers.items():
-        for config, algorithm in configured:
-            if isinstance(config, RolloutRunConfig):
-                read_stored(plan.folder, step, config, algorithm)
-    for config, _ in at_step:
+    for config, algorithm in at_step:
+        if isinstance(config, RolloutRunConfig):
+            read_stored(plan.folder, plan.step, config, algorithm)
         if problems := list(find_optimizer_problems(config)):
             raise ConfigError(problems)
-
-
-def _name_ready(plan: ReplayPlan) -> str:
-    if not plan.ready:
-        return ""
-    return f"; none is for --step {', '.join(map(str, plan.ready[-SHOWN_READY:]))}"
-
-
-class _Way:
-    """The way from the weights that a replay begins with to the step."""
-
-    def __init__(self, plan: ReplayPlan, scratch: Path, note: Note) -> None:
-        self.plan, self.scratch, self.note = plan, scratch, note
-        self.found: list[ComparedMetrics] = []
-        self.seconds = 0.0
-        if count := len(plan.between):
-            took = f", which took {plan.expected_seconds:.3g} s of training when it ran" if plan.expected_seconds else ""
-            steps = f"{count} steps are" if count > 1 else "1 step is"
-            note(
-                f"no checkpoint of step {plan.step - 1} is kept: {steps} trained again, from {plan.source}{took}{_name_ready(plan)}"
-            )
-
-    async def reach_part(self) -> Beginning:
-        """Train the steps that ran with other settings than the step itself, and return where those with its settings begin."""
-        plan = self.plan
-        first = plan.between.start - 1
-        beginning = Beginning(step=first, checkpoint=plan.checkpoint, last_metrics=plan.logged.get(first, {}))
-        for part in plan.parts[:-1]:
-            async with open_replayed_run(plan.folder, beginning, *plan.load(part.start)) as opened:
-                await self.train(opened, part.stop - 1)
-                beginning = opened.save(self.scratch / f"before_{part.stop}")
-        return beginning
-
-    async def train(self, opened: ReplayedRun, last: int) -> None:
-        started = time.monotonic()
-        self.found += await train_between(opened, last, self.plan.logged, self.note)
-        self.seconds += time.monotonic() - started
-
-    def summarize(self) -> RetrainedSteps | None:
-        return summarize_retrained(self.found, self.seconds)
 
 
 def store_replay(folder: Path, result: ReplayResult) -> Path:
@@ -218,7 +138,6 @@ def store_replay(folder: Path, result: ReplayResult) -> Path:
 def _compare(
     plan: ReplayPlan,
     overrides: Sequence[str],
-    retrained: RetrainedSteps | None,
     base: ReplayedStep,
     changed: ReplayedStep | None,
 ) -> ReplayResult:
@@ -226,9 +145,8 @@ def _compare(
         run=str(plan.folder),
         step=plan.step,
         weights=plan.source,
-        exact=plan.exact and not (retrained is not None and not retrained.equal),
+        exact=plan.exact,
         overrides=tuple(overrides),
-        retrained=retrained,
         reproduction=compare_metrics(plan.step, plan.logged[plan.step], base.metrics),
         as_it_was=_summarize(base),
         changed=None if changed is None else _summarize(changed),

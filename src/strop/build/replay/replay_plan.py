@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from strop.algorithms.base import Algorithm
 from strop.build.algorithm.run_algorithm import make_run_algorithm
-from strop.build.replay.earlier_settings import find_earlier_settings, split_at_changes
+from strop.build.replay.earlier_settings import find_earlier_settings
 from strop.build.replay.replay_error import ReplayError
 from strop.checkpointing.saved_model import find_checkpoints
 from strop.checkpointing.step_folders import list_steps
@@ -27,7 +27,6 @@ FIXED = (  # what a step was made with before it was trained on
     "policy.megatron_cfg", "data", "env", "cluster", "logger", "checkpointing", "run_name", "sandbox",
 )  # fmt: skip
 FIXED_IN_SECTION = ("num_prompts_per_step", "num_generations_per_prompt", "max_rollout_turns", "seed")
-TRAINING_PHASES = ("packing", "logprobs", "policy_training")  # of a step, that are run again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,28 +37,15 @@ class ReplayPlan:
     step: int
     section: str
     checkpoint: Path | None  # to begin with; None: the initial model
-    between: range  # the steps that are trained again on the way from there, as they were
-    exact: bool  # the weights after them are those that the step began with
+    exact: bool  # these are the weights that the step began with
     logged: Mapping[int, Mapping[str, float]]  # what each step logged
-    ready: Sequence[int] = ()  # the steps whose weights are kept, so that none is trained again on the way
 
     @property
     def source(self) -> str:
         return "the initial model" if self.checkpoint is None else self.checkpoint.name
 
-    @property
-    def parts(self) -> Sequence[range]:
-        """The steps to train again and the step itself, cut where the run was continued with other settings."""
-        return split_at_changes(self.folder, range(self.between.start, self.step + 1))
-
-    @property
-    def expected_seconds(self) -> float:
-        """How long the steps on the way took to train when they ran."""
-        phases = [f"timing/train/{phase}" for phase in TRAINING_PHASES]
-        return sum(self.logged.get(step, {}).get(phase, 0.0) for step in self.between for phase in phases)
-
-    def load(self, step: int, overrides: Sequence[str] = ()) -> Configured:
-        """Return the configuration of a step with overrides, and its algorithm. Raises ReplayError, ConfigError, ValueError."""
+    def load(self, overrides: Sequence[str] = ()) -> Configured:
+        """Return the configuration of the step with overrides, and its algorithm. Raises ReplayError, ConfigError, ValueError."""
         fixed = (*FIXED, *(f"{self.section}.{name}" for name in FIXED_IN_SECTION))
         for override in overrides:
             key = override.partition("=")[0].lstrip("~+")
@@ -69,19 +55,14 @@ class ReplayPlan:
                     f"the algorithm and its parts, the loss (loss_fn), optimizer, schedule and clipping of the gradient"
                 )
         here = f"logger.log_dir={json.dumps(str(self.folder))}"  # which may have been written relative to another folder
-        settings = [*find_earlier_settings(self.folder, step), *overrides, here]
+        settings = [*find_earlier_settings(self.folder, self.step), *overrides, here]
         file, root = self.folder / "config.yaml", TRAINING_RUNS[self.section]
         config: TrainingRunConfig = load_config(file, settings, root=root, check=False).config
         return config, make_run_algorithm(config)
 
 
-def plan_replay(
-    folder: Path, step: int, weights: Weights = "exact", *, retrain: int | None = None, damaged: Collection[Path] = ()
-) -> ReplayPlan:
-    """Find what a replay of ``step`` needs.
-
-    ``retrain``: the most steps to train again on the way to it; None: any number. ``damaged``: checkpoints that cannot be begun with.
-    Raises ReplayError, which says which steps can be replayed."""
+def plan_replay(folder: Path, step: int, weights: Weights = "exact") -> ReplayPlan:
+    """Find what a replay of ``step`` needs. Raises ReplayError, which says which steps can be replayed."""
     try:
         values, _ = yaml_text.parse((folder / "config.yaml").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -94,12 +75,11 @@ def plan_replay(
         trained = sorted(logged for logged in metrics if logged > 0)
         raise ReplayError(f"the run has not trained step {step}; {_describe(trained, 'it trained')}")
     saved = find_checkpoints(folder, values)
-    steps = [each for each in list_steps(saved) if saved / f"step_{each}" not in damaged]
+    steps = list_steps(saved)
     beginnings = _Beginnings(
         saved=(0, *steps),
         exact=_find_exact(folder, values, steps),
         readable=frozenset(RolloutStore(folder, "none").steps() if _samples(section) else metrics),
-        retrain=retrain,
     )
     begin = beginnings.choose(step, weights, recorded=not _samples(section))
     return ReplayPlan(
@@ -107,10 +87,8 @@ def plan_replay(
         step=step,
         section=section,
         checkpoint=None if begin == 0 else saved / f"step_{begin}",
-        between=range(step, step) if weights == "nearest" else range(begin + 1, step),
-        exact=weights == "exact" or (begin == step - 1 and begin in beginnings.exact),
+        exact=begin == step - 1 and begin in beginnings.exact,
         logged=metrics,
-        ready=[each + 1 for each in sorted(beginnings.exact) if each + 1 in beginnings.readable],
     )
 
 
@@ -133,59 +111,26 @@ class _Beginnings:
     saved: Sequence[int]
     exact: Collection[int]  # of these, the ones with which training goes on as it did
     readable: Collection[int]  # steps whose rollouts, or data, can be read again
-    retrain: int | None
 
     def choose(self, step: int, weights: Weights, *, recorded: bool) -> int:
         """Return the weights to begin with. Raises ReplayError."""
+        can = _describe([each for each in sorted(self.readable) if each - 1 in self.exact])
         if step not in self.readable:
+            raise ReplayError(f"step {step} stored no rollouts (logger.rollouts), and they cannot be sampled again; {can}")
+        nearest = max(each for each in self.saved if each < step)
+        if weights == "nearest" and recorded and nearest != step - 1:
             raise ReplayError(
-                f"step {step} stored no rollouts (logger.rollouts), and they cannot be sampled again; {self._describe_replayable()}"
+                f"--weights nearest: the run reads recorded data from the place that goes with its weights, and there is no checkpoint "
+                f"of step {step - 1}; {can}"
             )
-        if weights == "nearest":
-            if recorded and step - 1 not in self.saved:
-                raise ReplayError(
-                    f"--weights nearest: the run reads recorded data from the place that goes with its weights, and there is no checkpoint "
-                    f"of step {step - 1}; leave it out, and the steps before are trained again"
-                )
-            return max(each for each in self.saved if each < step)
-        begin = max(each for each in self.exact if each < step)
-        between = range(begin + 1, step)
-        closest = max(each for each in self.saved if each < step)
-        offer = f", or --weights nearest begins with {_name(closest)}, with which nothing is as it was"
-        nearest = "" if recorded else offer
-        if missing := [each for each in between if each not in self.readable]:
+        if weights == "exact" and step - 1 not in self.exact:
+            name = f"the checkpoint of step {nearest}" if nearest else "the initial model"
+            offer = "" if recorded else f", or --weights nearest begins with {name}, with which nothing is as it was"
             raise ReplayError(
-                f"step {step} began with the weights of step {step - 1}, which are not kept (checkpointing.save_period, "
-                f"checkpointing.keep_top_k) and cannot be trained again from {_name(begin)}: step {missing[0]} stored no rollouts "
-                f"(logger.rollouts){_count_more(missing)}; {self._describe_replayable()}{nearest}"
+                f"step {step} began with the weights of step {step - 1}, and there is no checkpoint of them, or none with the optimizer "
+                f"(checkpointing.save_period, keep_top_k, save_optimizer); {can}{offer}"
             )
-        if self.retrain is not None and len(between) > self.retrain:
-            count = f"{len(between)} steps" if len(between) > 1 else "1 step"
-            raise ReplayError(
-                f"step {step} began with the weights of step {step - 1}, and there is no checkpoint of them (checkpointing.save_period, "
-                f"checkpointing.keep_top_k): {count} would be trained again from {_name(begin)}, and --retrain "
-                f"allows {self.retrain}; {self._describe_replayable()}{nearest}"
-            )
-        return begin
-
-    def _describe_replayable(self) -> str:
-        found: list[int] = []
-        distance = 0  # from the newest exact weights, over steps that can all be trained again; -1: none
-        for step in range(1, max(self.readable, default=0) + 1):
-            distance = 0 if step - 1 in self.exact else distance
-            can_train = step in self.readable and distance >= 0
-            if can_train and (self.retrain is None or distance <= self.retrain):
-                found.append(step)
-            distance = distance + 1 if can_train else -1
-        return _describe(found)
-
-
-def _name(begin: int) -> str:
-    return f"the checkpoint of step {begin}" if begin else "the initial model"
-
-
-def _count_more(missing: Sequence[int]) -> str:
-    return f", nor did {len(missing) - 1} more" if len(missing) > 1 else ""
+        return nearest
 
 
 def _describe(steps: Sequence[int], what: str = "steps that can be replayed exactly:") -> str:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from strop.build.replay.replay import ReplayResult, StepOutcome
-from strop.build.replay.retrained_steps import RetrainedSteps, describe_difference
 from strop.safety.printable import make_printable
 
 METRICS = (  # of a step, as far as it has them
@@ -19,7 +18,6 @@ METRICS = (  # of a step, as far as it has them
 def format_replay(result: ReplayResult) -> Iterator[str]:
     """Yield the lines of a table of what a replay found."""
     yield f"step {result.step} of {result.run}, from {result.weights}"
-    yield from _format_retrained(result.retrained)
     if not result.exact:
         yield "warning: these are NOT the weights that the step began with, so nothing below is what the step did"
     yield from _format_reproduction(result)
@@ -42,18 +40,6 @@ def format_replay(result: ReplayResult) -> Iterator[str]:
     for heading, outcome in zip(headings, outcomes, strict=True):
         yield ""
         yield from _format_moved(heading, outcome)
-
-
-def _format_retrained(found: RetrainedSteps | None) -> Iterator[str]:
-    if found is None:
-        return
-    steps = f"step {found.first} was" if found.count == 1 else f"steps {found.first} to {found.last} were"
-    yield f"{steps} trained again on the way, in {found.seconds:.3g} s: " + (
-        f"all {found.compared} logged metrics are reproduced to the last digit"
-        if found.first_different is None
-        else f"{len(found.different)} of {found.count} did not compute what they logged, first step {found.first_different.step}: "
-        + describe_difference(found.first_different)
-    )
 
 
 def _format_reproduction(result: ReplayResult) -> Iterator[str]:

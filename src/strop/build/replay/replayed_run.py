@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +20,7 @@ from strop.build.rollout_run import make_train_options
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.build.tasks import make_training_tasks
 from strop.checkpointing.base import Restorable, RunState
-from strop.checkpointing.folders import FolderCheckpointer
-from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, dump_config
+from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.data.data_state import DataState
 from strop.determinism import set_deterministic
 from strop.learner.client import LearnerClient
@@ -52,7 +51,6 @@ class ReplayedRun:
     folder: Path  # the log folder
     run: TrainingRun
     config: TrainingRunConfig
-    save_tokenizer: Callable[[Path], object]
 
     async def read_step(self) -> StoredStep:
         """Return what the next step trains on, and compute with its threads from here on. Raises ReplayError, FileNotFoundError."""
@@ -60,16 +58,7 @@ class ReplayedRun:
         if isinstance(self.config, RolloutRunConfig):
             return read_stored(self.folder, self.run.step + 1, self.config, self.run.algorithm)
         groups = await collect(self.run)
-        return StoredStep(tuple(groups), tuple(self.run.dropped))
-
-    def save(self, folder: Path) -> Beginning:
-        """Write a checkpoint of the run as it is now to a folder, for a run that goes on with other settings."""
-        run = self.run
-        checkpoints = FolderCheckpointer(folder=folder, config_text=dump_config(self.config), save_tokenizer=self.save_tokenizer)
-        state = RunState(step=run.step, stream=run.stream.state(), logged=run.last_metrics)
-        return Beginning(
-            step=run.step, checkpoint=checkpoints.save(state, run.saved_parts).absolute(), last_metrics=run.last_metrics
-        )
+        return StoredStep(tuple(groups), tuple(self.run.collected.dropped))
 
 
 @asynccontextmanager
@@ -81,12 +70,12 @@ async def open_replayed_run(
     set_deterministic(config.policy.deterministic)
     tracker = NullTracker()
     if isinstance(config, RolloutRunConfig):
-        run, bundle = await _build_rollouts(beginning, config, algorithm, tracker)
+        run = await _build_rollouts(beginning, config, algorithm, tracker)
     else:
         assert isinstance(config, RecordedRunConfig)
-        run, bundle = await _build_recorded(beginning, config, algorithm, tracker)
+        run = await _build_recorded(beginning, config, algorithm, tracker)
     try:
-        yield ReplayedRun(folder=folder, run=run, config=config, save_tokenizer=bundle.save)
+        yield ReplayedRun(folder=folder, run=run, config=config)
     finally:
         await run.stream.close()
 
@@ -107,9 +96,7 @@ def find_reads(config: RolloutRunConfig, algorithm: Algorithm) -> LearnerReads:
     )
 
 
-async def _build_rollouts(
-    beginning: Beginning, config: RolloutRunConfig, algorithm: Algorithm, tracker: Tracker
-) -> tuple[TrainingRun, TokenizerBundle]:
+async def _build_rollouts(beginning: Beginning, config: RolloutRunConfig, algorithm: Algorithm, tracker: Tracker) -> TrainingRun:
     tasks = make_training_tasks(config)
     backend = await make_backend(config, None, tracker)
     packed = config.policy.sequence_packing.prefix_sharing and backend.packed
@@ -126,12 +113,10 @@ async def _build_rollouts(
     columns = ColumnSources(algorithm.requires, scorers)
     stream = RolloutStream(no_group, slots=0, size=0)
     run = _make_run(beginning, options, algorithm, learners, parts, columns, stream, tracker)
-    return run, backend.bundle
+    return run
 
 
-async def _build_recorded(
-    beginning: Beginning, config: RecordedRunConfig, algorithm: Algorithm, tracker: Tracker
-) -> tuple[TrainingRun, TokenizerBundle]:
+async def _build_recorded(beginning: Beginning, config: RecordedRunConfig, algorithm: Algorithm, tracker: Tracker) -> TrainingRun:
     examples_of = read_examples(config, config.data.train, "train", algorithm)
     backend = await make_backend(config, None, tracker)
     examples = join_examples(config, config.data.train, examples_of, algorithm, backend.bundle)
@@ -144,7 +129,7 @@ async def _build_recorded(
     state = await _restore(beginning, config, backend.bundle, learners, parts, tracker)
     stream = make_recorded_stream(examples, options, None if state is None else state.stream)
     columns = ColumnSources(algorithm.requires, scorers)
-    return _make_run(beginning, options, algorithm, learners, parts, columns, stream, tracker), backend.bundle
+    return _make_run(beginning, options, algorithm, learners, parts, columns, stream, tracker)
 
 
 async def _restore(
@@ -175,7 +160,7 @@ def _make_run(
     tracker: Tracker,
 ) -> TrainingRun:
     return TrainingRun(
-        options=replace(options, token_columns=False),
+        options=options,
         algorithm=algorithm,
         stream=stream,
         learners=learners,
@@ -183,7 +168,6 @@ def _make_run(
         columns=columns,
         weights=InProcessWeights([]),
         tracker=tracker,
-        rollouts=RolloutStore(Path(), "none"),
         step=beginning.step,
         last_metrics=beginning.last_metrics,
     )

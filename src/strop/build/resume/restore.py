@@ -19,8 +19,6 @@ from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.run_starts import STARTS_FILE, RunStart, describe_hardware, find_versions, format_now, record_run_start
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE
-from strop.rollouts.repeat.clock_state import ClockState
-from strop.rollouts.repeat.event_log import EVENTS_FILE
 from strop.rollouts.stream import StreamState
 from strop.safety.redaction import describe_command, redact_secrets
 from strop.stopping import EarlyStop
@@ -36,7 +34,6 @@ RECORDS = (
     CONFIG_FILE,
     CONTENTS_FILE,
     HISTORY_FILE,
-    EVENTS_FILE,
     STARTS_FILE,
     PROFILES_FOLDER,
     "curves.png",
@@ -86,9 +83,6 @@ def restore_checkpoint(
     _say_continued(plan, state, tracker)
     if not changes_rollouts(config, plan):
         return state
-    for part in learners.values():
-        if isinstance(part, ClockState):
-            part.forget_groups()
     return replace(state, stream=_restart_groups(state.stream))
 
 
@@ -133,10 +127,9 @@ def _restart_groups(stream: StreamState) -> StreamState:
 def resume_run(run: TrainingRun, state: RunState | None) -> TrainingRun:
     """Set the run to the position that ``state`` records."""
     if state is not None:
-        run.step, run.saved_step, run.last_metrics = state.step, state.step, state.logged
+        run.step, run.saved.step, run.last_metrics = state.step, state.step, state.logged
         run.early_stop = _restore_early_stop(run.early_stop, state.early_stop)
-        if state.monitor is not None:
-            run.monitor.restore(state.monitor)
+        run.listeners.load_state_dict(state.listeners)
     return run
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from strop import __version__
 from strop.build.run_report.report_facts import ReportFacts, list_repeat_commands
-from strop.build.run_report.report_profiles import write_profiles
 from strop.build.run_report.sample_pairs import TEXT_LIMIT, SamplePair, score
 from strop.monitoring.console.columns import TOTAL_TIME, format_duration, format_number, format_seconds, phase_times
 from strop.monitoring.pages.curve_drawing import draw_curve, draw_phases
 from strop.monitoring.pages.document import PageSection, make_document
 from strop.monitoring.pages.markup import escape, make_code, make_details, make_facts, make_list, make_paragraph, make_table
 from strop.monitoring.plot import CURVES, Curve, choose_curves
+from strop.monitoring.profiling.step_profiler import PROFILES_FOLDER
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.token_ratios import TokenRatio
 from strop.safety.printable import shorten
@@ -42,7 +42,7 @@ def make_report(facts: ReportFacts) -> str:
         PageSection("validation", "Validation", _write_validation(facts)),
         PageSection("samples", "Samples before and after", _write_samples(facts)),
         PageSection("mismatch", "Sampler and learner", _write_mismatch(facts)),
-        PageSection("profiles", "Profiles", write_profiles(facts.folder)),
+        PageSection("profiles", "Profiles", _write_profiles(facts)),
         PageSection("incidents", "Incidents", _write_incidents(facts)),
         PageSection("configuration", "Configuration", _write_configuration(facts)),
         PageSection("environment", "Packages, hardware and data", _write_environment(facts)),
@@ -277,6 +277,13 @@ def _write_mismatch(facts: ReportFacts) -> str:
 def _describe_token(each: TokenRatio) -> tuple[str, ...]:
     logprobs = (f"{each.sampler_logprob:.3f}", f"{each.learner_logprob:.3f}")
     return f"{each.log_ratio:+.4f}", repr(each.text), shorten(repr(each.context), 120), *logprobs, each.task_id
+
+
+def _write_profiles(facts: ReportFacts) -> str:
+    traces = sorted(path.name for path in (facts.folder / PROFILES_FOLDER).glob("step_*.json.gz"))
+    if not traces:
+        return make_paragraph("No step was recorded (logger.profile.steps).")
+    return make_paragraph(f"Traces in {PROFILES_FOLDER}/, which open in Perfetto or Chromium's DevTools: {', '.join(traces)}.")
 
 
 def _write_incidents(facts: ReportFacts) -> str:

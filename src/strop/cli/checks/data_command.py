@@ -54,7 +54,6 @@ def make_data_parser() -> argparse.ArgumentParser:
         "(default: the validation data, and the built-in evaluation sets that are on this machine)",
     )
     parser.add_argument("--rows", type=_count, metavar="N", help="look at N rows of each entry, drawn at random (default: all)")
-    parser.add_argument("--workers", type=_count, metavar="N", help="processes (default: one for each processor, for many rows)")
     parser.add_argument("--strict", action="store_true", help="let warnings fail the check, too")
     parser.add_argument("--json", action="store_true", help="print the report as a JSON object")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES_HELP)
@@ -74,9 +73,7 @@ def _check(options: argparse.Namespace) -> int:
     print_warnings(loaded)
     from strop.build.data_check.data_check import DataCheckOptions, check_data
 
-    asked = DataCheckOptions(
-        rows=options.rows, against=_list_names(options.against), workers=options.workers, progress=_make_progress()
-    )
+    asked = DataCheckOptions(rows=options.rows, against=_list_names(options.against), progress=_make_progress())
     try:
         with plain_warnings():
             report = check_data(loaded.config, asked)

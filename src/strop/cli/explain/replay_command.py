@@ -34,9 +34,7 @@ def _replay(options: argparse.Namespace) -> int:
         folder = find_log_folder(options.run)
         if not folder.is_dir():
             raise ValueError(f"there is no folder {folder}; give the log folder of a run (logger.log_dir)")
-        work = replay_run(
-            folder, options.step, options.overrides, weights=options.weights, retrain=options.retrain, note=_print_note
-        )
+        work = replay_run(folder, options.step, options.overrides, weights=options.weights, note=_print_note)
         result = asyncio.run(work)
         stored = store_replay(folder, result) if options.store else None
     except (ConfigError, ValueError, OSError, ImportError, RuntimeError) as error:
@@ -60,24 +58,18 @@ def make_parser() -> argparse.ArgumentParser:
         prog="strop replay",
         description="Train a step of a run again, from its checkpoint and what it trained on, as it was or under another algorithm, clip, "
         "correction or learning rate, and compare. Nothing of the run changes.",
-        epilog="A step begins with the weights of the step before. Where no checkpoint of it is kept, the steps between are trained "
-        "again from the newest one before it, or from the initial model, and each is compared with what it logged.",
+        epilog="A step begins with the weights of the step before, so its checkpoint is needed (checkpointing.save_period=1 keeps all); "
+        "step 1 begins with the initial model.",
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run, a checkpoint folder or a configuration")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the training step")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=OVERRIDES_HELP)
     parser.add_argument(
-        "--retrain",
-        type=_count,
-        metavar="K",
-        help="train at most K steps again on the way; 0: none, so a checkpoint of the step before is needed (default: any)",
-    )
-    parser.add_argument(
         "--weights",
         choices=("exact", "nearest"),
         default="exact",
-        help="nearest begins with the nearest earlier checkpoint where the right one is not kept, trains no step between, and says so",
+        help="nearest begins with the nearest earlier checkpoint where the right one is not kept, and says so",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -87,9 +79,3 @@ def make_parser() -> argparse.ArgumentParser:
         help="whether the result is stored in replays/ of the log folder, for the page (default: yes)",
     )
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps")
-    return int(text)

@@ -23,17 +23,16 @@ def check_one_process(config: TrainingRunConfig) -> Iterator[Problem]:
 
 
 def check_order_of_events(config: TrainingRunConfig) -> Iterator[Problem]:
-    """``policy.deterministic`` is about kernels; the order of events has its own key."""
+    """``policy.deterministic`` is about kernels; the order of events depends on the speed of rollouts."""
     if not isinstance(config, RolloutRunConfig) or not config.policy.deterministic:
         return
     training = config.rollout_training
-    ordered = training.async_config.repeatable or training.async_config.replay_events is not None
     key = f"{config.section}.async_{config.section}"
-    if training.max_staleness and not ordered:
+    if training.max_staleness:
         yield Problem(
             "policy.deterministic",
             f"found true, but with {key}.enabled it depends on the speed of rollouts which of them a step trains on",
-            f"Set {key}.repeatable=true with the torch engine, train synchronously, or policy.deterministic=false.",
+            f"Train synchronously ({key}.enabled=false), or set policy.deterministic=false.",
         )
 
 
@@ -42,8 +41,7 @@ def warn_order_of_turns(config: TrainingRunConfig) -> Iterator[Problem]:
     if not isinstance(config, RolloutRunConfig) or not config.policy.deterministic:
         return
     policy, training = config.policy, config.rollout_training
-    ordered = training.max_staleness and training.async_config.orders_events
-    if policy.generation.uses_engines or policy.device == "cpu" or policy.exact_on_policy or ordered:
+    if policy.generation.uses_engines or policy.device == "cpu" or policy.exact_on_policy:
         return
     if training.max_rollout_turns > 1:
         yield Problem(

@@ -85,29 +85,6 @@ def check_measured_peak(config: TrainingRunConfig) -> Problems:
         )
 
 
-def check_clock(config: RolloutRunConfig) -> Problems:
-    """Only an embedded engine in this process takes its steps when it is told to."""
-    training, key = config.rollout_training, f"{config.section}.async_{config.section}"
-    if not training.orders_events:
-        return
-    section = training.async_config
-    name = "repeatable" if section.repeatable else "record_events" if section.record_events else "replay_events"
-    found = f"found {getattr(section, name)}, which orders events by the steps of the torch engine in the process of the run"
-    if config.policy.generation.uses_engines:
-        engine = config.policy.generation.engine_name
-        yield Problem(
-            f"{key}.{name}",
-            f"{found}, and {engine} samples this run",
-            f"Set policy.generation.backend=torch, or turn {key}.{name} off: {engine} repeats a run up to rounding only.",
-        )
-    elif count_devices(config).uses_ray:
-        yield Problem(
-            f"{key}.{name}",
-            f"{found}, and this run has processes on a Ray cluster",
-            f"Set cluster.backend=local, or turn {key}.{name} off.",
-        )
-
-
 def check_critic_batch(config: PpoRunConfig) -> Problems:
     """The critic trains on the policy's batches, with one optimizer step for each of the policy's."""
     policy, value = config.policy, config.value
@@ -379,7 +356,6 @@ ERROR_CHECKS: tuple[Check, ...] = (
     check_critic_batch,
     check_engine_device,
     check_measured_peak,
-    check_clock,
     check_teachers,
     check_token_budget,
     check_lengths,

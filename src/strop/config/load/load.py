@@ -35,6 +35,7 @@ from strop.config.source import keys, yaml_text
 from strop.config.source.defaults import resolve_source
 from strop.config.source.interpolation import UNSET_VARIABLE, copy_values, escape_interpolations, referenced_keys
 from strop.config.source.nearest_keys import find_nearest_keys, suggest_keys
+from strop.config.source.removed_keys import drop_removed_keys, without_key
 from strop.config.source.yaml_source import (
     ConfigSource,
     KeyPath,
@@ -98,6 +99,7 @@ def load_source(
         raise ConfigError(problems + open_values)
     if not source.values and problems:
         raise ConfigError(problems)  # such as a file without --config, without which all that is required is missing
+    source, removed = drop_removed_keys(source)
     source, unnamed = name_run(source, overrides)
     source, contradictions = resolve_synonyms(source, root)
     translation = translate_source(source, root)
@@ -105,7 +107,7 @@ def load_source(
     config, invalid = validate_source(source, root)
     invalid = [problem for problem in invalid if not translation.explains(problem.key)]
     problems += unnamed + contradictions + translation.problems + invalid + ([] if invalid else find_infinite_numbers(source))
-    problems += find_left_out(source) if check else []
+    problems += [*removed, *find_left_out(source)] if check else []
     if config is not None and check and len(problems) == len(translation.problems):
         config = resolve_auto_backend(config, has_gpus=has_gpus)
         errors = [problem for problem in run_checks.find_errors(config) if not translation.explains(problem.key)]
@@ -195,7 +197,7 @@ def resolve_synonyms(source: ConfigSource, root: type[BaseConfig]) -> tuple[Conf
             message = f"found {values[0]!r}, and {'.'.join(synonym)}, another name of the same option, is {values[1]!r}"
             problems.append(Problem(key.dotted, message, "Remove one of them.", source.find_origin(key.path)))
         loser = key.path if layers[0] <= layers[1] else synonym
-        source = ConfigSource(_without_key(source.values, loser), source.origins, source.files)
+        source = ConfigSource(without_key(source.values, loser), source.origins, source.files)
     return source, problems
 
 
@@ -204,12 +206,6 @@ def _synonyms(root: type[BaseConfig]) -> tuple[tuple[keys.SchemaKey, KeyPath], .
     """Return every key that is another name of an option of the algorithm, and that option."""
     options = ((key, option_set_by(key.field)) for key in keys.iter_keys(root))
     return tuple((key, ("algorithm", *option.split("."))) for key, option in options if option)
-
-
-def _without_key(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
-    if len(path) == 1:
-        return {key: value for key, value in values.items() if str(key) != path[0]}
-    return {key: _without_key(value, path[1:]) if str(key) == path[0] else value for key, value in values.items()}
 
 
 def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT | None, list[Problem]]:
@@ -229,12 +225,10 @@ def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT 
         errors = [(_user_path(item["loc"], source), item) for item in error.errors()]
         reported = [pair for pair in errors if pair[0] not in unresolved and _is_written(pair[0], pair[1]["type"], source, root)]
         reported = _keep_innermost(reported, unresolved) or ([] if problems else errors)
-        unknown = [path for path, item in reported if item["type"] == UNKNOWN][:MOST_DESCRIBED]
+        unknown = [path for path, item in reported if item["type"] == UNKNOWN]
         misspelled = {near for path in unknown for near in find_nearest_keys(path, root)[:1]}
         reported = [(path, item) for path, item in reported if item["type"] != "missing" or ".".join(path) not in misspelled]
-        described = [describe_error(path, item, source, root) for path, item in reported[:MOST_DESCRIBED]]
-        if len(reported) > MOST_DESCRIBED:
-            described.append(Problem("", f"{len(reported) - MOST_DESCRIBED} more keys or values are wrong"))
+        described = [describe_error(path, item, source, root) for path, item in reported]
         return None, problems + list(dict.fromkeys(described))
 
 
@@ -242,7 +236,6 @@ UNKNOWN = "unexpected_keyword_argument"  # what pydantic calls a key that a sect
 ALTERNATIVE = re.compile(
     r"bool|int|float|str|(literal|list|tuple|dict|constrained|nullable)[\[-].*"
 )  # of several types of a value
-MOST_DESCRIBED = 50  # the nearest keys of thousands of unknown ones would take minutes to find
 
 
 def _keep_innermost(errors: Sequence[tuple[KeyPath, Any]], unresolved: Collection[KeyPath]) -> list[tuple[KeyPath, Any]]:
@@ -279,6 +272,16 @@ def _is_written(path: KeyPath, error: str, source: ConfigSource, root: type[Base
     return path in source.origins or path[:2] == ("policy", "scheduler")
 
 
+def _explain_unknown(path: KeyPath, value: Any, root: type[BaseConfig]) -> str:
+    """Return what may be meant by an unknown key: one of Strop's, or an argument of TRL's that is written alone or in a section."""
+    kind = next((kind for kind, own in TRAINING_RUNS.items() if own is root), None)
+    if kind is None or len(path) > 2 or find_nearest_keys(path, root):
+        return suggest_keys(path, root)
+    from strop.config.recipes.trl.trl_format import explain_key
+
+    return explain_key(kind, path[-1], value) or suggest_keys(path, root)
+
+
 def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[BaseConfig]) -> Problem:
     """Turn an error of pydantic into a Problem."""
     dotted, origin, field = ".".join(path), source.find_origin(path), keys.find_field(root, path)
@@ -288,7 +291,7 @@ def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[Ba
             if path[:2] == ("policy", "scheduler")
             else ""
         )
-        return Problem(dotted, "there is no such key", scheduler or suggest_keys(path, root), origin)
+        return Problem(dotted, "there is no such key", scheduler or _explain_unknown(path, item["input"], root), origin)
     if item["type"] == "missing":
         suffix = f": {_lower_first(field.description)}" if field is not None and field.description else ""
         return Problem(

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from strop.generation.base import Completion, Pacer, check_request
+from strop.generation.base import Completion, check_request
 from strop.generation.torch.drafting.eagle_drafter import EagleDrafter
 from strop.generation.torch.emulated_quantization import EmulatedQuantization
 from strop.generation.torch.image_tokens import PromptImages
@@ -143,7 +143,6 @@ class TorchEngine:
         self.version = 0
         self.counters = TokenCounters()
         self._collected = TokenCounters()  # at the last ``collect_metrics``
-        self.pacer: Pacer | None = None  # of a run whose events are ordered by the engine's steps
         self._samples = PromptSamples()  # for drafts that are looked up
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
@@ -264,11 +263,6 @@ class TorchEngine:
         """Requests that run or wait, without those that their callers cancelled."""
         return sum(not request.done.done() for request in (*self._running, *self._waiting))
 
-    @property
-    def room(self) -> int:
-        """How many more requests would run at once."""
-        return max(0, self.runner.slots - len(self._running) - len(self._waiting))
-
     def collect_metrics(self) -> dict[str, float]:
         """Return what speculation and preemption did since the previous call; nothing where there was neither."""
         counts, last = self.counters, self._collected
@@ -301,10 +295,7 @@ class TorchEngine:
                     await asyncio.sleep(0)  # let other tasks that were woken at the same time submit their requests first
                     continue
                 self._idle.clear()
-                if self.pacer is None:
-                    self._step()
-                else:
-                    await self.pacer.pace(self._step)
+                self._step()
                 await asyncio.sleep(0)
         except Exception as error:
             self._fail(error)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from strop.monitoring.profiling.quiet_profiler import quiet_profiler
-from strop.monitoring.roofline.operator_rows import shrink_event
 
 MARK = "strop clock"  # ranges whose times are known on our clock, by which torch's are aligned
 MARKS = 8
@@ -23,8 +22,6 @@ class OperatorTrace:
     def __init__(self) -> None:
         self._profile: Any = None
         self._marks: list[tuple[float, float]] = []
-        self.events: list[dict[str, Any]] = []  # the last recording's, with the work of each; whoever reads them empties it
-        self.shift = 0.0  # what to add to their ``ts`` for our clock, in microseconds
 
     def begin(self) -> None:
         """Begin to record. Raises RuntimeError if another profiler of this process does already."""
@@ -34,7 +31,7 @@ class OperatorTrace:
         kinds = [torch.profiler.ProfilerActivity.CPU]
         kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         settings = _ExperimentalConfig(profile_all_threads=True, trace_only=True)
-        profile = torch.profiler.profile(activities=kinds, record_shapes=True, experimental_config=settings)
+        profile = torch.profiler.profile(activities=kinds, experimental_config=settings)
         with quiet_profiler():
             profile.start()
         self._marks = []
@@ -56,15 +53,15 @@ class OperatorTrace:
         os.close(handle)
         try:
             profile.export_chrome_trace(name)
-            trace = json.loads(Path(name).read_text(encoding="utf-8", errors="replace"), object_hook=shrink_event)
+            trace = json.loads(Path(name).read_text(encoding="utf-8", errors="replace"))
         finally:
             Path(name).unlink(missing_ok=True)
-        self.events, self.shift = align_events(trace, self._marks)
+        events, shift = align_events(trace, self._marks)
         kept = ("name", "cat", "ts", "dur", "pid", "tid")
         return json.dumps(
             [
-                {**{key: event[key] for key in kept if key in event}, "ts": event["ts"] + self.shift}
-                for event in self.events
+                {**{key: event[key] for key in kept if key in event}, "ts": event["ts"] + shift}
+                for event in events
                 if event.get("cat") not in ("Trace", "overhead")
             ]
         )

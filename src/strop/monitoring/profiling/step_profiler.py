@@ -6,30 +6,16 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from strop.monitoring.pages.roofline_drawing import draw_rooflines
 from strop.monitoring.profiling.clock_exchange import ClockOffset, exchange_clocks
-from strop.monitoring.profiling.process_profile import begin_profile, end_profile, take_roofline
+from strop.monitoring.profiling.process_profile import begin_profile, end_profile
 from strop.monitoring.profiling.trace_file import ProcessSpans, make_trace, write_trace
-from strop.monitoring.roofline.decode_work import DecodeWork
-from strop.monitoring.roofline.process_roofline import find_ceilings
-from strop.monitoring.roofline.roofline_text import summarize_roofline
-from strop.monitoring.roofline.step_roofline import (
-    ProcessRoofline,
-    StepRoofline,
-    count_decode,
-    roofline_path,
-    write_roofline,
-)
 
 PROFILES_FOLDER = "profiles"
 ANSWER_SECONDS = 20.0  # that another process has to answer; without an answer it is left out of the trace
-
-ROOFLINE_SECONDS = 120.0  # that it has to go through its operators: some 20 us for each
 
 
 class ProfiledProcess(Protocol):
@@ -53,19 +39,9 @@ class StepProfiler:
     operators: bool = False
     note: Callable[[str], object] = lambda text: None
     processes: Callable[[], Sequence[ProfiledProcess]] = tuple
-    decode_work: DecodeWork | None = None  # of the policy; None: its layers are not known
     _step: int | None = None
     _clocks: dict[str, ClockOffset] = field(default_factory=dict)
     _notes: dict[str, str] = field(default_factory=dict)
-
-    async def prepare(self) -> None:
-        """Find the ceilings of all devices, one process after another and before they work: processors may have to be measured."""
-        if not self.steps or not self.operators:
-            return
-        for process in self.processes():
-            with suppress(Exception):  # asked for again with its roofline
-                await asyncio.wait_for(_as_awaitable(process.control_profile("ceilings")), ANSWER_SECONDS)
-        find_ceilings()
 
     async def begin(self, step: int) -> None:
         """Begin to record, if this step is to be profiled."""
@@ -100,32 +76,6 @@ class StepProfiler:
             f"profile of step {step}: {path} ({len(trace['traceEvents']):,} events{clocks}, written in {seconds:.1f} s); open it at "
             "ui.perfetto.dev"
         )
-        if self.operators:
-            await self._write_roofline(step, ended - began)
-
-    async def _write_roofline(self, step: int, seconds: float) -> None:
-        """Write the rooflines of the step that was recorded, as JSON and as a picture."""
-        assert self.folder is not None
-        found = [replace(take_roofline(), name="driver")]
-        found += await asyncio.gather(*(self._take_roofline(process) for process in self.processes()))
-        made = StepRoofline(step=step, seconds=seconds, processes=[count_decode(each, self.decode_work) for each in found])
-        path = roofline_path(self.folder / PROFILES_FOLDER, step)
-        try:
-            await asyncio.to_thread(write_roofline, path, made)
-            await asyncio.to_thread(path.with_suffix(".svg").write_text, draw_rooflines(made), encoding="utf-8")
-        except (OSError, ValueError) as error:
-            self.note(f"warning: the roofline of step {step} is not written: {error}")
-            return
-        self.note(f"roofline of step {step}: {path.with_suffix('.svg')}; {summarize_roofline(made)}")
-
-    async def _take_roofline(self, process: ProfiledProcess) -> ProcessRoofline:
-        if process.name not in self._clocks:
-            return ProcessRoofline(name=process.name, note=self._notes.get(process.name, "not recorded"))
-        try:
-            taken: ProcessRoofline = await asyncio.wait_for(_as_awaitable(process.control_profile("roofline")), ROOFLINE_SECONDS)
-        except Exception as error:
-            return ProcessRoofline(name=process.name, note=f"not known: {type(error).__name__}: {error}")
-        return replace(taken, name=process.name)
 
     def close(self) -> None:
         """End a recording whose step did not end."""

@@ -129,9 +129,9 @@ FORGETTING = (  # as templates that leave out what was thought before the last q
     "{{ message['content'].split('</think>')[-1] if not loop.last else message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ENDLESS = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
+NAMING = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] + (' ' + message['name'] if message['name'] else '') }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LONG = "word " * 500
 CHOICE = ("env.math.verifier=english_multichoice",)
@@ -172,48 +172,22 @@ FAULTS: Mapping[str, tuple[str, list[Row | str], tuple[str, ...], dict[str, int]
         "grpo", [*({"problem": OPTIONS.format(n), "answer": "CBA"[n]} for n in range(3)), {"problem": OPTIONS.format(4), "answer": "E"}],
         CHOICE, {"answer": 1}, "none of the options"
     ),
-    "a reply that the template changes later": (
-        "sft", [*chats(5), chat("Hi", "<think>Hm</think>Hello", "2+2?", "4")],
-        (f"policy.tokenizer.chat_template={json.dumps(FORGETTING)}",),
-        {"template": 1, "rewritten": 1}, "differently when more messages follow"
+    "a reply that the template opens otherwise than it renders it": (
+        "sft", [*chats(5), {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "name": "Bo", "content": "Hello"}]}],
+        (f"policy.tokenizer.chat_template={json.dumps(NAMING)}",), {"template": 1}, "opens message 2 with"
+    ),
+    "a thought that the template drops": (
+        "sft", [*chats(5), chat("Hi", "<think>Hm</think>Hello")],
+        (f"policy.tokenizer.chat_template={json.dumps(FORGETTING.replace('loop.last', 'false'))}",),
+        {"rewritten": 1}, "drops or rewrites the text of messages by 'assistant'"
     ),
     "a text that the template drops": (
         "sft", [*chats(5), chat("Hi", "Hello", system="Be brief.")], (f"policy.tokenizer.chat_template={json.dumps(WITHOUT_SYSTEM)}",),
         {"rewritten": 1}, "drops or rewrites the text of messages by 'system'"
     ),
-    "replies without an end": (
-        "sft", chats(5), (f"policy.tokenizer.chat_template={json.dumps(ENDLESS)}", "data.add_eos=false"), {"no_stop": 5}, "stop token"
-    ),
-    "roles that do not take turns": (
-        "sft", [*chats(5), {"messages": [*chat("Hi")["messages"], *chat("Are you there?", "Yes")["messages"]]}], (),
-        {"roles": 1}, "two messages by 'user' follow each other"
-    ),
-    "a field that nothing reads": (
-        "sft", [*chats(5), {"messages": [{"role": "user", "content": "Hi", "mood": "good"}, {"role": "assistant", "content": "Hello"}]}],
-        (), {"fields": 1}, "the field 'mood' of messages is not read"
-    ),
-    "a control character": ("sft", [*chats(5), chat("Hi\x07", "Hello")], (), {"encoding": 1}, r"control character '\x07'"),
-    "a wrong decoding": ("grpo", [*problems(5), {"problem": "CafÃ© 2+2?", "answer": "4"}], (), {"encoding": 1}, "wrong decoding"),
     "a row twice": ("sft", [*chats(5), *chats(1)], (), {"duplicate": 1}, "an earlier row again: 1 row"),
     "a row in other letters": (
         "grpo", [*problems(5), {"problem": question(2).upper(), "answer": "10"}], (), {"duplicate": 1}, "(0 to the letter"
-    ),
-    "two answers to one question": (
-        "grpo", [*problems(5), {"problem": question(2), "answer": "99"}], (), {"conflict": 1}, "another answer"
-    ),
-    "a pair both ways": (
-        "dpo", [*pairs(5), {"prompt": question(1), "chosen": "4, I think.", "rejected": "6."}], (), {"conflict": 1}, "the other way round"
-    ),
-    "a constant column as prompt": (
-        "sft", [{"prompt": "Solve it.", "completion": f"{n}."} for n in range(30)], (), {"constant": 30}, "have the same prompt"
-    ),
-    "completions that differ in marks": (
-        "dpo", [*pairs(5), {"prompt": "Hi", "chosen": "Hello!", "rejected": "hello"}], (), {"labels": 1}, "differ in case"
-    ),
-    "labels that are all the same": ("kto", judged(30, label=True), (), {"labels": 30}, "every label is True"),
-    "margins that are all 0": ("dpo", pairs(30, margin=0), (), {"labels": 30}, "every margin is 0"),
-    "one answer to nearly everything": (
-        "grpo", [{**row, "answer": "yes" if n else "no"} for n, row in enumerate(problems(30))], (), {"imbalance": 29}, "are 'yes'"
     ),
 }  # fmt: skip
 
@@ -228,6 +202,12 @@ def test_a_planted_fault_is_found_and_nothing_else(check: Check, planted: str) -
         assert all(finding.examples[0].location == "train.jsonl:6" for finding in report.findings)
     lost = sum(finding.count for finding in report.findings if finding.severity == "error" and finding.check != "template")
     assert report.entries[0].usable <= len(rows) - (0 if "options" in words or "the grader" in words else lost)
+
+
+def test_a_thought_that_the_template_drops_later_is_no_fault(check: Check) -> None:
+    rows = [*chats(5), chat("Hi", "<think>Hm</think>Hello", "2+2?", "4")]
+    report = check("sft", rows, f"policy.tokenizer.chat_template={json.dumps(FORGETTING)}")
+    assert not [*report.findings] and report.entries[0].usable == 6
 
 
 @pytest.mark.parametrize("kind", ["grpo", "sft", "dpo"])
@@ -313,13 +293,6 @@ def test_rows_of_a_class_are_checked_too(check: Check) -> None:
     assert [finding.examples[0].location for finding in report.findings] == ["mine.py:rows, row 7"]
 
 
-@pytest.mark.exhaustive
-def test_worker_processes_find_the_same(check: Check) -> None:
-    rows = [*chats(1100), *chats(2), chat("Hi", LONG), {"messages": []}, chat("Hi\x07", "Hello")]
-    alone, together = (check("sft", rows, options={"workers": workers}) for workers in (1, 2))
-    assert alone.entries == together.entries and set(found(alone)) == {"duplicate", "too_long", "empty", "encoding"}
-
-
 def test_all_faults_at_once_have_the_report_that_is_kept(check: Check) -> None:
     """``tests/golden/data_check.txt`` is the report; delete it, and the test writes it again."""
     asked = "A train leaves at noon and travels north at sixty miles an hour. When has it gone two hundred and ten miles?"
@@ -353,7 +326,7 @@ def test_images_are_read_and_tell_equal_questions_apart(check: Check, tmp_path: 
     rows = [{"problem": "How many?", "answer": str(n), "image": f"{name}.png"} for n, name in enumerate(("a", "b", "gone"))]
     model = save_vision_model("qwen2_5_vl", tmp_path / "vlm")
     report = check("grpo", [*rows, {**rows[0], "answer": "5"}], f"policy.model_name={model}")
-    assert found(report) == {"image": 1, "conflict": 1}
+    assert found(report) == {"image": 1}
     assert "gone.png cannot be read" in next(each.message for each in report.findings if each.check == "image")
     assert found(check("grpo", rows))["template"] == 3
 

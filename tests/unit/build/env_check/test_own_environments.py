@@ -16,6 +16,7 @@ from strop.build.env_check.scripted_episode import play
 from strop.config import GrpoRunConfig, load_config
 from strop.data.sources.source import DataSource
 from strop.environments.registry import make_environment
+from strop.types import Ending
 
 ROOT = Path(__file__).parents[4]
 ROWS = [
@@ -147,14 +148,14 @@ def test_the_turns_that_a_game_knows_solve_its_tasks(name: str, size: int) -> No
     environment = make_environment(name)
     for task in environment.tasks(DataSource(size=size)):
         played = asyncio.run(play(environment, task, environment.reference_turns(task), max_turns=30))
-        assert played.error is None and played.ended and played.reward == 1.0
+        assert played.error is None and played.rollout.ending is Ending.STOP and played.reward == 1.0
 
 
 def test_a_policy_against_itself_meets_its_own_text_and_tools_are_open() -> None:
     for options in ({"type": "two_player", "game": "nim", "opponent": "self"}, {"type": "arithmetic", "tools": ["calculator"]}):
         environment = make_environment(str(options.pop("type")), options)
         played = asyncio.run(play(environment, environment.tasks(DataSource(size=2))[0], "<move>1</move>", max_turns=9))
-        assert played.error is None and played.ended
+        assert played.error is None and played.rollout.ending is Ending.STOP
 
 
 @pytest.mark.exhaustive

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from strop.build.replay import equal_passes
+from strop.build.replay.compared_metrics import compare_metrics
 from strop.build.replay.equal_passes import EqualPasses, compare_passes, passes_may_differ
-from strop.build.replay.retrained_steps import compare_metrics
 
 FIRST = {"loss": 0.5, "grad_norm": 1.50, "entropy": 2.0, "reward": 1.0}
 SECOND = {"loss": 0.5001, "grad_norm": 1.53, "entropy": 2.0, "reward": 1.0}

@@ -119,11 +119,6 @@ def test_a_kernel_that_is_missing_may_be_named_and_says_so_when_it_is_called() -
         ([f"{KEY}.sglang_cfg.context_length=64"], f"{KEY}.sglang_cfg.context_length", "would truncate"),
         (["policy.exact_on_policy=true"], "policy.exact_on_policy", "has not been tried"),
         (["policy.router_replay.enabled=true"], "policy.router_replay.enabled", "not read from SGLang"),
-        (
-            ["grpo.async_grpo.enabled=true", "grpo.async_grpo.repeatable=true"],
-            "grpo.async_grpo.repeatable",
-            "SGLang repeats a run up to rounding only",
-        ),
     ],
 )
 def test_what_cannot_work_is_refused_when_the_configuration_is_loaded(overrides: list[str], key: str, reason: str) -> None:

@@ -26,21 +26,10 @@ function Replay({ name, replay }) {
       <h2>Step ${step} ${overrides.length ? html`with <code>${printable(overrides.join(" "))}</code>` : "without overrides"}</h2>
       <span class="pale">${replay.time ? formatTime(toSeconds(replay.time)) : printable(name)} <a href=${linkTo(["rollouts", String(step)])}>its rollouts</a></span></header>
     ${replay.exact === false && html`<p class="notice mild">It begins with the weights of ${printable(replay.weights)}, which are not those that the step began with.</p>`}
-    <${OnTheWay} found=${replay.retrained} />
     <${Reproduction} found=${replay.reproduction} />
     ${outcomes.length > 0 && html`<${Outcomes} outcomes=${outcomes} replay=${replay} />`}
     ${outcomes.map(([title, outcome]) => html`<${Moved} title=${title} step=${step} rollouts=${outcome.moved_most ?? []} />`)}
   </section><br />`;
-}
-
-/** The steps that were trained again before it, where no checkpoint of the step before was kept. */
-function OnTheWay({ found }) {
-  if (!found) return null;
-  const equal = found.different.length === 0;
-  const steps = found.first === found.last ? `Step ${found.first} was` : `Steps ${found.first} to ${found.last} were`;
-  return html`<p class=${equal ? "good" : "warn"}>${steps} trained again on the way${equal
-    ? `: ${found.compared} metrics are equal to the last digit.`
-    : `, and ${found.different.length} of them did not give what the run logged, first step ${found.different[0]}.`}</p>`;
 }
 
 /** Whether the step as it was gave what the run logged. */

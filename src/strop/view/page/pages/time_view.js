@@ -8,7 +8,6 @@ import { setParams } from "../lib/route.js";
 import { useTheme } from "../lib/theme.js";
 import { Chart } from "../parts/chart.js";
 import { Empty, ErrorNotice, Loading } from "../parts/notice.js";
-import { Rooflines } from "../parts/rooflines.js";
 import { RunsPicker } from "../parts/run_picker.js";
 import { Segments } from "../parts/segments.js";
 import { Title } from "../parts/title.js";
@@ -52,8 +51,7 @@ function RunTime({ run, parts, view }) {
   return html`<h2>${run.name}</h2>
     <section class="chart"><header><h3>${view.isShare ? "share of a step" : "seconds of a step"}, stacked</h3></header>
       <${Chart} name="time" lines=${lines} zoom=${view.zoom} onZoom=${onZoom} height=${260} format=${format} /></section>
-    <${Means} table=${table} zoom=${view.zoom} />
-    <${Rooflines} run=${run} />`;
+    <${Means} table=${table} zoom=${view.zoom} />`;
 }
 
 /** {steps, total, parts: [{name, values, style}]}, with what no part accounts for as the last. */

@@ -1,0 +1,52 @@
+"""Keys that earlier versions had. A key that goes is refused for one version with what to do instead; then its row goes, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from strop.config.source.yaml_source import ConfigSource, KeyPath, get_at
+from strop.problems import Problem
+
+
+@dataclass(frozen=True)
+class RemovedKey:
+    pattern: str  # of dotted keys, as in ``fnmatch``
+    default: Any  # its value in a run that did not set it, which asks for nothing
+    instead: str
+
+
+_REPLAY = (
+    "Remove it: asynchronous runs no longer repeat bit by bit. Train synchronously for a run that does; `strop replay` computes a step "
+    "of any run again from its stored rollouts."
+)
+
+REMOVED_KEYS = (
+    RemovedKey("*.async_*.repeatable", False, _REPLAY),
+    RemovedKey("*.async_*.answer_delay", 0, _REPLAY),
+    RemovedKey("*.async_*.record_events", False, _REPLAY),
+    RemovedKey("*.async_*.replay_events", None, _REPLAY),
+)
+
+
+def drop_removed_keys(source: ConfigSource) -> tuple[ConfigSource, list[Problem]]:
+    """Return the source without the keys that are gone, and a problem for each that asks for something."""
+    problems = []
+    for path in list(source.origins):
+        removed = next((each for each in REMOVED_KEYS if fnmatchcase(".".join(path), each.pattern)), None)
+        if removed is None:
+            continue
+        if (value := get_at(source.values, path)) != removed.default:
+            message = f"found {value!r}, and this key is gone"
+            problems.append(Problem(".".join(path), message, removed.instead, source.origins[path]))
+        origins = {other: origin for other, origin in source.origins.items() if other[: len(path)] != path}
+        source = ConfigSource(without_key(source.values, path), origins, source.files)
+    return source, problems
+
+
+def without_key(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
+    if len(path) == 1:
+        return {key: value for key, value in values.items() if str(key) != path[0]}
+    return {key: without_key(value, path[1:]) if str(key) == path[0] else value for key, value in values.items()}
