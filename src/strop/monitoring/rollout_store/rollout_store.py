@@ -172,9 +172,16 @@ class RolloutStore:
         return sorted(self._files_by_step())
 
     def resume(self, step: int) -> None:
-        """Remove the rollouts of later steps, which will run again, and temporary files of a killed run."""
+        """Remove the rollouts of later steps, which will run again, and temporary files of a killed run. Warn if earlier ones are gone."""
         self._files.discard(lambda path: path.parent == self.folder and _step_of(path.name) > step)
-        for later, paths in self._files_by_step().items():
+        stored = self._files_by_step()
+        if self.format != "none" and (gone := [each for each in range(1, step + 1) if each not in stored]):
+            log.warning(
+                "%s has no rollouts of %s (of %d before the run continues): they were deleted or moved, or logger.rollouts was none. The "
+                "run does not need them; strop replay, strop ledger and strop view cannot show them",
+                self.folder, _describe_steps(gone), step,
+            )  # fmt: skip
+        for later, paths in stored.items():
             if later > step:
                 for path in paths:
                     path.unlink()
@@ -401,4 +408,6 @@ def _token_columns(row: Mapping[str, Any], floats: Callable[[Sequence[Any]], tup
 
 
 def _describe_steps(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return f"1 step, {steps[0]}"
     return f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if steps else "none"

@@ -42,6 +42,7 @@ WRONG: dict[str, StepMetrics] = {
     "kl_exploded": {"train/kl_penalty": 4.0},
     "all_truncated": {"train/truncated": 1.0},
     "mostly_truncated": {"train/truncated": 0.9},
+    "many_metrics": {f"train/environments/mine/task_{number}": 1.0 for number in range(1001)},
 }
 
 
