@@ -13,6 +13,7 @@ from typing import Any
 from strop.cli.log_folder import find_log_folder
 from strop.cli.output import USAGE_ERROR, RunParser
 from strop.packages import install_command, is_installed
+from strop.safety.site_guard import is_loopback
 
 DEFAULT_FOLDER = "logs"
 
@@ -76,7 +77,7 @@ def _find_places(runs: Sequence[Path]) -> list[Path]:
 def _serve(options: argparse.Namespace, places: Sequence[Path]) -> int:
     import asyncio
 
-    from strop.view.view_server import LOOPBACK, ViewOptions, ViewServer
+    from strop.view.view_server import ViewOptions, ViewServer
 
     view_options = ViewOptions(host=options.host, port=options.port, **({"token": None} if options.no_token else {}))
     try:
@@ -84,7 +85,7 @@ def _serve(options: argparse.Namespace, places: Sequence[Path]) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if options.host not in LOOPBACK:
+    if not is_loopback(options.host):
         who = "whoever reaches it" if options.no_token else "whoever has this address"
         print(f"warning: {options.host} is reached by other machines, over plain HTTP: {who} reads these runs", file=sys.stderr)
     count = len(server.catalogue.list_runs())

@@ -94,7 +94,7 @@ class Gateway:
                 status=401,
                 code="invalid_api_key",
             )
-        check_sender(request, self.config.host, key, key)
+        check_sender(request, self.config.host, key, key)  # the key is right
         session.count_request()
         request[SESSION] = session
 

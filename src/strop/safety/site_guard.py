@@ -90,5 +90,10 @@ def _is_address(name: str) -> bool:
     return True
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a host."""
+    return ipaddress.ip_address(host).is_loopback if _is_address(host) else host == "localhost"
+
+
 def _is_unspecified(host: str) -> bool:
     return _is_address(host) and ipaddress.ip_address(host).is_unspecified

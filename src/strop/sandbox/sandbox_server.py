@@ -21,7 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
-from strop.safety.http_server import check_sender, listening, make_app, read_json_object, stop_event
+from strop.safety.http_server import bearer_key, check_sender, listening, make_app, read_json_object, stop_event
 from strop.safety.site_guard import BadRequest
 from strop.sandbox.base import Limits, Program, RunResult, SandboxError, SandboxFull, SandboxSession
 from strop.sandbox.sandbox_pool import SandboxPool
@@ -78,9 +78,7 @@ class SandboxServer:
 
     def _check(self, request: web.Request) -> None:
         if request.path != "/health":
-            key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            why = "the key is missing or wrong: send it as Authorization: Bearer KEY"
-            check_sender(request, self.options.host, self.options.api_key, key, kinds=None, help=why)
+            check_sender(request, self.options.host, self.options.api_key, bearer_key(request), kinds=None)
 
     async def health(self, request: web.Request) -> web.Response:
         counts = {"pending": self.pending, "sessions": len(self.sessions)}
@@ -100,7 +98,7 @@ class SandboxServer:
     async def _limited(self, work: Callable[[], Awaitable[RunResult]]) -> web.Response:
         """Run something, unless too many wait already."""
         if self.pending >= self.options.max_waiting + self.pool.size:
-            return _error(503, f"{self.pending} requests are pending; try again")
+            raise SandboxFull(f"{self.pending} requests are pending; try again")
         self.pending += 1
         try:
             return web.json_response(asdict(await work()))
@@ -132,7 +130,7 @@ class SandboxServer:
     async def run_in_session(self, request: web.Request) -> web.Response:
         found = self.sessions.get(request.match_info["id"])
         if found is None:
-            return _error(404, "there is no such session, or it was closed because nobody called it")
+            raise BadRequest("there is no such session, or it was closed because nobody called it", status=404)
         body = await read_json_object(request)
         source, wall_s = body["source"], float(body["wall_s"])
         if not isinstance(source, str) or not 0 < wall_s <= self.options.ceilings.wall_s:
@@ -170,13 +168,15 @@ async def serve_sandbox(pool: SandboxPool, options: ServerOptions, started: Call
 
 
 def _answer_error(error: Exception, request: web.Request) -> web.Response | None:
-    kinds: dict[type[Exception], int] = {SandboxFull: 503, SandboxError: 500}
-    kinds |= dict.fromkeys((ValueError, TypeError, KeyError, AttributeError), 422)
-    status = (
-        error.status if isinstance(error, BadRequest) else next((kinds[kind] for kind in kinds if isinstance(error, kind)), None)
-    )
-    return None if status is None else _error(status, str(error))
-
-
-def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": message}, status=status)
+    match error:
+        case BadRequest():
+            status = error.status
+        case ValueError() | TypeError() | KeyError() | AttributeError():
+            status = 422
+        case SandboxFull():
+            status = 503
+        case SandboxError():
+            status = 500
+        case _:
+            return None
+    return web.json_response({"error": str(error)}, status=status)

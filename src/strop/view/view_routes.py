@@ -15,7 +15,7 @@ from strop.ledger.token_ledger import LedgerError, make_ledger
 from strop.monitoring.rollout_index.rollout_filter import RolloutFilter
 from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER
 from strop.monitoring.rollout_store.stored_images import StoredImages
-from strop.safety.http_server import make_app, read_body
+from strop.safety.http_server import make_app, parse_json, read_body
 from strop.safety.printable import make_printable
 from strop.storage.json_values import clean_json
 from strop.view.access_guard import LONGEST_BODY, AccessGuard, add_headers
@@ -194,15 +194,9 @@ class ViewRoutes:
         return [vars(star) for star in read_stars(self.run(request).folder).values()]
 
     async def put_star(self, request: web.Request) -> web.StreamResponse:
-        body = await read_body(request)
-        return await in_thread(lambda asked: self._change_star(asked, body))(request)
-
-    def _change_star(self, request: web.Request, body: bytes) -> Any:
-        try:
-            values = json.loads(body)
-        except (ValueError, RecursionError):
-            raise ViewError("the star is not valid JSON", 400) from None
-        return [vars(star) for star in change_star(self.run(request).folder, values).values()]
+        values = parse_json(await read_body(request))
+        changed = in_thread(lambda asked: [vars(star) for star in change_star(self.run(asked).folder, values).values()])
+        return await changed(request)
 
     def export_stars(self, request: web.Request) -> web.Response:
         """Return the starred rollouts of one run or all, each with its run, its note and everything that is stored, as JSON lines."""

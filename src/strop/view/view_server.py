@@ -16,7 +16,6 @@ from strop.view.access_guard import AccessGuard
 from strop.view.run_catalogue import RunCatalogue
 from strop.view.view_routes import ViewRoutes
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 REQUESTS = 40  # that are answered at a time, each in a thread
 
 

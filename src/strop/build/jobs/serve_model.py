@@ -18,12 +18,12 @@ from strop.build.jobs.evaluation_job import loadable_folder
 from strop.build.models import LoadedPolicy, load_policy, resolve_device
 from strop.checkpointing.saved_model import SavedModel
 from strop.device_copies import is_gpu
-from strop.gateway.gateway_config import is_loopback
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.learner.model_config import ModelConfig
 from strop.models.adapters import base_model_name, read_adapter_config
 from strop.packages import install_command
+from strop.safety.site_guard import is_loopback
 
 DEFAULT_LENGTH = 8192  # tokens of prompt and completion, where the model allows more
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"
