@@ -30,6 +30,7 @@ def receive_on_gpu(pipe: Connection, kind: str, address: ChannelAddress, index: 
     device = torch.device(kind, number)
     torch.get_device_module(device).set_device(device)
     receiver = address.connect(index, device)
+    pipe.send("connected")
     while (manifest := pipe.recv()) is not None:
         pipe.send(receive_fingerprints(receiver, manifest))
     receiver.close()
@@ -43,6 +44,7 @@ def arrives(sender: Sender, number: int = 0) -> None:
     """Two publishes, bit for bit."""
     manifest = make_manifest()
     with spawn_child(receive_on_gpu, KIND, sender.address, 0, number, fresh=KIND == "cuda") as receiver:
+        assert receiver.answer(120) == "connected"  # as a run has it: who dies earlier has no sender that waits for it
         for seed in range(2):
             receiver.pipe.send(manifest)
             sender.send(manifest, on_gpu(seed))

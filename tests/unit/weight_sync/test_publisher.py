@@ -237,11 +237,12 @@ def test_an_engine_that_dies_anywhere_in_a_publish_is_started_anew_and_the_publi
     asyncio.run(weights.close())
 
 
+@pytest.mark.parametrize("call", ["connect", "load"])
 @pytest.mark.parametrize("transport", ["folder", "memory", "broadcast"])
-def test_nobody_waits_for_an_engine_that_died_before_it_took_anything(tmp_path: Path, transport: str) -> None:
+def test_nobody_waits_for_an_engine_that_died_before_it_took_anything(tmp_path: Path, transport: str, call: str) -> None:
     learner, engines = Learner(), [PlainEngine("engine 0"), PlainEngine("engine 1")]
     weights = publisher(learner, engines, tmp_path, transport=transport)
-    engines[1].dies_in = ["load"]
+    engines[1].dies_in = [call]
     started = time.monotonic()
     asyncio.run(asyncio.wait_for(weights.publish(0), 60))
     assert time.monotonic() - started < 15, "time limits of the transport are minutes"
