@@ -150,9 +150,12 @@ def naming_address(host: str, port: int, settings: str = "--host or --port") -> 
 
 
 def make_address(host: str, port: int) -> str:
-    """Return the URL by which this machine reaches a server that listens on ``host``."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def make_local(address: str) -> str:
+    """Return the URL by which this machine reaches a server, which may listen on all of its addresses."""
+    return address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def stop_event() -> asyncio.Event:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strop.safety.http_server import listening, make_address, naming_address, stop_event
+from strop.safety.http_server import listening, make_address, make_local, naming_address, stop_event
 from strop.view.access_guard import AccessGuard
 from strop.view.run_catalogue import RunCatalogue
 from strop.view.view_routes import ViewRoutes
@@ -44,7 +44,7 @@ class ViewServer:
     def address(self) -> str:
         """The address to open, with the token."""
         token = "" if self.guard.token is None else f"?token={self.guard.token}"
-        return f"{make_address(self.guard.host, self.guard.port)}/{token}"
+        return f"{make_local(make_address(self.guard.host, self.guard.port))}/{token}"
 
     async def serve(self) -> None:
         """Serve until Ctrl-C or SIGTERM."""
