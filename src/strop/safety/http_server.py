@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -158,10 +158,10 @@ def make_local(address: str) -> str:
     return address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
-def stop_event() -> asyncio.Event:
+def stop_event(signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM)) -> asyncio.Event:
     """Return an event that Ctrl-C and SIGTERM set."""
     event, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in signals:
         with suppress(RuntimeError):  # not in the main thread
             loop.add_signal_handler(number, event.set)
     return event

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,8 +48,8 @@ class ViewServer:
         return f"{make_local(make_address(self.guard.host, self.guard.port))}/{token}"
 
     async def serve(self) -> None:
-        """Serve until Ctrl-C or SIGTERM."""
-        stopped = stop_event()
+        """Serve until Ctrl-C. SIGTERM ends the process at once: it writes only whole files."""
+        stopped = stop_event([signal.SIGINT])
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(REQUESTS))
         async with listening(self.routes.make_app(), self._socket, cancels=False):
             await stopped.wait()
