@@ -30,7 +30,7 @@ from strop.gateway.http_api import (
     stream_completions,
 )
 from strop.gateway.responses_api import ResponseAnswer, make_chat_body, number_events
-from strop.safety.http_server import Handler, bearer_key, check_sender, listening, make_app, parse_json, read_body
+from strop.safety.http_server import Handler, bearer_key, check_sender, listening, make_app, make_local, parse_json, read_body
 from strop.safety.site_guard import BadRequest
 
 KEEP_ALIVE_SECONDS = 15.0  # between the comments of a stream that waits for its completion
@@ -70,7 +70,7 @@ class Gateway:
                 place, settings = (self.config.host, self.config.port), "gateway.host or gateway.port (0 takes a free port)"
                 server = listening(self._make_app(), place, settings=settings, shutdown_s=1.0)
                 self._address = await self._listening.enter_async_context(server)
-            return self.config.url or f"{self._address}/v1"
+            return self.config.url or f"{make_local(self._address)}/v1"
 
     async def _stop(self) -> None:
         """Stop listening when the last episode has ended."""

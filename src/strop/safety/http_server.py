@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -150,15 +150,18 @@ def naming_address(host: str, port: int, settings: str = "--host or --port") -> 
 
 
 def make_address(host: str, port: int) -> str:
-    """Return the URL by which this machine reaches a server that listens on ``host``."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def stop_event() -> asyncio.Event:
+def make_local(address: str) -> str:
+    """Return the URL by which this machine reaches a server, which may listen on all of its addresses."""
+    return address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+def stop_event(signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM)) -> asyncio.Event:
     """Return an event that Ctrl-C and SIGTERM set."""
     event, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in signals:
         with suppress(RuntimeError):  # not in the main thread
             loop.add_signal_handler(number, event.set)
     return event

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strop.safety.http_server import listening, make_address, naming_address, stop_event
+from strop.safety.http_server import listening, make_address, make_local, naming_address, stop_event
 from strop.view.access_guard import AccessGuard
 from strop.view.run_catalogue import RunCatalogue
 from strop.view.view_routes import ViewRoutes
@@ -44,11 +45,11 @@ class ViewServer:
     def address(self) -> str:
         """The address to open, with the token."""
         token = "" if self.guard.token is None else f"?token={self.guard.token}"
-        return f"{make_address(self.guard.host, self.guard.port)}/{token}"
+        return f"{make_local(make_address(self.guard.host, self.guard.port))}/{token}"
 
     async def serve(self) -> None:
-        """Serve until Ctrl-C or SIGTERM."""
-        stopped = stop_event()
+        """Serve until Ctrl-C. SIGTERM ends the process at once: it writes only whole files."""
+        stopped = stop_event([signal.SIGINT])
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(REQUESTS))
         async with listening(self.routes.make_app(), self._socket, cancels=False):
             await stopped.wait()
