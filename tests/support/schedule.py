@@ -27,6 +27,7 @@ LONGEST = [
     "tests/loop/test_whole_runs.py",
     "tests/loop/test_cluster_runs.py",
     "tests/unit/learner/test_layer_compilation.py",
+    "tests/unit/test_numerics_page.py",
     "tests/unit/models/test_every_family.py",
     "tests/unit/sandbox/test_sandbox_pool.py",
     "tests/unit/learner/parallel/test_sharded_checkpoint.py",
