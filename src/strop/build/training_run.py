@@ -140,7 +140,6 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
                     await asyncio.to_thread(run.checkpoints.finish)
             run.profiler.close()
             await run.stream.close()
-            run.rollouts.close()
             for close in run.on_close:
                 await close()
             if generator is not None:
