@@ -30,7 +30,7 @@ SANDBOX := $(shell for pair in bwrap:bubblewrap gcc:gcc g++:g++ node:nodejs; do 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-fast test-all test-browser test-adapters test-sglang test-images test-gpu gpu-rehearsal lint format docs site docs-check bench clean distclean setup-browser setup-quickstart setup-dev setup-bench setup-vllm setup-sglang setup-sandbox
+.PHONY: help quickstart test test-fast test-all numerics test-browser test-adapters test-sglang test-images test-gpu gpu-rehearsal lint format docs site docs-check bench clean distclean setup-browser setup-quickstart setup-dev setup-bench setup-vllm setup-sglang setup-sandbox
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
@@ -144,6 +144,9 @@ site: setup-dev ## build the site as it is committed; a warning or a broken link
 docs-check: site ## the same, then the tests of the pages: names, links, commands, examples, the README's table
 	$(BIN)/python -m pytest -q tests/unit/test_docs.py tests/unit/test_readme.py \
 	    tests/unit/environments/test_environments_doc.py tests/unit/config/test_reference.py $(ARGS)
+
+numerics: setup-dev ## docs/numerics.md: Strop's numbers beside TRL, Transformers, NeMo-RL's definitions and papers; 25 minutes
+	OMP_NUM_THREADS=1 TRANSFORMERS_VERBOSITY=error PYTHONPATH=tests:benchmarks $(BIN)/python -m numerics $(ARGS)
 
 bench: setup-bench ## Strop against TRL on this machine: benchmarks/grpo_vs_trl.py
 	$(BIN)/python benchmarks/grpo_vs_trl.py $(ARGS)

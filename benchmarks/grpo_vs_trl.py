@@ -456,8 +456,8 @@ def model_shape(folder: str) -> ModelShape:
 
 def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) -> tuple[float, float]:
     """Return the mean reward on held-out sums at temperature 1, sampled by Strop's engine, and its standard error over tasks."""
+    from strop.build.jobs.episode_rules import make_episode_rules
     from strop.build.models import load_policy
-    from strop.build.rollout_run import make_episode_rules
     from strop.build.tasks import make_validation_tasks
     from strop.generation.torch.torch_engine import make_torch_engine
     from strop.sampling import Sampling

@@ -82,8 +82,6 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "tools/tool_registry.py",
     ),
     "mcp": ("tools/mcp_tools.py",),
-    "starlette": ("view/",),
-    "uvicorn": ("view/",),
 }
 
 
@@ -217,17 +215,6 @@ def folder(module: str) -> tuple[str, ...]:
     """The folders that a module lies in: ``("strop", "models")`` for ``strop.models.network``."""
     parts = tuple(module.split("."))
     return parts if module in packages() else parts[:-1]
-
-
-def test_the_cycle_finder_finds_a_cycle() -> None:
-    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == "b -> c -> b"
-    assert find_cycle({"a": {"b", "c"}, "b": {"c"}}) == ""
-
-
-def test_imports_are_found_wherever_they_hide() -> None:
-    code = 'if TYPE_CHECKING:\n    from strop.types import Group\ndef f():\n    import strop.metrics\nLAZY = "strop.sampling:Sampling"'
-    found = {each.target for each in _imports_of(PACKAGE / "api.py", ast.parse(code))}
-    assert found == {"strop.types", "strop.metrics", "strop.sampling"}
 
 
 def test_no_two_classes_have_one_name() -> None:

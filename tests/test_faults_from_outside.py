@@ -28,6 +28,10 @@ THOUGHTS = "unit/test_thoughts"
 SIZES = "unit/build/contents/test_model_check"
 CONTENTS = "unit/build/contents/test_run_contents"
 NETWORK = "unit/models/test_network"
+DAMAGED = "unit/models/test_damaged_weights"
+WAYS = "deploy/test_ways_in"
+DRY_MODELS = "unit/cli/test_dry_run_of_models"
+ASSUMED = "unit/cli/test_assumed_packages"
 HOSTILE = "security/test_hostile_programs::test_a_hostile_program_does_not_get_out_and_the_next_honest_one_is_right"
 
 # Page -> finding -> tests, or one sentence.
@@ -102,22 +106,27 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
             "unit/sandbox/test_remote_sandbox::test_odd_headers_deep_json_and_too_many_interpreters_are_answered_with_a_status_of_their_own",
         ),
         "L2 half-sent requests stay open": (
-            "stays in part: a body has 120 s to arrive; headers that never end hold a descriptor, which aiohttp and uvicorn do not limit"
+            "stays in part: a body has 120 s to arrive; headers that never end hold a descriptor, which aiohttp does not limit"
         ),
         "L3 export and rollouts of hostile files end by traceback": (
-            "unit/cli/test_rollouts_command::test_a_configuration_that_cannot_be_read_leaves_the_rollouts_readable",
+            f"{DAMAGED}::test_damaged_weights_are_named_by_every_load_and_by_export",
+            f"{DAMAGED}::test_adapters_and_draft_heads_are_named_too",
+            "unit/monitoring/test_rollout_store::test_no_reader_inflates_a_small_file",
+            "unit/cli/test_rollouts_command::test_damaged_files_are_named_with_what_to_do_and_the_other_steps_are_shown",
         ),
         "L4 a tokenizing worker prints a BrokenPipeError": (
-            "stays: it is the last word of a process whose run was killed, after everything that matters"
+            "unit/rollouts/test_tokenizing_ahead::test_a_worker_whose_run_was_killed_ends_without_a_word",
         ),
         "L5 a reward that leaks": (
             "stays: strop doctor names what was killed for its memory; which share of it is too much depends on the machine's other work"
         ),
         "L6 a reward that deletes logs": (
-            "stays: a reward is trusted code with the run's rights; what it deletes is missed by strop report and strop view"
+            "unit/monitoring/test_metrics_jsonl::"
+            "test_a_metrics_file_that_is_deleted_while_the_run_writes_it_is_said_and_begins_anew",
         ),
         "L7 metrics without bound": (
-            "stays: an environment is the user's code, and a tracker's own limit on names is the one that counts"
+            "unit/trainer/health/test_health_rules::"
+            "test_what_is_wrong_for_some_steps_is_said_once_and_logged_while_it_is_wrong",
         ),
         "L8 decode kernels of another user": (
             "unit/generation/test_decode_kernels::test_a_library_of_another_user_is_not_loaded",
@@ -129,11 +138,11 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
             "unit/rollouts/test_episode::test_a_reward_that_float32_cannot_hold_is_an_error_of_its_rollout",
         ),
         "D18 os._exit(0) in a reward": (
-            "stays: nothing runs in a process after it, and its exit code is its own; status.json is left unfinished, so strop doctor says "
-            "that the process is gone, and the same command continues from the last checkpoint"
+            "unit/test_user_code::test_a_hard_exit_in_a_reward_is_an_error_of_its_rollout_alone",
+            "unit/test_user_code::test_a_hard_exit_outside_of_what_is_contained_ends_the_process_as_ever",
         ),
         "D19 steps and rollouts that were changed or deleted": (
-            "stays in part: deleted rollouts of earlier steps are needed by nothing that a run does, so it goes on without them"
+            "unit/monitoring/test_rollout_store::test_a_run_that_continues_says_which_rollouts_are_gone",
         ),
     },
     "outside": {
@@ -188,6 +197,7 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
         ),
         "14": (
             f"{TEXTS}::test_a_key_that_a_file_does_not_have_is_refused",
+            f"{TEXTS}::test_a_key_that_this_kind_of_run_or_task_does_not_read_is_refused",
         ),
         "15": (
             f"{TEXTS}::test_every_path_of_a_configuration_may_begin_with_the_home_folder",
@@ -214,6 +224,14 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
         "20 positions": (
             f"{SIZES}::test_a_sequence_beyond_learned_positions_is_refused_and_beyond_rotated_ones_said",
         ),
+        "section 2, SFT of several turns with templates that rewrite earlier ones": (
+            "unit/rollouts/test_rewritten_turns::test_every_taught_turn_is_what_the_policy_would_write_after_what_it_would_read",
+            "unit/rollouts/test_rewritten_turns::test_the_gradient_of_sft_is_that_of_every_turn_read_alone_however_it_is_cut",
+            "unit/rollouts/test_rewritten_turns::test_the_tokens_in_the_loss_are_those_of_trl",
+            "unit/rollouts/test_rewritten_turns::test_a_template_that_always_opens_a_thought_and_writes_none_says_what_can_be_done",
+            "loop/test_recorded_runs::test_talks_whose_turns_the_template_rewrites_train_alike_however_they_are_cut",
+            "loop/test_recorded_runs::test_pairs_of_several_turns_that_the_template_rewrites_are_all_trained_on",
+        ),
         "section 2, \":0 is not CSV\"": (
             f"{TEXTS}::test_a_data_file_in_another_encoding_is_called_that",
         ),
@@ -235,6 +253,16 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
         "section 2, a rollout that cannot be scored": (
             "unit/trainer/test_loop::test_a_rollout_that_cannot_be_scored_is_left_out_alone",
             "unit/environments/test_function_environment::test_a_reward_of_none_says_that_the_rollout_cannot_be_scored",
+            "unit/learner/test_one_gradient::"
+            "test_the_gradient_with_a_rollout_that_cannot_be_scored_is_that_without_it_however_the_batch_is_cut",
+            "unit/environments/test_remote_environments::test_a_reward_of_none_there_leaves_out_its_rollout_as_it_would_here",
+            "unit/environments/adapters/test_nemo_gym_environment::"
+            "test_a_sample_that_the_server_could_not_measure_is_left_out_and_is_not_a_zero",
+            "unit/gateway/test_agents::test_an_agent_that_gives_none_as_its_reward_has_a_rollout_that_cannot_be_scored",
+            "unit/environments/test_curriculum_of_a_mixture::test_a_rollout_that_cannot_be_scored_is_no_outcome_of_its_task",
+            "unit/trainer/test_evaluation::test_a_sample_that_cannot_be_scored_counts_as_wrong_and_is_counted",
+            "unit/build/replay/test_stored_groups::test_rollouts_that_cannot_be_scored_are_left_out_of_rebuilt_groups_too",
+            "loop/test_replayed_runs::test_a_step_with_rollouts_that_cannot_be_scored_is_the_same_however_it_is_cut_and_replayed",
         ),
         "section 2, long CSV fields": (
             f"{TEXTS}::test_a_long_field_of_a_csv_is_read_in_full",
@@ -253,13 +281,92 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
         "N1 rotary factors by the length of a call": (
             f"{ROTARY}::test_sampler_and_learner_agree_on_short_and_long_rollouts",
         ),
+        "N2 the largest ratio of tokens that do not count": (
+            "unit/algorithms/test_grpo::test_the_largest_ratio_is_of_tokens_that_count",
+        ),
+        "N3 a token that the policy itself holds for impossible": (
+            "conformance/test_infinities::test_a_token_of_probability_0_under_one_policy_gives_a_finite_loss_and_gradient",
+        ),
+        "N4 an interval's effective number of tasks": (
+            "unit/statistics/test_intervals::test_shares_have_wilsons_interval_of_as_many_outcomes_as_would_vary_as_much",
+        ),
+        "N5 the slope of step rewards": (
+            "unit/environments/test_step_rewards::"
+            "test_where_the_source_does_not_begin_at_zero_a_steps_reward_has_the_slope_alone",
+        ),
+        "N6 an unbounded loss": (
+            "stays: importance and decoupled_ppo have no bound by their definition and kl without clamps has none by request; the loss "
+            "overflows float32 beyond e^88, the gradient stays finite"
+        ),
+        "N7 accuracy at the reference": (
+            "unit/algorithms/test_preference::test_a_margin_of_rounding_is_no_hit",
+        ),
     },
     "first_hours": {
-        "B1": (
-            f"{USER_CODE}::test_an_error_below_a_users_frame_is_printed_with_file_line_class_and_traceback",
+        "S1 no way in on a GPU": (
+            f"{WAYS}::test_nothing_asks_an_index_for_strop_which_is_on_none",
+            f"{WAYS}::test_the_install_page_has_three_ways_with_pins",
         ),
-        "S5": (
+        "S2 a moving average where the last value is expected": (
+            "unit/monitoring/test_plot_run::test_the_number_of_a_panel_is_the_last_steps_and_an_average_is_called_one",
+        ),
+        "S3 a dry run sees no template without tools": (
+            f"{DRY_MODELS}::test_a_chat_template_without_tools_is_refused_where_the_environment_has_some",
+            f"{DRY_MODELS}::test_a_chat_template_that_loses_replies_is_refused_where_there_are_turns",
+        ),
+        "S4 a dry run does not warn of one turn": (
+            f"{DRY_MODELS}::test_one_turn_of_an_environment_with_several_is_warned_of",
+        ),
+        "S5 files of a user cannot import each other": (
+            f"{USER_CODE}::test_a_file_imports_its_neighbours_from_any_working_directory",
+            f"{USER_CODE}::test_packages_and_their_relative_imports_are_neighbours_too",
             f"{USER_CODE}::test_a_worker_process_imports_neighbours",
+        ),
+        "S6 the names of a sweep hide the sweep": (
+            "unit/config/test_run_name::test_the_names_of_a_sweep_show_what_is_swept_beside_many_shared_settings",
+        ),
+        "S7 the starter does not learn on a small model": (
+            "stays: twenty steps are too few for a model of 135M, whatever the reward; strop report says that no difference can be seen, "
+            "and a starter that learns in minutes needs data that were measured, which belongs to the pages"
+        ),
+        "S9 a replay takes minutes to reach its step": (  # a step is replayed from the checkpoint before it, and others are refused
+            "unit/build/replay/test_replay_plan::test_a_step_begins_with_the_checkpoint_of_the_step_before",
+            "loop/test_replayed_runs::test_what_cannot_be_replayed_is_refused_with_what_can",
+        ),
+        "S10 a report's lines do not repeat the run": (
+            "unit/cli/test_report_command::test_the_lines_that_repeat_a_run_can_be_installed_and_name_what_the_page_does_not_hold",
+        ),
+        "S11 a plan assumes the length of prompts and says nothing of the disk": (  # it plans memory by the greatest lengths alone
+            "unit/planning/test_plan_command::test_the_disk_that_checkpoints_take_is_a_row",
+        ),
+        "S12 a page says that there is no forecast of memory": (
+            "stays without a test: docs/training.md names strop plan now, and no test reads what a page claims in words"
+        ),
+        "S13 verifier means two things": (
+            "stays: configurations, and checkpoints of runs, hold env.math.verifier, and verifier in rewards is the name of a part; the "
+            "error of taking one for the other names the right key"
+        ),
+        "B1 a ValueError in user code is printed without a place": (
+            f"{USER_CODE}::test_an_error_below_a_users_frame_is_printed_with_file_line_class_and_traceback",
+            f"{USER_CODE}::test_what_is_stored_of_an_error_has_its_place",
+        ),
+        "C1 looking at a GPU run needs its packages": (
+            f"{ASSUMED}::test_a_recipe_for_two_nodes_is_translated_planned_and_looked_at_without_any_package_of_gpus",
+            f"{ASSUMED}::test_the_same_run_here_is_refused_with_every_package_that_it_lacks",
+        ),
+        "C2 the image has no pins and no Megatron Core": (
+            f"{WAYS}::test_the_image_takes_the_pins_of_its_device",
+            f"{WAYS}::test_the_image_has_the_cuda_that_torch_was_built_for",
+        ),
+        "C3 no way to make the image of a cluster": (
+            "stays without a test: docs/guides/cluster_run.md goes from the image to the job, with enroot, Apptainer, HF_HOME, NCCL and "
+            "/dev/shm; the image itself is built by nobody's test"
+        ),
+        "C4 the precision of Megatron Core is said wrong": (
+            "unit/cli/test_dry_run::test_the_precision_of_weights_is_that_of_the_learner_and_the_engine",
+        ),
+        "V1 to V10, B5, C5, C6, the docs": (
+            "stays with the pages: what the view's pages and the docs show, and in which order, is mended and tested with them"
         ),
     },
 }  # fmt: skip

@@ -13,8 +13,16 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 from strop.algorithms.base import Algorithm
 from strop.algorithms.catalogue import all_algorithms, all_parts, part_name
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.parts import Part
+from strop.algorithms.policy_gradient.parts import Advantage, Correction, Objective, Part, Selection, Shaping
 from strop.user_code import import_attribute, suggest_names
+
+PART_KEYS: Mapping[type[Part], str] = {  # kind of part -> where a configuration names one
+    Advantage: "algorithm.advantage.name",
+    Objective: "algorithm.objective.name",
+    Correction: "algorithm.corrections",
+    Selection: "algorithm.selection.name",
+    Shaping: "algorithm.shaping.name",
+}
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ def find_algorithm(name: str) -> type[Algorithm]:
             f"algorithm.name: {name!r} is neither one of Strop's algorithms nor module:Class{suggest_names(name, all_algorithms())}"
         )
     if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
-        raise ValueError(f"algorithm.name: {name!r} is not a subclass of strop.algorithms.base.Algorithm")
+        raise ValueError(f"algorithm.name: {name!r} is not a subclass of strop.algorithms.base.Algorithm{_say_where(kind, name)}")
     if undefined := sorted(getattr(kind, "__abstractmethods__", ())):
         raise ValueError(f"algorithm.name: {name} does not define {', '.join(undefined)}, which every algorithm must define")
     if "__dataclass_fields__" not in vars(kind) and vars(kind).get("__annotations__"):
@@ -238,8 +246,21 @@ def find_part(base: type, name: str, where: str) -> type[Part]:
     """Return the subclass of ``base`` with this name, or the one at ``module:Class``. Raises ValueError."""
     part = import_attribute(name) if ":" in name else _parts_of_type(base).get(name)
     if not (isinstance(part, type) and issubclass(part, base)):
-        raise ValueError(f"{where}: {name!r} is not a known {base.__name__.lower()}{suggest_names(name, _parts_of_type(base))}")
+        hint = _say_where(part, name) or suggest_names(name, _parts_of_type(base))
+        raise ValueError(f"{where}: {name!r} is not a known {base.__name__.lower()}{hint}")
     return cast("type[Part]", part)
+
+
+def _say_where(kind: object, name: str) -> str:
+    """Return where a class belongs that was named for something else; empty if nowhere."""
+    if not isinstance(kind, type) or kind in PART_KEYS or not issubclass(kind, Part | Algorithm):
+        return ""
+    if issubclass(kind, Algorithm):
+        return f". It is an algorithm: set algorithm.name={name}"
+    base, key = next((base, key) for base, key in PART_KEYS.items() if issubclass(kind, base))
+    value = f"[{{name: {name!r}}}]" if base is Correction else name
+    article = "an" if base in (Advantage, Objective) else "a"
+    return f". It is {article} {base.__name__.lower()}, a part of an algorithm such as grpo: set {key}={value}"
 
 
 def _parts_of_type(base: type) -> dict[str, type[Part]]:

@@ -72,11 +72,12 @@ def train(
         config: A YAML file with further settings, which the other arguments override.
         settings: Any key of the configuration.
 
-    Raises ConfigError for settings that cannot work, ResumeError if the folder holds another run, and the errors of the run. RunStopped if
-    a stop signal ends it.
+    Raises ConfigError for settings that cannot work, before anything is loaded, ResumeError if the folder holds another run, and the
+    errors of the run. RunStopped if a stop signal ends it.
     """
     from strop.algorithm_factory import name_options
     from strop.build.algorithm.sections import find_section
+    from strop.build.dry_run.examine import examine_loaded
     from strop.build.training_run import train_as_configured
     from strop.config import TRAINING_RUNS, load_config
 
@@ -94,6 +95,7 @@ def train(
     prepared = _with_objects(loaded.config, data, validation, reward)
     if scored:
         _check_scored(prepared)
+    examine_loaded(replace(loaded, config=prepared), data=False)
     _run(lambda: train_as_configured(prepared))
     return Run(prepared.logger.log_dir)
 
@@ -193,6 +195,7 @@ def _prepare_model_evaluation(
     config: str | Path | None,
     settings: Settings,
 ) -> EvalRunConfig:
+    from strop.build.dry_run.examine import examine_loaded
     from strop.config import EvalRunConfig, load_config
 
     scored = reward is not None or environment is not None
@@ -203,7 +206,9 @@ def _prepare_model_evaluation(
     prepared = loaded.config
     if _is_rows(data):
         prepared = replace(prepared, data=prepared.data.with_rows(data))
-    return replace(prepared, env=_with_reward(prepared.env, reward))
+    prepared = replace(prepared, env=_with_reward(prepared.env, reward))
+    examine_loaded(replace(loaded, config=prepared), data=False)
+    return prepared
 
 
 def _prepare_run_evaluation(

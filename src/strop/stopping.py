@@ -17,12 +17,17 @@ class RunStopped(BaseException):
     """The run stopped on request and resumes when it is started again. Like KeyboardInterrupt, it is not an error."""
 
 
+class EndRun(RuntimeError):
+    """A listener ends the run in an error, once the step is stored, saved and logged. The message says why and what to set."""
+
+
 @dataclass
 class StopRequest:
     """A request, by a signal or a time limit, to stop the run after the current step and resume it later."""
 
     deadline: float | None = None  # on the clock of ``time.monotonic``
     reason: str | None = None  # set to request a stop
+    noted: bool = False  # the run has logged it
 
     def check(self) -> str | None:
         """Return the reason of the stop request, or None. A request is never withdrawn."""

@@ -22,10 +22,6 @@ def gae(rewards: Sequence[float], values: Sequence[float], *, gamma: float, lam:
     ]
 
 
-def reward_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
-    return [math.fsum(gamma ** (later - t) * rewards[later] for later in range(t, len(rewards))) for t in range(len(rewards))]
-
-
 def length_adaptive(length: int, alpha: float) -> float:
     """lambda = 1 - 1 / (alpha l) (VAPO, 2504.05118); never below 0."""
     return max(0.0, 1 - 1 / (alpha * length))

@@ -23,9 +23,9 @@ def impossible(one: Sample, column: str) -> Sample:
 
 
 @pytest.mark.parametrize("case", OBJECTIVES, ids=str)
-@pytest.mark.parametrize("column", ["sampler", "before"])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_token_of_probability_0_under_an_older_policy_gives_a_finite_loss_and_gradient(
+@pytest.mark.parametrize("column", ["sampler", "before", "now"])
+@pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
+def test_a_token_of_probability_0_under_one_policy_gives_a_finite_loss_and_gradient(
     case: ObjectiveCase, column: str, sign: float
 ) -> None:
     step = STEPS["random"].map(lambda one: replace(impossible(one, column), advantage=sign * one.advantage))

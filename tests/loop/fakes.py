@@ -14,6 +14,7 @@ import torch
 
 from strop import metrics
 from strop.algorithms.base import Algorithm, LossFn, TokenOutputs
+from strop.build.monitors.instruments import RolloutRecorder
 from strop.checkpointing.base import RunState
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
@@ -28,6 +29,9 @@ from strop.sampling import Sampling
 from strop.stopping import EarlyStop
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
+from strop.trainer.health.health_monitor import HealthMonitor
+from strop.trainer.listeners import Listeners
+from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.run import TrainingRun, TrainOptions
 from strop.types import Batch, Group, Rollout, Task
 from strop.weight_sync.in_process import InProcessWeights
@@ -276,9 +280,18 @@ def make_run(
         columns=ColumnSources(algorithm.requires, scorers or {}),
         weights=InProcessWeights([generator]),
         tracker=tracker,
-        rollouts=RolloutStore(folder, store),  # type: ignore[arg-type]
         evaluator=evaluator,
         early_stop=early_stop,
         checkpoints=checkpoints,
+        listeners=make_listeners(RolloutStore(folder, store), algorithm),  # type: ignore[arg-type]
     )
     return run, generator, tracker
+
+
+def make_listeners(store: RolloutStore, algorithm: Algorithm) -> Listeners:
+    return Listeners([MismatchGuard(), RolloutRecorder(store=store, algorithm=algorithm), HealthMonitor()])
+
+
+def stored_rollouts(run: TrainingRun) -> RolloutStore:
+    (recorder,) = [each for each in run.listeners.attached if isinstance(each, RolloutRecorder)]
+    return recorder.store

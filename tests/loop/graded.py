@@ -15,6 +15,7 @@ class Graded(Environment[Task]):
     """Rewards the share of sevens among the characters, 0.1 per digit, and ``easy`` for every other task, marked in its prompt."""
 
     easy: float = 0.0
+    unscored: int = 0  # every so many-th sample of a hard task cannot be scored
     flat: int = 0  # every ``flat``-th task gives reward 1 for any output
 
     def tasks(self, data: DataSource) -> Sequence[Task]:
@@ -25,7 +26,9 @@ class Graded(Environment[Task]):
         return Task(id=str(index), question=kind)
 
     @reward(weight=1.0, accuracy=True)
-    def sevens(self, task: Task, rollout: Rollout) -> float:
+    def sevens(self, task: Task, rollout: Rollout) -> float | None:
+        if self.unscored and task.question == "hard" and rollout.sample % self.unscored == 0:
+            return None
         return 1.0 if task.question == "flat" else rollout.text.count("7") / max(len(rollout.text), 1)
 
     @reward(weight=0.1)

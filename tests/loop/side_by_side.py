@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from loop.fakes import FakeLearner, Letters, Recorder, Tasks
+from loop.fakes import FakeLearner, Letters, Recorder, Tasks, make_listeners
 from strop import metrics
 from strop.algorithms.base import Algorithm, LossFn
 from strop.checkpointing.base import RunState
@@ -192,9 +192,9 @@ def separate_run(
         columns=ColumnSources(frozenset(), {}),
         weights=CopiedWeights(generator, learner),
         tracker=tracker,
-        rollouts=RolloutStore(folder, "jsonl"),
         evaluator=evaluator,
         checkpoints=checkpoints,
+        listeners=make_listeners(RolloutStore(folder, "jsonl"), algorithm or grpo()),
         step=saved[0].step if saved else 0,
     )
     return run, generator, tracker

@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loop.fakes import FakeLearner, Recorder, make_run, run_virtually
+from loop.fakes import FakeLearner, Recorder, make_run, run_virtually, stored_rollouts
 from loop.side_by_side import Checkpoints, SlowLearner, separate_run
 from loop.tiny import tiny_tokenizer
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
-from strop.rollouts.stream import StreamState
 from strop.trainer.run import TrainOptions
 from strop.trainer.train import train
 from support.algorithms import grpo
@@ -56,7 +54,7 @@ def play(folder: Path, *, clock: int, kind: str = "fifo", changes: dict[str, Any
 
 
 def make_records(run: Any) -> list[RolloutRecord]:
-    return list(run.rollouts.read_all())
+    return list(stored_rollouts(run).read_all())
 
 
 def without_clocks(tracker: Any) -> dict[int, dict[str, float]]:
@@ -270,7 +268,7 @@ def killed(folder: Path, kind: str, checkpoints: Checkpoints, *, clock: int, aft
         TOKENIZER, folder, options(save_period=1, drop_stale=kind == "drop_too_old", **changes),
         clock=clock, order=ORDERS[kind], checkpoints=checkpoints, algorithm=grpo(drop_constant_groups=True),
     )  # fmt: skip
-    run.rollouts.resume(run.step)
+    stored_rollouts(run).resume(run.step)
     groups = {group.index: group for group in checkpoints.saved[-1][0].stream.finished} if checkpoints.saved else {}
 
     async def whole() -> None:
@@ -284,10 +282,6 @@ def killed(folder: Path, kind: str, checkpoints: Checkpoints, *, clock: int, aft
 
     run_virtually(whole())
     return run, tracker, groups
-
-
-def survivors(checkpoints: Checkpoints, upto: int) -> Iterator[StreamState]:
-    yield from (state.stream for state, *_ in checkpoints.saved if state.step <= upto)
 
 
 @pytest.mark.parametrize("count", sweep([3, 8], 3))

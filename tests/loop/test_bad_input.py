@@ -71,6 +71,11 @@ class Unmarked(GRPO):
     strength: float = 1.0
 
 @dataclass(frozen=True, kw_only=True)
+class Mean(GRPO):
+    def loss(self, outputs, batch):
+        return -outputs.logprobs.mean(), {}
+
+@dataclass(frozen=True, kw_only=True)
 class Half(Algorithm):
     def advantages(self, group):
         return group.rewards
@@ -348,6 +353,12 @@ def test_starting_over_in_the_same_folders_writes_over_nothing(tiny, tmp_path):
 )
 def test_an_algorithm_that_cannot_be_made_is_refused(refused, name, kwargs, said):
     assert said in refused(2, {"mine.py": ALGORITHM}, **{"algorithm.name": name, "algorithm.kwargs": kwargs})
+
+
+def test_a_loss_that_depends_on_how_a_batch_is_cut_is_refused_before_the_first_step(refused, tmp_path):
+    message = refused(1, {"mine.py": ALGORITHM}, **{"algorithm.name": "mine.py:Mean"})
+    assert "the loss of Mean depends on how a batch is cut" in message and "Divide by batch.totals" in message
+    assert not list(tmp_path.glob("**/step_*"))
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------------------------------

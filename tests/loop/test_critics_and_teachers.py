@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from loop.fakes import Recorder, Tasks
+from loop.fakes import Recorder, Tasks, make_listeners
 from loop.tiny import tiny_model, tiny_tokenizer
 from strop.algorithms.base import Algorithm
 from strop.algorithms.critic.gae import VALUES, Gae
@@ -124,7 +124,7 @@ def run_of(
         columns=ColumnSources(algorithm.requires, {POLICY_LOGPROBS: PolicyColumns(clients["policy"]), **scorers}),
         weights=InProcessWeights([engine]),
         tracker=(tracker := Recorder()),
-        rollouts=RolloutStore(folder, "none"),
+        listeners=make_listeners(RolloutStore(folder, "none"), algorithm),
     )
 
     async def trained() -> None:

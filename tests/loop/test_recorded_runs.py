@@ -32,6 +32,8 @@ from loop.kinds import (
     write_rows,
 )
 from loop.runs import heed_interrupts, metrics_of, overrides, repeatable, strop
+from strop.types import assistant, user
+from support.chat_templates import QWEN3
 from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
@@ -111,6 +113,51 @@ def test_what_sft_trained_loads_in_transformers_and_says_what_it_was_taught(tiny
         prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         said = model.generate(**prompt, max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
         assert tokenizer.decode(said) == f"{a + b}<|im_end|>"
+
+
+def test_talks_whose_turns_the_template_rewrites_train_alike_however_they_are_cut(tiny: Path, tmp_path: Path) -> None:
+    """The template adds an empty thought to the last reply alone, so that most of these examples are several sequences."""
+    said = ["19", "yes", "2", "no"]
+    talks = [
+        [message for turn in range(1 + row % 4) for message in (user(f"{row}+{turn}="), assistant(said[turn]))]
+        for row in range(16)
+    ]
+    rows = [{"messages": [message.as_dict() for message in talk]} for talk in talks]
+    cuts: list[Mapping[str, Any]] = [
+        {"train_mb_tokens": 4096},
+        {"train_mb_tokens": 401, "prefix_sharing": False},
+        {"enabled": False},
+    ]
+    losses = []
+    for number, cut in enumerate(cuts):
+        folder = tmp_path / str(number)
+        write_rows(folder / "conversations.jsonl", rows)
+        write_rows(folder / "conversations_held_out.jsonl", rows[:8])
+        packing = {f"policy.sequence_packing.{key}": value for key, value in cut.items()}
+        template = {"policy.tokenizer.chat_template": QWEN3.template, "policy.max_total_sequence_length": 400}
+        train_to_end("sft", tiny, folder, **template, **packing)
+        logged = metrics_of(folder / "logs")
+        assert all(logged[step]["train/groups_dropped_for_errors"] == 0 for step in range(1, 7))
+        losses.append([logged[step]["train/loss"] for step in range(1, 7)])
+    assert losses[0][-1] < losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("section", ["dpo", "rm"])
+def test_pairs_of_several_turns_that_the_template_rewrites_are_all_trained_on(section: str, tiny: Path, tmp_path: Path) -> None:
+    rows = []
+    for row in range(16):
+        chosen = (assistant(str(row + 1)), user("sure?"), assistant("yes"), user("ok?"), assistant("fine"))
+        rejected = (assistant(str(row)), user("sure?"), assistant("no"))
+        sides = {"prompt": (user(f"{row}+1?"),), "chosen": chosen, "rejected": rejected}
+        rows.append({name: [message.as_dict() for message in side] for name, side in sides.items()})
+    for name in ("preferences", "preferences_held_out", "conversations"):
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+    template = {"policy.tokenizer.chat_template": QWEN3.template, "policy.max_total_sequence_length": 400}
+    train_to_end(section, tiny, tmp_path, **template)
+    logged = metrics_of(tmp_path / "logs")
+    assert all(logged[step]["train/groups_dropped_for_errors"] == 0 for step in range(1, 7))
+    assert logged[6]["train/loss"] < logged[1]["train/loss"]
 
 
 def test_a_reward_model_loads_as_a_sequence_classifier_and_prefers_what_was_chosen(tiny: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
 from loop.kinds import train_to_end
 from strop.build.replay import replay as replay_module
@@ -22,6 +21,7 @@ from strop.cli.commands import main
 from strop.ledger.token_ledger import TokenLedger, make_ledger
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.view.view_server import ViewOptions, ViewServer
+from support.view_client import asking
 
 STEPS = 6
 EVERY = {"checkpointing__save_period": 1, "checkpointing__keep_top_k": None, "logger__token_columns": "all"}
@@ -53,6 +53,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "grpo",
         {**SUMS, "algorithm__name": "dapo", "grpo__async_grpo__enabled": True, "grpo__async_grpo__order": "drop_too_old"},
     ),
+    "unscored": ("grpo", {"env__graded__unscored": 3, "data__curriculum__name": "success_rate"}),
     "averaged": ("grpo", {"policy__ema__enabled": True}),
     "adapters": ("grpo", {"policy__dtensor_cfg__lora_cfg__enabled": True, "policy__dtensor_cfg__lora_cfg__dim": 4}),
     "draft head": ("grpo", {"policy__draft__enabled": True}),
@@ -94,12 +95,10 @@ def make_first_ledger(logs: Path, step: int) -> TokenLedger:
 def read_viewed_ledger(logs: Path, step: int) -> dict[str, float]:
     """Return the sums of the terms of a step's first rollout, as the page of ``strop view`` asks for them."""
     group, sample, _ = next(iter(RolloutStore(logs, "none").read_keys(step)))
-    server = ViewServer([logs], ViewOptions(token=None), lambda text: {})
-    client = TestClient(server.app, base_url=f"http://127.0.0.1:{server.guard.port}")
-    (run,) = client.get("/api/runs").json()
-    answer = client.get(f"/api/runs/{run['id']}/ledger/{step}/{group}/{sample}")
-    missing = client.get(f"/api/runs/{run['id']}/ledger/{step}/9999/0")
-    server.close()
+    with asking(ViewServer([logs], ViewOptions(token=None), lambda text: {})) as client:
+        (run,) = client.get("/api/runs").json()
+        answer = client.get(f"/api/runs/{run['id']}/ledger/{step}/{group}/{sample}")
+        missing = client.get(f"/api/runs/{run['id']}/ledger/{step}/9999/0")
     assert missing.status_code == 404 and "stored no rollout" in missing.json()["error"]
     totals: dict[str, float] = answer.json()["totals"]
     return totals
@@ -128,6 +127,25 @@ def test_steps_are_replayed_to_the_last_digit_and_the_ledger_sums_to_the_loss(
     assert found["gradient_cosine"] == pytest.approx(1.0) and found["change_ratio"] == pytest.approx(2.0, abs=0.1)
     assert found["changed"]["metrics"]["train/lr"] == 0.006
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before, "a replay wrote into the run"
+
+
+def test_a_step_with_rollouts_that_cannot_be_scored_is_the_same_however_it_is_cut_and_replayed(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets = {"policy__train_micro_batch_size": ..., "policy__sequence_packing__train_mb_tokens": 64}
+    whole, cut = (
+        run_kind("unscored", tiny, tmp_path / name, grpo__max_num_steps=2, grpo__val_period=2, **own)
+        for name, own in (("whole", {}), ("cut", budgets))
+    )
+    found = [logged(logs, step) for logs in (whole, cut) for step in (1, 2)]
+    assert all(metrics["train/unscored"] > 0 and "train/curriculum/never_seen" in metrics for metrics in found)
+    assert found[1]["validation/unscored"] > 0 and found[1]["validation/errors"] == 0
+    for one, other in zip(found[:2], found[2:], strict=True):
+        assert one["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-4)
+        assert one["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4, abs=1e-6)
+    assert sum_of_terms(cut, 2, "policy") == pytest.approx(logged(cut, 2)["train/loss"], abs=1e-6)
+    (result,) = replay_steps(cut, monkeypatch, 2)
+    assert result.exact and not result.failed and result.reproduction.compared > 10
 
 
 def add_noise(monkeypatch: pytest.MonkeyPatch, *factors: float) -> None:

@@ -21,6 +21,12 @@ SAMPLED = {
     "policy.generation.torch_cfg.kv_cache_memory_gb": 0.01,
     "policy.generation.torch_cfg.prepack_weights": False,  # the layout of a CPU, and its kernels
     "policy.generation.torch_cfg.compiled_kernels": False,
+    "policy.generation.torch_cfg.paged_cache": False,  # a GPU has fixed slots
+    # A graph attends over whole slots, and pads its batch to a power of two. Here a CPU computes in these shapes too: its spans are
+    # multiples of 32, and two sequences are never padded.
+    "policy.max_total_sequence_length": 32,
+    "data.max_input_seq_length": 28,
+    "policy.generation.torch_cfg.max_num_seqs": 2,
 }
 
 
@@ -33,22 +39,11 @@ def test_a_run_on_the_simulated_gpu_trains_as_on_the_cpu_to_the_last_digit(secti
         outcome = train(section, tiny, tmp_path / device, before=before, **changes, **{"policy.device": device})
         assert outcome.code == 0, outcome.err
         found[device] = repeatable(metrics_of(tmp_path / device / "logs"))
-    assert "sim" in outcome.out + outcome.err
+    said = outcome.out + outcome.err
+    assert "sim" in said and "without CUDA graphs" not in said
     assert len(found["cpu"]) >= STEPS and found["auto"].keys() == found["cpu"].keys()
     for step, wanted in found["cpu"].items():
         metrics = found["auto"][step]
-        differing = {name: (value, wanted[name]) for name, value in metrics.items() if not _is_same(name, value, wanted[name])}
+        both = {name: (metrics.get(name), wanted.get(name)) for name in metrics.keys() | wanted.keys()}
+        differing = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
         assert differing == {}, step
-
-
-def _is_same(name: str, value: float, wanted: float) -> bool:
-    """To the last digit, but for what passes without a gradient say: they are within an ulp of float32."""
-    scored = (
-        "validation/",
-        "train/mismatch/",
-        "train/gen_kl_error",
-        "train/token_mult_prob_error",
-        "train/entropy",
-        "train/logprob",
-    )
-    return value == (pytest.approx(wanted, rel=1e-6, abs=1e-12) if name.startswith(scored) else wanted)

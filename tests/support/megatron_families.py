@@ -115,9 +115,3 @@ def _exact_norm(norm: Any, hidden: Tensor) -> Tensor:
     eps = getattr(norm, "variance_epsilon", None) or norm.eps
     weight = 1.0 + norm.weight if type(norm).__name__.startswith("Gemma") else norm.weight
     return weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
-
-
-def finish_logits(hf_config: Any, logits: Tensor) -> Tensor:
-    """Apply what the configuration says of logits."""
-    cap = getattr(hf_config, "final_logit_softcapping", None)
-    return logits if cap is None else cap * torch.tanh(logits / cap)

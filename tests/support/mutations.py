@@ -1,4 +1,4 @@
-"""Configurations and data files as a slip of the hand, a broken copy or an attacker would leave them, the same for the same seed."""
+"""Configurations and data files as a slip of the hand or a broken copy would leave them, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -84,104 +84,25 @@ env: {arithmetic: {}}
 cluster: {gpus_per_node: 1, num_nodes: 1}
 """
 
-HOSTILE_VALUES = (
-    *(
-        "null",
-        "~",
-        "true",
-        "-1",
-        "0",
-        "1e400",
-        ".inf",
-        "-.inf",
-        ".nan",
-        "1e30",
-        "9" * 5000,
-        "0x" + "f" * 5000,
-        "''",
-        "[]",
-        "{}",
-        "[[]]",
-    ),
-    *(
-        "'\\0'",
-        '"\\0"',
-        '"\\ud800"',
-        "x" * 5000,
-        "${policy.model_name}",
-        "${",
-        "${nope.nope}",
-        "${mul:x,100000}",
-        "${div:1,0}",
-        "\\${x}",
-    ),
-    *(
-        "${mul:${grpo.seed},1e300}",
-        "${env:HOME}",
-        "${..a}",
-        "${oc.env:HOME}",
-        "!!python/object:os.system x",
-        "!!binary aGk=",
-        "!!set {a}",
-    ),
-    *(
-        "2026-01-01",
-        "1:30:00",
-        "[" * 400 + "]" * 400,
-        "{a: " * 60 + "1" + "}" * 60,
-        "*model",
-        "&a [*a]",
-        "{null: 1}",
-        "{[1, 2]: 3}",
-        "{? {a: 1} : 2}",
-    ),
-    *(
-        "<<",
-        "{<<: 3}",
-        "|\n    x\n    y",
-        "'" + "\\" * 50 + "'",
-        "\u202e\u0000",
-        "nan",
-        "inf",
-        "1_000",
-        "0o17",
-        "+5",
-        "5.",
-        "../../..",
-        "/dev/null",
-    ),
-    *(
-        "{type: nowhere.py:Thing}",
-        "{type: math, no_such: 1}",
-        "{reward: os:system}",
-        "x:y",
-        "grpo",
-        "sapo",
-        "/",
-        ".",
-        "[1, a, null]",
-        "-",
-    ),
-)
+WRONG_VALUES = (
+    "null", "~", "true", "-1", "0", "1e400", ".inf", "-.inf", ".nan", "1e30", "9" * 5000, "''", "[]", "{}", "[[]]",
+    "'\\0'", '"\\0"', '"\\ud800"', "${policy.model_name}", "${", "${nope.nope}", "${mul:x,2}", "${div:1,0}", "\\${x}",
+    "${env:HOME}", "${..a}", "${oc.env:HOME}", "!!python/object:os.system x", "!!binary aGk=", "!!set {a}",
+    "2026-01-01", "1:30:00", "*model", "&a [*a]", "{null: 1}", "{[1, 2]: 3}", "{? {a: 1} : 2}",
+    "<<", "{<<: 3}", "|\n    x\n    y", "'" + "\\" * 50 + "'", "\u202e\u0000", "nan", "inf", "1_000", "0o17", "+5", "5.",
+    "../../..", "/dev/null", "{type: nowhere.py:Thing}", "{type: math, no_such: 1}", "{reward: os:system}", "x:y", "grpo", "sapo",
+    "/", ".", "[1, a, null]", "-",
+)  # fmt: skip
 
-HOSTILE_DOCUMENTS = (
+WRONG_DOCUMENTS = (
     "policy: &p {q: *p}",
     "a: &a [*a]",
-    "[" * 3000 + "]" * 3000,
     "defaults: " + "d" * 5000,
     'defaults: "a\\0b"',
     "defaults: [1, {a: b}]",
-    "defaults: /dev/zero",
     "defaults: .",
     "policy: {null: 3}",
     "policy: {? [1] : 3}",
-    "\n".join(["a0: &a0 [1,1,1,1,1,1,1,1,1]", *(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))]),
-    "\n".join(["a0: &a0 {x: 1, y: 2}", *(f"a{n}: &a{n} {{<<: [{','.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 9))]),
-    "grpo: {seed: ${mul:x,100000}}",
-    "grpo:\n" + "\n".join(f"  k{n}: ${{grpo.k{n + 1}}}${{grpo.k{n + 1}}}" for n in range(40)) + "\n  k40: xx",
-    "grpo:\n  seed: " + "${mul:2," * 200 + "1" + "}" * 200,
-    "grpo: {" + ", ".join(f"key_{n}: {n}" for n in range(3000)) + "}",
-    "x" * 600_000,
     "\x00\x01\x02",
     "- a\n- b",
     "true",
@@ -195,9 +116,9 @@ HOSTILE_DOCUMENTS = (
 
 
 def mutate_config(random: Random, examples: list[tuple[str, str]]) -> ConfigCase:
-    """Return an example with one to three changes, or a document made to do harm."""
+    """Return an example with one to three changes, or a document that is wrong as a whole."""
     if random.random() < 0.03:
-        return ConfigCase(random.choice(HOSTILE_DOCUMENTS).encode(errors="surrogatepass"), random.choice(KINDS))
+        return ConfigCase(random.choice(WRONG_DOCUMENTS).encode(errors="surrogatepass"), random.choice(KINDS))
     kind, text = random.choice(examples)
     for _ in range(random.choice([1, 1, 1, 2, 3])):
         text = random.choice(TEXT_MUTATIONS)(random, text)
@@ -210,20 +131,8 @@ def mutate_config(random: Random, examples: list[tuple[str, str]]) -> ConfigCase
 
 
 def _override(random: Random, text: str) -> str:
-    key = random.choice(
-        [
-            "grpo.seed",
-            "policy",
-            "data.train",
-            "env",
-            "a" * 3000,
-            ".".join("a" * 300),
-            "policy.optimizer.kwargs.lr",
-            "",
-            "data.train.0.size",
-        ]
-    )
-    return random.choice(["", "+", "++", "~"]) + key + "=" + random.choice(HOSTILE_VALUES)
+    key = random.choice(["grpo.seed", "policy", "data.train", "env", "policy.optimizer.kwargs.lr", "", "data.train.0.size"])
+    return random.choice(["", "+", "++", "~"]) + key + "=" + random.choice(WRONG_VALUES)
 
 
 def _set_value(random: Random, text: str) -> str:
@@ -231,7 +140,7 @@ def _set_value(random: Random, text: str) -> str:
     places = [n for n, line in enumerate(lines) if ":" in line and not line.lstrip().startswith("#")]
     if places:
         place = random.choice(places)
-        lines[place] = lines[place].split(":")[0] + ": " + random.choice(HOSTILE_VALUES)
+        lines[place] = lines[place].split(":")[0] + ": " + random.choice(WRONG_VALUES)
     return "\n".join(lines)
 
 
@@ -265,9 +174,8 @@ def _misspell(random: Random, text: str) -> str:
 
 
 TEXT_MUTATIONS: tuple[Callable[[Random, str], str], ...] = (
-    *(_set_value, _set_value, _set_value),
-    *(_drop_line, _repeat_line, _indent_line, _cut, _misspell, _misspell),
-)
+    _set_value, _set_value, _set_value, _drop_line, _repeat_line, _indent_line, _cut, _misspell, _misspell,
+)  # fmt: skip
 
 # --- data files ------------------------------------------------------------------------------------------------------------
 
@@ -285,38 +193,12 @@ ROWS: tuple[dict[str, Any], ...] = tuple(
     for n in range(6)
 )
 
-HOSTILE_FIELDS: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        0,
-        -1,
-        10**400,
-        1e308,
-        float("nan"),
-        float("inf"),
-        "",
-        " ",
-        "\0",
-        "\ud800",
-        "nan",
-        "inf",
-        "x" * 5000,
-        [],
-        {},
-        [[]],
-    ),
-    *(
-        [None],
-        [{"role": "user"}],
-        [{"role": "x", "content": "y"}],
-        [{"role": "user", "content": None}],
-        {"a": {"b": 1}},
-        "\u202e",
-        "a\nb",
-    ),
-    *([{"role": "user", "content": "\ud800"}], [1, "a", None], "maybe", [{"role": "user", "content": [{"type": "image"}]}]),
-)
+WRONG_FIELDS: tuple[Any, ...] = (
+    None, True, 0, -1, 10**400, 1e308, float("nan"), float("inf"), "", " ", "\0", "\ud800", "nan", "inf", "x" * 5000, [], {}, [[]],
+    [None], [{"role": "user"}], [{"role": "x", "content": "y"}], [{"role": "user", "content": None}], {"a": {"b": 1}}, "\u202e",
+    "a\nb", [{"role": "user", "content": "\ud800"}], [1, "a", None], "maybe",
+    [{"role": "user", "content": [{"type": "image"}]}],
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -330,7 +212,7 @@ class DataCase:
 
 
 def mutate_data(random: Random) -> DataCase:
-    """Return a data file with hostile fields, or bytes changed, cut, doubled or in another encoding."""
+    """Return a data file with wrong fields, or bytes changed, cut, doubled or in another encoding."""
     suffix = random.choice([".jsonl", ".jsonl", ".json", ".csv", ".parquet"])
     rows = [dict(row) for row in ROWS]
     for _ in range(random.randint(0, 2)):
@@ -339,7 +221,7 @@ def mutate_data(random: Random) -> DataCase:
         if random.random() < 0.3:
             row.pop(key, None)
         else:
-            row[key] = random.choice(HOSTILE_FIELDS)
+            row[key] = random.choice(WRONG_FIELDS)
     data = _write_rows(rows, suffix)
     for _ in range(random.randint(0, 2)):
         data = random.choice(BYTE_MUTATIONS)(random, data)
@@ -387,24 +269,22 @@ def _recode(random: Random, data: bytes) -> bytes:
 def _insert(random: Random, data: bytes) -> bytes:
     place = random.randrange(len(data) + 1)
     deep = b"[" * 100_000 + b"]" * 100_000
-    what = random.choice(
-        [
-            b"\0",
-            b"\n",
-            b'"',
-            b"{",
-            b"}",
-            b",",
-            b"\xff\xfe",
-            b"\xed\xa0\x80",
-            b"1" * 5000,
-            deep,
-            b'{"a":' * 5000,
-            b"\r",
-            b"NaN",
-            b"1e999",
-        ]
+    written = (
+        b"\0",
+        b"\n",
+        b'"',
+        b"{",
+        b"}",
+        b",",
+        b"\xff\xfe",
+        b"\xed\xa0\x80",
+        b"1" * 5000,
+        b'{"a":' * 5000,
+        b"\r",
+        b"NaN",
+        b"1e999",
     )
+    what = random.choice([*written, deep])
     return data[:place] + what + data[place:]
 
 

@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.turn_record import TurnRecord
@@ -77,3 +80,13 @@ def write_steps(folder: Path, steps: range) -> None:
         for step in steps
     ]
     (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+
+
+def inflate(path: Path, column: str, *, size: int, count: int, dictionary: bool) -> None:
+    """Write a file of rollouts with one long text in each row."""
+    rows = pq.read_table(path).slice(0, 1)
+    table = pa.concat_tables([rows] * count)
+    values = pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array(["a" * size])) if dictionary else None
+    texts = values if values is not None else pa.array(["a" * size] * count, pa.large_string())
+    table = table.set_column(table.column_names.index(column), column, pa.chunked_array([texts]))
+    pq.write_table(table, path, compression="zstd", use_dictionary=dictionary, store_schema=False)

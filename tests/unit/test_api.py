@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 import strop
+from strop import cli
 from strop.algorithm_factory import make_algorithm, name_options
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip
 from strop.api import _run
-from strop.build import training_run
+from strop.build import evaluate, training_run
 from strop.build.algorithm.sections import find_section
 from strop.build.algorithm.settings import collect_settings
 from strop.config import ConfigError, dump_config
@@ -129,6 +130,45 @@ def test_mistakes_are_refused_with_the_key_and_a_way_out(trained: list[Any]) -> 
     with pytest.raises(ValueError, match=r"algorithm\.name: 'gpro' is neither .* did you mean 'gspo'"):
         strop.train("gpro", model="m", data=ROWS, reward=correct)
     assert not trained
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"policy.optimizer.kwargs": {"lrr": 1e-5}}, "lrr"),
+        ({"policy.optimizer.name": "torch.optim.Adamm"}, "Adamm"),
+        ({"policy.dtensor_cfg.lora_cfg": {"enabled": True, "target_modules": ["no_such_layer"]}}, "no_such_layer"),
+        ({"policy.tokenizer.chat_template": "{% if %}"}, "chat_template"),
+        (
+            {"policy.max_total_sequence_length": 100_000_000, "policy.model_name": "no/such/folder"},
+            "there is no folder no/such/folder",
+        ),
+    ],
+)
+def test_python_refuses_before_anything_is_loaded_what_the_command_line_refuses(
+    settings: dict[str, Any], said: str, trained: list[Any], tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("talks.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]})
+    )
+    values = {
+        "policy.model_name": str(tiny_model_folder),
+        "data.train.dataset_name": "talks.jsonl",
+        "sft.val_period": 0,
+        **settings,
+    }
+    with pytest.raises(ConfigError, match=said) as refused:
+        strop.train("sft", **values)
+    assert not trained
+    assert cli.main(["sft", *(f"{key}={json.dumps(value)}" for key, value in values.items())]) == 2
+    printed = capsys.readouterr().err
+    assert all(problem.message in printed for problem in refused.value.problems)
+
+
+def test_python_refuses_an_evaluation_before_anything_is_loaded(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "evaluate_any", lambda evaluation: pytest.fail("it was evaluated"))
+    with pytest.raises(ConfigError, match="chat_template"):
+        strop.evaluate(tiny_model_folder, data=ROWS, reward=correct, **{"tokenizer.chat_template": "{% if %}"})
 
 
 @each("name", sorted(all_algorithms()))

@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from support.each import each
 
 ROOT = Path(__file__).parents[2]
@@ -65,34 +63,3 @@ def test_what_ran_did_so_on_a_day_that_was() -> None:
     ran = [WORDS.fullmatch(claim) for page in PAGES for claim in claims(page.read_text())]
     days = {parts["day"] for parts in ran if parts and parts["day"]}
     assert days and all(datetime.date.fromisoformat(day) <= datetime.date.today() for day in days)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Offload works (GPU: *tested*).",
-        "Offload works (GPU: *run*).",
-        "Offload works (GPU: *run* (yesterday, H200)).",
-        "Offload works (GPU: *read* (2026-11-28, H200)).",
-        "It has not been run on a GPU.",
-        "Nothing of this was\nmeasured on a GPU.",
-        "NCCL has never been tried.",
-        "| a | b | GPU |\n|---|---|---|\n| x | y | written, not run |\n",
-        "| kernels of CUDA: written, not run | x |",
-    ],
-)
-def test_a_fourth_word_is_found(text: str) -> None:
-    assert mistakes(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Offload works (GPU: *run* (2026-11-28, H200)). Ranks: GPU: *simulated*.\nGPU: *read*.",
-        "| a | b | GPU |\n|---|---|---|\n| x | y | run (2026-11-28, H200) |\n| x | y | read |\n| x | y | |\n",
-        "A GPU is not needed. Megatron's layers were not checked.",
-        "| GPU | command |\n|---|---|\n| H100 | make |\n",
-    ],
-)
-def test_the_three_words_pass(text: str) -> None:
-    assert not mistakes(text)

@@ -24,8 +24,8 @@ from strop.data.sources.peek import peek_file
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from support.mutations import (
-    HOSTILE_DOCUMENTS,
     ROOT,
+    WRONG_DOCUMENTS,
     ConfigCase,
     DataCase,
     TookTooLong,
@@ -114,8 +114,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("document", HOSTILE_DOCUMENTS, ids=range(len(HOSTILE_DOCUMENTS)))
-def test_a_document_made_to_do_harm_is_refused_in_one_message(folder: Path, document: str) -> None:
+@pytest.mark.parametrize("document", WRONG_DOCUMENTS, ids=range(len(WRONG_DOCUMENTS)))
+def test_a_document_that_is_wrong_as_a_whole_is_refused_in_one_message(folder: Path, document: str) -> None:
     case = ConfigCase(document.encode(), "grpo")
     endings, faults = find_faults(iter([(document[:80], lambda: run_config(case, folder))]), ConfigError)
     assert not faults and endings["refused"] == 1
@@ -131,17 +131,3 @@ def test_mutated_data_files_end_in_one_message(folder: Path) -> None:
     endings, faults = find_faults(data_cases(folder, seed=0, count=150), DataError)
     assert not faults, "\n".join(faults)
     assert endings["accepted"] > 5 and endings["refused"] > 50
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(1, 11))
-def test_ten_thousand_mutated_configurations_end_in_one_message(folder: Path, seed: int) -> None:
-    _, faults = find_faults(config_cases(folder, seed, count=1_000), ConfigError)
-    assert not faults, "\n".join(faults)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(1, 3))
-def test_two_thousand_mutated_data_files_end_in_one_message(folder: Path, seed: int) -> None:
-    _, faults = find_faults(data_cases(folder, seed, count=1_000), DataError)
-    assert not faults, "\n".join(faults)

@@ -7,6 +7,7 @@ import os
 import signal
 import types
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from strop.environments.base import Environment, reward
 from strop.environments.remote import EnvironmentDescription, EnvironmentServer
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_group
-from strop.safety.exits import RunExited, contain_exits, run_coroutine
+from strop.safety.exits import RunExited, contain_exits, exit_process, run_coroutine
 from strop.sampling import Sampling
 from strop.types import Ending, Group, Messages, Rollout, Task, user
 from strop.user_code import UserCodeError, import_attribute, suggest_names
@@ -206,6 +207,57 @@ def test_an_exit_where_no_rollout_can_record_it_is_an_error_of_the_command(capsy
     assert "SystemExit(0)" in capsys.readouterr().err
     with pytest.raises(RunExited, match="costs one rollout"):
         run_coroutine(work())
+
+
+def count_forked(work: Callable[[], int]) -> int:
+    """Do work in a fork, which may end by itself, and return what it returned; its exit code where it ended by itself is negative."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            os.write(writing, bytes([work()]))
+        exit_process(17)
+    os.close(writing)
+    _, status = os.waitpid(child, 0)
+    with os.fdopen(reading, "rb") as file:
+        written = file.read()
+    assert written and os.waitstatus_to_exitcode(status) == 17, f"the process ended with {os.waitstatus_to_exitcode(status)}"
+    return written[0]
+
+
+async def in_a_thread() -> None:
+    await asyncio.to_thread(os._exit, 0)
+
+
+@pytest.mark.parametrize("leave", [lambda: os._exit(0), lambda: os._exit(3), in_a_thread], ids=["0", "3", "in a thread"])
+def test_a_hard_exit_in_a_reward_is_an_error_of_its_rollout_alone(leave: Callable[[], Any]) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Leaves(Exits):
+        where: str = "none"
+
+        @reward()
+        async def score(self, task: Task, rollout: Rollout) -> float:
+            if rollout.sample == 0 and (left := leave()) is not None:
+                await left
+            return 1.0
+
+    def count_errors() -> int:
+        first, second = run_coroutine(group(Leaves())).rollouts
+        assert "os._exit(" in str(first.error) and second.error is None
+        return 1
+
+    assert count_forked(count_errors) == 1
+
+
+def test_a_hard_exit_outside_of_what_is_contained_ends_the_process_as_ever() -> None:
+    async def outside() -> None:
+        os._exit(5)
+
+    with pytest.raises(AssertionError, match="the process ended with 5"):
+        count_forked(lambda: run_coroutine(outside()) or 1)
+    before = os._exit
+    run_coroutine(asyncio.sleep(0))
+    assert os._exit is before
 
 
 def test_a_file_that_exits_when_it_is_imported_is_named(tmp_path: Any) -> None:

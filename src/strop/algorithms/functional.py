@@ -69,6 +69,11 @@ def bounded_difference(logprobs: Tensor, others: Tensor) -> Tensor:
     return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+def bounded_logprobs(logprobs: Tensor) -> Tensor:
+    """Return log-probabilities, at least -MAX_LOG_RATIO, with gradient 0 below, for objectives that multiply them by a weight."""
+    return logprobs.clamp(min=-MAX_LOG_RATIO)
+
+
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual: float | None = None) -> Tensor:
     """Return PPO's objective min(ratio A, clip(ratio, 1 - low, 1 + high) A), [N], which is maximized (arXiv 1707.06347).
 

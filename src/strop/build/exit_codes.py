@@ -15,13 +15,11 @@ from strop.environments.base import EnvironmentConfigError
 from strop.learner.budget.out_of_memory import DeviceMemoryFull
 from strop.models.loading import ModelNotFound
 from strop.monitoring.console.message_style import configure_messages, reader_is_gone
-from strop.monitoring.hacking.hacking_monitor import RewardHacked
 from strop.safety.exits import RunExited, run_coroutine
 from strop.safety.printable import make_printable
 from strop.sandbox.base import SandboxError
+from strop.stopping import EndRun
 from strop.storage.storage_error import StorageError
-from strop.trainer.health.health_monitor import TooManySkipped
-from strop.trainer.mismatch import MismatchTooLarge
 from strop.trainer.run import TooFewTasks, TooManyDropped
 from strop.user_code import find_user_place
 from strop.weight_sync.base import EngineDied, TransportError
@@ -40,9 +38,7 @@ USER_ERRORS = (
     ActorDied,
     TooManyDropped,
     TooFewTasks,
-    MismatchTooLarge,
-    TooManySkipped,
-    RewardHacked,
+    EndRun,
     VerificationFailed,
     EngineDied,
     TransportError,

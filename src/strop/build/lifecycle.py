@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,19 +15,15 @@ from strop.build.monitors.tracker_services import make_services
 from strop.checkpointing.background import BackgroundCheckpointer
 from strop.checkpointing.base import Checkpointer
 from strop.checkpointing.folders import FolderCheckpointer
-from strop.config import RolloutRunConfig, TrainingRunConfig, dump_config
+from strop.config import TrainingRunConfig, dump_config
 from strop.distributed.base import Cluster
-from strop.environments.verifiers.held_out_grader import VerifierGrader, make_grader
 from strop.monitoring.console.console import open_console
-from strop.monitoring.hacking.hacking_monitor import DETECTORS, HackingMonitor
 from strop.monitoring.profiling.step_profiler import ProfiledProcess, StepProfiler
 from strop.monitoring.trackers.background_tracker import BackgroundTracker
 from strop.monitoring.trackers.base import CompositeTracker, Tracker
-from strop.monitoring.trackers.jsonl import METRICS_FILE, JsonlTracker, read_metrics
+from strop.monitoring.trackers.jsonl import JsonlTracker
 from strop.monitoring.watchdog.watchdog import Watchdog, WatchdogTimeout, schedule_exit
 from strop.stopping import EarlyStop
-from strop.trainer.health.health_monitor import HealthMonitor
-from strop.trainer.health.health_rules import HealthFinding
 
 # NeMo-RL's names -> Strop's.
 METRIC_ALIASES = {
@@ -93,14 +89,6 @@ def make_saver(config: TrainingRunConfig, folders: FolderCheckpointer) -> Checkp
     return BackgroundCheckpointer(folders) if config.checkpointing.async_save else folders
 
 
-def make_health(config: TrainingRunConfig, at_start: Iterable[HealthFinding]) -> HealthMonitor:
-    """Make the monitor of a run that is restored: it knows the steps in the log folder."""
-    limit = config.training.max_skipped_steps_in_a_row
-    monitor = HealthMonitor(section=config.section, max_skipped_steps=limit, at_start=tuple(at_start))
-    monitor.replay(logged for step, logged in read_metrics(Path(config.logger.log_dir) / METRICS_FILE) if step > 0)
-    return monitor
-
-
 def make_profiler(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster | None) -> StepProfiler:
     """Make what records the time line of the steps that ``logger.profile`` names, in this process and in those of ``cluster``."""
     profile = config.logger.profile
@@ -116,27 +104,6 @@ def make_profiler(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster 
 def _list_working(cluster: Cluster) -> list[ProfiledProcess]:
     """Return the processes of a run that take part in its steps: all but those that watch the machines."""
     return [process for process in cluster.list_processes() if not process.name.startswith("monitor-")]
-
-
-def make_hacking_monitor(config: RolloutRunConfig) -> HackingMonitor:
-    """Make the monitor of reward hacking. Raises EnvironmentConfigError for a grader that cannot be made."""
-    section = config.monitor
-    if not section.enabled:
-        return HackingMonitor()
-    judges = [make_grader(each, "monitor.judges") for each in section.judges]
-    second = None if section.second_grader is None else make_grader(section.second_grader, "monitor.second_grader")
-    for grader in (second, *judges):
-        if isinstance(grader, VerifierGrader):
-            grader.verifier.prepare()
-    return HackingMonitor(
-        detectors=[DETECTORS[name]() for name in section.active],
-        false_alarm_rate=section.false_alarm_rate,
-        stop_on=section.stop_on,
-        second_grader=second,
-        judges=(judges[0], judges[-1]) if judges else None,
-        graded_samples=section.graded_samples,
-        log_dir=config.logger.log_dir,
-    )
 
 
 def seed_everything(seed: int) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 from strop.algorithms.base import Algorithm
 from strop.build.backend import make_backend
 from strop.build.contents.model_check import check_model
-from strop.build.lifecycle import make_checkpoints, make_early_stop, make_health, make_saver
+from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver
 from strop.build.models import TokenizerBundle
+from strop.build.monitors.instruments import RolloutRecorder
+from strop.build.monitors.run_listeners import make_health
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.resume.token_budgets import make_token_budgets, settle_token_budgets
 from strop.build.scorers import count_optimizer_steps, make_scorers
@@ -47,6 +49,7 @@ from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.health.health_rules import HealthFinding
 from strop.trainer.health.start_checks import check_epochs, check_validation
+from strop.trainer.listeners import Listeners
 from strop.trainer.loss_validation import LossValidator
 from strop.trainer.run import DATA, TrainingRun, TrainOptions
 from strop.types import Group, Task
@@ -187,11 +190,19 @@ async def build_recorded_run(
         columns=columns,
         weights=InProcessWeights([]),
         tracker=tracker,
-        rollouts=store,
         evaluator=evaluator,
         early_stop=make_early_stop(config),
-        health=make_health(config, find_at_start(config, options, examples.size)),
         checkpoints=make_saver(config, checkpoints),
+        listeners=Listeners(
+            [
+                RolloutRecorder(
+                    store=store,
+                    algorithm=algorithm,
+                    token_columns=config.logger.rollouts != "none" and config.logger.token_columns == "all",
+                ),
+                make_health(config, find_at_start(config, options, examples.size)),
+            ]
+        ),
     )
     if ahead is not None:
         run.on_close.append(ahead.close)
@@ -335,6 +346,5 @@ def make_recorded_options(config: RecordedRunConfig, examples: int | None, *, sh
         val_at_end=training.val_at_end,
         save_period=config.checkpointing.save_period,
         share_prefixes=share_prefixes,
-        token_columns=config.logger.rollouts != "none" and config.logger.token_columns == "all",
         tasks_per_epoch=examples,
     )

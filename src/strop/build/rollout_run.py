@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
 from strop.build.algorithm.run_algorithm import count_steps_per_batch
 from strop.build.backend import Backend, LocalBackend, make_backend
-from strop.build.cluster.ray_backend import make_remote_environments
-from strop.build.contents.model_check import check_model, note_empty_answers
-from strop.build.dry_run.examined_templates import find_conversation_problems
+from strop.build.contents.model_check import check_model
 from strop.build.engines import GeneratorSpec
-from strop.build.jobs.episode_rules import make_episode_rules
 from strop.build.jobs.evaluation_identity import identify_entries
 from strop.build.jobs.evaluation_job import make_validation_job
-from strop.build.lifecycle import make_checkpoints, make_early_stop, make_hacking_monitor, make_health, make_saver
+from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver
+from strop.build.monitors.run_listeners import make_hacking_monitor, make_rollout_listeners
 from strop.build.resume.restore import restore_checkpoint, resume_run
 from strop.build.resume.token_budgets import make_token_budgets, settle_token_budgets
+from strop.build.rollout_stream import Episodes, make_rollout_stream
+from strop.build.run_tasks import RunTasks, read_tasks
 from strop.build.scorers import count_optimizer_steps, make_scorers
-from strop.build.tasks import count_slots, list_reward_marks, make_training_tasks, make_validation_tasks
 from strop.checkpointing.base import Restorable
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import RolloutRunConfig
@@ -34,25 +32,16 @@ from strop.environments.mixture import Mixture
 from strop.generation.base import Generator, PastSelves
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.generation.torch.torch_past_selves import TorchPastSelves
+from strop.learner.client import LearnerClient
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
-from strop.problems import raise_problems
-from strop.rollouts.episode import make_failed_group, run_group
-from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.prompts_ahead import PromptsAhead
-from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
 from strop.rollouts.tool_turns import describe_tool_calls
-from strop.safety.exits import contain_exits
 from strop.sampling import Sampling
-from strop.sandbox.sandbox_pool import try_sandbox
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
-from strop.trainer.health.health_rules import HealthFinding
-from strop.trainer.health.start_checks import check_epochs, check_reward_weights, check_turns, check_validation
-from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.run import DATA, PAST_SELVES, DrainBefore, TrainingRun, TrainOptions
-from strop.types import Group
 from strop.weight_sync.snapshots import SnapshottedWeights
 
 log = logging.getLogger(__name__)
@@ -64,122 +53,88 @@ async def build_rollout_run(
     config: RolloutRunConfig, algorithm: Algorithm, tracker: Tracker, cluster: Cluster | None = None
 ) -> tuple[TrainingRun, Generator]:
     """Build a run on rollouts and its generator, restored from the newest checkpoint if there is one."""
-    training = config.rollout_training
-    remote_environments = {} if cluster is None else make_remote_environments(config, cluster)
+    tasks = await read_tasks(config, cluster, tracker)
     monitor = make_hacking_monitor(config)
-    tracker.progress("reading tasks")
-    train_source = make_training_tasks(config, remote_environments)
-    validation_source = make_validation_tasks(config, remote_environments)
-    held_out = "" if validation_source is None else f", {len(validation_source)} to validate on"
-    tracker.note(f"{describe_count(train_source.epoch_size, 'tasks')} to train on{held_out}{describe_order(config)}")
-    note_empty_answers(train_source, tracker.note)
-    environments = [
-        each.environment for source in (train_source, validation_source) if source is not None for each in source.components
-    ]
-    if any(each.needs_sandbox for each in environments):
-        tracker.progress("trying the sandbox")
-        tracker.note(await try_sandbox())
-    raise_problems(find_conversation_problems(config, environments))
     backend = await make_backend(config, cluster, tracker)
-    check_model(config, backend.bundle, tracker.note)
+    bundle = backend.bundle
+    check_model(config, bundle, tracker.note)
     sampling = Sampling(**config.policy.generation.sampling_options())
     options = make_train_options(
         config,
         share_prefixes=config.policy.sequence_packing.prefix_sharing and backend.packed,
         filters=getattr(algorithm, "drop_constant_groups", type(algorithm).keep is not Algorithm.keep),
-        tasks=train_source.epoch_size,
+        tasks=tasks.train.epoch_size,
     )
-    if said := describe_tool_calls(environments, backend.bundle.template, config.policy.tokenizer.tool_call_format):
-        tracker.note(said)
-    if options.max_groups_per_step < UNFILTERED and any(entry.prompts_per_step for entry in config.data.train):
-        tracker.note("prompts_per_step is of the groups begun: those that the algorithm drops are replaced by the next in turn")
-    learners = await backend.build_learners(algorithm, sampling, count_optimizer_steps(options, train_source.size))
+    note_choices(config, options, tasks, bundle.template, tracker)
+    learners = await backend.build_learners(algorithm, sampling, count_optimizer_steps(options, tasks.train.size))
     scorers = await make_scorers(config, backend, algorithm, learners, tracker, last_metrics=lambda: run.last_metrics)
-
-    bundle = backend.bundle
-    selves = make_past_selves(backend, environments)
+    selves = make_past_selves(backend, tasks.environments)
+    parts = make_saved_parts(config, tasks, selves)
     checkpoints = make_checkpoints(config, bundle.save)
     store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=bundle.tokenizer.decode)
-    parts: dict[str, Restorable] = {**make_token_budgets(config), **({} if selves is None else {PAST_SELVES: selves.pool})}
-    if train_source.resumable:
-        parts[DATA] = DataState(train_source)
     state = restore_checkpoint(config, checkpoints, {**learners, **parts}, tracker, store)
     await settle_token_budgets(config, learners, parts, tracker)
-    tracker.progress(describe_engine_start(config))
-    synced = await backend.build_generator(
-        GeneratorSpec(
-            sampling=sampling,
-            learner=learners["policy"],
-            max_staleness=options.max_staleness,
-            in_flight=training.async_config.in_flight_weight_updates,
-            recompute=training.async_config.recompute_kv_cache_after_weight_updates,
-            share_prefixes=options.share_prefixes,
-            seed=training.seed,
-            note=tracker.note,
-            output_folder=Path(config.logger.log_dir) / "engines",
-        )
-    )
-    generator = synced.generator
-    stream_state = None
-    if state is not None:
-        stream_state = requeue_stale(
-            state.stream,
-            step=state.step,
-            groups_per_step=options.groups_per_step,
-            max_staleness=options.max_staleness,
-            order=make_order(config, options),
-        )
-    prefetch = options.groups_per_step if config.data.prefetch is None else config.data.prefetch
-    ahead = PromptsAhead(train_source.peek_messages, bundle.template, ahead=prefetch) if prefetch else None
+    tracker.progress(f"starting the {config.policy.generation.engine_name} engine")
+    synced = await backend.build_generator(make_generator_spec(config, options, sampling, learners["policy"], tracker))
+    episodes = Episodes(config, tasks.train, synced.generator, bundle.template, sampling, algorithm.greedy_baseline, selves)
+    ahead = make_prompts_ahead(config, tasks.train, bundle.template)
     run = TrainingRun(
         options=options,
         algorithm=algorithm,
-        stream=make_rollout_stream(
-            config,
-            train_source,
-            generator,
-            bundle.template,
-            sampling,
-            options,
-            stream_state,
-            greedy=algorithm.greedy_baseline,
-            past=selves,
-            ahead=ahead,
-        ),
+        stream=make_rollout_stream(episodes, options, state, ahead),
         learners=learners,
         parts=parts,
         columns=ColumnSources(algorithm.requires, scorers),
         weights=synced.weights if selves is None else SnapshottedWeights(synced.weights, selves.pool),
         tracker=tracker,
-        rollouts=store,
-        decode=bundle.tokenizer.decode,
-        evaluator=make_evaluator(config, validation_source, generator, bundle.template, tracker, past=selves),
+        evaluator=make_evaluator(config, tasks.validation, synced.generator, bundle.template, tracker, past=selves),
         early_stop=make_early_stop(config),
-        mismatch=make_mismatch_guard(config),
-        health=make_health(config, find_at_start(config, options, train_source, algorithm)),
-        monitor=monitor,
         checkpoints=make_saver(config, checkpoints),
+        listeners=make_rollout_listeners(config, options, tasks, algorithm, store, bundle.tokenizer.decode, monitor),
     )
     run.on_close += [each.close for each in (selves, ahead) if each is not None]
-    return resume_run(run, state), generator
+    return resume_run(run, state), synced.generator
 
 
-def make_mismatch_guard(config: RolloutRunConfig) -> MismatchGuard:
-    policy = config.policy
-    return MismatchGuard(policy.generation.mismatch, exact=policy.exact_on_policy and not policy.generation.uses_engines)
+def note_choices(
+    config: RolloutRunConfig, options: TrainOptions, tasks: RunTasks, template: ChatTemplate, tracker: Tracker
+) -> None:
+    """Note how tool calls are written, and what a filter changes about the shares of the data."""
+    if said := describe_tool_calls(tasks.environments, template, config.policy.tokenizer.tool_call_format):
+        tracker.note(said)
+    if options.max_groups_per_step < UNFILTERED and any(entry.prompts_per_step for entry in config.data.train):
+        tracker.note("prompts_per_step is of the groups begun: those that the algorithm drops are replaced by the next in turn")
 
 
-def describe_count(count: int | None, what: str) -> str:
-    return f"{what} of a stream" if count is None else f"{count} {what}"
+def make_saved_parts(config: RolloutRunConfig, tasks: RunTasks, selves: TorchPastSelves | None) -> dict[str, Restorable]:
+    """Return what a checkpoint holds besides the learners and the state of the loop, by name."""
+    return {
+        **make_token_budgets(config),
+        **({} if selves is None else {PAST_SELVES: selves.pool}),
+        **({DATA: DataState(tasks.train)} if tasks.train.resumable else {}),
+    }
 
 
-def describe_order(config: RolloutRunConfig) -> str:
-    """Say what a curriculum changes; empty without one."""
-    name, limit = config.data.curriculum.name, config.training.max_num_epochs
-    if not config.data.curriculum.enabled:
-        return ""
-    epochs = "" if limit is None else f", {limit} (max_num_epochs) in all"
-    return f"; the curriculum {name} draws them with replacement, and an epoch is as many draws as there are tasks{epochs}"
+def make_generator_spec(
+    config: RolloutRunConfig, options: TrainOptions, sampling: Sampling, policy: LearnerClient, tracker: Tracker
+) -> GeneratorSpec:
+    training = config.rollout_training
+    return GeneratorSpec(
+        sampling=sampling,
+        learner=policy,
+        max_staleness=options.max_staleness,
+        in_flight=training.async_config.in_flight_weight_updates,
+        recompute=training.async_config.recompute_kv_cache_after_weight_updates,
+        share_prefixes=options.share_prefixes,
+        seed=training.seed,
+        note=tracker.note,
+        output_folder=Path(config.logger.log_dir) / "engines",
+    )
+
+
+def make_prompts_ahead(config: RolloutRunConfig, source: Mixture, template: ChatTemplate) -> PromptsAhead | None:
+    prefetch = config.rollout_training.num_prompts_per_step if config.data.prefetch is None else config.data.prefetch
+    return PromptsAhead(source.peek_messages, template, ahead=prefetch) if prefetch else None
 
 
 def make_past_selves(backend: Backend, environments: Sequence[Environment[Any]]) -> TorchPastSelves | None:
@@ -198,89 +153,6 @@ def make_past_selves(backend: Backend, environments: Sequence[Environment[Any]])
             "policy.generation.backend=torch and cluster.backend=local, or let it play against a served model"
         )
     return backend.build_past_selves(rule)
-
-
-def describe_engine_start(config: RolloutRunConfig) -> str:
-    return f"starting the {config.policy.generation.engine_name} engine"
-
-
-def find_at_start(
-    config: RolloutRunConfig, options: TrainOptions, source: Mixture, algorithm: Algorithm
-) -> Iterator[HealthFinding]:
-    """Find what most likely is not as intended, before the first step."""
-    environments = {component.name: component.environment for component in source.components}
-    yield from check_turns(environments, config.rollout_training.max_rollout_turns, config.section)
-    advantage = getattr(algorithm, "advantage", None)
-    if isinstance(advantage, DecoupledRewards):
-        weights = advantage.weights if isinstance(advantage.weights, Mapping) else {}
-        yield from check_reward_weights(list_reward_marks(config), weights, "algorithm.kwargs.advantage.weights")
-    yield from check_validation(options, source.size, held_out=bool(config.data.validation_entries))
-    yield from check_epochs(options, source.size, config.training.max_num_epochs)
-
-
-def make_rollout_stream(
-    config: RolloutRunConfig,
-    source: Mixture,
-    generator: Generator,
-    template: ChatTemplate,
-    sampling: Sampling,
-    options: TrainOptions,
-    state: StreamState | None,
-    *,
-    greedy: bool = False,
-    past: PastSelves | None = None,
-    ahead: PromptsAhead | None = None,
-) -> RolloutStream:
-    rules = make_episode_rules(config)
-
-    async def run(index: int) -> Group:
-        if ahead is not None:
-            ahead.advance(index)
-        try:
-            with contain_exits():
-                name, environment, task = source.at(index)
-        except Exception as error:
-            group = make_failed_group(index, generator.version, error)
-            source.observe(group)
-            return group
-        group = await run_group(
-            index,
-            name,
-            environment,
-            task,
-            samples=config.rollout_training.num_generations_per_prompt,
-            generator=generator,
-            template=template,
-            sampling=sampling,
-            rules=rules,
-            seed=config.rollout_training.seed,
-            greedy_baseline=greedy,
-            past=past,
-        )
-        source.observe(group)
-        return group
-
-    return RolloutStream(
-        run,
-        slots=count_slots(config),
-        size=source.size,
-        has=source.has,
-        state=state,
-        refill_on_release=options.max_staleness > 0,
-        order=make_order(config, options),
-        version=lambda: generator.version,
-    )
-
-
-def make_order(config: RolloutRunConfig, options: TrainOptions) -> GroupOrder:
-    """Return the order in which finished groups are trained on. A synchronous run is always FIFO: all groups have the newest version."""
-    section = config.rollout_training.async_config
-    if options.drop_stale:
-        return DropTooOld()
-    if options.max_staleness and section.order == "windowed":
-        window = options.groups_per_step if section.window is None else section.window
-        return Windowed(window=window, groups_per_step=options.groups_per_step, max_staleness=options.max_staleness)
-    return Fifo()
 
 
 def make_evaluator(
@@ -364,9 +236,5 @@ def make_train_options(
         val_at_end=training.val_at_end,
         save_period=config.checkpointing.save_period,
         share_prefixes=share_prefixes,
-        tracked_samples=config.logger.shown_samples,
-        tracked_samples_period=config.logger.tracked_samples_period,
-        stored_routes=config.logger.routes,
-        token_columns=config.logger.rollouts != "none" and config.logger.token_columns != "none",
         tasks_per_epoch=tasks,
     )

@@ -16,6 +16,7 @@ from strop.build.cluster.cluster_run import open_cluster, run_with_restarts
 from strop.build.exit_codes import run_command
 from strop.build.lifecycle import make_profiler, make_tracker, seed_everything, watch_run
 from strop.build.local_device import resolve_device_name
+from strop.build.monitors.instruments import MachineWatch, ProfileRecorder, ThroughputMeter
 from strop.build.monitors.machine_monitors import watch_machines
 from strop.build.monitors.run_throughput import make_throughput
 from strop.build.recorded_run import build_recorded_run
@@ -36,6 +37,7 @@ from strop.monitoring.trackers.wandb import is_wandb_offline
 from strop.safety.remote_code import trust_remote_code
 from strop.stopping import RunStopped
 from strop.trainer.cadence import announce_checkpoint
+from strop.trainer.health.health_monitor import HealthMonitor
 from strop.trainer.run import TrainingRun
 from strop.trainer.stop_signal import SignalHandler, handle_stop_signals
 from strop.trainer.train import train
@@ -95,7 +97,9 @@ def make_closing(config: TrainingRunConfig, run: TrainingRun, failures: Sequence
         checkpoint=None if newest is None else folder / f"step_{newest}",
         seconds=seconds,
         tokens=run.last_metrics.get("train/total_tokens", 0.0),
-        warnings=[str(finding) for finding in run.health.findings],
+        warnings=[
+            str(finding) for each in run.listeners.attached if isinstance(each, HealthMonitor) for finding in each.findings
+        ],
         failed_trackers=failures,
         hints=[describe_offline(config)] if config.logger.wandb_enabled and is_wandb_offline(config.logger.wandb.mode) else [],
     )
@@ -122,11 +126,14 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
             config = resolve_auto_backend(config, has_gpus=not cluster.on_cpu)
         run, generator = await build_run(config, tracker, cluster, algorithm)
         machines = await watch_machines(config, cluster)
-        run.read_machines = machines.metrics
         on_cpu = cluster.on_cpu if cluster is not None else resolve_device_name(config.policy.device) == "cpu"
-        run.throughput = make_throughput(config, machines.gpu_names, tracker.note, on_cpu=on_cpu)
+        throughput = make_throughput(config, machines.gpu_names, tracker.note, on_cpu=on_cpu)
+        run.listeners.attach(
+            ThroughputMeter(throughput=throughput, algorithm=algorithm, options=run.options),
+            MachineWatch(monitor=machines),
+            ProfileRecorder(profiler=make_profiler(config, tracker, cluster)),
+        )
         run.stop_request = signals.stop_request
-        run.profiler = make_profiler(config, tracker, cluster)
         check_checkpoint_space(config, run.learners, tracker)
         try:
             await train(run)
@@ -134,12 +141,11 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
                 await asyncio.to_thread(run.checkpoints.finish)
             announce_checkpoint(run)
         finally:
-            machines.stop()
             if run.checkpoints is not None:
                 with suppress(Exception):  # may fail for the same reason; but no write may overlap with the next attempt
                     await asyncio.to_thread(run.checkpoints.finish)
-            run.profiler.close()
             await run.stream.close()
+            await run.listeners.on_end(tracker)
             for close in run.on_close:
                 await close()
             if generator is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +19,12 @@ class RunState:
     stream: StreamState
     logged: Mapping[str, float]  # the step's metrics, for a run that was killed after saving the step but before logging it
     early_stop: EarlyStop | None = None
-    monitor: Mapping[str, Any] | None = None  # of reward hacking; None in checkpoints of earlier versions
+    listeners: Mapping[str, Any] = field(default_factory=dict)  # the states of those that have one, by name
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        """Read a checkpoint, of earlier versions too, which have the state of one listener alone."""
+        monitor = saved.pop("monitor", None)
+        vars(self).update({"listeners": {} if monitor is None else {"hacking": monitor}, **saved})
 
 
 class Saveable(Protocol):

@@ -33,6 +33,7 @@ from strop.models.export import (
     new_folder,
     save_model,
 )
+from strop.models.fit.damaged_weights import DamagedWeights, naming_damaged_weights
 from strop.models.fit.load_report import LoadReport, find_not_finite
 from strop.models.loading import ModelNotFound, find_model_folder, load_model, load_tokenizer
 
@@ -71,11 +72,14 @@ def convert_model(
 
 @contextmanager
 def _conversion_errors(source: SavedModel) -> Iterator[None]:
-    """Raise a ValueError of the code inside as a ConversionError that names the folder."""
+    """Raise a ValueError of the code inside as a ConversionError that names the folder, and damaged weights as one that names the file."""
     try:
-        yield
+        with naming_damaged_weights(source.weights):
+            yield
     except ConversionError:
         raise
+    except DamagedWeights as error:
+        raise ConversionError(str(error)) from error
     except ModelNotFound as error:
         raise ConversionError(str(error.with_key("CHECKPOINT"))) from error  # as `strop export --help` calls it
     except ValueError as error:

@@ -7,12 +7,11 @@ import json
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strop.cli.eval_command import is_model_name
 from strop.cli.export_command import add_choice_of_weights
-from strop.cli.output import USAGE_ERROR, make_run_parser, plain_warnings, print_config_error, print_interrupted
+from strop.cli.output import USAGE_ERROR, make_run_parser, plain_warnings, print_config_error, print_interrupted, removed_option
 
 if TYPE_CHECKING:
     from strop.build.comparison.compare_models import ComparisonJob
@@ -50,7 +49,7 @@ def compare(arguments: Sequence[str], command_line: str) -> int:
         if options.dry_run:
             print(describe_job(job))
             return 0
-        return _run(job, as_json=options.json, page=options.html)
+        return _run(job, as_json=options.json)
     except ConfigError as error:
         return print_config_error(error)
     except ValueError as error:
@@ -63,7 +62,7 @@ def compare(arguments: Sequence[str], command_line: str) -> int:
 def make_compare_parser() -> argparse.ArgumentParser:
     parser = make_run_parser("compare", DESCRIPTION, None)
     parser.usage = (
-        "strop compare A B [--metric NAME] [--margin X] [--level P] [--step N | --best] [--ema] [--config FILE] [--json] [--html FILE] "
+        "strop compare A B [--metric NAME] [--margin X] [--level P] [--step N | --best] [--ema] [--config FILE] [--json] "
         "[--dry-run] [key=value ...]"
     )
     add_choice_of_weights(parser)
@@ -78,18 +77,17 @@ def make_compare_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--level", type=float, default=0.95, metavar="P", help="of the intervals (default: 0.95)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and everything else to stderr")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the result as one HTML page that needs no network")
+    instead = "the printed comparison, or --json, says all that the page said"
+    parser.add_argument("--html", type=removed_option(instead), help=argparse.SUPPRESS)
     return parser
 
 
-def _run(job: ComparisonJob, *, as_json: bool, page: Path | None) -> int:
-    """Compare, print and write the page. Raises ValueError for what cannot be compared."""
+def _run(job: ComparisonJob, *, as_json: bool) -> int:
+    """Compare and print. Raises ValueError for what cannot be compared."""
     from strop.build.comparison.compare_models import compare_models
-    from strop.build.comparison.comparison_page import make_comparison_page
     from strop.build.comparison.comparison_report import format_comparison
     from strop.build.exit_codes import run_command
     from strop.config import ConfigError
-    from strop.monitoring.pages.document import write_document
     from strop.statistics.not_comparable import NotComparable
 
     refused: list[NotComparable | ConfigError] = []
@@ -102,13 +100,6 @@ def _run(job: ComparisonJob, *, as_json: bool, page: Path | None) -> int:
             refused.append(error)
             return
         print(json.dumps(found.as_dict(), indent=1, allow_nan=False) if as_json else format_comparison(found))
-        if page is not None:
-            try:
-                write_document(page, make_comparison_page(found))
-            except OSError as error:
-                refused.append(NotComparable(f"{page} cannot be written: {error.strerror or error}; the result is above"))
-                return
-            note(f"\n{page}")
 
     with plain_warnings():
         code = run_command(work())

@@ -7,7 +7,7 @@ import difflib
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,15 @@ def make_run_parser(command: str, description: str, default_config: Path | None)
     )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES_HELP)
     return parser
+
+
+def removed_option(instead: str) -> Callable[[str], NoReturn]:
+    """Return the type of an option that is gone: it refuses whatever is given, with what to do instead."""
+
+    def refuse(given: str) -> NoReturn:
+        raise argparse.ArgumentTypeError(f"this option is gone: {instead}")
+
+    return refuse
 
 
 def add_assumptions(parser: argparse.ArgumentParser) -> None:

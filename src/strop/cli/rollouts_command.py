@@ -6,18 +6,18 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from strop.cli.log_folder import find_log_folder
-from strop.cli.output import USAGE_ERROR
+from strop.cli.output import USAGE_ERROR, removed_option
 
 if TYPE_CHECKING:
     from strop.monitoring.rollout_view.rollout_selection import SelectedRollouts
 
-TEXT_LIMIT, PAGE_TEXT_LIMIT = 1500, 20_000  # characters of a message, unless --full
-TERMINAL_ROLLOUTS, STEPS_OF_A_TASK, PAGE_ROLLOUTS = 4, 20, 200  # unless --limit
+TEXT_LIMIT = 1500  # characters of a message, unless --full
+TERMINAL_ROLLOUTS, STEPS_OF_A_TASK = 4, 20  # unless --limit
 PIPE_WIDTH = 100  # columns where there is no terminal
 
 
@@ -49,7 +49,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--validation", action="store_true", help="samples of validations instead of training")
     parser.add_argument("--limit", type=_count, metavar="K", help="at most K rollouts")
     parser.add_argument("--full", action="store_true", help="do not shorten long messages")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one HTML page that needs no network")
+    instead = "`strop view RUN` shows rollouts, their tokens and their images in the browser"
+    parser.add_argument("--html", type=removed_option(instead), help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print one JSON object a line, with tokens and log-probabilities")
     return parser
 
@@ -72,11 +73,9 @@ def _show(options: argparse.Namespace) -> int:
             raise NoRollouts(f"there is no folder {folder}; give the log folder of a run (logger.log_dir)")
         source = ValidationSamples(folder) if options.validation else RolloutStore(folder, "none")
         over_steps = options.task is not None and options.step is None
-        default = PAGE_ROLLOUTS if options.html else STEPS_OF_A_TASK if over_steps else TERMINAL_ROLLOUTS
+        default = STEPS_OF_A_TASK if over_steps else TERMINAL_ROLLOUTS
         fields = ("step", "task", "environment", "ending", "best", "worst", "flagged")
-        selection = RolloutSelection(
-            **{name: getattr(options, name) for name in fields}, limit=options.limit or default, fill=bool(options.html)
-        )
+        selection = RolloutSelection(**{name: getattr(options, name) for name in fields}, limit=options.limit or default)
         if not source.steps():
             raise NoRollouts(_explain_empty(folder, options.validation))
         selected = select_rollouts(source, selection)
@@ -85,8 +84,6 @@ def _show(options: argparse.Namespace) -> int:
         return USAGE_ERROR
     for said in selected.damaged:
         print(f"warning: {make_printable(said)}", file=sys.stderr)
-    if options.html:
-        return _write_page(selected, folder, options)
     _print_lines(_format_json(selected) if options.json else _format_text(selected, options))
     return 0
 
@@ -124,55 +121,5 @@ def _format_text(selected: SelectedRollouts, options: argparse.Namespace) -> Ite
     for record in selected.records:
         shown = show_rollout(record, None if options.full else TEXT_LIMIT, selected.flags_of(record))
         yield format_rollout(shown, width=width, colour=colour, unfold=options.full)
-    if note := _describe_rest(selected, "--step, --best or --worst, and on a page with --html FILE"):
-        yield note
-
-
-def _describe_rest(selected: SelectedRollouts, others: str) -> str:
-    shown = len(selected.records)
-    if shown == selected.matching:
-        return ""
-    return f"shown: {shown} of {selected.matching} rollouts; others with --limit, {others}"
-
-
-def _write_page(selected: SelectedRollouts, folder: Path, options: argparse.Namespace) -> int:
-    from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER
-    from strop.monitoring.rollout_store.stored_images import StoredImages
-    from strop.monitoring.rollout_store.validation_samples import ValidationSamples
-    from strop.monitoring.rollout_view.rollout_page import make_page
-
-    limit = None if options.full else PAGE_TEXT_LIMIT
-    decode = _load_decoder(folder) if any(record.tokens for record in selected.records) else None
-    note = _describe_rest(selected, "--step, --best or --worst")
-    images = StoredImages(ValidationSamples(folder).folder if options.validation else folder / ROLLOUTS_FOLDER)
-    page = make_page(selected, title=str(folder), limit=limit, decode=decode, note=note, find_image=images.find)
-    try:
-        options.html.parent.mkdir(parents=True, exist_ok=True)
-        options.html.write_text(page, encoding="utf-8")
-    except OSError as error:
-        print(f"error: {options.html} cannot be written: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    print(f"{options.html}: {len(selected.records)} rollouts" + (f" ({note})" if note else ""))
-    return 0
-
-
-def _load_decoder(folder: Path) -> Callable[[list[int]], str] | None:
-    """Return the decode of the run's tokenizer, for the texts of tokens; None, with a warning, if it cannot be read."""
-    from strop.config.source import yaml_text
-
-    name: Any = None
-    try:
-        values: Any = yaml_text.parse_value((folder / "config.yaml").read_text(encoding="utf-8"))
-        policy = values["policy"]
-        name = (policy.get("tokenizer") or {}).get("name") or policy["model_name"]
-        from strop.models.loading import load_tokenizer
-
-        decode: Callable[[list[int]], str] = load_tokenizer(name).decode
-        return decode
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml_text.YamlError) as error:
-        reason = str(error).partition("\n")[0]
-        print(
-            f"warning: tokens are shown by their ids, because the tokenizer of the run ({name}) cannot be read: {reason}",
-            file=sys.stderr,
-        )
-        return None
+    if (count := len(selected.records)) < selected.matching:
+        yield f"shown: {count} of {selected.matching} rollouts; others with --limit, --step, --best or --worst, and in strop view"

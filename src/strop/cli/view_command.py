@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import os
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Any
 from strop.cli.log_folder import find_log_folder
 from strop.cli.output import USAGE_ERROR, RunParser
 from strop.packages import install_command, is_installed
+from strop.safety.site_guard import is_loopback
 
 DEFAULT_FOLDER = "logs"
-_LISTENING = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
 
 
 def view(arguments: Sequence[str], command_line: str) -> int:
@@ -27,8 +26,8 @@ def view(arguments: Sequence[str], command_line: str) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
-    if not (is_installed("starlette") and is_installed("uvicorn")):
-        print(f"error: the view needs the packages starlette and uvicorn: {install_command('view')}", file=sys.stderr)
+    if not is_installed("aiohttp"):
+        print(f"error: the view needs the package aiohttp: {install_command('view')}", file=sys.stderr)
         return USAGE_ERROR
     return _serve(options, places)
 
@@ -76,18 +75,17 @@ def _find_places(runs: Sequence[Path]) -> list[Path]:
 
 
 def _serve(options: argparse.Namespace, places: Sequence[Path]) -> int:
-    from strop.view.view_server import LOOPBACK, ViewOptions, ViewServer
+    import asyncio
+
+    from strop.view.view_server import ViewOptions, ViewServer
 
     view_options = ViewOptions(host=options.host, port=options.port, **({"token": None} if options.no_token else {}))
     try:
         server = ViewServer(places, view_options, _parse_yaml)
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno in _LISTENING else str(error)
-        print(
-            f"error: {options.host}:{options.port} cannot be listened on: {reason}; set another --host or --port", file=sys.stderr
-        )
+        print(f"error: {error}", file=sys.stderr)
         return 1
-    if options.host not in LOOPBACK:
+    if not is_loopback(options.host):
         who = "whoever reaches it" if options.no_token else "whoever has this address"
         print(f"warning: {options.host} is reached by other machines, over plain HTTP: {who} reads these runs", file=sys.stderr)
     count = len(server.catalogue.list_runs())
@@ -97,8 +95,9 @@ def _serve(options: argparse.Namespace, places: Sequence[Path]) -> int:
         import webbrowser
 
         webbrowser.open(server.address)
-    with suppress(KeyboardInterrupt):
-        server.run()
+    threading.Thread(target=server.routes.warm_up, name="warming up", daemon=True).start()
+    with suppress(KeyboardInterrupt):  # before the server heeds it
+        asyncio.run(server.serve())
     return 0
 
 

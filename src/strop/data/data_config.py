@@ -180,6 +180,13 @@ class DataEntryConfig(BaseConfig):
                 "Set it to null; size and split_validation_size choose a part of a file.",
             )
 
+        if self.characters_per_sample is not None and self.text_key is None:
+            yield Problem(
+                f"{key}.characters_per_sample",
+                f"found {self.characters_per_sample}, but only raw text is joined, and text_key names none",
+                "Set text_key to its column, or characters_per_sample to null.",
+            )
+
     def _check_streaming(self, key: str) -> Iterator[Problem]:
         if self.streaming and self.data_name is None:
             yield Problem(

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 
-from strop.gateway.bad_request import BadRequest
 from strop.gateway.completion_request import CompletionRequest, RequestReader
 from strop.gateway.exchange import Exchange
 from strop.gateway.gateway_config import GatewayConfig
@@ -23,6 +22,7 @@ from strop.generation.base import Completion, Generator, InvalidRequest, Request
 from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.watchdog.waits import waiting
+from strop.safety.site_guard import BadRequest
 from strop.sampling import Sampling, mix_seed
 from strop.thoughts import split_thoughts
 from strop.tools.base import ParsedReply

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from strop.gateway.bad_request import BadRequest
+from strop.safety.site_guard import BadRequest
 from strop.sampling import is_encodable
 from strop.tools.base import ParsedReply
 from strop.types import Message, ToolCall

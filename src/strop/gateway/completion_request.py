@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from strop.gateway.bad_request import BadRequest
 from strop.gateway.chat_message import read_messages, read_tools
 from strop.models.chat_template import ChatTemplate
+from strop.safety.site_guard import BadRequest
 from strop.sampling import Sampling, is_encodable, is_finite, is_whole, shown
 from strop.types import Message
 

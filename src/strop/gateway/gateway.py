@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,20 +18,20 @@ from aiohttp import web
 from strop.environments.agents.endpoint import MODEL, Endpoint
 from strop.gateway.agent_session import AgentSession
 from strop.gateway.answer import Answer
-from strop.gateway.bad_request import BadRequest, format_error
 from strop.gateway.gateway_config import GatewayConfig
 from strop.gateway.http_api import (
-    Handler,
-    answer_errors,
-    bearer_key,
+    add_routes,
+    answer_error,
+    format_error,
     list_models,
     open_stream,
     read_beside,
-    read_json,
     send_event,
+    stream_completions,
 )
 from strop.gateway.responses_api import ResponseAnswer, make_chat_body, number_events
-from strop.safety.http_requests import refuse_request
+from strop.safety.http_server import Handler, bearer_key, check_sender, listening, make_app, parse_json, read_body
+from strop.safety.site_guard import BadRequest
 
 KEEP_ALIVE_SECONDS = 15.0  # between the comments of a stream that waits for its completion
 SESSION: web.RequestKey[AgentSession] = web.RequestKey("session", AgentSession)
@@ -43,7 +43,8 @@ class Gateway:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self._sessions: dict[str, AgentSession] = {}  # by a digest of the key, so that looking one up says nothing about it
-        self._runner: web.AppRunner | None = None
+        self._listening = AsyncExitStack()
+        self._address = ""
         self._lock = asyncio.Lock()
         self._users = 0
 
@@ -65,92 +66,72 @@ class Gateway:
     async def _start(self) -> str:
         """Listen, unless it does already. Returns the base URL."""
         async with self._lock:
-            if self._runner is None:
-                runner = web.AppRunner(self._make_app(), handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
-                await runner.setup()
-                try:
-                    await web.TCPSite(runner, self.config.host, self.config.port).start()
-                except OSError as error:
-                    await runner.cleanup()
-                    raise OSError(
-                        f"the gateway cannot listen on {self.config.host}:{self.config.port}: {error.strerror}; set gateway.host and "
-                        "gateway.port (0 takes a free port)"
-                    ) from error
-                self._runner = runner
-            host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.host, self.config.host)
-            host = f"[{host}]" if ":" in host else host
-            return self.config.url or f"http://{host}:{self._runner.addresses[0][1]}/v1"
+            if not self._address:
+                place, settings = (self.config.host, self.config.port), "gateway.host or gateway.port (0 takes a free port)"
+                server = listening(self._make_app(), place, settings=settings, shutdown_s=1.0)
+                self._address = await self._listening.enter_async_context(server)
+            return self.config.url or f"{self._address}/v1"
 
     async def _stop(self) -> None:
         """Stop listening when the last episode has ended."""
         async with self._lock:
-            if self._users == 0 and self._runner is not None:
-                runner, self._runner = self._runner, None
-                await runner.cleanup()
+            if self._users == 0:
+                self._address = ""
+                await self._listening.aclose()
 
     def _make_app(self) -> web.Application:
-        app = web.Application(
-            middlewares=[answer_errors, self._find_session], client_max_size=int(self.config.max_body_mb * 2**20)
-        )
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{name:.+}", self._models)
-        app.router.add_post("/v1/chat/completions", self._complete)
-        app.router.add_post("/v1/completions", self._complete)
+        app = make_app(self._find_session, answer_error, max_body=int(self.config.max_body_mb * 2**20))
+        app.middlewares.append(self._keep_task)
+        add_routes(app, self._models, self._complete)
         app.router.add_post("/v1/responses", self._respond)
         return app
 
-    @web.middleware
-    async def _find_session(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        session = self._sessions.get(_digest(bearer_key(request)))
+    def _find_session(self, request: web.Request) -> None:
+        session = self._sessions.get(_digest(key := bearer_key(request)))
         if session is None:
             raise BadRequest(
                 "the API key is missing or wrong, or its episode has ended: send Authorization: Bearer KEY",
                 status=401,
                 code="invalid_api_key",
             )
-        if (refused := refuse_request(request, self.config.host, has_key=True)) is not None:
-            raise BadRequest(refused[1], status=refused[0])
+        check_sender(request, self.config.host, key, key)  # the key is right
         session.count_request()
         request[SESSION] = session
-        task = asyncio.current_task()
+
+    @web.middleware
+    async def _keep_task(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        task, tasks = asyncio.current_task(), request[SESSION].tasks
         assert task is not None
-        session.tasks.add(task)
+        tasks.add(task)
         try:
             return await handler(request)
         finally:
-            session.tasks.discard(task)
+            tasks.discard(task)
 
     async def _models(self, request: web.Request) -> web.Response:
         return list_models(request, request.match_info.get("name", MODEL), request[SESSION].max_length)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = request[SESSION]
-        body = await read_json(request, self.config.body_timeout_s, "gateway.body_timeout_s")
+        body = parse_json(await read_body(request, self.config.body_timeout_s, "gateway.body_timeout_s"))
         asked, encoded = await read_beside(
             request, lambda: session.read(body, is_chat=request.path.endswith("/chat/completions"))
         )
         answer = Answer(asked, model=_model_of(body), tokenizer=session.template.tokenizer)
         if not asked.stream:
             return web.json_response(answer.format_whole(*await session.complete(asked, encoded)))
-        response = await open_stream(request)
-        try:
+        async with stream_completions(request) as response:
             completions, replies = await _keep_alive(response, session.complete(asked, encoded))
             for index, (completion, reply) in enumerate(zip(completions, replies, strict=True)):
                 for chunk in answer.format_parts(index, completion, reply):
                     await send_event(response, chunk)
             if asked.include_usage:
                 await send_event(response, answer.format_usage(completions))
-        except (ConnectionError, asyncio.CancelledError):
-            raise
-        except Exception as error:  # the status is sent already
-            await send_event(response, format_error(error))
-        await send_event(response, "[DONE]")
-        await response.write_eof()
         return response
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         session = request[SESSION]
-        body = await read_json(request, self.config.body_timeout_s, "gateway.body_timeout_s")
+        body = parse_json(await read_body(request, self.config.body_timeout_s, "gateway.body_timeout_s"))
         chat = make_chat_body(body, session.conversations)
         asked, encoded = await read_beside(request, lambda: session.read(chat, is_chat=True))
         answer = ResponseAnswer(body, chat, model=_model_of(body), prompt_tokens=len(asked.prompts[0]))
@@ -168,7 +149,7 @@ class Gateway:
             answer.keep(reply, session.conversations)
             for name, event in number_events(answer.finish(completion, reply), sent):
                 await send_event(response, event, name)
-        except (ConnectionError, asyncio.CancelledError):
+        except ConnectionError:  # the client went away
             raise
         except Exception as error:  # the status is sent already
             failed = {"type": "error", "param": None, "code": None, "message": format_error(error)["error"]["message"]}

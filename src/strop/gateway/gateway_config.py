@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator
 from typing import Literal
 
@@ -10,6 +9,7 @@ from pydantic import Field
 
 from strop.base_config import BaseConfig
 from strop.problems import Problem
+from strop.safety.site_guard import is_loopback
 
 
 class GatewayConfig(BaseConfig):
@@ -50,11 +50,3 @@ class GatewayConfig(BaseConfig):
                 "with policy.generation's",
                 "Set it to run to train; agent is for evaluation.",
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -1,66 +1,48 @@
-"""What the servers of OpenAI's API share: keys, errors as JSON, bodies, streams of events."""
+"""What the servers of OpenAI's API share: routes, errors, streams of events."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from aiohttp import web
 
-from strop.gateway.bad_request import BadRequest, format_error
 from strop.generation.base import InvalidRequest
-from strop.safety.http_requests import BODY_SECONDS, read_json_body
-from strop.safety.site_guard import is_key
+from strop.safety.http_server import Handler
+from strop.safety.site_guard import BadRequest
 
 log = logging.getLogger(__name__)
 
 MAX_BODY = 32 * 2**20  # bytes
 LARGE_BODY = 2**16  # bytes that are tokenized in about a tenth of a second
 T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-@web.middleware
-async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every error into OpenAI's JSON."""
-    try:
-        return await handler(request)
-    except BadRequest as error:
-        return web.json_response(format_error(error), status=error.status)
-    except InvalidRequest as error:
-        return web.json_response(format_error(error), status=400)
-    except web.HTTPException as error:
-        reason = BadRequest(f"{request.method} {request.path}: {error.reason}", status=error.status)
-        return web.json_response(format_error(reason), status=error.status)
-    except ConnectionError:  # the client went away
-        raise
-    except Exception as error:
-        log.exception("a request failed")
-        return web.json_response(format_error(error), status=500)
+def answer_error(error: Exception, request: web.Request) -> web.Response:
+    """Answer as OpenAI's API does."""
+    status = error.status if isinstance(error, BadRequest) else 400 if isinstance(error, InvalidRequest) else 500
+    return web.json_response(format_error(error), status=status)
 
 
-def bearer_key(request: web.Request) -> str:
-    """Return the key of a request, "" without one."""
-    kind, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else ""
+def format_error(error: Exception) -> dict[str, Any]:
+    """Return an error as OpenAI's API does. What failed inside the server is logged, and not told to the client."""
+    if isinstance(error, BadRequest | InvalidRequest):
+        status, param, code = (getattr(error, name, None) for name in ("status", "param", "code"))
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status or 400, "invalid_request_error")
+        return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+    log.error("a request failed", exc_info=error)
+    return {"error": {"message": "the server failed; its log says why", "type": "server_error", "param": None, "code": None}}
 
 
-def check_key(given: str, expected: str) -> None:
-    if not is_key(given, expected):
-        raise BadRequest("the API key is missing or wrong: send Authorization: Bearer KEY", status=401, code="invalid_api_key")
-
-
-async def read_json(request: web.Request, seconds: float = BODY_SECONDS, setting: str = "") -> Any:
-    """Read the body, which must arrive within ``seconds``. Raises BadRequest."""
-    try:
-        return await read_json_body(request, seconds)
-    except TimeoutError:
-        raise BadRequest(f"the request did not arrive within {seconds:g} s{setting and f' ({setting})'}", status=408) from None
-    except ValueError as error:
-        raise BadRequest(str(error)) from error
+def add_routes(app: web.Application, models: Handler, complete: Handler) -> None:
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/v1/models/{name:.+}", models)
+    app.router.add_post("/v1/chat/completions", complete)
+    app.router.add_post("/v1/completions", complete)
 
 
 async def read_beside(request: web.Request, read: Callable[[], T]) -> T:
@@ -83,6 +65,20 @@ async def open_stream(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     return response
+
+
+@asynccontextmanager
+async def stream_completions(request: web.Request) -> AsyncIterator[web.StreamResponse]:
+    """Answer with the events of completions. The status is sent before anything can fail, so an error is an event, too."""
+    response = await open_stream(request)
+    try:
+        yield response
+    except ConnectionError:  # the client went away
+        raise
+    except Exception as error:
+        await send_event(response, format_error(error))
+    await send_event(response, "[DONE]")
+    await response.write_eof()
 
 
 async def send_event(response: web.StreamResponse, data: Any, event: str = "") -> None:

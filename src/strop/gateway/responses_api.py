@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from strop.gateway.bad_request import BadRequest
 from strop.gateway.chat_message import dump_arguments, format_reply, read_content
 from strop.generation.base import Completion
+from strop.safety.site_guard import BadRequest
 from strop.tools.base import ParsedReply
 
 Conversations = dict[str, list[dict[str, Any]]]  # by the id of a response: the messages up to its reply

@@ -41,7 +41,7 @@ class TokenTrace:
     batch: Batch
     optimizer_steps: int
     note: Callable[[str], object]
-    active: bool = True  # False: nothing is collected
+    active: bool = field(default=True, init=False)  # False: it failed
     _columns: dict[str, Tensor] = field(default_factory=dict)
     _by_term: dict[str, dict[str, Tensor]] = field(default_factory=lambda: {"loss_terms": {}, "loss_gradients": {}})
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from strop.models.fake_quant.apply_fake_quant import RoundWeight, weight_roundings
 from strop.models.fake_quant.fake_quant_linear import round_base_weight
+from strop.models.fit.damaged_weights import naming_damaged_weights
 from strop.models.fit.load_report import LoadReport, find_not_finite
 from strop.sampling import at_least_float32
 
@@ -294,13 +295,13 @@ def is_classifier_adapter(folder: Path) -> bool:
 def merge_adapters(model: Any, folder: Path) -> Any:
     """Merge the adapters in ``folder`` into ``model`` and return an ordinary model. Accepts any adapters that PEFT can merge.
 
-    Raises WeightsDoNotFit for adapters that are not those of their configuration or of the model.
+    Raises DamagedWeights, and WeightsDoNotFit for adapters that are not those of their configuration or of the model.
     """
     from peft import PeftModel
 
-    config = _correct_peft_config(model, folder)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), naming_damaged_weights(folder):
         warnings.filterwarnings("ignore", message="Found missing adapter keys")  # refused below
+        config = _correct_peft_config(model, folder)
         adapted = PeftModel.from_pretrained(model, str(folder), **({} if config is None else {"config": config}))
     loaded = adapted.load_adapter(
         str(folder), ADAPTER, ignore_mismatched_sizes=True

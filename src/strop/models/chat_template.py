@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # it imports torch, which a template does not need
 _REPLY_MARKER = "\u241e\u2418\u241e"
 _CALL_MARKER = "strop-call-marker"  # the same for calls; no template escapes it
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, as templates name it
+_THOUGHT_SWITCHES = ("enable_thinking", "thinking")  # options of templates: whether a turn begins with thoughts
 TOOL_ROLES = ("tool", "function", "ipython")
 _REMEMBERED_TOKENS = 2**20  # of prompts that were encoded lately
 _OPENING_TOKENS = 16  # at the end of a prompt, in which it may open a thought
@@ -54,6 +55,20 @@ class TokenSpan:
     in_loss: bool
     text: str
     images: tuple[PromptImage, ...] = ()  # places count from the span's first token
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """A message of the assistant in the text that it ends: what the policy generates of it is between ``start`` and ``end``."""
+
+    index: int
+    text: str  # the conversation, rendered with the message as its last
+    start: int
+    end: int
+
+    def follows(self, other: _Reply) -> bool:
+        """Whether the policy reads the other reply, as it was generated, before it writes this one."""
+        return other.end <= self.start and self.text.startswith(other.text[: other.end])
 
 
 class ConversationError(ValueError):
@@ -287,23 +302,28 @@ class ChatTemplate:
         """Return a complete conversation as text."""
         return _join_messages(messages) if self.joins_plain_text else self._render(messages, open_turn=False, tools=tools)
 
-    def encode_spans(self, messages: Messages, *, loss_from: int = 0, opened: bool = True, tools: Tools = ()) -> list[TokenSpan]:
-        """Split a recorded conversation into spans: a prompt, then loss spans and context spans in alternation.
+    def encode_spans(
+        self, messages: Messages, *, loss_from: int = 0, opened: bool = True, tools: Tools = ()
+    ) -> list[list[TokenSpan]]:
+        """Split a recorded conversation into paths of spans: a prompt, then loss spans and context spans in alternation.
 
-        Joined, the texts of the spans are the rendered conversation. The loss covers the assistant's messages from index ``loss_from`` on,
-        except one that opens the conversation and those with ``in_loss=False``. Each begins where sampling would begin, after
-        ``encode_prompt(messages before it)``, and ends with the special token that ends a turn in the template, if there is one. The first
-        span has exactly the tokens of the prompt of the first such message. With ``opened=False``, what the template writes to open a turn
-        is in the loss, too, as if the policy had generated it. Raises ConversationError if the template renders a turn differently from
-        how it would have been sampled.
+        The loss covers the assistant's messages from index ``loss_from`` on, except one that opens the conversation and those with
+        ``in_loss=False``. Each is rendered as the last message, which is how the policy would write it: it begins where sampling would
+        begin, after ``encode_prompt(messages before it)``, and ends with the special token that ends a turn in the template, if there is
+        one. It goes on with the path of the turn before it if the template still renders that one alike, and else begins another path. The
+        first path is that of the last turn, the others follow in order; most templates need one. Joined, the texts of a path are the
+        rendered conversation up to its last turn, and of the last turn to its end. The first span has exactly the tokens of the prompt of
+        the path's first turn. With ``opened=False``, what the template writes to open a turn is in the loss, too, as if the policy had
+        generated it. Raises ConversationError if the template renders a turn differently from how it would have been sampled.
         """
         turns = self._find_turns(messages, loss_from)
         if self.joins_plain_text:
-            return self._plain_spans(messages, turns)
-        texts = self._cut_conversation(messages, turns, opened, tools)
-        if self.vision is not None and (images := images_of(messages)):
-            return self._spans_with_images(texts, [self.vision.read(image) for image in images], self.vision)
-        return self._spans(texts, self._encode(texts[0]))
+            return [self._plain_spans(messages, turns)]
+        paths = self._cut_conversation(messages, turns, opened, tools)
+        if self.vision is None or not images_of(messages):
+            return [self._spans(texts, self._encode(texts[0])) for texts, _ in paths]
+        contents = [self.vision.read(image) for image in images_of(messages)]
+        return [self._spans_with_images(texts, contents[: len(images_of(shown))], self.vision) for texts, shown in paths]
 
     def _spans_with_images(self, texts: Sequence[str], contents: Sequence[bytes], vision: VisionProcessor) -> list[TokenSpan]:
         """Return the spans of texts with places for images, in order."""
@@ -318,10 +338,14 @@ class ChatTemplate:
         )  # an empty last text has no span
         return [replace(span, text=text, images=vision.find_images(span.tokens, own)) for span, text, own in spans]
 
-    def split_text(self, messages: Messages, *, loss_from: int = 0, opened: bool = True, tools: Tools = ()) -> list[str] | None:
+    def split_text(
+        self, messages: Messages, *, loss_from: int = 0, opened: bool = True, tools: Tools = ()
+    ) -> list[list[str]] | None:
         """Return the texts of ``encode_spans``, before they are tokens; None where messages are joined as plain text."""
         turns = self._find_turns(messages, loss_from)
-        return None if self.joins_plain_text else self._cut_conversation(messages, turns, opened, tools)
+        if self.joins_plain_text:
+            return None
+        return [texts for texts, _ in self._cut_conversation(messages, turns, opened, tools)]
 
     def _find_turns(self, messages: Messages, loss_from: int) -> list[int]:
         """Return the indices of the messages in the loss. Raises ConversationError if there are none."""
@@ -335,36 +359,63 @@ class ChatTemplate:
             )
         return turns
 
-    def _cut_conversation(self, messages: Messages, turns: Sequence[int], opened: bool, tools: Tools) -> list[str]:
+    def _cut_conversation(
+        self, messages: Messages, turns: Sequence[int], opened: bool, tools: Tools
+    ) -> list[tuple[list[str], Messages]]:
+        """Return the texts of each path, and the messages that they show."""
         if tools and not self.describes_tools:
             raise ConversationError(
                 "the data has definitions of tools, which the chat template does not show; write them into the system message of the data, "
                 "or set policy.tokenizer.chat_template to a template with tools"
             )
         rendered = self._render(messages, open_turn=False, tools=tools)
-        cuts = [cut for turn in turns for cut in self._reply_bounds(messages, turn, rendered, opened=opened, tools=tools)]
-        if any(left > right for left, right in pairwise(cuts)):
-            raise ConversationError(_rewritten_message(messages, turns[0]))
-        return [rendered[start:end] for start, end in pairwise([0, *cuts, len(rendered)])]
+        paths: list[list[_Reply]] = []
+        for turn in turns:
+            reply = self._find_reply(messages, turn, rendered, opened=opened, tools=tools)
+            if not paths or not reply.follows(paths[-1][-1]):
+                paths.append([])
+            paths[-1].append(reply)
+        return [_cut_path(path, rendered, messages) for path in (paths[-1], *paths[:-1])]
 
-    def _reply_bounds(self, messages: Messages, turn: int, rendered: str, *, opened: bool, tools: Tools = ()) -> tuple[int, int]:
-        """Return where the part of message ``turn`` that the policy generates begins and ends in the rendered text."""
-        prompt = self._render(messages[:turn], open_turn=opened, tools=tools)
+    def _find_reply(self, messages: Messages, turn: int, rendered: str, *, opened: bool, tools: Tools = ()) -> _Reply:
+        """Return the part of message ``turn`` that the policy generates, where the message is the last one."""
         last = turn + 1 == len(messages)
-        through_reply = rendered if last else self._render(messages[: turn + 1], open_turn=False, tools=tools)
-        suffix, generated = self._call_suffix if messages[turn].tool_calls else self._reply_suffix
-        end = len(through_reply) - len(suffix)
-        if not through_reply.startswith(prompt):
-            raise ConversationError(_opening_mismatch_message(turn, prompt, through_reply))
-        if not through_reply.endswith(suffix) or end < len(prompt):
+        for mode in self._modes:
+            prompt = self._render(messages[:turn], open_turn=opened, tools=tools, mode=mode)
+            through = (
+                rendered if last and not mode else self._render(messages[: turn + 1], open_turn=False, tools=tools, mode=mode)
+            )
+            if through.startswith(prompt):
+                break
+        else:
+            prompt = self._render(messages[:turn], open_turn=opened, tools=tools)
             raise ConversationError(
-                f"the chat template ends message {turn + 1} with {through_reply[-40:]!r}, and other replies with {suffix[-40:]!r}: it is "
+                _opening_mismatch_message(turn, prompt, self._render(messages[: turn + 1], open_turn=False, tools=tools))
+            )
+        for name, on in mode.items():
+            _warn_of_mode(name, on)
+        suffix, generated = self._call_suffix if messages[turn].tool_calls else self._reply_suffix
+        end = len(through) - len(suffix)
+        if not through.endswith(suffix) or end < len(prompt):
+            raise ConversationError(
+                f"the chat template ends message {turn + 1} with {through[-40:]!r}, and other replies with {suffix[-40:]!r}: it is "
                 "unclear where the reply ends; set policy.tokenizer.chat_template to one that ends all replies alike"
             )
-        end += generated
-        if not rendered.startswith(through_reply[:end]):
-            raise ConversationError(_rewritten_message(messages, turn))
-        return len(prompt), end
+        if messages[turn].reasoning.strip() not in through[len(prompt) : end]:
+            raise ConversationError(
+                f"the chat template leaves out the reasoning of message {turn + 1}, so it would be lost; write it into the content between "
+                "the model's own markers, or set policy.tokenizer.chat_template to a template that writes it"
+            )
+        return _Reply(turn, through, len(prompt), end + generated)
+
+    @cached_property
+    def _modes(self) -> list[dict[str, bool]]:
+        """Options with which a reply may have been asked for: the run's, then without and with thoughts, if the run leaves it open."""
+        template = str(getattr(self.tokenizer, "chat_template", ""))
+        switches = [
+            name for name in _THOUGHT_SWITCHES if name not in self.options and re.search(rf"(?<![.\w]){name}\b", template)
+        ]
+        return [{}, *({name: on} for name in switches for on in (False, True))]
 
     @cached_property
     def _reply_suffix(self) -> tuple[str, int]:
@@ -432,12 +483,14 @@ class ChatTemplate:
         preceding_ids, joined = self._encode(preceding), self._encode(preceding + text)
         return joined[len(preceding_ids) :] if joined[: len(preceding_ids)] == preceding_ids else self._encode(text)
 
-    def _render(self, messages: Messages, *, open_turn: bool, tools: Tools = ()) -> str:
+    def _render(self, messages: Messages, *, open_turn: bool, tools: Tools = (), mode: Mapping[str, bool] | None = None) -> str:
         style = self.call_style if any(message.tool_calls for message in messages) else None
-        return self._apply([self._as_dict(message, style) for message in messages], open_turn, tools)
+        return self._apply([self._as_dict(message, style) for message in messages], open_turn, tools, mode)
 
-    def _apply(self, messages: Sequence[Mapping[str, Any]], open_turn: bool, tools: Tools = ()) -> str:
-        options = {**self.options, **({"tools": [dict(tool) for tool in tools]} if tools else {})}
+    def _apply(
+        self, messages: Sequence[Mapping[str, Any]], open_turn: bool, tools: Tools = (), mode: Mapping[str, bool] | None = None
+    ) -> str:
+        options = {**self.options, **(mode or {}), **({"tools": [dict(tool) for tool in tools]} if tools else {})}
         text: str = self.tokenizer.apply_chat_template(messages, add_generation_prompt=open_turn, tokenize=False, **options)
         return text
 
@@ -537,12 +590,32 @@ class ChatTemplate:
 
 
 @cache
+def _warn_of_mode(name: str, on: bool) -> None:
+    option, other = (f"{name}={str(value).lower()}" for value in (on, not on))
+    warnings.warn(
+        f"the chat template opens a turn in a way that some replies of the data cannot follow, such as with a thought they do not have. "
+        f"With {option} they can, so they are trained on after such prompts. Set policy.tokenizer.chat_template_kwargs.{option} to "
+        f"sample with such prompts, too, or {other} to leave these replies out of training",
+        stacklevel=2,
+    )
+
+
+@cache
 def _warn_of_name(role: str) -> None:
     warnings.warn(
         f"the chat template does not write who speaks: the names of messages by {role!r} are left out; write them into the content, or set "
         "policy.tokenizer.chat_template",
         stacklevel=2,
     )
+
+
+def _cut_path(replies: Sequence[_Reply], rendered: str, messages: Messages) -> tuple[list[str], Messages]:
+    """Cut the text of replies that follow each other where they begin and end. ``rendered``: all messages."""
+    last = replies[-1]
+    whole = rendered.startswith(last.text[: last.end])
+    text = rendered if whole else last.text
+    cuts = [cut for reply in replies for cut in (reply.start, reply.end)]
+    return [text[start:end] for start, end in pairwise([0, *cuts, len(text)])], messages if whole else messages[: last.index + 1]
 
 
 def images_of(messages: Messages) -> list[Image]:
@@ -563,13 +636,6 @@ def _opening_mismatch_message(turn: int, prompt: str, rendered: str) -> str:
     return (
         f"the chat template opens message {turn + 1} with {prompt[common:][-40:]!r} when it is to be sampled, and renders it as "
         f"{rendered[common:][:40]!r}: the loss tokens would differ from what the policy samples there. Begin the message as the template "
-        "opens it, or set policy.tokenizer.chat_template_kwargs (such as enable_thinking: false) or policy.tokenizer.chat_template"
-    )
-
-
-def _rewritten_message(messages: Messages, turn: int) -> str:
-    return (
-        f"the chat template renders message {turn + 1} of {len(messages)} differently when more messages follow, as templates do "
-        "that drop earlier reasoning: the loss tokens would differ from what the policy samples there. Train on the last turn only "
-        "(sft.only_unmask_final=true), or set policy.tokenizer.chat_template to a template that does not change earlier turns"
+        "opens it, or set policy.tokenizer.chat_template_kwargs (such as enable_thinking: false) or policy.tokenizer.chat_template; "
+        "data.add_generation_prompt=false trains on the message as it is rendered, with what opens it"
     )

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
+from strop.models.fit.damaged_weights import naming_damaged_weights
 from strop.models.fit.load_report import LoadReport, find_conversion_errors
 from strop.models.local_files import CONFIG, find_local_file
 from strop.models.quantization.quantized_checkpoint import (
@@ -65,9 +66,9 @@ def from_pretrained(kind: Any, name: str | Path, **options: Any) -> Any:
 def load_weights(load: Callable[..., Any], name: str, *arguments: Any, **options: Any) -> tuple[Any, LoadReport]:
     """Call a ``from_pretrained`` and return the model and what was loaded, which the caller refuses. ``name``: for messages.
 
-    Raises WeightsDoNotFit for weights that Transformers cannot convert.
+    Raises DamagedWeights for files that cannot be read, WeightsDoNotFit for weights that Transformers cannot convert.
     """
-    with quiet_transformers():
+    with quiet_transformers(), naming_damaged_weights(name):
         try:
             model, info = load(*arguments, output_loading_info=True, ignore_mismatched_sizes=True, **options)
         except RuntimeError as error:
@@ -124,7 +125,8 @@ def load_dequantized(kind: Any, name: str, location: str, config: Any, method: s
     if method == "mxfp4":
         load, options = partial(from_pretrained, kind, location), dequantizing_options(config)
     else:
-        weights = read_dequantized(find_model_folder(location), config)
+        with naming_damaged_weights(name):
+            weights = read_dequantized(find_model_folder(location), config)
         del config.quantization_config
         load, options = partial(kind._model_mapping[type(config)].from_pretrained, None), {"state_dict": weights}
     model, report = load_weights(load, name, config=config, dtype=torch.float32, **options)

@@ -1,8 +1,9 @@
 """``strop plot RUN``: plot the curves of a run, or of several in one picture, from metrics.jsonl, as small multiples in one PNG.
 
-Panels without data are omitted. Light points are raw values, and the line is a moving average; short series such as
-validations are plotted without smoothing. The last panel stacks the phases of each step's time; for several runs, it is the time of
-a step. Runs that differ in their seed alone are one line, their mean, in a band from the lowest to the highest.
+Panels without data are omitted. The number of a panel is the last step's. Light points are raw values, and the line is a moving average,
+as the picture says; short series such as validations are plotted without smoothing. The last panel stacks the phases of each step's time;
+for several runs, it is the time of a step. Runs that differ in their seed alone are one line, their mean, in a band from the lowest to the
+highest.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ PHASE_COLOURS = {
 LINE_COLOURS = (BLUE, ORANGE, GREEN, RED, PINK, SKY, YELLOW, "#000000")
 LINE_STYLES = ("-", "--", ":", "-.")  # after the colours are used up
 SPARE_COLOURS = (YELLOW, "#777777", "#000000")
+SMOOTHED = "lines: moving averages over a tenth of the steps"
 INK, PALE = "#333333", "#DDDDDD"
 MAX_BARS = 200  # longer runs average several steps per bar
 
@@ -183,7 +185,13 @@ def _plot(curves: Sequence[Curve], timed: Steps, steps: Steps, *, title: str) ->
     if timed:
         _style_axis(axes[panels - 1], "Seconds per step", limits)
         _plot_phases(axes[panels - 1], timed)
+    if any(len(axis.collections) for axis in axes[: len(curves)]):  # the points of a smoothed curve
+        _add_note(figure, f"{SMOOTHED}; points: each step; numbers: the last step")
     return figure
+
+
+def _add_note(figure: Figure, note: str) -> None:
+    figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=INK)
 
 
 def _plot_lines(curves: Sequence[Curve], lines: Sequence[RunLine], steps: Steps) -> Figure:
@@ -208,6 +216,8 @@ def _plot_lines(curves: Sequence[Curve], lines: Sequence[RunLine], steps: Steps)
                 lows, highs = [point.low for point in points], [point.high for point in points]
                 axis.fill_between(xs, lows, highs, color=colour, alpha=0.18, linewidth=0)
         _widen_axis(axis, curve)
+    if any(len(run.series(curve.tag)) > SMOOTH_ABOVE for curve in curves for line in lines for run in line.runs):
+        _add_note(figure, SMOOTHED)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside upper left", ncols=1 if max(map(len, labels)) > 30 else 3, fontsize=9, frameon=False,
@@ -279,14 +289,11 @@ def _plot_curve(axis: Axes, curve: Curve, steps: Steps) -> None:
         axis.axhline(curve.reference, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     if len(points) <= SMOOTH_ABOVE:
         axis.plot(xs, ys, color=curve.colour, linewidth=1.6, marker="o", markersize=4)
-        end = ys[-1]
     else:
-        line = smooth(ys)
         axis.scatter(xs, ys, s=6, color=curve.colour, alpha=0.25, linewidths=0)
-        axis.plot(xs, line, color=curve.colour, linewidth=1.8)
-        end = line[-1]
+        axis.plot(xs, smooth(ys), color=curve.colour, linewidth=1.8)
     axis.annotate(
-        format_number(end), (1.0, 1.0), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
+        format_number(ys[-1]), (1.0, 1.0), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
         ha="right", va="bottom", fontsize=10, fontweight="bold", color=curve.colour,
     )  # fmt: skip
 

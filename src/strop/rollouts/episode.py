@@ -12,9 +12,9 @@ import torch
 
 from strop.environments.base import Environment, RewardResult
 from strop.environments.forks import run_in_one_process
-from strop.environments.games.policy_client import serve_policy
+from strop.environments.games.policy_client import NoPolicyError, serve_policy
 from strop.gateway.gateway_config import GatewayConfig
-from strop.generation.base import Generator, PastSelves
+from strop.generation.base import Generator, PastGenerator, PastSelf, PastSelves
 from strop.generation.policy_turn import make_policy_turn
 from strop.models.chat_template import ChatTemplate
 from strop.models.vision.encoded_prompt import EncodedPrompt
@@ -22,7 +22,6 @@ from strop.monitoring.watchdog.waits import waiting
 from strop.rollouts.agent_episode import run_agent
 from strop.rollouts.reward_penalties_config import RewardPenaltiesConfig
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
-from strop.rollouts.sampled_policy import SampledPolicy
 from strop.rollouts.tool_turns import ToolTurns, make_reply_message
 from strop.safety.exits import NotAnException, contain_cancellation, contain_exits
 from strop.sampling import Sampling, mix_seed
@@ -357,3 +356,46 @@ def _append(rollout: Rollout, messages: Messages, encoded: EncodedPrompt, rules:
     images = [image.moved(rollout.length) for image in encoded.images]
     text = "\n".join(message.content for message in messages)
     return rollout.with_turn(observation_turn(encoded.tokens, text, images), *messages)
+
+
+# The policy as an opponent of itself: what it would write in another conversation.
+
+
+@dataclass(frozen=True)
+class SampledPolicy:
+    """A ``PolicyClient`` over the generator of a run."""
+
+    generator: Generator | PastGenerator
+    template: ChatTemplate
+    sampling: Sampling
+    max_length: int  # tokens of a conversation
+    earlier: PastSelf | None = None  # drawn for the group
+
+    @property
+    def version(self) -> int:
+        return self.generator.version
+
+    def past(self, share: float) -> SampledPolicy:
+        if self.earlier is None:
+            raise NoPolicyError(
+                "this environment plays against earlier selves of the policy, which are kept in training only; set opponent to self, or to "
+                "endpoint with a model that strop serve serves"
+            )
+        return replace(self, generator=self.earlier.generator) if self.earlier.quantile < share else self
+
+    async def complete(self, messages: Messages, *, seed: int, stop_strings: Sequence[str] = ()) -> str:
+        """Return the reply. Raises ValueError for a conversation that leaves no room for one."""
+        encoded = self.template.encode_with_images(messages)
+        prompt = encoded.tokens
+        room = self.max_length - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"the conversation of the policy's opponent has {len(prompt)} tokens, and policy.max_total_sequence_length is "
+                f"{self.max_length}; raise it"
+            )
+        stops = tuple(dict.fromkeys((*self.sampling.stop_strings, *stop_strings)))
+        wanted = replace(
+            self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room), stop_strings=stops, record_sampling_mask=False
+        )
+        shown: dict[str, Any] = {"images": encoded.images} if encoded.images else {}
+        return (await self.generator.generate(prompt, sampling=wanted, seed=seed, **shown)).text

@@ -1,8 +1,8 @@
 """Groups from recorded data, for supervised and preference training.
 
 A recorded rollout has the form of a sampled one. Its policy turns are the assistant's messages in the data. They were not sampled, so
-their log-probabilities are zeros and their versions -1. A group is planned first; its tokens may be made in another process
-(``strop.rollouts.recorded_tokens``).
+their log-probabilities are zeros and their versions -1. A turn that the chat template renders otherwise once the conversation goes on is
+a branch. A group is planned first; its tokens may be made in another process (``strop.rollouts.recorded_tokens``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from strop.rollouts.recorded_tokens import (
     TokenizedConversation,
     tokenize_group,
 )
-from strop.types import Ending, Group, Message, Rollout, Task, Turn
+from strop.types import Branch, Ending, Group, Message, Rollout, Task, Turn
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,9 @@ class PlannedGroup:
             ending=Ending.STOP,
             reward=self.rewards[sample],
             images=tokens.images,
+            branches=tuple(
+                Branch(parent=0, start=branch.start, turns=tuple(map(_make_turn, branch.turns))) for branch in tokens.branches
+            ),
         )
 
     def _group(self, rollouts: Sequence[Rollout]) -> Group:

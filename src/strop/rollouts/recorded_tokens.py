@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
 from strop.models.chat_template import ChatTemplate, TokenSpan
@@ -55,10 +55,19 @@ class RecordedTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedBranch:
+    """Turns that the template renders otherwise once the conversation goes on, after ``start`` tokens of the conversation."""
+
+    start: int
+    turns: tuple[RecordedTurn, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizedConversation:
     prompt: array[int]
     turns: tuple[RecordedTurn, ...]
     images: tuple[PromptImage, ...] = ()  # of the prompt
+    branches: tuple[RecordedBranch, ...] = ()
 
 
 def tokenize_group(
@@ -78,14 +87,33 @@ def tokenize_conversation(
     conversation: RecordedConversation, template: ChatTemplate, rules: RecordedRules
 ) -> TokenizedConversation:
     """Return the tokens of a conversation. Raises ValueError for one that cannot be used."""
-    prompt, *spans = finish_spans(encode_spans(conversation, template, rules), template, rules)
-    starts = accumulate((len(span.tokens) for span in spans), initial=len(prompt.tokens))
-    turns = tuple(_make_turn(span, start, template) for span, start in zip(spans, starts, strict=False))
-    return TokenizedConversation(array("q", prompt.tokens), turns, prompt.images)
+    (prompt, *spans), *others = [finish_spans(path, template, rules) for path in encode_spans(conversation, template, rules)]
+    whole = _join_tokens([prompt, *spans])
+    return TokenizedConversation(
+        array("q", prompt.tokens),
+        _make_turns(spans, len(prompt.tokens), template),
+        prompt.images,
+        tuple(_make_branch(path, whole, template) for path in others),
+    )
+
+
+def _make_branch(path: Sequence[TokenSpan], whole: Sequence[int], template: ChatTemplate) -> RecordedBranch:
+    """Return the part of a path that the conversation does not have: its loss tokens, and the prompt from where they differ."""
+    prompt, *spans = path
+    start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt.tokens, whole, strict=False)))
+    if start < len(prompt.tokens):
+        images = tuple(image.moved(-start) for image in prompt.images if image.start >= start)
+        rest = prompt.tokens[start:]
+        spans = [TokenSpan(rest, False, template.tokenizer.decode(rest, skip_special_tokens=False), images), *spans]
+    return RecordedBranch(start, _make_turns(spans, start, template))
+
+
+def _join_tokens(spans: Sequence[TokenSpan]) -> list[int]:
+    return [token for span in spans for token in span.tokens]
 
 
 def finish_spans(encoded: Sequence[TokenSpan], template: ChatTemplate, rules: RecordedRules) -> list[TokenSpan]:
-    """Return the spans of a conversation from its prompt to its last loss token, with the tokens that begin and end it.
+    """Return the spans of a path from its prompt to its last loss token, with the tokens that begin and end it.
 
     Raises ValueError for a conversation that cannot be used.
     """
@@ -112,15 +140,20 @@ def finish_spans(encoded: Sequence[TokenSpan], template: ChatTemplate, rules: Re
     return [prompt, *spans]
 
 
-def encode_spans(conversation: RecordedConversation, template: ChatTemplate, rules: RecordedRules) -> list[TokenSpan]:
-    """Return the tokens of a conversation as the chat template splits it. Raises ValueError."""
+def encode_spans(conversation: RecordedConversation, template: ChatTemplate, rules: RecordedRules) -> list[list[TokenSpan]]:
+    """Return the tokens of a conversation as the chat template splits it, those of the path of the last turn first. Raises ValueError."""
     if conversation.raw_text is None:
         return template.encode_spans(
             conversation.messages, loss_from=conversation.loss_from, opened=rules.add_generation_prompt, tools=conversation.tools
         )
     # With the tokens that the tokenizer puts around a text. The first is only read: nothing predicts it.
     tokens: list[int] = template.tokenizer(conversation.raw_text)["input_ids"]
-    return [TokenSpan(tokens[:1], False, ""), TokenSpan(tokens[1:], True, conversation.raw_text)]
+    return [[TokenSpan(tokens[:1], False, ""), TokenSpan(tokens[1:], True, conversation.raw_text)]]
+
+
+def _make_turns(spans: Sequence[TokenSpan], start: int, template: ChatTemplate) -> tuple[RecordedTurn, ...]:
+    starts = accumulate((len(span.tokens) for span in spans), initial=start)
+    return tuple(_make_turn(span, start, template) for span, start in zip(spans, starts, strict=False))
 
 
 def _make_turn(span: TokenSpan, start: int, template: ChatTemplate) -> RecordedTurn:

@@ -10,6 +10,7 @@ import os
 import pickle
 import struct
 import sys
+from contextlib import suppress
 from typing import IO, Any
 
 from strop.rollouts.recorded_tokens import tokenize_group
@@ -34,18 +35,17 @@ def read_message(pipe: IO[bytes]) -> Any:
 
 
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
-    try:
-        template, rules = read_message(requests)
-    except EOFError:
-        return
-    except Exception as error:  # the tokenizer's class may not be importable here
-        return write_message(replies, f"{type(error).__name__}: {error}")
-    write_message(replies, READY)
-    try:
+    """Answer until either pipe is closed, as by a run that was killed."""
+    with suppress(EOFError, BrokenPipeError):
+        try:
+            template, rules = read_message(requests)
+        except EOFError:
+            return
+        except Exception as error:  # the tokenizer's class may not be importable here
+            return write_message(replies, f"{type(error).__name__}: {error}")
+        write_message(replies, READY)
         while True:
             write_message(replies, tokenize_group(read_message(requests), template, rules))
-    except (EOFError, BrokenPipeError):
-        return
 
 
 if __name__ == "__main__":

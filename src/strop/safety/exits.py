@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import signal
 import threading
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
+exit_process: Callable[[int], NoReturn] = os._exit  # as it is outside of runs, for the run's own ends
+_contained: ContextVar[bool] = ContextVar("code is contained", default=False)
 
 
 class RunExited(RuntimeError):
@@ -29,6 +33,7 @@ def contain_exits() -> Iterator[None]:
     pass, and so does the closing of a coroutine that nobody awaits any more.
     """
     task = _current_task()
+    inside = _contained.set(True)
     try:
         yield
     except Exception:
@@ -39,6 +44,29 @@ def contain_exits() -> Iterator[None]:
         if cancelled or closed or is_interrupt(error):
             raise
         raise type(type(error).__name__, (NotAnException,), {})(str(error)) from error
+    finally:
+        with suppress(ValueError):  # a coroutine that nobody awaits any more is closed in another context
+            _contained.reset(inside)
+
+
+@contextmanager
+def _containing_hard_exits() -> Iterator[None]:
+    """Let ``os._exit`` raise SystemExit where ``contain_exits`` is around it in this process: nothing could report such an end.
+
+    Processes that user code forks end by it as ever, and so do libraries that call it elsewhere.
+    """
+    process = os.getpid()
+
+    def exit_or_raise(status: int) -> NoReturn:
+        if os.getpid() == process and _contained.get():
+            raise SystemExit(f"os._exit({status})")
+        exit_process(status)
+
+    before, os._exit = os._exit, exit_or_raise
+    try:
+        yield
+    finally:
+        os._exit = before
 
 
 async def contain_cancellation(work: Coroutine[Any, Any, T]) -> T:
@@ -73,9 +101,13 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run``, which never ends with the exit code of user code. Raises RunExited if code that nobody awaits calls sys.exit()."""
+    """``asyncio.run``, which never ends with the exit code of user code, nor by its ``os._exit``.
+
+    Raises RunExited if code that nobody awaits calls sys.exit().
+    """
     try:
-        return asyncio.run(work)
+        with _containing_hard_exits():
+            return asyncio.run(work)
     except SystemExit as error:
         raise RunExited(
             f"a reward, an environment or a library ended the run with SystemExit({error.code!r}); raise an exception there instead, which "

@@ -19,6 +19,14 @@ JSON = ("application/json",)
 Refusal = tuple[int, str]  # an HTTP status, and why
 
 
+class BadRequest(ValueError):
+    """A request that cannot be answered: what was found, and why not."""
+
+    def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+
 @dataclass(frozen=True)
 class SiteGuard:
     """Decides over requests to one address. Header names are in lower case."""
@@ -80,6 +88,11 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a host."""
+    return ipaddress.ip_address(host).is_loopback if _is_address(host) else host == "localhost"
 
 
 def _is_unspecified(host: str) -> bool:

@@ -12,19 +12,17 @@ again), 500 the sandbox failed.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from aiohttp import web
 
-from strop.safety.http_requests import BODY_SECONDS, read_json_body, refuse_request
-from strop.safety.site_guard import is_key
+from strop.safety.http_server import bearer_key, check_sender, listening, make_app, read_json_object, stop_event
+from strop.safety.site_guard import BadRequest
 from strop.sandbox.base import Limits, Program, RunResult, SandboxError, SandboxFull, SandboxSession
 from strop.sandbox.sandbox_pool import SandboxPool
 
@@ -32,7 +30,6 @@ SESSION_IDLE_S = 900.0  # after which a session that nobody calls is closed
 CEILINGS = Limits(
     cpu_s=120, wall_s=300, memory_mb=4096, processes=256, open_files=1024, file_mb=256, disk_mb=512, output_kb=32768
 )
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +63,7 @@ class SandboxServer:
         self.sessions: dict[str, OpenSession] = {}
 
     def make_app(self) -> web.Application:
-        app = web.Application(client_max_size=self.options.max_request_mb << 20, middlewares=[self._answer_errors])
+        app = make_app(self._check, _answer_error, max_body=self.options.max_request_mb << 20)
         app.add_routes(
             [
                 web.get("/health", self.health),
@@ -79,27 +76,9 @@ class SandboxServer:
         app.on_cleanup.append(self._clean_up)
         return app
 
-    @web.middleware
-    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    def _check(self, request: web.Request) -> None:
         if request.path != "/health":
-            if not is_key(request.headers.get("Authorization", "").removeprefix("Bearer "), self.options.api_key):
-                return _error(401, "the key is missing or wrong: send it as Authorization: Bearer KEY")
-            if (refused := refuse_request(request, self.options.host, has_key=True, kinds=None)) is not None:
-                return _error(*refused)
-        try:
-            return await handler(request)
-        except TimeoutError:
-            return _error(408, f"the request did not arrive within {BODY_SECONDS:g} s")
-        except web.HTTPRequestEntityTooLarge:
-            return _error(413, f"the request is larger than {self.options.max_request_mb} MiB")
-        except web.HTTPException as error:
-            return _error(error.status, error.reason)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            return _error(422, f"{error}")
-        except SandboxFull as error:
-            return _error(503, str(error))
-        except SandboxError as error:
-            return _error(500, str(error))
+            check_sender(request, self.options.host, self.options.api_key, bearer_key(request), kinds=None)
 
     async def health(self, request: web.Request) -> web.Response:
         counts = {"pending": self.pending, "sessions": len(self.sessions)}
@@ -107,7 +86,7 @@ class SandboxServer:
         return web.json_response({"status": "ok", "level": self.pool.config.level, "languages": languages, **counts})
 
     async def run(self, request: web.Request) -> web.Response:
-        body = await _read_body(request)
+        body = await read_json_object(request)
         limits = self._read_limits(body.pop("limits", {}))
         program = Program(**{**body, "limits": limits})
         if not all(isinstance(text, str) for text in (program.source, program.language, program.stdin)):
@@ -119,7 +98,7 @@ class SandboxServer:
     async def _limited(self, work: Callable[[], Awaitable[RunResult]]) -> web.Response:
         """Run something, unless too many wait already."""
         if self.pending >= self.options.max_waiting + self.pool.size:
-            return _error(503, f"{self.pending} requests are pending; try again")
+            raise SandboxFull(f"{self.pending} requests are pending; try again")
         self.pending += 1
         try:
             return web.json_response(asdict(await work()))
@@ -138,7 +117,7 @@ class SandboxServer:
         return limits
 
     async def open_session(self, request: web.Request) -> web.Response:
-        body = await _read_body(request)
+        body = await read_json_object(request)
         await self._close_idle()
         stack = AsyncExitStack()
         session = await stack.enter_async_context(
@@ -151,8 +130,8 @@ class SandboxServer:
     async def run_in_session(self, request: web.Request) -> web.Response:
         found = self.sessions.get(request.match_info["id"])
         if found is None:
-            return _error(404, "there is no such session, or it was closed because nobody called it")
-        body = await _read_body(request)
+            raise BadRequest("there is no such session, or it was closed because nobody called it", status=404)
+        body = await read_json_object(request)
         source, wall_s = body["source"], float(body["wall_s"])
         if not isinstance(source, str) or not 0 < wall_s <= self.options.ceilings.wall_s:
             raise ValueError(f"source must be a string, and wall_s at most {self.options.ceilings.wall_s:g}; found {wall_s:g}")
@@ -182,28 +161,22 @@ class SandboxServer:
 
 async def serve_sandbox(pool: SandboxPool, options: ServerOptions, started: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM; programs that run then may end. Raises OSError where the port is taken."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with suppress(RuntimeError):  # not the main thread
-            loop.add_signal_handler(number, stop.set)
-    runner = web.AppRunner(SandboxServer(pool, options).make_app(), shutdown_timeout=options.ceilings.wall_s, access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, options.host, options.port).start()
-        host, port = runner.addresses[0][:2]
-        started(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    stop, app = stop_event(), SandboxServer(pool, options).make_app()
+    async with listening(app, (options.host, options.port), shutdown_s=options.ceilings.wall_s, cancels=False) as address:
+        started(address)
         await stop.wait()
-    finally:
-        await runner.cleanup()
 
 
-async def _read_body(request: web.Request) -> dict[str, Any]:
-    body = await read_json_body(request)
-    if not isinstance(body, dict):
-        raise ValueError("the request must be a JSON object")
-    return body
-
-
-def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": message}, status=status)
+def _answer_error(error: Exception, request: web.Request) -> web.Response | None:
+    match error:
+        case BadRequest():
+            status = error.status
+        case ValueError() | TypeError() | KeyError() | AttributeError():
+            status = 422
+        case SandboxFull():
+            status = 503
+        case SandboxError():
+            status = 500
+        case _:
+            return None
+    return web.json_response({"error": str(error)}, status=status)

@@ -21,11 +21,12 @@ def drop_reason(run: TrainingRun, group: Group) -> DropReason | None:
 def check_drop_limits(run: TrainingRun, kept: int) -> None:
     """Raise TooManyDropped if too many groups failed in a row, or too few of this step's groups passed the filter."""
     options = run.options
-    if run.errors_in_a_row >= options.max_errors_in_a_row:
+    if run.collected.errors_in_a_row >= options.max_errors_in_a_row:
         raise TooManyDropped(
-            f"{run.errors_in_a_row} groups in a row failed ({options.section}.max_errors_in_a_row); the last reasons:{describe_drops(run)}"
+            f"{run.collected.errors_in_a_row} groups in a row failed ({options.section}.max_errors_in_a_row); the last reasons:"
+            f"{describe_drops(run)}"
         )
-    dropped = [group for group, reason in run.dropped if reason != "stale"]
+    dropped = [group for group, reason in run.collected.dropped if reason != "stale"]
     if kept < options.groups_per_step and kept + len(dropped) >= options.max_groups_per_step:
         reward = sum(float(group.rewards.mean()) for group in dropped) / max(len(dropped), 1)
         raise TooManyDropped(
@@ -40,8 +41,8 @@ def describe_drops(run: TrainingRun) -> str:
 
     First the last three distinct errors, then the number of groups that no reward scored, that did not pass the filter, that were too old.
     """
-    errors = dict.fromkeys(error for group, reason in run.dropped if reason == "error" for error in group.errors)
-    reasons = [reason for _, reason in run.dropped]
+    errors = dict.fromkeys(error for group, reason in run.collected.dropped if reason == "error" for error in group.errors)
+    reasons = [reason for _, reason in run.collected.dropped]
     counts = {
         "have no reward: a reward returned None for every rollout": reasons.count("unscored"),
         "did not pass the algorithm's filter": reasons.count("filtered"),

@@ -12,12 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from strop.algorithms.base import TokenOutputs
 from strop.base_config import validate_section
 from strop.generation.generation_config import MismatchConfig
+from strop.stopping import EndRun
+from strop.trainer.listeners import RunListener
+from strop.trainer.step_view import StepView
 from strop.types import Batch
 
 POSITION_BUCKETS = (1, 16, 64, 256, 1024, 4096)  # last position of each bucket, counted from 1; one more bucket is open
@@ -25,7 +30,7 @@ MAX_AGE = 8  # ages from here on share one bucket
 MIN_SHARE = 0.01  # share of the tokens that an age must have for the limits to apply to it
 
 
-class MismatchTooLarge(RuntimeError):
+class MismatchTooLarge(EndRun):
     """Sampler and learner have disagreed by more than the limit for too many steps. The message gives the measurements."""
 
 
@@ -127,13 +132,35 @@ def _bucket_name(bucket: int) -> str:
 
 
 @dataclass
-class MismatchGuard:
-    """Checks each step against the limits."""
+class MismatchGuard(RunListener):
+    """Measures each step and checks it against the limits."""
 
+    name = "mismatch"
     limits: MismatchConfig = field(default_factory=lambda: validate_section(MismatchConfig, {}))
     exact: bool = False  # policy.exact_on_policy: no token of the current weights may differ in a single bit
     steps_above_stop: int = 0  # consecutive steps above ``stop``
     last_warning: int | None = None  # the step of the last warning
+    report: MismatchReport | None = None  # of the step that is being stored
+
+    async def on_step(self, step: StepView) -> dict[str, float]:
+        outputs = step.result.old_outputs
+        if not isinstance(outputs, TokenOutputs):
+            return {}
+        self.report = measure_mismatch(step.batch, outputs.logprobs, step.step - 1)
+        return self.report.metrics()
+
+    async def on_log(self, step: StepView) -> dict[str, float]:
+        """Warn, or raise MismatchTooLarge: when the step is stored, so that its tokens can be looked at."""
+        report, self.report = self.report, None
+        if report is not None and (warning := self.check(step.step, report)) is not None:
+            step.tracker.note(f"warning: {warning}")
+        return {}
+
+    async def state_dict(self) -> Any:
+        return {"steps_above_stop": self.steps_above_stop, "last_warning": self.last_warning}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.steps_above_stop, self.last_warning = state["steps_above_stop"], state["last_warning"]
 
     def check(self, step: int, report: MismatchReport) -> str | None:
         """Return a warning, if one is due.

@@ -9,22 +9,16 @@ from typing import Literal
 from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Checkpointer, Restorable
 from strop.learner.client import LearnerClient
-from strop.learner.throughput import Throughput
-from strop.ledger.token_trace import TokenTrace
-from strop.monitoring.hacking.hacking_monitor import HackingMonitor
-from strop.monitoring.profiling.step_profiler import StepProfiler
 from strop.monitoring.rollout_store.rollout_record import DropReason
-from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.media import SavedCheckpoint
 from strop.rollouts.stream import GroupStream, StreamState
 from strop.stopping import EarlyStop, RunEnding, StopRequest
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Validator
-from strop.trainer.health.health_monitor import HealthMonitor
-from strop.trainer.mismatch import MismatchGuard
+from strop.trainer.listeners import Listeners
 from strop.trainer.step_timer import StepTimer
-from strop.types import Batch, Group
+from strop.types import Group
 from strop.weight_sync.base import WeightSync
 
 
@@ -65,11 +59,25 @@ class TrainOptions:
     val_at_end: bool = False
     save_period: int = 0
     share_prefixes: bool = True
-    tracked_samples: int | None = None  # rollouts of a step that services show; None: there is no service
-    tracked_samples_period: int = 10
     tasks_per_epoch: int | None = None  # for the metric train/epoch; None: unknown
-    stored_routes: bool = False  # store the experts of each token with the rollouts
-    token_columns: bool = False  # store what the update says of each token, also of recorded data
+
+
+@dataclass
+class Saved:
+    """The newest checkpoint."""
+
+    step: int = -1
+    failed: bool = False  # the last save did: the next step is saved
+    unannounced: SavedCheckpoint | None = None  # until the trackers know of it
+
+
+@dataclass
+class Collected:
+    """What the current step did to collect its groups."""
+
+    stream: StreamState | None = None  # at the beginning of the step
+    dropped: list[tuple[Group, DropReason]] = field(default_factory=list)  # with the reason
+    errors_in_a_row: int = 0  # groups, also of earlier steps
 
 
 @dataclass(kw_only=True)
@@ -84,30 +92,18 @@ class TrainingRun:
     columns: ColumnSources
     weights: WeightSync
     tracker: Tracker
-    rollouts: RolloutStore
-    decode: Callable[[list[int]], str] | None = None  # the tokenizer's, for stored prompts
     evaluator: Validator | None = None
     early_stop: EarlyStop | None = None
     stop_request: StopRequest = field(default_factory=StopRequest)
-    mismatch: MismatchGuard = field(default_factory=MismatchGuard)
-    health: HealthMonitor = field(default_factory=HealthMonitor)
-    monitor: HackingMonitor = field(default_factory=HackingMonitor)
     checkpoints: Checkpointer | None = None
-    throughput: Throughput | None = None  # how fast training is for the devices it has
-    read_machines: Callable[[], Mapping[str, float]] = dict  # what the machines did since it was last called
+    listeners: Listeners = field(default_factory=Listeners)
     on_close: list[Callable[[], Awaitable[None]]] = field(default_factory=list)  # called when the run has ended
     step: int = 0
     ending: RunEnding | None = None  # None: there is a further step
-    stop_noted: bool = False  # the stop request has been logged
-    saved_step: int = -1  # the step of the newest checkpoint
-    unannounced: SavedCheckpoint | None = None  # the newest checkpoint, until the trackers know of it
-    save_failed: bool = False  # the last save did: the next step is saved
+    saved: Saved = field(default_factory=Saved)
     last_metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
     timer: StepTimer = field(default_factory=StepTimer)  # of the current step
-    profiler: StepProfiler = field(default_factory=StepProfiler)
-    stream_state: StreamState | None = None  # at the beginning of the current step
-    dropped: list[tuple[Group, DropReason]] = field(default_factory=list)  # dropped in the current step, with the reason
-    errors_in_a_row: int = 0  # groups, also of earlier steps
+    collected: Collected = field(default_factory=Collected)
 
     @property
     def saved_parts(self) -> Mapping[str, Restorable]:
@@ -119,17 +115,7 @@ class TrainingRun:
         """What the run does while it waits for groups."""
         return "reading data" if self.algorithm.recorded_data else "generating"
 
-    def trace_tokens(self, batch: Batch, optimizer_steps: int) -> TokenTrace:
-        """Return what follows the tokens of a batch through its update, if their columns are stored."""
-        return TokenTrace(
-            algorithm=self.algorithm,
-            batch=batch,
-            optimizer_steps=optimizer_steps,
-            note=self.tracker.note,
-            active=self.options.token_columns,
-        )
-
     def begin_step(self) -> None:
         self.timer.start_step()
-        self.stream_state = self.stream.state()
-        self.dropped.clear()
+        self.collected.stream = self.stream.state()
+        self.collected.dropped.clear()

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from strop.checkpointing.checkpointing_config import CheckpointingConfig
+from strop.safety.exits import exit_process
 from strop.stopping import STOPPED_EXIT_CODE, StopRequest
 
 _import_time = time.monotonic()
@@ -80,7 +81,7 @@ class SignalHandler:
 
 def _exit_now(why: str) -> None:
     _write_stderr(f"{why}: the run ends here. Start the same command again to continue from the newest checkpoint.")
-    os._exit(STOPPED_EXIT_CODE)
+    exit_process(STOPPED_EXIT_CODE)
 
 
 def _write_stderr(text: str) -> None:

@@ -43,7 +43,6 @@ async def collect(run: TrainingRun) -> list[Group]:
     Groups that failed, cannot be scored, are too old or do not pass the algorithm's filter are dropped, and their slots are released at
     once. There are fewer groups than a step needs only if no tasks are left.
     """
-    await run.profiler.begin(run.step + 1)
     run.begin_step()
     kept: list[Group] = []
     with run.timer.span("generation"):
@@ -57,9 +56,9 @@ async def collect(run: TrainingRun) -> list[Group]:
             if reason is None:
                 kept.append(group)
             else:
-                run.dropped.append((group, reason))
+                run.collected.dropped.append((group, reason))
                 run.stream.release(1)
-            run.errors_in_a_row = run.errors_in_a_row + 1 if reason in ("error", "unscored") else 0
+            run.collected.errors_in_a_row = run.collected.errors_in_a_row + 1 if reason in ("error", "unscored") else 0
             check_drop_limits(run, len(kept))
         staleness = max((run.step - group.version for group in kept), default=0)
         if staleness > run.options.max_staleness and not run.algorithm.recorded_data:

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from strop import metrics
-from strop.algorithms.base import Outputs, TokenOutputs
+from strop.algorithms.base import TokenOutputs
 from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.data.splitting import split_mini_batches
 from strop.learner.base import require_token_outputs
 from strop.learner.client import PolicyColumns
-from strop.monitoring.rollout_store.token_columns import TokenColumns
-from strop.trainer.mismatch import measure_mismatch
+from strop.trainer.loss_check import check_loss
 from strop.trainer.run import TrainingRun
 from strop.trainer.step_metrics import batch_metrics
+from strop.trainer.step_view import OptimizerPass, UpdateResult
 from strop.types import Batch
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class UpdateResult:
-    """What the update of a step computed."""
-
-    old_outputs: Outputs  # the policy's for the batch, from before the first optimizer step
-    metrics: Mapping[str, float]
-    tokens: TokenColumns | None = None  # what the update said of each token, if that is stored
 
 
 async def update(run: TrainingRun, batch: Batch) -> UpdateResult:
@@ -36,7 +26,7 @@ async def update(run: TrainingRun, batch: Batch) -> UpdateResult:
         if isinstance(old_outputs, TokenOutputs):
             batch = batch.with_column(POLICY_LOGPROBS, old_outputs.logprobs)
         logged: list[metrics.Metrics] = []
-        trace = run.trace_tokens(batch, steps)
+        passes: list[OptimizerPass] = []
         mini_batches = split_mini_batches(batch, run.options.steps_per_batch)
         for step, mini_batch in enumerate(mini_batches * run.options.update_epochs, 1):
             run.tracker.progress(f"training: optimizer step {step} of {steps}")
@@ -44,7 +34,10 @@ async def update(run: TrainingRun, batch: Batch) -> UpdateResult:
             for name, loss in losses.items():
                 inputs = replace(prepared, zero_gradient=run.algorithm.zero_gradient(prepared, name))
                 result = await run.learners[name].forward_backward(inputs, loss)
-                trace.observe(name, mini_batch.index, inputs, result.outputs, loss)
+                check_loss(run.algorithm, loss, inputs, result.outputs)
+                passes.append(
+                    OptimizerPass(learner=name, index=mini_batch.index, batch=inputs, outputs=result.outputs, loss=loss)
+                )
                 prefix = "" if name == "policy" else f"{name}_"
                 step_metrics = {**result.metrics, **await run.learners[name].step()}
                 logged.append({prefix + key: metrics.to_step_mean(metric) for key, metric in step_metrics.items()})
@@ -53,22 +46,11 @@ async def update(run: TrainingRun, batch: Batch) -> UpdateResult:
         assert old_outputs is not None
         trained = {f"train/{name}": value for name, value in metrics.to_floats(metrics.merge(*logged)).items()}
         measured = batch_metrics(batch, old_outputs, recorded=bool(run.algorithm.recorded_data))
-        mismatch = check_mismatch(run, batch, old_outputs)
-        found = {**trained, **run.algorithm.report(batch), **measured, **mismatch}
-        return UpdateResult(old_outputs=old_outputs, metrics=found, tokens=trace.columns())
+        found = {**trained, **run.algorithm.report(batch), **measured}
+        return UpdateResult(old_outputs=old_outputs, metrics=found, passes=passes)
 
 
 async def prepare_step(run: TrainingRun, batch: Batch) -> Batch:
     """Add the columns that depend on the whole optimizer step, before it is split into micro-batches."""
     outputs = await run.learners["policy"].score(batch) if run.algorithm.needs_step_outputs else None
     return run.algorithm.prepare_step(batch, None if outputs is None else require_token_outputs(outputs))
-
-
-def check_mismatch(run: TrainingRun, batch: Batch, old_outputs: Outputs) -> dict[str, float]:
-    """Compare the log-probabilities of sampler and learner; warn if they differ too much. Raises MismatchTooLarge."""
-    if run.algorithm.recorded_data or not isinstance(old_outputs, TokenOutputs):
-        return {}
-    report = measure_mismatch(batch, old_outputs.logprobs, run.step)
-    if (warning := run.mismatch.check(run.step + 1, report)) is not None:
-        run.tracker.note(f"warning: {warning}")
-    return report.metrics()

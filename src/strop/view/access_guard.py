@@ -7,14 +7,15 @@ cookie that the printed address sets, or as ``Authorization: Bearer``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
-from typing import Any
 from urllib.parse import parse_qs
 
-from strop.safety.site_guard import SiteGuard, is_key, refuse_content_type
+from aiohttp import web
+
+from strop.safety.http_server import lower_headers
+from strop.safety.site_guard import BadRequest, SiteGuard, is_key, refuse_content_type
 
 READING = ("GET", "HEAD")
 CHANGING = ("PUT",)
@@ -60,6 +61,26 @@ class AccessGuard(SiteGuard):
             return 401, NO_TOKEN
         return None
 
+    def check(self, request: web.Request) -> None:
+        """Raise BadRequest for a request that is refused."""
+        query = request.rel_url.raw_query_string
+        if (refused := self.refuse(request.method, request.path, query, lower_headers(request))) is not None:
+            raise BadRequest(refused[1], status=refused[0])
+        if (size := request.content_length or 0) > LONGEST_BODY:
+            raise web.HTTPRequestEntityTooLarge(LONGEST_BODY, size)
+
+    def enter(self, request: web.Request) -> web.Response:
+        """Set the cookie and go to the page. After a link of another site a browser would not send the cookie along a redirect, so a
+        page of this site goes on."""
+        if request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
+            body = '<!doctype html><meta http-equiv="refresh" content="0;url=/"><title>Strop</title><a href="/">Open the view</a>'
+            response = web.Response(text=body, content_type="text/html")
+        else:
+            response = web.Response(status=303, headers={"Location": "/"})
+        if self.token is not None:
+            response.headers["Set-Cookie"] = f"{self.cookie_name}={self.token}; Path=/; HttpOnly; SameSite=Strict"
+        return response
+
     def enters(self, method: str, path: str, query: str) -> bool:
         """Return whether the request is the printed address, with the right token."""
         return method in READING and path == "/" and self.token is not None and self._is_token(_read_token(query))
@@ -70,9 +91,6 @@ class AccessGuard(SiteGuard):
             return True
         kind, _, key = headers.get("authorization", "").partition(" ")
         return (kind.lower() == "bearer" and self._is_token(key.strip())) or self._is_token(self._read_cookie(headers))
-
-    def make_cookie(self) -> str:
-        return f"{self.cookie_name}={self.token}; Path=/; HttpOnly; SameSite=Strict"
 
     def _is_token(self, given: str) -> bool:
         return self.token is not None and is_key(given, self.token)
@@ -90,70 +108,13 @@ class AccessGuard(SiteGuard):
         return None if refuse_content_type(headers) is None else (403, "a change must be sent as application/json")
 
 
-class GuardedApp:
-    """An ASGI app behind a guard, with headers that keep the page to itself."""
-
-    def __init__(self, app: Any, guard: AccessGuard) -> None:
-        self.app, self.guard = app, guard
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        method, path, query = scope["method"], scope["path"], scope.get("query_string", b"").decode("latin-1")
-        refused = self.guard.refuse(method, path, query, headers)
-        if refused is None and int(_digits(headers.get("content-length", "0"))) > LONGEST_BODY:
-            refused = 413, f"the request is larger than {LONGEST_BODY // 1024} kB"
-        if refused is not None:
-            await _answer_refusal(send, *refused, as_page=path == "/", method=method)
-        elif self.guard.enters(method, path, query) or (path == "/" and "token=" in query):
-            await _enter(send, self.guard, headers)
-        else:
-            await self.app(scope, receive, _with_headers(send))
-
-
-def _with_headers(send: Any) -> Any:
-    async def send_with_headers(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            present = {name.lower() for name, _ in message["headers"]}
-            extra = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-            message = {**message, "headers": [*message["headers"], *(pair for pair in extra if pair[0] not in present)]}
-        await send(message)
-
-    return send_with_headers
-
-
-async def _enter(send: Any, guard: AccessGuard, headers: Mapping[str, str]) -> None:
-    """Set the cookie and go to the page. After a link of another site a browser would not send the cookie along a redirect, so a page
-    of this site goes on."""
-    cookie = [(b"set-cookie", guard.make_cookie().encode())] if guard.token is not None else []
-    if headers.get("sec-fetch-site") in ("cross-site", "same-site"):
-        body = b'<!doctype html><meta http-equiv="refresh" content="0;url=/"><title>Strop</title><a href="/">Open the view</a>'
-        await _respond(send, 200, body, [(b"content-type", b"text/html; charset=utf-8"), *cookie])
-    else:
-        await _respond(send, 303, b"", [(b"location", b"/"), *cookie])
-
-
-async def _answer_refusal(send: Any, status: int, reason: str, *, as_page: bool, method: str) -> None:
-    if as_page:
-        body, kind = (
-            f"<!doctype html><title>Strop</title><p>Not shown: {reason.replace('`', '')}</p>".encode(),
-            b"text/html; charset=utf-8",
-        )
-    else:
-        body, kind = json.dumps({"error": reason}).encode(), b"application/json"
-    await _respond(send, status, b"" if method == "HEAD" else body, [(b"content-type", kind)])
-
-
-async def _respond(send: Any, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    length = [(b"content-length", str(len(body)).encode())]
-    await _with_headers(send)({"type": "http.response.start", "status": status, "headers": [*headers, *length]})
-    await send({"type": "http.response.body", "body": body})
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Add what keeps the page to itself, and leave out what tells about the server."""
+    for name, value in HEADERS.items():
+        response.headers.setdefault(name, value)
+    for name in ("Server", "Date"):
+        response.headers.popall(name, None)
 
 
 def _read_token(query: str) -> str:
     return parse_qs(query).get("token", [""])[0]
-
-
-def _digits(text: str) -> str:
-    return text if text.isdecimal() and len(text) < 16 else str(LONGEST_BODY + 1)

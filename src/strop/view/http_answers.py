@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
+from aiohttp import web
 
 from strop.monitoring.rollout_index.rollout_filter import ORDERS, RolloutFilter
+from strop.safety.http_server import Handler
+from strop.safety.site_guard import BadRequest
 from strop.view.view_error import ViewError
 
 log = logging.getLogger(__name__)
@@ -18,30 +20,38 @@ log = logging.getLogger(__name__)
 LARGEST = 2**53
 
 
-def answer_json(value: Any, status: int = 200) -> Response:
-    return Response(json.dumps(value, allow_nan=False), status, media_type="application/json")
+def answer_json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=json.dumps(value, allow_nan=False).encode(), status=status, content_type="application/json")
 
 
-def answering(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
-    """Return an endpoint that answers what a function returns, or its error as a sentence. It runs in a thread."""
+def in_thread(answer: Callable[[web.Request], Any]) -> Handler:
+    """Return an endpoint that answers what a function returns, which reads files and runs in a thread."""
 
-    def endpoint(request: Request) -> Response:
-        try:
-            value = answer(request)
-            return value if isinstance(value, Response) else answer_json(value)
-        except ViewError as error:
-            return answer_json({"error": str(error)}, error.status)
-        except OSError as error:  # a folder that is being removed, a disk that went away
-            return answer_json({"error": f"a file of the run cannot be read: {error.strerror or error}"}, 422)
-        except Exception as error:
-            log.exception("%s cannot be answered", request.url.path)
-            return answer_json({"error": f"this cannot be shown ({type(error).__name__}: {str(error)[:200]})"}, 422)
+    def respond(request: web.Request) -> web.Response:
+        value = answer(request)
+        return value if isinstance(value, web.Response) else answer_json(value)
+
+    async def endpoint(request: web.Request) -> web.Response:
+        return await asyncio.to_thread(respond, request)
 
     return endpoint
 
 
-def read_int(request: Request, name: str, default: int | None = None) -> int | None:
-    text = request.query_params.get(name, "")
+def answer_error(error: Exception, request: web.Request) -> web.Response:
+    """Answer with a sentence for the reader of the page."""
+    if isinstance(error, BadRequest) and request.path == "/":
+        text = f"<!doctype html><title>Strop</title><p>Not shown: {str(error).replace('`', '')}</p>"
+        return web.Response(text=text, status=error.status, content_type="text/html")
+    if isinstance(error, BadRequest | ViewError):
+        return answer_json({"error": str(error)}, error.status)
+    if isinstance(error, OSError):  # a folder that is being removed, a disk that went away
+        return answer_json({"error": f"a file of the run cannot be read: {error.strerror or error}"}, 422)
+    log.error("%s cannot be answered", request.path, exc_info=error)
+    return answer_json({"error": f"this cannot be shown ({type(error).__name__}: {str(error)[:200]})"}, 422)
+
+
+def read_int(request: web.Request, name: str, default: int | None = None) -> int | None:
+    text = request.query.get(name, "")
     if not text:
         return default
     try:
@@ -53,28 +63,28 @@ def read_int(request: Request, name: str, default: int | None = None) -> int | N
     return value
 
 
-def read_count(request: Request, name: str, default: int) -> int:
+def read_count(request: web.Request, name: str, default: int) -> int:
     value = read_int(request, name, default)
     return default if value is None else value
 
 
-def read_float(request: Request, name: str) -> float | None:
-    text = request.query_params.get(name, "")
+def read_float(request: web.Request, name: str) -> float | None:
+    text = request.query.get(name, "")
     try:
         return float(text) if text else None
     except ValueError:
         raise ViewError(f"{name}: found {text[:40]!r}; give a number", 400) from None
 
 
-def read_place(request: Request) -> tuple[int, int, int]:
+def read_place(request: web.Request) -> tuple[int, int, int]:
     """Return step, group and sample of a path."""
-    step, group, *sample = (int(request.path_params[name]) for name in ("step", "group", "sample") if name in request.path_params)
+    step, group, *sample = (int(request.match_info[name]) for name in ("step", "group", "sample") if name in request.match_info)
     return step, group, sample[0] if sample else 0
 
 
-def read_filter(request: Request) -> RolloutFilter:
+def read_filter(request: web.Request) -> RolloutFilter:
     """Return the conditions of a request for rollouts. Raises ViewError."""
-    words = request.query_params
+    words = request.query
 
     def word(name: str) -> str | None:
         return words.get(name) or None
@@ -93,11 +103,11 @@ def read_filter(request: Request) -> RolloutFilter:
     )
 
 
-def _read_steps(request: Request) -> tuple[int, int] | None:
+def _read_steps(request: web.Request) -> tuple[int, int] | None:
     step = read_int(request, "step")
     if step is not None:
         return step, step
-    text = request.query_params.get("steps", "")
+    text = request.query.get("steps", "")
     if not text:
         return None
     first, dash, last = text.partition("-")
@@ -107,8 +117,8 @@ def _read_steps(request: Request) -> tuple[int, int] | None:
     return low, int(last) if last else (LARGEST if dash else low)
 
 
-def read_order(request: Request) -> str:
-    order = request.query_params.get("sort") or "-step"
+def read_order(request: web.Request) -> str:
+    order = request.query.get("sort") or "-step"
     if order not in ORDERS:
         raise ViewError(f"sort: found {order[:40]!r}; give one of {', '.join(ORDERS)}", 400)
     return order

@@ -11,12 +11,11 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from strop.monitoring.rollout_view.rollout_page import split_text
 from strop.safety.printable import make_printable
 
 log = logging.getLogger(__name__)
@@ -74,6 +73,20 @@ class TokenTexts:
         """Return whether a run's tokenizer is being read."""
         name = find_tokenizer_name(config)
         return name is not None and not self.load(name).done()
+
+
+def split_text(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
+    """Return the text that each token adds. A character of several tokens belongs to the last of them."""
+    pieces: list[str] = []
+    start = done = 0  # decoding begins some tokens earlier, because some tokenizers drop a space at the beginning
+    for end in range(1, len(tokens) + 1):
+        before, text = decode(list(tokens[start:done])), decode(list(tokens[start:end]))
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(tokens) and end - done < 4:
+            pieces.append("")
+            continue
+        pieces.append(text[len(before) :])
+        start, done = done, end
+    return pieces
 
 
 def find_tokenizer_name(config: Mapping[str, Any]) -> str | None:

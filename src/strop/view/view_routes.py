@@ -9,21 +9,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from aiohttp import web
 
 from strop.ledger.token_ledger import LedgerError, make_ledger
 from strop.monitoring.rollout_index.rollout_filter import RolloutFilter
 from strop.monitoring.rollout_store.rollout_store import ROLLOUTS_FOLDER
 from strop.monitoring.rollout_store.stored_images import StoredImages
+from strop.safety.http_server import make_app, parse_json, read_body
 from strop.safety.printable import make_printable
 from strop.storage.json_values import clean_json
-from strop.view.access_guard import LONGEST_BODY
-from strop.view.http_answers import answer_json, answering, read_count, read_filter, read_int, read_order, read_place
-from strop.view.page_files import read_page_file
+from strop.view.access_guard import LONGEST_BODY, AccessGuard, add_headers
+from strop.view.http_answers import answer_error, in_thread, read_count, read_filter, read_int, read_order, read_place
 from strop.view.rollout_browser import RolloutBrowser
 from strop.view.run_catalogue import RunCatalogue
 from strop.view.run_status import describe_status
@@ -44,14 +40,15 @@ LARGEST_REPLAY = 64 * 2**20  # bytes
 class ViewRoutes:
     """Answers requests from the runs of a catalogue."""
 
-    def __init__(self, catalogue: RunCatalogue) -> None:
-        self.catalogue = catalogue
+    def __init__(self, catalogue: RunCatalogue, guard: AccessGuard) -> None:
+        self.catalogue, self._guard = catalogue, guard
         self._texts = TokenTexts()
         self._browsers: dict[Path, tuple[RolloutBrowser, ValidationBrowser]] = {}
 
-    def make_app(self) -> Starlette:
-        place = "{step:int}/{group:int}/{sample:int}"
-        routes: dict[str, Callable[[Request], Any]] = {
+    def make_app(self) -> web.Application:
+        step, group = r"{step:[0-9]+}", r"{group:[0-9]+}"
+        place = f"{step}/{group}/{{sample:[0-9]+}}"
+        routes: dict[str, Callable[[web.Request], Any]] = {
             "/api/runs": self.list_runs,
             "/api/compare/config": self.compare_config,
             "/api/stars/export": self.export_stars,
@@ -60,20 +57,22 @@ class ViewRoutes:
             "/api/runs/{run}/config": self.config,
             "/api/runs/{run}/rollouts": self.rollouts,
             f"/api/runs/{{run}}/rollouts/{place}": self.rollout,
-            "/api/runs/{run}/groups/{step:int}/{group:int}": self.group,
+            f"/api/runs/{{run}}/groups/{step}/{group}": self.group,
             "/api/runs/{run}/tasks": self.tasks,
-            "/api/runs/{run}/tasks/{task:path}": self.task,
+            r"/api/runs/{run}/tasks/{task:[\s\S]*}": self.task,
             "/api/runs/{run}/validation": self.validations,
-            "/api/runs/{run}/validation/{step:int}": self.validation,
+            f"/api/runs/{{run}}/validation/{step}": self.validation,
             f"/api/runs/{{run}}/ledger/{place}": self.ledger,
             "/api/runs/{run}/replays": self.replays,
             "/api/runs/{run}/images/{name}": self.image,
+            "/api/runs/{run}/stars": self.stars,
+            "/{name:.*}": self.page,
         }
-        stars = "/api/runs/{run}/stars"
-        made = [Route(path, answering(answer), methods=["GET"]) for path, answer in routes.items()]
-        made += [Route(stars, answering(self.stars), methods=["GET"]), Route(stars, self.put_star, methods=["PUT"])]
-        made += [Route("/{name:path}", answering(self.page), methods=["GET"])]
-        return Starlette(routes=made)
+        app = make_app(self._guard.check, answer_error, max_body=LONGEST_BODY)
+        app.on_response_prepare.append(add_headers)
+        app.add_routes([web.get(path, in_thread(answer)) for path, answer in routes.items()])
+        app.router.add_put("/api/runs/{run}/stars", self.put_star)
+        return app
 
     def warm_up(self) -> None:
         """Read what the page asks for first, of the newest runs, while the browser is being opened."""
@@ -85,23 +84,25 @@ class ViewRoutes:
             except Exception as error:  # whoever asks for it is told
                 log.info("%s: %s", run.folder, error)
 
-    def run(self, request: Request) -> ViewedRun:
-        return self.catalogue.find(request.path_params["run"])
+    def run(self, request: web.Request) -> ViewedRun:
+        return self.catalogue.find(request.match_info["run"])
 
     def browsers(self, run: ViewedRun) -> tuple[RolloutBrowser, ValidationBrowser]:
         if run.folder not in self._browsers or self._browsers[run.folder][0].run is not run:
             self._browsers[run.folder] = (RolloutBrowser(run, self._texts), ValidationBrowser(run))
         return self._browsers[run.folder]
 
-    def page(self, request: Request) -> Response:
-        name = request.path_params["name"] or "index.html"
+    def page(self, request: web.Request) -> web.Response:
+        if request.path == "/" and "token" in request.query:
+            return self._guard.enter(request)
+        name = request.match_info["name"] or "index.html"
         found = None if name.startswith("api/") else read_page_file(name)
         if found is None:
-            raise ViewError(f"there is no {make_printable(request.url.path)[:200]}")
+            raise ViewError(f"there is no {make_printable(request.path)[:200]}")
         content, kind = found
-        return Response(content, headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+        return web.Response(body=content, headers={"Content-Type": kind, "Cache-Control": "no-cache"})
 
-    def list_runs(self, request: Request) -> Any:
+    def list_runs(self, request: web.Request) -> Any:
         described = []
         for run in self.catalogue.list_runs():
             try:
@@ -113,64 +114,64 @@ class ViewRoutes:
                 described.append(run.describe_unread(error))
         return described
 
-    def metrics(self, request: Request) -> Any:
+    def metrics(self, request: web.Request) -> Any:
         history = self.run(request).metrics
-        names = [name for name in request.query_params.get("names", "").split(",") if name]
+        names = [name for name in request.query.get("names", "").split(",") if name]
         if not names:
             return {"names": history.names(), "last_step": history.last_step()}
         return history.series(names, read_int(request, "since"), read_count(request, "points", POINTS))
 
-    def status(self, request: Request) -> Any:
+    def status(self, request: web.Request) -> Any:
         return describe_status(self.run(request))
 
-    def config(self, request: Request) -> Any:
+    def config(self, request: web.Request) -> Any:
         run = self.run(request)
         return clean_json({"text": make_printable(run.config_text()), "values": dict(flatten(run.config()))})
 
-    def compare_config(self, request: Request) -> Any:
-        first, second = (dict(flatten(self.catalogue.find(request.query_params.get(name, "")).config())) for name in ("a", "b"))
+    def compare_config(self, request: web.Request) -> Any:
+        first, second = (dict(flatten(self.catalogue.find(request.query.get(name, "")).config())) for name in ("a", "b"))
         keys = [key for key in sorted({*first, *second}) if key not in first or key not in second or first[key] != second[key]]
         return clean_json([{"key": key, "a": first.get(key), "b": second.get(key)} for key in keys])
 
-    def rollouts(self, request: Request) -> Any:
+    def rollouts(self, request: web.Request) -> Any:
         rollouts, validations = self.browsers(self.run(request))
-        text = request.query_params.get("text", "")[:1000]
+        text = request.query.get("text", "")[:1000]
         page = (read_order(request), text, read_count(request, "from", 0), read_count(request, "limit", 50))
-        if request.query_params.get("validation") in ("1", "true"):
+        if request.query.get("validation") in ("1", "true"):
             return validations.page(None, read_filter(request), *page)
         return rollouts.list_rollouts(read_filter(request), *page)
 
-    def rollout(self, request: Request) -> Any:
+    def rollout(self, request: web.Request) -> Any:
         rollouts, validations = self.browsers(self.run(request))
-        of_validation = request.query_params.get("validation") in ("1", "true")
+        of_validation = request.query.get("validation") in ("1", "true")
         return (validations.rollout if of_validation else rollouts.read)(*read_place(request))
 
-    def group(self, request: Request) -> Any:
+    def group(self, request: web.Request) -> Any:
         step, group, _ = read_place(request)
         return self.browsers(self.run(request))[0].read_group(step, group)
 
-    def tasks(self, request: Request) -> Any:
-        text = request.query_params.get("text", "")
+    def tasks(self, request: web.Request) -> Any:
+        text = request.query.get("text", "")
         return self.browsers(self.run(request))[0].list_tasks(
             text, read_count(request, "from", 0), read_count(request, "limit", 50)
         )
 
-    def task(self, request: Request) -> Any:
-        return self.browsers(self.run(request))[0].follow_task(request.path_params["task"], read_count(request, "limit", 60))
+    def task(self, request: web.Request) -> Any:
+        return self.browsers(self.run(request))[0].follow_task(request.match_info["task"], read_count(request, "limit", 60))
 
-    def validations(self, request: Request) -> Any:
+    def validations(self, request: web.Request) -> Any:
         return self.browsers(self.run(request))[1].list_validations()
 
-    def validation(self, request: Request) -> Any:
+    def validation(self, request: web.Request) -> Any:
         text, first, limit = (
-            request.query_params.get("text", ""),
+            request.query.get("text", ""),
             read_count(request, "from", 0),
             read_count(request, "limit", 50),
         )
-        step = int(request.path_params["step"])
+        step = int(request.match_info["step"])
         return self.browsers(self.run(request))[1].page(step, read_filter(request), read_order(request), text, first, limit)
 
-    def ledger(self, request: Request) -> Any:
+    def ledger(self, request: web.Request) -> Any:
         run = self.run(request)
         try:
             made = make_ledger(run.folder, *read_place(request))
@@ -178,7 +179,7 @@ class ViewRoutes:
             raise ViewError(f"no ledger of this rollout: {str(error)[:500]}") from None
         return made.to_dict()
 
-    def replays(self, request: Request) -> Any:
+    def replays(self, request: web.Request) -> Any:
         found = []
         for path in sorted((self.run(request).folder / "replays").glob("*.json")):
             try:
@@ -189,32 +190,22 @@ class ViewRoutes:
                 continue
         return found
 
-    def stars(self, request: Request) -> Any:
+    def stars(self, request: web.Request) -> Any:
         return [vars(star) for star in read_stars(self.run(request).folder).values()]
 
-    async def put_star(self, request: Request) -> Response:
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > LONGEST_BODY:
-                return answer_json({"error": f"the request is larger than {LONGEST_BODY // 1024} kB"}, 413)
-        return await run_in_threadpool(answering(lambda asked: self._change_star(asked, body)), request)
+    async def put_star(self, request: web.Request) -> web.StreamResponse:
+        values = parse_json(await read_body(request))
+        changed = in_thread(lambda asked: [vars(star) for star in change_star(self.run(asked).folder, values).values()])
+        return await changed(request)
 
-    def _change_star(self, request: Request, body: bytes) -> Any:
-        try:
-            values = json.loads(body)
-        except (ValueError, RecursionError):
-            raise ViewError("the star is not valid JSON", 400) from None
-        return [vars(star) for star in change_star(self.run(request).folder, values).values()]
-
-    def export_stars(self, request: Request) -> Response:
+    def export_stars(self, request: web.Request) -> web.Response:
         """Return the starred rollouts of one run or all, each with its run, its note and everything that is stored, as JSON lines."""
-        wanted = request.query_params.get("run")
+        wanted = request.query.get("run")
         runs: Sequence[ViewedRun] = [self.catalogue.find(wanted)] if wanted else self.catalogue.list_runs()
         lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for run in runs for row in self._list_starred(run)]
         name = quote(f"{wanted or 'runs'}_{STARS_FILE}")
         headers = {"Content-Disposition": f'attachment; filename="{name}"', "Content-Type": "application/x-ndjson; charset=utf-8"}
-        return Response("".join(line + "\n" for line in lines).encode("utf-8", errors="replace"), headers=headers)
+        return web.Response(body="".join(line + "\n" for line in lines).encode("utf-8", errors="replace"), headers=headers)
 
     def _list_starred(self, run: ViewedRun) -> list[dict[str, Any]]:
         rollouts, validations = self.browsers(run)
@@ -228,8 +219,8 @@ class ViewRoutes:
                 rows.append({**named, "step": star.step, "group": star.group, "sample": star.sample, "error": str(error)})
         return rows
 
-    def image(self, request: Request) -> Response:
-        run, name = self.run(request), request.path_params["name"].partition(".")[0]
+    def image(self, request: web.Request) -> web.Response:
+        run, name = self.run(request), request.match_info["name"].partition(".")[0]
         if not (name.isascii() and name.isalnum()):
             raise ViewError("an image is named by letters and digits", 400)
         for folder in (run.folder / ROLLOUTS_FOLDER, run.validation().folder):
@@ -239,5 +230,28 @@ class ViewRoutes:
                 kind = next((kind for start, kind in IMAGE_TYPES if content.startswith(start)), None)
                 if kind is None or (kind == "image/webp" and content[8:12] != b"WEBP"):
                     raise ViewError("this image is not PNG, JPEG or WebP, and is not shown", 415)
-                return Response(content, headers={"Content-Type": kind, "Content-Disposition": "inline"})
+                return web.Response(body=content, headers={"Content-Type": kind, "Content-Disposition": "inline"})
         raise ViewError(f"the image {name[:80]} is not stored")
+
+
+# The files of the page, which are part of the package: served by name from a list, never by a path that was asked for.
+
+
+PAGE = Path(__file__).parent / "page"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".woff2": "font/woff2",
+    ".txt": "text/plain; charset=utf-8",
+}
+
+
+def read_page_file(name: str) -> tuple[bytes, str] | None:
+    """Return the content and the type of a file; None if there is none of this name."""
+    found = {path.relative_to(PAGE).as_posix(): path for path in PAGE.rglob("*") if path.suffix in TYPES and path.is_file()}
+    path = found.get(name)
+    return None if path is None else (path.read_bytes(), TYPES[path.suffix])

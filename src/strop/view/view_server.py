@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strop.view.access_guard import AccessGuard, GuardedApp
+from strop.safety.http_server import listening, make_address, naming_address, stop_event
+from strop.view.access_guard import AccessGuard
 from strop.view.run_catalogue import RunCatalogue
 from strop.view.view_routes import ViewRoutes
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+REQUESTS = 40  # that are answered at a time, each in a thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,40 +34,24 @@ class ViewServer:
     def __init__(self, places: Sequence[Path], options: ViewOptions, parse_yaml: Callable[[str], Any]) -> None:
         """``parse_yaml`` reads the configuration of runs that have no history of it."""
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        self._socket = socket.create_server((options.host, options.port), family=family)
+        with naming_address(options.host, options.port):
+            self._socket = socket.create_server((options.host, options.port), family=family)
         self.guard = AccessGuard(token=options.token, host=options.host, port=self._socket.getsockname()[1])
         self.catalogue = RunCatalogue(places, parse_yaml)
-        self._server: Any = None
-        self._routes = ViewRoutes(self.catalogue)
-        self.app = GuardedApp(self._routes.make_app(), self.guard)
+        self.routes = ViewRoutes(self.catalogue, self.guard)
 
     @property
     def address(self) -> str:
         """The address to open, with the token."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.guard.host, self.guard.host)
-        host = f"[{host}]" if ":" in host else host
         token = "" if self.guard.token is None else f"?token={self.guard.token}"
-        return f"http://{host}:{self.guard.port}/{token}"
+        return f"{make_address(self.guard.host, self.guard.port)}/{token}"
 
-    def run(self) -> None:
-        """Serve until the process is interrupted, or ``stop`` is called."""
-        import uvicorn
-
-        config = uvicorn.Config(
-            self.app, loop="asyncio", http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
-            server_header=False, date_header=False, proxy_headers=False, timeout_graceful_shutdown=2,
-        )  # fmt: skip
-        threading.Thread(target=self._routes.warm_up, name="warming up", daemon=True).start()
-        try:
-            self._server = uvicorn.Server(config)
-            self._server.run(sockets=[self._socket])
-        finally:
-            self.close()
-
-    def stop(self) -> None:
-        """End ``run``, from another thread."""
-        if self._server is not None:
-            self._server.should_exit = True
+    async def serve(self) -> None:
+        """Serve until Ctrl-C or SIGTERM."""
+        stopped = stop_event()
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(REQUESTS))
+        async with listening(self.routes.make_app(), self._socket, cancels=False):
+            await stopped.wait()
 
     def close(self) -> None:
         self._socket.close()

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from strop.algorithms.base import Plan, TokenOutputs
-from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation, ReverseKl
 from strop.algorithms.functional import POLICY_LOGPROBS
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
@@ -22,10 +21,6 @@ def batch_of(algorithm: Distillation, *, seed: int = 0) -> Batch:
     batch = pack_for(simple_groups((3, (4, 2)), (2, (5,))), algorithm)
     noise = torch.randn(len(batch.target), generator=torch.Generator().manual_seed(seed))
     return batch.with_column(TEACHER_LOGPROBS, batch.rollout_logprobs + noise)
-
-
-def test_it_is_in_the_catalogue_under_its_files_name() -> None:
-    assert all_algorithms()["distillation"] is Distillation
 
 
 def test_a_token_earns_what_the_teacher_gives_it_more_than_the_policy_did() -> None:

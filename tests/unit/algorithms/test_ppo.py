@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from strop.algorithms.base import Plan, TokenOutputs, ValueOutputs
-from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.critic.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae
 from strop.algorithms.critic.ppo import PPO
 from strop.algorithms.critic.vapo import VAPO
@@ -37,11 +36,6 @@ def batch_of(algorithm: PPO, found: list[Group] | None = None, *, seed: int = 0)
 def value_loss(algorithm: PPO, batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
     loss, logged = algorithm.value_loss(ValueOutputs(values), batch)
     return loss, {name: metric.value for name, metric in logged.items()}
-
-
-def test_it_is_in_the_catalogue_under_its_files_name() -> None:
-    assert all_algorithms()["ppo"] is PPO
-    assert all_algorithms()["vapo"] is VAPO
 
 
 def test_a_rollout_earns_its_reward_at_its_last_token() -> None:

@@ -179,3 +179,14 @@ def test_long_float32_completions_keep_their_digits() -> None:
     value, logged = loss_of(DPO(beta=1.0), pack_for(groups, DPO()).with_column("reference_logprobs", logprobs), logprobs)
     assert float(value) == pytest.approx(math.log(2), abs=1e-15)
     assert logged["accuracy"] == 0.0
+
+
+def test_a_margin_of_rounding_is_no_hit() -> None:
+    """At the reference a batch that is read in another cut has margins of 1e-7 of its log-probabilities, of either sign."""
+    groups = [recorded_group([4], [5] * 40, [6] * 30, index=index) for index in range(8)]
+    batch = pack_for(groups, DPO())
+    logprobs = torch.full((len(batch.target),), -1.7)
+    noise = 2e-7 * torch.randn(len(logprobs), generator=torch.Generator().manual_seed(1))
+    for shift, expected in ((0.0, 0.0), (1e-3, 1.0), (-1e-3, 0.0)):
+        reference = logprobs + noise - shift * (batch.sequence % 2 == 0)
+        assert loss_of(DPO(beta=0.1), batch.with_column("reference_logprobs", reference), logprobs)[1]["accuracy"] == expected

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES, Plan, TokenOutputs
-from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation, complete_distribution
 from strop.types import Batch
 from support.rollouts import pack_for, simple_groups
@@ -68,10 +67,6 @@ def outputs(logits: Tensor, ids: Tensor) -> TokenOutputs:
 
 def loss_of(logits: Tensor, teacher: Tensor, ids: Tensor, **options: Any) -> float:
     return TopKDistillation(**options).loss(outputs(logits, ids), batch_of(teacher, ids))[0].item()
-
-
-def test_it_is_in_the_catalogue_under_its_files_name() -> None:
-    assert all_algorithms()["topk_distillation"] is TopKDistillation
 
 
 @pytest.mark.parametrize("outside", OUTSIDE)

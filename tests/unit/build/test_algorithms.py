@@ -208,13 +208,42 @@ def test_parts_and_algorithms_from_outside_are_named_as_file_and_class(outside: 
     assert type(found.advantage).__name__ == "Bounded" and found.advantage.bound == 2.0
     with pytest.raises(ValueError, match=r"algorithm\.kwargs\.advantage: Bounded needs bound"):
         make_algorithm("grpo", {"advantage": f"{outside}:Bounded"})
-    with pytest.raises(ValueError, match="is not a known objective"):
+    with pytest.raises(
+        ValueError, match=r"is not a known objective\. It is an advantage.*set algorithm\.advantage\.name=.*:Bounded$"
+    ):
         make_algorithm("grpo", {"objective": f"{outside}:Bounded"})
+    with pytest.raises(ValueError, match=r"is not a known objective\. It is an algorithm: set algorithm\.name=.*:Needs$"):
+        make_algorithm("grpo", {"objective": f"{outside}:Needs"})
     assert make_algorithm(f"{outside}:Needs", {"something": 3}).something == 3  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="Needs needs something"):
         make_algorithm(f"{outside}:Needs", {})
     with pytest.raises(ValueError, match="is not decorated with @dataclass"):
         find_algorithm(f"{outside}:Unmarked")
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "key"),
+    [
+        ("Objective", "__call__", "algorithm.objective.name"),
+        ("Advantage", "rollout_advantages", "algorithm.advantage.name"),
+        ("Selection", "choose", "algorithm.selection.name"),
+        ("Shaping", "shape", "algorithm.shaping.name"),
+        ("Correction", "weights", "algorithm.corrections"),
+    ],
+)
+def test_a_part_named_as_algorithm_is_told_the_key_of_its_kind_which_takes_it(
+    kind: str, method: str, key: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "part.py"
+    lines = ["from dataclasses import dataclass", f"from strop.algorithms.policy_gradient.parts import {kind}"]
+    lines += ["@dataclass(frozen=True, kw_only=True)", f"class Mine({kind}):", f"    def {method}(self, *given): return given"]
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=rf"It is an? {kind.lower()}.*: set {key}=") as caught:
+        find_algorithm(f"{path}:Mine")
+    _, _, setting = str(caught.value).rpartition(": set ")
+    algorithm: Any = made("grpo", setting)
+    found = getattr(algorithm, key.split(".")[1])
+    assert type(found[0] if isinstance(found, tuple) else found).__name__ == "Mine"
 
 
 def test_an_outline_names_every_option_in_force() -> None:
@@ -251,8 +280,6 @@ def test_a_run_is_described_with_every_model_in_it() -> None:
 
 
 # --- flat keys ---------------------------------------------------------------------------------------------------------------------
-
-CLAMPS = {"input_clamp": 20.0, "output_clamp": 10.0}
 
 FLAT: list[tuple[str, str, Algorithm]] = [
     ("grpo", "", GRPO()),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.build.rollout_run import describe_order
+from strop.build.run_tasks import describe_order
 from strop.build.tasks import make_training_tasks, make_validation_tasks
 from strop.config import GrpoRunConfig, load_config
 from strop.data.sources.records import DataError

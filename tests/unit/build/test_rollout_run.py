@@ -18,13 +18,13 @@ from strop.build import rollout_run
 from strop.build.algorithm.run_algorithm import make_rollout_algorithm
 from strop.build.backend import LocalBackend
 from strop.build.engines import offloads_learner
+from strop.build.jobs.episode_rules import make_episode_rules
 from strop.build.lifecycle import make_checkpoints, make_tracker, resolve_metric
 from strop.build.resume.restore import restore_checkpoint
 from strop.build.rollout_run import (
-    make_episode_rules,
-    make_order,
     make_train_options,
 )
+from strop.build.rollout_stream import make_order
 from strop.build.tasks import count_slots, make_training_tasks, make_validation_tasks
 from strop.checkpointing.base import RunState
 from strop.config import GrpoRunConfig, load_config

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from strop import cli
-from strop.safety.printable import make_printable
-from support.html_pages import check_page
 from support.reported_runs import HOSTILE
 from support.saved_runs import save_run
 
@@ -270,17 +268,13 @@ def test_an_unfinished_evaluation_is_no_evaluation(tmp_path: Path, capsys: pytes
     assert "did not finish" in refuse(capsys, tmp_path, write_evaluation(tmp_path / "other/a.json"))
 
 
-def test_a_comparison_is_written_as_a_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_model_wrote_is_printed_with_its_control_characters_as_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a = write_evaluation(tmp_path / "a.json", answer=HOSTILE)
     b = write_evaluation(tmp_path / "b.json", gain=0.6, seed=1, answer=HOSTILE)
-    page = tmp_path / "new" / "page.html"
-    assert cli.main(["compare", str(a), str(b), "--html", str(page)]) == 0
-    assert capsys.readouterr().out.rstrip().endswith(str(page))
-    found = check_page(page.read_text(encoding="utf-8"))
-    said = "\n".join(text for texts in found.texts.values() for text in texts)
-    assert "B is better: +" in said and make_printable(HOSTILE)[:60] in said and "Solve: what is " in said
-    assert [attributes["id"] for tag, attributes in found.elements if tag == "section"] == [
-        "verdict", "differences", "better", "worse", "settings",
-    ]  # fmt: skip
-    (tmp_path / "file").write_text("")
-    assert "cannot be written" in refuse(capsys, a, b, "--html", tmp_path / "file" / "page.html")
+    assert cli.main(["compare", str(a), str(b)]) == 0
+    said = capsys.readouterr().out
+    assert "B is better: +" in said and "alert(1)" in said and not set("\x1b\x07\u202e\x9b\ud800") & set(said)
+    refused = _usage(capsys, str(a), str(b), "--html", "page.html")
+    assert "this option is gone: the printed comparison, or --json, says all that the page said" in refused

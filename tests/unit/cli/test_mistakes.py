@@ -4,8 +4,6 @@ model is loaded first."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -302,10 +300,6 @@ def assert_says(mistake: Mistake, said: str) -> None:
     assert mistake.said in said and mistake.fix in said, said
 
 
-def test_there_are_87_mistakes() -> None:
-    assert len({(mistake.words, mistake.file) for mistake in MISTAKES}) >= 87
-
-
 @pytest.mark.parametrize("mistake", MISTAKES, ids=IDS)
 def test_a_dry_run_names_place_key_and_fix_of_a_mistake(
     mistake: Mistake, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -333,16 +327,6 @@ def test_a_run_refuses_a_mistake_before_it_loads_a_model(
     assert start(mistake.command) in (1, 2) and not loaded
     said = capsys.readouterr().err
     assert "Traceback" not in said and mistake.said in said, said
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mistake", [group[0] for group in (VALUES, OPTIMIZERS, KEYS, FILES, COMMANDS, NAMED, SIZES)])
-def test_a_process_ends_with_2_and_the_same_message(mistake: Mistake, folder: Path) -> None:
-    write_file(folder, mistake)
-    words = [sys.executable, "-m", "strop", *mistake.command, "--dry-run"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=folder)
-    assert done.returncode == 2, done.stderr
-    assert_says(mistake, done.stderr)
 
 
 def test_an_export_names_its_own_argument(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

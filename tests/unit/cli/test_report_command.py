@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from strop import cli
+from strop.build.contents.run_contents import CONTENTS_FILE, Content, write_contents
 from strop.build.run_report.config_difference import list_changed_settings
-from strop.build.run_report.report_facts import read_report_facts
+from strop.build.run_report.report_facts import list_repeat_commands, read_report_facts
 from strop.build.run_report.run_incidents import list_incidents
 from strop.build.run_report.validation_results import read_validations
 from strop.cli.log_folder import find_log_folder
 from strop.config.source import yaml_text
-from strop.monitoring.pages.axis_ticks import find_range, make_ticks
-from strop.monitoring.pages.curve_drawing import thin
+from strop.monitoring.pages.curve_drawing import find_range, make_ticks, thin
 from strop.monitoring.run_starts import describe_hardware, find_versions, read_run_starts
 from strop.monitoring.trackers.jsonl import read_metrics
 from strop.monitoring.watchdog.status import read_status, write_status
@@ -40,6 +40,23 @@ def text_of(page: ParsedPage) -> str:
     return "\n".join(text for tag, texts in page.texts.items() for text in texts if tag not in ("script", "style"))
 
 
+def test_the_lines_that_repeat_a_run_can_be_installed_and_name_what_the_page_does_not_hold(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "mine")
+    facts = read_report_facts(run)
+    versions = {"python": "3.12.1", "strop": "0.26", "torch": "2.13.0+cpu", "numpy": "2.5.0"}
+    facts = replace(facts, starts=[replace(facts.starts[-1], versions=versions)])
+    contents = {
+        "env.mine.reward": Content("code", "reward.py:correct", "ab12"),
+        "data.train.dataset_name": Content("data", "tickets.jsonl", "cd34", "40 rows"),
+        "policy.model_name": Content("weights", "models/tiny", "ef56"),
+    }
+    (run / CONTENTS_FILE).write_text(write_contents(contents))
+    lines = list_repeat_commands(facts)
+    assert "pip install -e . torch==2.13.0 numpy==2.5.0" in lines and any("torch 2.13.0+cpu" in line for line in lines)
+    assert "#   code reward.py:correct: ab12" in lines and "#   data tickets.jsonl: 40 rows, cd34" in lines
+    assert not any("models/tiny" in line for line in lines), "the configuration has its name"
+
+
 def test_a_report_is_one_page_with_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "mine")
     text = make_page(capsys, run)
@@ -56,7 +73,7 @@ def test_a_report_is_one_page_with_every_part(tmp_path: Path, capsys: pytest.Cap
     )
     assert "grpo.max_num_steps" in said and "policy.generation.max_new_tokens" in said and "policy.precision" in said
     assert "torch 2.0 -> 2.20" in said and "3 groups dropped, because a rollout failed" in said and "steps 13 to 14, 19" in said
-    assert "strop grpo --config config.yaml " in said and "pip install torch==2.20" in said and "an answer" in said
+    assert "strop grpo --config config.yaml " in said and "pip install -e . torch==2.20" in said and "an answer" in said
 
 
 def test_samples_that_cannot_be_read_are_passed_over_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +145,7 @@ def test_a_folder_without_a_run_and_one_without_steps_get_a_sentence(tmp_path: P
     ("arguments", "said"),
     [
         (["logs/minee"], "there is no logs/minee; name a run's log folder (logger.log_dir); did you mean logs/mine?"),
-        (["logs/mine", "logs/other"], "a report is of one run, found logs/other too: strop compare A B --html FILE compares two"),
+        (["logs/mine", "logs/other"], "a report is of one run, found logs/other too: strop compare A B compares two"),
         (["logs/mine", "--output", "logs"], "logs cannot be written: it is a folder; name the file to write"),
         (["logs/mine", "--outptu", "x"], "did you mean --output?"),
     ],

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html.parser
 import json
 import os
 import re
@@ -23,8 +20,6 @@ from strop import cli
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.rollout_view.rollout_page import make_page, split_text
-from strop.monitoring.rollout_view.rollout_selection import RolloutSelection, select_rollouts
 from strop.monitoring.rollout_view.rollout_text import format_rollout
 from strop.monitoring.rollout_view.shown_rollout import show_rollout
 from strop.results import Run
@@ -105,7 +100,7 @@ def test_rollouts_are_chosen_by_task_environment_and_ending(run: Path, capsys: p
     assert titles(out) == ["step 2, task task-1, sample 1", "step 2, task task-1, sample 3"]
 
 
-def test_flagged_rollouts_are_chosen_and_say_by_what(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flagged_rollouts_are_chosen_and_say_by_what(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rollouts", str(run), "--flagged"]) == 2
     assert "the monitor of reward hacking has flagged no rollout" in capsys.readouterr().err
     store = RolloutStore(run, "jsonl")
@@ -116,9 +111,6 @@ def test_flagged_rollouts_are_chosen_and_say_by_what(run: Path, tmp_path: Path, 
     out = shown(capsys, str(run), "--flagged")
     assert titles(out) == ["step 1, task task-0, sample 3", "step 1, task task-1, sample 2"]
     assert "flagged: length, judges (perhaps the reward is hacked)" in out
-    page = tmp_path / "page.html"
-    shown(capsys, str(run), "--html", str(page))
-    assert page.read_text().count("<dt>flagged</dt>") == 2
     store.resume(0)
     assert not list((run / "rollouts").glob("*flags*"))
 
@@ -194,15 +186,24 @@ def test_lines_fit_the_terminal_and_wide_characters_count_twice(tmp_path: Path, 
     assert text.count("x") >= 500 and text.count("素") == 90 and "\x1b" not in text
 
 
-def test_lines_have_no_spaces_at_their_end_and_the_page_does_not_offer_itself(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_have_no_spaces_at_their_end(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, str(run))
-    assert all(line == line.rstrip() for line in out.splitlines()) and "on a page with --html FILE" in out
-    assert "--html" not in shown(capsys, str(run), "--html", str(tmp_path / "page.html"), "--limit", "3")
+    assert all(line == line.rstrip() for line in out.splitlines()) and "shown: 4 of 8 rollouts" in out
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--best", "x", "x is not a number of rollouts"),
+        ("--html", "page.html", "this option is gone: `strop view RUN` shows rollouts, their tokens and their images"),
+    ],
+)
+def test_an_option_that_cannot_be_taken_is_refused(
+    run: Path, option: str, value: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["rollouts", str(run), "--best", "x"])
-    assert "x is not a number of rollouts" in capsys.readouterr().err
+        cli.main(["rollouts", str(run), option, value])
+    assert said in capsys.readouterr().err
 
 
 def test_colours_are_for_terminals(run: Path) -> None:
@@ -266,89 +267,6 @@ def test_samples_of_validations_are_shown_too(tmp_path: Path, capsys: pytest.Cap
     assert len(titles(shown(capsys, str(tmp_path), "--validation", "--task", "sum"))) == 2
 
 
-class Page(html.parser.HTMLParser):
-    """The elements of a page, with their texts."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: dict[str, list[str]] = {}
-        self._open: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self._open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        while self._open and self._open.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        if self._open:
-            self.texts.setdefault(self._open[-1], []).append(data)
-
-
-def test_a_page_holds_the_conversations_and_loads_and_runs_nothing_else(tmp_path: Path) -> None:
-    run = write_steps(tmp_path, text=HOSTILE, tool=HOSTILE)
-    selected = select_rollouts(RolloutStore(run, "jsonl"), RolloutSelection(limit=100))
-    text = make_page(selected, title=HOSTILE, limit=None, decode=lambda tokens: HOSTILE[: len(tokens)])
-    page = Page(text)
-    assert [tag for tag, _ in page.elements].count("article") == 8 and not [tag for tag, _ in page.elements if tag == "img"]
-    scripts = [attributes for tag, attributes in page.elements if tag == "script"]
-    assert scripts == [{"type": "application/json", "id": "tokens"}, {}]
-    assert not [
-        name for _, attributes in page.elements for name in attributes if name.startswith("on") or name in ("src", "style")
-    ]
-    (policy,) = [attributes["content"] for tag, attributes in page.elements if "http-equiv" in attributes]
-    assert policy is not None and policy.startswith("default-src 'none'; ") and "unsafe" not in policy
-    for kind, body in (("script", page.texts["script"][-1]), ("style", page.texts["style"][0])):
-        assert f"{kind}-src 'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'" in policy
-    assert make_printable(HOSTILE.replace("\ud800", "\N{REPLACEMENT CHARACTER}")) in page.texts["pre"] and not set(
-        "\x1b\x07\u202e\x9b\ud800"
-    ) & set(text)
-    tokens = json.loads(page.texts["script"][0])
-    assert tokens["0"]["sampler"] == [-0.5, -0.5, -0.5, None, None, -0.5, -0.5, -0.5] and tokens["0"]["advantage"] == 0.5
-    assert tokens["0"]["learner"][0] == -0.25
-
-
-def test_a_page_says_what_it_leaves_out_and_names_endings_to_filter_by(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = tmp_path / "new" / "page.html"
-    assert cli.main(["rollouts", str(run), "--html", str(target), "--limit", "3"]) == 0
-    captured = capsys.readouterr()
-    assert f"{target}: 3 rollouts (shown: 3 of 8 rollouts" in captured.out
-    assert "warning: tokens are shown by their ids" in captured.err
-    page = Page(target.read_text(encoding="utf-8"))
-    articles = [attributes for tag, attributes in page.elements if tag == "article"]
-    assert [attributes["data-ending"] for attributes in articles] == ["stop", "length", "stop"]
-    assert "turn tool" in {attributes.get("class") for tag, attributes in page.elements if tag == "li"}
-    assert any("shown: 3 of 8" in text for text in page.texts["p"])
-
-
-def test_a_page_goes_back_over_the_steps_until_it_is_full(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def steps_of(*arguments: str) -> list[str | None]:
-        shown(capsys, str(run), "--html", str(tmp_path / "page.html"), *arguments)
-        elements = Page((tmp_path / "page.html").read_text(encoding="utf-8")).elements
-        return [attributes["data-step"] for tag, attributes in elements if tag == "article"]
-
-    assert steps_of() == ["2"] * 8 + ["1"] * 8
-    assert steps_of("--limit", "10") == ["2"] * 8 + ["1"] * 2 and steps_of("--step", "1") == ["1"] * 8
-    assert steps_of("--worst", "2") == ["2"] * 2
-
-
-def test_the_text_of_tokens_joins_to_the_text_of_the_turn() -> None:
-    text = "für 素数!"
-    encoded = text.encode()
-
-    def decode(tokens: list[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
-
-    pieces = split_text(list(encoded), decode)
-    assert "".join(pieces) == text and len(pieces) == len(encoded)
-
-
 def test_damaged_files_are_named_with_what_to_do_and_the_other_steps_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -385,14 +303,3 @@ def test_damaged_files_are_named_with_what_to_do_and_the_other_steps_are_shown(
     path[1].unlink()
     assert cli.main(["rollouts", str(folder)]) == 2
     assert f"error: {path[5]} cannot be read" in capsys.readouterr().err
-
-
-def test_a_configuration_that_cannot_be_read_leaves_the_rollouts_readable(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bomb = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))])
-    for text in (bomb, "policy: [", "[" * 10_000, "policy: 5", "\x00"):
-        (run / "config.yaml").write_text(text)
-        assert cli.main(["rollouts", str(run), "--html", str(tmp_path / "page.html")]) in (0, 2)
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err, said.err

@@ -18,7 +18,7 @@ from strop import cli
 from strop.build.jobs import serve_model
 from strop.build.jobs.serve_model import ServeJob, vllm_arguments
 from strop.checkpointing.saved_model import find_saved_model
-from strop.gateway.gateway_config import is_loopback
+from strop.safety.site_guard import is_loopback
 from support.saved_runs import save_run
 
 

@@ -26,13 +26,7 @@ def failure(folder: Path, text: str, *overrides: str) -> ConfigError:
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
-        ("grpo.num_promts_per_step", "grpo.num_prompts_per_step"),
-        ("policy.generation.topk", "policy.generation.top_k"),
         ("polcy.model_name", "policy"),
-        ("policy.temperature", "policy.generation.temperature"),
-        ("grpo.max_new_tokens", "policy.generation.max_new_tokens"),
-        ("loss_fn.lr", "policy.optimizer.kwargs.lr"),
-        ("val_period", "grpo.val_period"),
         ("data.train.datset_name", "data.train.dataset_name"),
     ],
 )

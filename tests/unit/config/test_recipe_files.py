@@ -61,18 +61,6 @@ def test_resolvers_of_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved == {"a": 3, "b": 8, "c": 1.5, "d": "/data/x", "e": "y"} and not errors
 
 
-def test_many_products_of_a_few_sizes_are_no_growth() -> None:
-    sizes = {f"k{n}": "${mul:${..length}, ${..size}}" for n in range(30)}
-    resolved, errors = resolve_interpolations({"length": "${max_length}", "size": 2, "max_length": 8, "cut": sizes})
-    assert not errors and set(resolved["cut"].values()) == {16}
-
-
-def test_texts_that_double_at_each_link_are_refused() -> None:
-    texts = {f"t{n}": f"${{t{n + 1}}}${{t{n + 1}}}" for n in range(30)}
-    _, errors = resolve_interpolations({**texts, "t30": "x"})
-    assert "repeats texts that repeat others" in errors["t0",]
-
-
 @pytest.mark.parametrize("text", ["${oc.env:NOT_SET_ANYWHERE}", "${env:NOT_SET_ANYWHERE}/x"])
 def test_an_unset_variable_says_what_to_export(text: str, tmp_path: Path) -> None:
     path = write(

@@ -8,6 +8,7 @@ import pytest
 
 from strop.config import ConfigError, GrpoRunConfig, load_config
 from strop.config.load.run_name import LONGEST, format_overrides
+from support.each import each
 
 
 def folders(*overrides: str, file: Path | None = None) -> tuple[str | None, str, str]:
@@ -55,6 +56,32 @@ def test_overrides_in_a_name_do_not_depend_on_their_order_and_leave_out_what_mak
     ]
     assert format_overrides([*given, *others]) == "grpo.seed=3-policy.precision=float32"
     assert format_overrides([*others, *given]) == format_overrides([given[1], given[2]])
+
+
+@each(
+    "swept",
+    [
+        ("policy.optimizer.kwargs.lr", "1e-6", "3e-6"),
+        ("grpo.num_generations_per_prompt", "8", "16"),
+        ("algorithm.objective.clip_high", "0.2", "0.28"),
+    ],
+)
+def test_the_names_of_a_sweep_show_what_is_swept_beside_many_shared_settings(swept: tuple[str, str, str]) -> None:
+    key, *values = swept
+    shared = [
+        "checkpointing.metric_name=null",
+        "data.validation=null",
+        "grpo.max_num_steps=2",
+        "loss_fn.reference_policy_kl_penalty=0.01",
+        "policy.generation.max_new_tokens=256",
+        "~policy.scheduler",
+        "policy.train_global_batch_size=8",
+    ]
+    names = [format_overrides([*shared, f"{key}={value}"]) for value in values]
+    for name, value in zip(names, values, strict=True):
+        assert f"={value}" in name and len(name) <= LONGEST + 9
+        assert all(f"={text.partition('=')[2]}" in name for text in shared if "=" in text)
+    assert len(set(names)) == len(names) and names[0] == format_overrides([f"{key}={values[0]}", *reversed(shared)])
 
 
 def test_overrides_in_a_name_are_safe_for_files_bounded_and_never_the_same_for_different_ones() -> None:

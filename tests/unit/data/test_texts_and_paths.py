@@ -193,3 +193,34 @@ def test_a_dict_of_splits_is_no_settings() -> None:
     split = datasets.Dataset.from_list([{"messages": []}])
     with pytest.raises(DataError, match=r"DatasetDict.*one of its splits \['test', 'train'\]"):
         strop.train("sft", model="m", data=datasets.DatasetDict({"train": split, "test": split}))
+
+
+UNREAD = [  # kind of run, settings of its entry, the key that it does not read
+    ("sft", {"dataset_name": "d"}, {"chosen_key": "x"}),
+    ("sft", {"dataset_name": "d"}, {"label_key": "x"}),
+    ("dpo", {"dataset_name": "d"}, {"text_key": "x"}),
+    ("rm", {"dataset_name": "d"}, {"label_key": "x"}),
+    ("grpo", {"dataset_name": "d", "env_name": "e"}, {"tool_key": "x"}),
+    ("grpo", {"dataset_name": "d", "env_name": "e"}, {"system_key": "x"}),
+    ("grpo", {"env_name": "e"}, {"split": "test"}),
+    ("grpo", {"env_name": "e"}, {"input_key": "x"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "entry", "unread"), UNREAD)
+def test_a_key_that_this_kind_of_run_or_task_does_not_read_is_refused(
+    kind: str, entry: dict[str, str], unread: dict[str, str]
+) -> None:
+    values = {"policy": {"model_name": "m"}, "env": {"e": {"type": "arithmetic" if len(entry) == 1 else "math"}}}
+    values = values if kind == "grpo" else {"policy": values["policy"]}
+    (name,) = unread
+    with pytest.raises(ConfigError, match=rf"data\.train\.{name}: found .*, which .* does not read"):
+        load_config(None, root=TRAINING_RUNS[kind], values={**values, "data": {"train": {**entry, **unread}}})
+    inherited = {"train": entry, "default": unread}
+    load_config(None, root=TRAINING_RUNS[kind], values={**values, "data": inherited})
+
+
+def test_texts_are_joined_only_where_their_column_is_named() -> None:
+    values = {"data": {"train": {"dataset_name": "d", "characters_per_sample": 9}}, "policy": {"model_name": "m"}}
+    with pytest.raises(ConfigError, match="only raw text is joined, and text_key names none"):
+        load_config(None, root=TRAINING_RUNS["sft"], values=values)

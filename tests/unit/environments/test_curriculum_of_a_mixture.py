@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,17 @@ def test_each_entry_has_an_order_and_epochs_of_its_own(quotas: list[int]) -> Non
         rows = [row for each, row in places if each == entry]
         for epoch in range(len(rows) // size):
             assert sorted(rows[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+@pytest.mark.parametrize("scored_by", [None, "correct"])
+def test_a_rollout_that_cannot_be_scored_is_no_outcome_of_its_task(scored_by: str | None) -> None:
+    """It has a reward of 0 that stands for none: the curriculum learns what it would learn of the others alone."""
+    with_it, without = (mixture(component("a", 5), reward=scored_by) for _ in range(2))
+    for index in range(12):
+        rewards = (1.0, 0.0, 1.0) if index % 2 else (1.0,)
+        made = group(with_it, index, *rewards, 0.0, 1.0)
+        lost = [replace(each, unscored=True, reward=0.0) if each.sample >= len(rewards) else each for each in made.rollouts]
+        with_it.observe(replace(made, rollouts=tuple(lost)))
+        observed(without, index, *rewards)
+        assert with_it.at(index)[2].id == without.at(index)[2].id
+    assert with_it.state() == without.state()

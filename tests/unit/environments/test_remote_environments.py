@@ -159,9 +159,10 @@ async def group_of(environment: Any, task: Any, *, samples: int = 4, turns: int 
 
 
 def seen(group: Group) -> list[tuple[Any, ...]]:
+    rewarded = [(own.reward, dict(own.rewards), own.step_rewards, own.unscored, own.error) for own in group.rollouts]
     return [
-        (own.task.id, own.messages, own.tokens().tolist(), own.ending, own.reward, dict(own.rewards), own.step_rewards, own.error)
-        for own in group.rollouts
+        (own.task.id, own.messages, own.tokens().tolist(), own.ending, *rewards)
+        for own, rewards in zip(group.rollouts, rewarded, strict=True)
     ]
 
 
@@ -229,6 +230,50 @@ def test_functions_score_there_as_they_would_here(threads: list[EnvironmentServe
     assert ["no four" in str(group.errors) for group in found] == [False] * 4 + [True, False]
     rollout = found[1].rollouts[0]
     assert there.accuracy(rollout) == here.accuracy(rollout) == rollout.rewards["right"]
+
+
+NO_REWARD = """
+def one(task, rollout):
+    return None if rollout.sample == 1 else float(len(rollout.text))
+
+def all(task, rollouts):
+    return [None if rollout.sample in (0, 3) else 1.0 for rollout in rollouts]
+
+def none(task, rollout):
+    return None
+"""
+
+
+@pytest.mark.parametrize(
+    ("rewards", "unscored"), [(["one"], {1}), (["all"], {0, 3}), (["one", "all"], {0, 1, 3}), (["all", "none"], {0, 1, 2, 3})]
+)
+@pytest.mark.parametrize("server", ["a thread", "a process"])
+def test_a_reward_of_none_there_leaves_out_its_rollout_as_it_would_here(
+    rewards: list[str], unscored: set[int], server: str, tmp_path: Path, threads: list[EnvironmentServerThread]
+) -> None:
+    (tmp_path / "mine.py").write_text(NO_REWARD)
+    data = DataSource(rows=[{"prompt": f"{n}+0", "answer": n} for n in range(3)])
+    options = {"rewards": {name: f"{tmp_path}/mine.py:{name}" for name in rewards}}
+    here, about = make_environment("reward_function", options), description("reward_function", (data,), **options)
+    process = EnvironmentServerProcess(about) if server == "a process" else None
+    if process is None:
+        threads.append(EnvironmentServerThread(about))
+    transport = threads[0].transport if process is None else process.transport
+
+    async def both() -> tuple[Group, Group]:
+        return (
+            await group_of(here, here.tasks(data)[1]),
+            await group_of(there := connect(about, [transport]), there.tasks(data)[1]),
+        )
+
+    try:
+        wanted, found = asyncio.run(both())
+    finally:
+        if process is not None:
+            process.close()
+    assert seen(found) == seen(wanted)
+    assert {rollout.sample for rollout in found.rollouts if rollout.unscored} == unscored
+    assert all(rollout.error is None for rollout in found.rollouts)
 
 
 @pytest.mark.parametrize("fails", ["open", "respond", "reward", "fine", "close"])

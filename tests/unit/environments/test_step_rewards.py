@@ -82,6 +82,17 @@ def test_scaling_a_reward_scales_those_of_its_steps() -> None:
     assert [step.reward for step in scored.step_rewards] == [0.5, 1.0]
 
 
+@pytest.mark.parametrize("source", [(-1.0, 6.0), (2.0, 12.0)])
+def test_where_the_source_does_not_begin_at_zero_a_steps_reward_has_the_slope_alone(source: tuple[float, float]) -> None:
+    """Another reward of a step moves the rollout's by as much as its own; at the beginning of the source nothing is added to it."""
+    scaling = RewardScalingConfig(enabled=True, source_min=source[0], source_max=source[1], target_min=-3.0, target_max=1.0)
+    less, more = (_with_rewards(rollout(), score([1.0, last]), scaling) for last in (0.5, 1.25))
+    steps = [[step.reward for step in found.step_rewards] for found in (less, more)]
+    slope = 4.0 / (source[1] - source[0])
+    assert steps == [pytest.approx([2 * slope, slope]), pytest.approx([2 * slope, 2.5 * slope])]
+    assert more.reward - less.reward == pytest.approx(steps[1][1] - steps[0][1])
+
+
 def test_a_function_may_reward_turns() -> None:
     def steps(task: Task, rollout: Rollout) -> list[float]:
         return [1.0] * len(rollout.policy_turns)

@@ -17,7 +17,7 @@ import pytest
 
 from strop.base_config import validate_section
 from strop.environments.agents.agent_command import run_command_agent
-from strop.environments.agents.agent_environment import current_result
+from strop.environments.agents.agent_environment import current_result, read_result
 from strop.environments.agents.endpoint import Endpoint
 from strop.environments.agents.external_agent import ExternalAgent
 from strop.environments.base import EnvironmentConfigError
@@ -167,6 +167,17 @@ def test_the_reward_of_a_command_is_its_last_line_its_exit_code_or_a_function() 
         return float("done" in current_result().output and "done" in rollout.output)
 
     assert run_command(python("ask(); print('done')"), reward=printed).rewards == {"printed": 1.0}
+
+
+def test_an_agent_that_gives_none_as_its_reward_has_a_rollout_that_cannot_be_scored() -> None:
+    for printed, unscored in (
+        ("{'reward': None}", True),
+        ("{'reward': None, 'metrics': {'steps': 2}}", True),
+        ("{'reward': 0}", False),
+    ):
+        rollout = run_command(python(f"ask(); print(json.dumps({printed}))"))
+        assert rollout.error is None and (rollout.unscored, rollout.reward) == (unscored, 0.0), printed
+    assert read_result({"reward": None}).unscored and not read_result(None).unscored and not read_result({"output": ""}).unscored
 
 
 def test_a_command_cannot_be_started_or_takes_too_long(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loop.tiny import tiny_model
-from strop.gateway.bad_request import BadRequest
 from strop.gateway.chat_message import read_content
 from strop.gateway.responses_api import make_chat_body
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.models.network import Network
+from strop.safety.site_guard import BadRequest
 from strop.types import Rollout
 from support.agents import END, TEMPLATE, TOKENIZER, Recorder, make_session, play
 from support.hostile_bodies import DEEP, REFUSED, draw_bodies, send

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -29,11 +28,6 @@ SAMPLINGS = {
     "filters": Sampling(max_new_tokens=14, temperature=1.2, top_k=40, top_p=0.9, min_p=0.01, entropy=True),
 }
 PROMPTS = [[5, 40, 200, 31, 7, 7, 90, 301, 12, 66, 45], [17, 300]]
-QUICK = ("qwen2", "gemma2")  # the other families are in the exhaustive tests
-
-
-def each_family(quick: tuple[str, ...] = QUICK) -> list[Any]:
-    return [family if family in quick else pytest.param(family, marks=pytest.mark.exhaustive) for family in FAMILIES]
 
 
 def make_network(family: str, precision: torch.dtype) -> Network:

@@ -5,6 +5,7 @@ Everything is float64, so that what is left is the order of additions: measured 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -272,6 +273,32 @@ def test_reading_idle_rollouts_without_a_backward_pass_changes_nothing(
     assert torch.allclose(other.outputs.logprobs, result.outputs.logprobs, atol=1e-6)
     for name, metric in result.metrics.items():
         assert other.metrics[name].value == pytest.approx(metric.value, rel=1e-6, abs=1e-7), name
+
+
+@pytest.mark.parametrize("name", ["token_mean", "sequence_mean", "leave_one_out_unnormalised", "kl_in_the_loss", "overlong_filtering",
+                                  "weights_with_a_mean_of_one", "optimal_token_baseline", "algorithm gspo", "algorithm rloo"])  # fmt: skip
+def test_the_gradient_with_a_rollout_that_cannot_be_scored_is_that_without_it_however_the_batch_is_cut(
+    single_layer: Bench, name: str
+) -> None:
+    algorithm = CASES[name]
+    made = [with_what_credit_may_want(group) for group in simple_groups((4, (3, 5, 1, 2)), (2, (6, 2, 7)), (3, (4, 1)))]
+    left_out = {0: {1}, 1: {0, 2}, 2: set()}  # of the first one of four, of the second all but one
+    given = [
+        replace(group, rollouts=tuple(replace(each, unscored=each.sample in left_out[group.index], reward=0.0)
+                                      if each.sample in left_out[group.index] else each for each in group.rollouts)).leave_out_unscored()
+        for group in made
+    ]  # fmt: skip
+    alone = [
+        replace(group, rollouts=tuple(each for each in group.rollouts if each.sample not in left_out[group.index]))
+        for group in made
+    ]
+    assert [len(group.rollouts) for group in given] == [3, 1, 2] and len(given[1].every_rollout) == 3
+    wanted, result = single_layer.gradient(single_layer.batch(alone, algorithm), algorithm)
+    for share, budget in itertools.product((True, False), (10**9, 20, 9, 1)):
+        batch = single_layer.layouts(given, algorithm)[0 if share else 1]
+        found, other = single_layer.gradient(batch, algorithm, budget=budget)
+        assert largest_difference(found, wanted) < EXACT, (share, budget)
+        assert other.metrics["loss"].value == pytest.approx(result.metrics["loss"].value, rel=1e-9), (share, budget)
 
 
 def test_a_batch_that_is_all_idle_has_a_gradient_of_zero_and_still_steps_the_optimizer(bench: Bench) -> None:

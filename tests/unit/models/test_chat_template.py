@@ -138,7 +138,7 @@ def conversations(draw: st.DrawFn, name: str) -> list[Message]:
 def test_the_spans_of_a_conversation_are_its_rendering_cut_where_the_policy_speaks(name, data):
     template, kind = family(name), FAMILIES[name]
     messages = data.draw(conversations(name))
-    spans = template.encode_spans(messages)
+    (spans,) = template.encode_spans(messages)
     assert "".join(span.text for span in spans) == rendered(template, messages)
     assert all(template.tokenizer.decode(span.tokens) == span.text for span in spans)
     said = [message.content.strip() if kind.trims else message.content for message in messages if message.role == "assistant"]
@@ -154,10 +154,10 @@ def test_the_spans_of_a_conversation_are_its_rendering_cut_where_the_policy_spea
 def test_what_precedes_every_taught_turn_is_what_the_policy_would_be_asked_with(name, data):
     template = family(name)
     messages = data.draw(conversations(name))
-    texts = [span.text for span in template.encode_spans(messages)]
+    texts = [span.text for span in template.encode_spans(messages)[0]]
     turns = [place for place, message in enumerate(messages) if message.role == "assistant"]
     for number, turn in enumerate(turns):
-        prompt, reply, *_ = template.encode_spans(messages, loss_from=turn)
+        ((prompt, reply, *_),) = template.encode_spans(messages, loss_from=turn)
         assert prompt.tokens == template.encode_prompt(messages[:turn])
         assert prompt.text == "".join(texts[: 2 * number + 1]) and reply.text == texts[2 * number + 1]
 
@@ -166,7 +166,7 @@ def test_what_precedes_every_taught_turn_is_what_the_policy_would_be_asked_with(
 def test_a_recorded_conversation_has_the_tokens_of_the_same_one_as_an_episode(name):
     template = family(name)
     asked, said = [user("What is 12 + 7?"), user("and the 34?")], ["19", "the 34"]
-    spans = template.encode_spans([asked[0], assistant(said[0]), asked[1], assistant(said[1])])
+    (spans,) = template.encode_spans([asked[0], assistant(said[0]), asked[1], assistant(said[1])])
     end = template.tokenizer(FAMILIES[name].end, add_special_tokens=False)["input_ids"]
     sampled = [[*template.tokenizer(text, add_special_tokens=False)["input_ids"], *end] for text in said]
     episode = [template.encode_prompt(asked[:1]), sampled[0], template.encode_observation(asked[1:], sampled[0]), sampled[1]]
@@ -174,13 +174,13 @@ def test_a_recorded_conversation_has_the_tokens_of_the_same_one_as_an_episode(na
 
 
 def test_a_default_system_message_stands_in_the_prompt():
-    spans = family("chatml").encode_spans([user("1+1?"), assistant("2")])
+    (spans,) = family("chatml").encode_spans([user("1+1?"), assistant("2")])
     assert spans[0].text.startswith("<|im_start|>system\nYou are a helpful assistant<|im_end|>\n")
     assert spans[0].text.endswith("<|im_start|>assistant\n") and taught(spans) == ["2<|im_end|>"]
 
 
 def test_the_line_break_after_a_turn_is_read_and_not_said():
-    spans = family("chatml").encode_spans([user("a"), assistant("b"), user("c"), assistant("d")])
+    (spans,) = family("chatml").encode_spans([user("a"), assistant("b"), user("c"), assistant("d")])
     assert [span.text for span in spans[1:]] == [
         "b<|im_end|>",
         "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n",
@@ -191,18 +191,18 @@ def test_the_line_break_after_a_turn_is_read_and_not_said():
 
 def test_the_beginning_of_a_sequence_stands_once():
     template = family("llama3")
-    tokens = [token for span in template.encode_spans([user("a"), assistant("b")]) for token in span.tokens]
+    tokens = [token for span in template.encode_spans([user("a"), assistant("b")])[0] for token in span.tokens]
     assert tokens.count(template.tokenizer.bos_token_id) == 1 and tokens[0] == template.tokenizer.bos_token_id
 
 
 def test_a_template_that_closes_the_conversation_teaches_the_end_of_the_turn_only():
-    spans = family("phi").encode_spans([user("a"), assistant("b"), user("c"), assistant("d")])
+    (spans,) = family("phi").encode_spans([user("a"), assistant("b"), user("c"), assistant("d")])
     assert taught(spans) == ["b<|end|>", "d<|end|>"] and spans[-1].text == "\n<|im_end|>"
 
 
 @pytest.mark.parametrize("said", ["<|im_end|>", "a<|im_end|>\nb", "<|im_start|>assistant\n", "\n", " a "])
 def test_what_looks_like_the_template_does_not_move_the_cuts(said):
-    spans = family("chatml").encode_spans([user(said), assistant(said), user("c"), assistant(said)])
+    (spans,) = family("chatml").encode_spans([user(said), assistant(said), user("c"), assistant(said)])
     assert taught(spans) == [said + "<|im_end|>"] * 2
 
 
@@ -212,31 +212,34 @@ THOUGHT = "<think>\nLet me see.\n</think>\n\n19"
 def test_a_template_that_drops_earlier_reasoning_teaches_the_last_turn():
     template = ChatTemplate(make_tokenizer(QWEN3))
     messages = [user("12+7?"), assistant(THOUGHT), user("sure?"), assistant("<think>\nYes.\n</think>\n\nyes")]
-    spans = template.encode_spans(messages, loss_from=3)
+    (spans,) = template.encode_spans(messages, loss_from=3)
     assert spans[0].tokens == template.encode_prompt(messages[:3]) and "Let me see" not in spans[0].text
     assert taught(spans) == ["<think>\nYes.\n</think>\n\nyes<|im_end|>"]
     assert "".join(span.text for span in spans) == rendered(template, messages)
 
 
 @pytest.mark.parametrize("said", [THOUGHT, "19"])
-def test_a_turn_that_the_template_rewrites_later_is_refused(said):
+def test_a_turn_that_the_template_rewrites_later_is_taught_on_a_path_of_its_own(said):
     template = ChatTemplate(make_tokenizer(QWEN3))
-    with pytest.raises(
-        ConversationError, match=r"message 2 of 4 differently when more messages follow.*sft.only_unmask_final=true"
-    ):
-        template.encode_spans([user("12+7?"), assistant(said), user("sure?"), assistant("yes")])
+    messages = [user("12+7?"), assistant(said), user("sure?"), assistant("yes")]
+    last, first = template.encode_spans(messages)
+    assert "".join(span.text for span in last) == rendered(template, messages)
+    assert "".join(span.text for span in first) == rendered(template, messages[:2])
+    assert taught(last) == ["<think>\n\n</think>\n\nyes<|im_end|>"]
+    assert taught(first) == [(THOUGHT if said == THOUGHT else "<think>\n\n</think>\n\n19") + "<|im_end|>"]
+    assert template.split_text(messages) == [[span.text for span in path] for path in (last, first)]
 
 
 def test_the_templates_options_decide_where_the_policy_begins():
     messages = [user("12+7?"), assistant("19")]
     thinking, brief = (ChatTemplate(make_tokenizer(QWEN3), options={"enable_thinking": on}) for on in (True, False))
-    assert taught(thinking.encode_spans(messages)) == ["<think>\n\n</think>\n\n19<|im_end|>"]
-    assert taught(brief.encode_spans(messages)) == ["19<|im_end|>"]
+    assert taught(*thinking.encode_spans(messages)) == ["<think>\n\n</think>\n\n19<|im_end|>"]
+    assert taught(*brief.encode_spans(messages)) == ["19<|im_end|>"]
 
 
 def test_an_opened_reasoning_mark_belongs_to_the_prompt():
     template = ChatTemplate(make_tokenizer(THINKING_PROMPT))
-    spans = template.encode_spans([user("12+7?"), assistant(THOUGHT)])
+    (spans,) = template.encode_spans([user("12+7?"), assistant(THOUGHT)])
     assert spans[0].tokens == template.encode_prompt([user("12+7?")]) and spans[0].text.endswith("assistant\n<think>\n")
     assert taught(spans) == ["Let me see.\n</think>\n\n19<|im_end|>"]
 
@@ -274,7 +277,7 @@ def test_a_conversation_in_which_nobody_is_answered_has_nothing_to_teach(message
 
 
 def test_a_greeting_that_opens_the_conversation_is_read():
-    spans = family("chatml").encode_spans([assistant("Hello!"), user("a"), assistant("b")])
+    (spans,) = family("chatml").encode_spans([assistant("Hello!"), user("a"), assistant("b")])
     assert taught(spans) == ["b<|im_end|>"] and "Hello!" in spans[0].text
 
 
@@ -287,7 +290,7 @@ def plain_template() -> ChatTemplate:
 def test_without_a_template_replies_follow_what_they_answer():
     template = plain_template()
     messages = [system("Add."), user("1+1="), assistant("2"), user("12+34="), user("="), assistant("46")]
-    spans = template.encode_spans(messages)
+    (spans,) = template.encode_spans(messages)
     assert [(span.text, span.in_loss) for span in spans] == [
         ("Add.\n1+1=", False),
         ("2", True),
@@ -296,12 +299,12 @@ def test_without_a_template_replies_follow_what_they_answer():
     ]
     assert spans[0].tokens == template.encode_prompt(messages[:2])
     assert spans[2].tokens == template.encode_observation(messages[3:5], spans[1].tokens)
-    assert [span.text for span in template.encode_spans(messages[:4])] == ["Add.\n1+1=", "2", "\n12+34=\n"]
+    assert [span.text for span in template.encode_spans(messages[:4])[0]] == ["Add.\n1+1=", "2", "\n12+34=\n"]
 
 
 def test_a_reply_that_would_share_a_token_with_its_prompt_is_tokenised_alone():
     template = plain_template()
-    prompt, reply = template.encode_spans([user("1"), assistant("2")])  # "12" is a token
+    ((prompt, reply),) = template.encode_spans([user("1"), assistant("2")])  # "12" is a token
     assert prompt.tokens == template.encode_prompt([user("1")]) and template.tokenizer.decode(reply.tokens) == "2"
 
 
@@ -321,7 +324,7 @@ def test_a_tokenizer_that_marks_the_start_of_a_text_puts_no_space_before_a_reply
     wrapped.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
     wrapped.chat_template = GLM.template.replace("message.content", "message.content + '</s>'")
     template = ChatTemplate(wrapped)
-    spans = template.encode_spans([user("a"), assistant("b"), user("c"), assistant("b")])
+    (spans,) = template.encode_spans([user("a"), assistant("b"), user("c"), assistant("b")])
     assert wrapped.convert_ids_to_tokens(template._encode("b")) == ["▁b"]
     assert [wrapped.convert_ids_to_tokens(span.tokens) for span in spans if span.in_loss] == [["b", "</s>"]] * 2
     assert [token for span in spans for token in span.tokens] == template._encode("".join(span.text for span in spans))

@@ -73,7 +73,7 @@ def seen_messages(draw: st.DrawFn) -> list[Message]:
 def test_images_stand_in_the_context_and_the_loss_is_what_was_answered(name, data):
     template, (mark, end) = seeing(name), SEEING[name]
     messages = data.draw(seen_messages().filter(lambda drawn: any(m.in_loss for m in drawn if m.role == "assistant")))
-    spans = template.encode_spans(messages)
+    (spans,) = template.encode_spans(messages)
     said = [message.content for message in messages if message.role == "assistant" and message.in_loss]
     assert [text.strip().removesuffix(end).strip() for text in taught(spans)] == said
     assert all(end in text for text in taught(spans))
@@ -102,7 +102,7 @@ def test_a_template_without_a_place_for_images_refuses_them():
 
 def test_a_name_is_written_where_the_template_writes_it():
     template = make(WRITES_NAMES, "<|im_start|>")
-    spans = template.encode_spans([Message("user", "12 + 7?", name="Ada"), assistant("19")])
+    (spans,) = template.encode_spans([Message("user", "12 + 7?", name="Ada"), assistant("19")])
     assert "user Ada" in spans[0].text and taught(spans) == ["19<|im_end|>"]
     with pytest.raises(ConversationError, match="opens message 2"):  # the policy would not be asked by that name
         template.encode_spans([user("12 + 7?"), Message("assistant", "19", name="Bo")])
@@ -129,8 +129,8 @@ def test_messages_of_weight_0_are_context_between_turns_with_calls_and_without(n
             messages.append(Message("assistant", "", tool_calls=(call,), in_loss=weight))
             messages.append(Message("tool", f"result {place}", name="add", tool_call_id=call.id))
         messages.append(Message("assistant", f"It is {place}.", in_loss=weight))
-    everything = template.encode_spans([replace(message, in_loss=True) for message in messages])
-    spans = template.encode_spans(messages)
+    (everything,) = template.encode_spans([replace(message, in_loss=True) for message in messages])
+    (spans,) = template.encode_spans(messages)
     assert "".join(span.text for span in spans) == "".join(span.text for span in everything)
     of_all = taught(everything)
     kept = [weight for weight in weights for _ in range(1 + calls)]
@@ -146,4 +146,4 @@ def cached_template(name: str) -> ChatTemplate:
 def test_a_conversation_whose_every_reply_has_weight_0_has_no_loss_tokens():
     with pytest.raises(ConversationError, match="all assistant messages have weight 0"):
         cached_template("qwen2.5").encode_spans([user("a"), Message("assistant", "b", in_loss=False)])
-    assert taught(cached_template("qwen2.5").encode_spans([user("a"), assistant("b")])) == ["b<|im_end|>"]
+    assert taught(*cached_template("qwen2.5").encode_spans([user("a"), assistant("b")])) == ["b<|im_end|>"]

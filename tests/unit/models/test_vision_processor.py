@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from strop.data.packing import pack
+from strop.data.recorded.examples import Conversation
 from strop.models.chat_template import ChatTemplate
 from strop.models.vision.image_files import ImageError, as_data_url, decode_image, encode_image, read_image
-from strop.models.vision.pixel_cache import PixelCache
 from strop.models.vision.vision_families import find_family
-from strop.models.vision.vision_processor import VisionProcessor, find_vision_processor, load_vision_processor
+from strop.models.vision.vision_processor import PixelCache, VisionProcessor, find_vision_processor, load_vision_processor
+from strop.rollouts.recorded import demonstration_group
+from strop.rollouts.recorded_tokens import RecordedRules
 from strop.types import Image, Message
 from support.vision_models import FAMILIES, build_vision_tokenizer, draw_image, make_vision_config, save_vision_model
 
@@ -106,11 +110,37 @@ def test_the_spans_of_a_recorded_conversation_have_their_images() -> None:
         question(files[1], text="and now?"),
         Message("assistant", "blue"),
     ]
-    spans = template.encode_spans(messages)
+    (spans,) = template.encode_spans(messages)
     assert [len(span.images) for span in spans] == [1, 0, 1, 0, 0]
     assert [span.in_loss for span in spans][:4] == [False, True, False, True]
     assert spans[0].tokens == template.encode_with_images(messages[:1]).tokens
     assert "".join(span.text for span in spans) == template.render_conversation(messages)
+
+
+def test_a_turn_that_the_template_rewrites_later_keeps_the_images_before_it() -> None:
+    processor = make_processor("smolvlm")
+    tokenizer = deepcopy(processor.tokenizer)
+    template = ChatTemplate(tokenizer, vision=processor)
+    forgetting = "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m['content'] }}", forgetting, 1)
+    messages = (
+        question(draw_image(1)),
+        Message("assistant", "<think>red?</think>a red one"),
+        question(draw_image(2), draw_image(3), text="and now, of these?"),
+        Message("assistant", "<think>no</think>blue"),
+        question(draw_image(4)),
+        Message("assistant", "green"),
+    )
+    example = Conversation(id="rows:0", messages=messages)
+    group = demonstration_group(0, "data", example, template, RecordedRules(max_length=2048))
+    (rollout,) = group.rollouts
+    assert not group.errors and len(rollout.branches) == 2 and len(rollout.path_images) == 4
+    of_branches = [[image.digest for turn in branch.turns for image in turn.images] for branch in rollout.branches]
+    assert of_branches == [[], []], "they are read on the main path, which the branches leave after them"
+    for share, seen in ((True, [4]), (False, [4, 1, 3])):
+        batch = pack([group], share_prefixes=share)
+        assert len(batch.images) == sum(seen)
+        assert all(processor.image_token_id in batch.tokens[image.start : image.end] for image in batch.images)
 
 
 def test_the_token_of_an_image_in_a_text_is_refused() -> None:

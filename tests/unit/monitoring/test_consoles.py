@@ -12,14 +12,11 @@ from rich.console import Console
 
 from strop.monitoring.console.columns import (
     COLUMNS_BY_SECTION,
-    format_duration,
     format_fixed,
-    format_number,
-    format_seconds,
     phase_times,
 )
 from strop.monitoring.console.console import PlainConsole, open_console
-from strop.monitoring.console.live import LiveConsole, sparkline
+from strop.monitoring.console.live import LiveConsole
 from strop.monitoring.console.progress import Progress
 from strop.monitoring.console.step_table import StepTable
 from strop.monitoring.trackers.base import NullTracker
@@ -66,30 +63,6 @@ def test_a_phase_list_accounts_for_the_whole_step() -> None:
     parts = phase_times(METRICS)
     assert [part.name for part in parts] == ["generation", "training", "weights", "other"]
     assert sum(part.seconds for part in parts) == pytest.approx(4.0)
-
-
-def test_phases_of_a_step_without_timings_are_none() -> None:
-    assert phase_times({"train/loss": 1.0}) == ()
-    assert phase_times({"timing/train/generation": math.nan, "timing/train/logprobs": 0.0}) == ()
-
-
-def test_an_unknown_phase_is_shown_by_its_name_after_the_known_ones() -> None:
-    parts = phase_times({"timing/train/value_training": 1.0, "timing/train/generation": 1.0})
-    assert [part.name for part in parts] == ["generation", "value training"]
-
-
-@pytest.mark.parametrize(
-    ("value", "written"),
-    [(0.0, "0.0000"), (0.5312, "0.5312"), (31.24, "31.24"), (1234.5, "1,234"), (1.2e-5, "1.2e-05"), (math.nan, "nan"),
-     (-math.inf, "-inf"), (2.5e9, "2.5e+09"), (-123456.0, "-123,456")],
-)  # fmt: skip
-def test_numbers_are_short(value: float, written: str) -> None:
-    assert format_number(value) == written and len(written) <= 8
-
-
-def test_durations_are_written_as_people_read_them() -> None:
-    assert [format_duration(value) for value in (0, 62, 3723, 183845, math.nan)] == ["0:00", "1:02", "1:02:03", "2d 3:04:05", "?"]
-    assert [format_seconds(value) for value in (0.42, 4.2, 42.0, 200.0)] == ["0.42 s", "4.2 s", "42 s", "3:20"]
 
 
 def test_time_left_is_known_from_the_first_step_and_follows_the_wall_clock() -> None:
@@ -186,12 +159,6 @@ def test_each_kind_of_run_has_columns_of_its_own(section: str, metrics: list[str
 def test_recorded_data_is_read_and_not_generated() -> None:
     parts = phase_times({"timing/train/generation": 1.0, "timing/train/policy_training": 1.0, "train/examples": 4.0})
     assert [part.name for part in parts] == ["reading data", "training"]
-
-
-def test_rows_are_aligned_where_the_last_step_is_not_known() -> None:
-    table = StepTable(COLUMNS_BY_SECTION["sft"], None)
-    rows = [row for step in (1, 9, 10, 999) for row in table.format_rows(step, {"train/loss": 1.0})]
-    assert len({len(row) for row in rows}) == 1 and len(rows) == 5
 
 
 def test_a_plain_console_keeps_the_place_of_a_metric_that_is_missing() -> None:
@@ -305,14 +272,6 @@ def test_the_live_console_shows_what_matters() -> None:
     assert "stopped at step 12 after 0:10" in last_drawing(screen)
 
 
-def test_a_finished_run_says_so() -> None:
-    screen = terminal()
-    console = LiveConsole(2, console=screen)
-    console.log(2, METRICS)
-    console.close()
-    assert "100%" in last_drawing(screen) and "finished after" in last_drawing(screen)
-
-
 def test_the_live_console_draws_values_that_are_missing_or_not_finite() -> None:
     screen = terminal()
     console = LiveConsole(None, console=screen)
@@ -343,41 +302,6 @@ def test_closing_gives_the_cursor_back_and_later_calls_are_harmless() -> None:
     console.log(2, METRICS)
     console.progress("training")
     assert drawn(screen).rindex("\x1b[?25h") > drawn(screen).rindex("\x1b[?25l")
-
-
-def test_without_colours_each_phase_has_its_name_and_its_bar() -> None:
-    screen = Console(file=io.StringIO(), force_terminal=True, no_color=True, width=100, height=40)
-    console = LiveConsole(5, console=screen)
-    console.log(1, METRICS)
-    console.close()
-    assert re.search(r"generation +50%  ━━━━━━ .*\n.*training +38%  ━━━━", last_drawing(screen))
-
-
-def test_an_old_value_keeps_its_mark_beside_a_long_curve() -> None:
-    screen = terminal()
-    console = LiveConsole(60, console=screen)
-    for step in range(20):
-        console.log(step, {"validation/accuracy": step / 20})
-    console.log(20, METRICS)
-    console.close()
-    assert re.search(r"accuracy +0\.950  \S+ @19", last_drawing(screen))
-
-
-def test_a_low_terminal_cuts_phases_and_not_what_the_run_is_doing() -> None:
-    screen = terminal(60, 14)
-    console = LiveConsole(60, console=screen)
-    console.log(12, METRICS)
-    console.progress("generating 12/32 groups")
-    console._live.refresh()  # type: ignore[union-attr]
-    shown = last_drawing(screen)
-    assert "step 12/60" in shown and "generating 12/32 groups" in shown and "reward" in shown and "other" not in shown
-    console.close()
-
-
-def test_a_sparkline_is_a_curve_with_gaps() -> None:
-    assert sparkline([0.0, math.nan, 1.0]) == "▁ █"
-    assert sparkline([2.0, 2.0]) == "▁▁"
-    assert sparkline([math.nan]) == " "
 
 
 def test_every_step_leaves_a_line_in_the_scrollback_of_a_live_console() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -187,6 +188,20 @@ def test_a_metrics_file_that_was_deleted_beside_a_checkpoint_is_said(tmp_path: P
     assert not caplog.records
     tracker.resume(8)
     assert "has no steps 2 to 7, and the run continues after step 8" in caplog.text
+
+
+@pytest.mark.parametrize("gone", ["the file", "the folder"])
+@pytest.mark.parametrize("next_step", [3, 4])
+def test_a_metrics_file_that_is_deleted_while_the_run_writes_it_is_said_and_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gone: str, next_step: int
+) -> None:
+    tracker = write(tmp_path / "logs", range(1, 4))
+    shutil.rmtree(tmp_path / "logs") if gone == "the folder" else (tmp_path / "logs" / "metrics.jsonl").unlink()
+    for step in range(next_step, 6):
+        tracker.log(step, {"train/reward": 0.5})
+    tracker.close()
+    assert steps_in(tmp_path / "logs") == list(range(next_step, 6))
+    assert caplog.text.count("was deleted while the run writes it") == 1
 
 
 def test_a_change_of_the_working_directory_does_not_move_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from strop.monitoring.plot import NothingToPlot, find_metrics, plot_run
-from strop.monitoring.run_lines import smooth
+from strop.monitoring.console.columns import format_number
+from strop.monitoring.pages.curve_drawing import draw_curve
+from strop.monitoring.plot import Curve, NothingToPlot, find_metrics, make_run_figure, plot_run
+from strop.monitoring.run_lines import SMOOTH_ABOVE, smooth
 from strop.monitoring.trackers.jsonl import JsonlTracker
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -49,6 +51,20 @@ def test_a_run_is_found_by_its_folder_its_file_and_the_folder_above(tmp_path: Pa
 def test_short_and_long_runs_are_drawn(tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     assert plot_run(a_run(tmp_path, steps)).read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("values", [[0.5] * 39 + [0.1987], [float(step) for step in range(30)], [0.0] * 13 + [1.0], [0.3, 0.7]])
+def test_the_number_of_a_panel_is_the_last_steps_and_an_average_is_called_one(tmp_path: Path, values: list[float]) -> None:
+    tracker = JsonlTracker(tmp_path)
+    for step, value in enumerate(values, 1):
+        tracker.log(step, {"train/reward": value})
+    tracker.close()
+    figure = make_run_figure(tmp_path / "metrics.jsonl")
+    assert [text.get_text() for text in figure.axes[0].texts] == [format_number(values[-1])]
+    said = figure._supxlabel.get_text() if figure._supxlabel is not None else ""
+    assert ("moving average" in said) == (len(values) > SMOOTH_ABOVE)
+    page = draw_curve(Curve("Reward", "train/reward"), [(float(step), value) for step, value in enumerate(values, 1)])
+    assert f'<span class="value">{format_number(values[-1])}</span>' in page
 
 
 def test_a_run_that_is_still_writing_its_last_line_is_drawn(tmp_path: Path) -> None:

@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from strop import cli
+from strop.monitoring.rollout_store import inflated_files
+from strop.monitoring.rollout_store.damaged_rollouts import DamagedRollouts
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_records, split_by_rollout
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.rollout_store.step_sums import read_step_sums
 from strop.monitoring.rollout_store.token_ratios import MAX_TOKENS
 from strop.types import Batch, Ending, Group, Message, Rollout, Task, Totals, Turn, observation_turn
 from support.full_disk import FullDisk
+from support.stored_steps import inflate
 
 
 def policy_turn(*tokens: int, text: str = "4") -> Turn:
@@ -140,6 +145,23 @@ def test_resume_removes_later_steps_and_half_written_files_and_nothing_else(tmp_
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("gone", "said"), [((), ""), ((2,), "1 step, 2"), ((1, 2, 3), "3 steps, 1 to 3"), ((1, 4), "2 steps, 1 to 4")]
+)
+def test_a_run_that_continues_says_which_rollouts_are_gone(
+    tmp_path: Path, gone: tuple[int, ...], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = RolloutStore(tmp_path, "jsonl")
+    for step in range(1, 6):
+        store.write(step, some_records(step))
+    for step in gone:
+        store.path(step).unlink()
+    store.resume(4)
+    assert (f"no rollouts of {said} (of 4 before" in caplog.text) if gone else not caplog.text
+    RolloutStore(tmp_path / "other", "none").resume(4)
+    assert caplog.text.count("has no rollouts") == bool(gone), "a run that stores none misses none"
+
+
 def test_a_write_that_fails_leaves_the_step_as_it_was(tmp_path: Path) -> None:
     store = RolloutStore(tmp_path, "jsonl")
     store.write(1, some_records(1))
@@ -189,7 +211,7 @@ def test_errors_say_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="stored are none"):
         store.read(1)
     store.write(4, [])
-    with pytest.raises(FileNotFoundError, match="1 steps, 4 to 4"):
+    with pytest.raises(FileNotFoundError, match=r"stored are 1 step, 4$"):
         store.read(1)
 
 
@@ -218,3 +240,33 @@ def test_rollouts_that_a_full_disk_refuses_are_lost_and_the_run_goes_on(
     disk.full = False
     store.write(3, [])
     assert store.steps() == [3] and caplog.text.count("rollouts cannot be written") == 1
+
+
+@pytest.mark.parametrize("column", ["completion", "task_id", "prompt"])
+@pytest.mark.parametrize("dictionary", [False, True])
+def test_no_reader_inflates_a_small_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], column: str, dictionary: bool
+) -> None:
+    """A text that all rows repeat, or that is compressed to nothing, is refused before it fills the memory."""
+    monkeypatch.setattr(inflated_files, "LARGE", 2**22)
+    store = RolloutStore(tmp_path)
+    store.write(1, some_records(1))
+    store.write(2, some_records(2))
+    inflate(store.path(2), column, size=2**16, count=1024, dictionary=dictionary)
+    readers = {
+        "whole": lambda: store.read(2),
+        "of a task": lambda: store.read(2, "a" * 2**16 if column == "task_id" else some_records()[0].task_id, ledger=False),
+        "one": lambda: store.read_one(2, 0, 0),
+        "keys": lambda: store.read_keys(2),
+        "of a run": lambda: list(store.read_all()),
+        "sums": lambda: read_step_sums(store.path(2)),
+    }
+    for name, read in readers.items():
+        if dictionary and name not in ("whole", "of a run"):
+            continue  # it reads a few rows, or no text
+        with pytest.raises(DamagedRollouts, match=r"bytes (are .* )?when they are read"):
+            read()
+            pytest.fail(name)
+    assert cli.main(["rollouts", str(tmp_path), "--step", "2"]) == 2
+    assert "step_000002.parquet cannot be read" in capsys.readouterr().err
+    assert len(store.read(1)) == len(some_records(1)), "the other steps can be read"

@@ -1,4 +1,4 @@
-"""Images of stored rollouts: each file once, named in the records, shown on the page."""
+"""Images of stored rollouts: each file once, named in the records."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from strop.data.images.drawn_questions import Drawing
 from strop.monitoring.rollout_store.rollout_record import list_images, make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.stored_images import image_name
-from strop.monitoring.rollout_view.rollout_page import make_page
-from strop.monitoring.rollout_view.rollout_selection import RolloutSelection, select_rollouts
 from strop.types import Group, Image, Message, PromptImage, Rollout, Task, Turn, observation_turn
 
 FILE, OTHER = (Drawing(image_size=56).draw(0, index, held_out=False).content for index in (0, 1))
@@ -24,10 +22,10 @@ def shown(content: bytes, start: int) -> PromptImage:
     return PromptImage(start=start, length=4, content=content, digest=digest[::-1])
 
 
-def a_group(*, broken: bool = False) -> Group:
+def a_group() -> Group:
     """Two rollouts about one image, the second with another image in an observation."""
     task = Task(id="t", question="How many?", answer="3")
-    first = shown(b"<svg onload='alert(1)'>" if broken else FILE, 2)
+    first = shown(FILE, 2)
     messages = (Message("system", "Look."), Message("user", "How many?", images=(Image("data:image/png;base64," + 90 * "A"),)))
     turn = Turn(
         author="policy", tokens=torch.tensor([5]), text="3", logprobs=torch.zeros(1), versions=torch.ones(1, dtype=torch.int32)
@@ -55,32 +53,9 @@ def test_each_image_is_stored_once_and_the_records_name_it(format: str, tmp_path
     assert store.steps() == [1, 2]
     store.resume(1)
     assert store.steps() == [1] and len(list(store.images.folder.iterdir())) == 2
+    assert store.images.find("../secret") is None
 
 
 def test_nothing_is_stored_of_images_where_no_rollouts_are(tmp_path: Path) -> None:
     RolloutStore(tmp_path, "none").write_images(list_images([a_group()]))
     assert not list(tmp_path.iterdir())
-
-
-def make(store: RolloutStore) -> str:
-    selected = select_rollouts(store, RolloutSelection())
-    return make_page(selected, title="run", limit=None, decode=None, find_image=store.images.find)
-
-
-def test_the_page_shows_small_copies_that_it_holds_itself(tmp_path: Path) -> None:
-    store = RolloutStore(tmp_path)
-    store.write_images(list_images([a_group()]))
-    store.write(1, make_records(1, [a_group()]))
-    page = make(store)
-    assert page.count('<img alt="image ') == 3 and page.count('src="data:image/png;base64,') == 3
-    assert "img-src data:" in page and "http" not in page.partition("<img")[2].partition(">")[0]
-
-
-def test_what_is_no_image_is_named_and_never_put_into_the_page(tmp_path: Path) -> None:
-    store = RolloutStore(tmp_path)
-    store.write_images([image for image in list_images([a_group(broken=True)]) if image.content != OTHER])
-    store.write(1, make_records(1, [a_group(broken=True)]))
-    page = make(store)
-    assert "<img" not in page and "alert(1)" not in page and "img-src" not in page
-    assert page.count('<p class="note">image ') == 3
-    assert store.images.find("../secret") is None

@@ -84,12 +84,14 @@ def test_what_follows_the_last_reply_is_left_out():
     assert rollout.messages == example.messages[:2] and rollout.turns[-1].sampled
 
 
-def test_a_template_that_drops_earlier_reasoning_needs_the_final_turn_alone():
+def test_earlier_reasoning_that_the_template_drops_is_taught_on_a_branch_unless_the_final_turn_alone_is():
     example = talk(user("12 + 7?"), assistant("<think>\nhm\n</think>\n\n19"), user("sure?"), assistant("yes"))
     template = template_of(QWEN3)
-    assert "sft.only_unmask_final=true" in error_of(demonstration_group(0, "data", example, template, RULES))
+    (rollout,) = demonstration_group(0, "data", example, template, RULES).rollouts
+    (branch,) = rollout.branches
+    assert "hm" not in written(rollout, template) and [turn.text for turn in branch.turns] == ["<think>\nhm\n</think>\n\n19"]
     (rollout,) = demonstration_group(0, "data", example, template, RecordedRules(max_length=512, final_turn_only=True)).rollouts
-    assert "hm" not in written(rollout, template)
+    assert "hm" not in written(rollout, template) and not rollout.branches
 
 
 def test_a_pair_shares_its_prompt_and_its_rewards_say_which_is_better():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import time
@@ -20,6 +21,7 @@ from strop.rollouts.groups_ahead import GroupsAhead
 from strop.rollouts.prompts_ahead import PromptsAhead
 from strop.rollouts.recorded_tokens import RecordedConversation, RecordedRules, tokenize_group
 from strop.rollouts.tokenizing_pool import TokenizingPool, TokenizingWorkerDied, choose_num_workers
+from strop.rollouts.tokenizing_worker import serve, write_message
 from strop.types import Group, assistant, user
 from support.tokenizer import build_tokenizer
 
@@ -146,3 +148,17 @@ def test_a_prompt_that_an_environment_makes_itself_is_not_made_ahead(tmp_path: P
     tasks = source.components[0].tasks
     assert Mixture((Component("own", Own(), tasks),)).peek_messages(0) is None
     assert source.peek_messages(0) and source.peek_messages(99) is None
+
+
+class ClosedPipe(io.BytesIO):
+    def write(self, data: Any) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("sent", [(), ((None, None),), ("no pair",), ((None, None), [])])
+def test_a_worker_whose_run_was_killed_ends_without_a_word(sent: tuple[Any, ...]) -> None:
+    requests = io.BytesIO()
+    for message in sent:
+        write_message(requests, message)
+    requests.seek(0)
+    serve(requests, ClosedPipe())

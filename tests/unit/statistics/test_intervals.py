@@ -53,6 +53,21 @@ def test_none_and_all_correct_have_intervals_of_some_width() -> None:
     assert every.high == 1 and every.low == pytest.approx(1 - none.high)
 
 
+def test_shares_have_wilsons_interval_of_as_many_outcomes_as_would_vary_as_much() -> None:
+    """Four tasks, so that each count - 1 matters. The effect of a design is the variance of its means over that of outcomes of 0 or 1,
+    with one task's worth of evidence that they vary as those do."""
+    values = [0.25, 0.5, 0.75, 0.9]
+    share = sum(values) / 4
+    variance = sum((value - share) ** 2 for value in values) / 4
+    effect = (3 * variance / (share * (1 - share)) + 1) / 4
+    z, t = 1.959963984540054, 3.182446305284263  # 0.975 quantiles, of Student's t with 3 degrees of freedom
+    size = 4 / effect * (z / t) ** 2
+    center = (share + z * z / (2 * size)) / (1 + z * z / size)
+    reach = z / (1 + z * z / size) * math.sqrt(share * (1 - share) / size + z * z / (4 * size * size))
+    found = confidence_interval(values, bounds=SHARE)
+    assert (found.low, found.high) == pytest.approx((center - reach, center + reach), rel=1e-9)
+
+
 def test_one_task_says_little_and_one_length_nothing() -> None:
     assert confidence_interval([1.0], bounds=SHARE).low < 0.21
     several = confidence_interval([0.75], bounds=SHARE)  # of many samples, and yet one task

@@ -14,13 +14,13 @@ from loop.fakes import FakeCheckpoints, FakeLearner, Recorder, make_run
 from loop.tiny import tiny_tokenizer
 from strop.checkpointing.base import RunState
 from strop.learner.client import LearnerClient
-from strop.monitoring.hacking.hacking_monitor import HackingMonitor
 from strop.monitoring.trackers.base import NullTracker
 from strop.rollouts.stream import StreamState
 from strop.stopping import EarlyStop
 from strop.storage.storage_error import StorageError
 from strop.trainer.cadence import save_if_due
-from strop.trainer.run import TrainingRun, TrainOptions
+from strop.trainer.listeners import Listeners
+from strop.trainer.run import Saved, TrainingRun, TrainOptions
 from strop.trainer.train import train
 
 TOKENIZER = tiny_tokenizer()
@@ -135,16 +135,14 @@ class FullDisk:
 
 
 def saving_run(checkpoints: FullDisk, **changes: Any) -> Any:
-    run = SimpleNamespace(
-        options=SimpleNamespace(save_period=5), step=5, ending=None, save_failed=False, saved_step=-1, checkpoints=checkpoints
-    )
+    run = SimpleNamespace(options=SimpleNamespace(save_period=5), step=5, ending=None, saved=Saved(), checkpoints=checkpoints)
     values = {
         "learners": {},
         "saved_parts": {},
         "tracker": NullTracker(),
         "last_metrics": {},
         "early_stop": None,
-        "monitor": HackingMonitor(),
+        "listeners": Listeners(),
     }
     run.__dict__.update(values | changes)
     return run
@@ -156,21 +154,21 @@ STREAM = StreamState(next_index=0, unfinished=(), finished=())
 def test_a_checkpoint_that_finds_no_room_is_saved_at_the_next_step_and_the_period_goes_on() -> None:
     run = saving_run(FullDisk(1))
     for run.step in range(5, 11):
-        save_if_due(run, STREAM)
-        assert run.save_failed == (run.step == 5)
-    assert run.checkpoints.saved == [6, 10] and run.saved_step == 10
+        asyncio.run(save_if_due(run, STREAM))
+        assert run.saved.failed == (run.step == 5)
+    assert run.checkpoints.saved == [6, 10] and run.saved.step == 10
 
 
 def test_the_last_checkpoint_is_tried_twice_and_then_an_error() -> None:
     run = saving_run(FullDisk(1), ending="finished", step=7)
-    save_if_due(run, STREAM)
+    asyncio.run(save_if_due(run, STREAM))
     assert run.checkpoints.saved == [7]
     with pytest.raises(StorageError, match="the checkpoint of step 7 was not saved"):
-        save_if_due(saving_run(FullDisk(2), ending="finished", step=7), STREAM)
+        asyncio.run(save_if_due(saving_run(FullDisk(2), ending="finished", step=7), STREAM))
 
 
 def test_ranks_in_other_processes_do_not_go_on_after_a_refused_save() -> None:
     """One of them may wait in a collective for the one that failed."""
     run = saving_run(FullDisk(1), learners={"policy": LearnerClient(caller=object())})  # type: ignore[arg-type]
     with pytest.raises(StorageError):
-        save_if_due(run, STREAM)
+        asyncio.run(save_if_due(run, STREAM))

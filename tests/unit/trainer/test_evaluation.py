@@ -259,3 +259,27 @@ def test_a_validation_says_how_far_it_is():
     tracker.progress = said.append
     asyncio.run(evaluator(size=3).evaluate(0, tracker))
     assert said == [f"validating: {done} of 3 tasks" for done in range(4)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sometimes(Letters):
+    """Some samples of each task cannot be scored."""
+
+    unscored: tuple[int, ...] = ()
+
+    @reward(weight=1.0, accuracy=True)
+    def share(self, task: Task, rollout: Rollout) -> float | None:
+        return None if rollout.sample in self.unscored else 1.0
+
+
+@pytest.mark.parametrize("unscored", [(), (0,), (1, 2), (0, 1, 2)])
+def test_a_sample_that_cannot_be_scored_counts_as_wrong_and_is_counted(tmp_path, unscored):
+    found = asyncio.run(evaluator(tmp_path, environment=Sometimes(unscored=unscored)).evaluate(1))
+    share = (3 - len(unscored)) / 3
+    assert found["validation/accuracy"] == found["validation/reward"] == pytest.approx(share)
+    assert found["validation/pass@1"] == pytest.approx(share) and found["validation/errors"] == 0
+    assert found.get("validation/unscored", 0) == 6 * len(unscored)
+    stored = json.loads((tmp_path / "step_000001.json").read_text())["tasks"]
+    assert all(
+        [sample.get("unscored", False) for sample in task["samples"]] == [n in unscored for n in range(3)] for task in stored
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from loop.fakes import FakeCheckpoints, FakeLearner, Letters, make_run, run_virtually
+from loop.fakes import FakeCheckpoints, FakeLearner, Letters, make_run, run_virtually, stored_rollouts
 from loop.tiny import tiny_tokenizer
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
@@ -113,7 +113,7 @@ def test_a_rollout_that_cannot_be_scored_is_left_out_alone(tmp_path, first_score
     (batch,) = run.learners["policy"].batches
     assert batch.num_groups == 3 and batch.num_sequences == 3 * (4 - first_scored)
     assert tracker.steps[1]["train/unscored"] == 3 * first_scored
-    records = run.rollouts.read(1)
+    records = stored_rollouts(run).read(1)
     assert {record.sample for record in records if record.dropped_because == "unscored"} == set(range(first_scored))
 
 
@@ -141,14 +141,14 @@ def test_groups_that_fail_or_do_not_vary_are_replaced_and_counted(tmp_path):
     first, second = tracker.steps[1], tracker.steps[2]
     assert (first["train/groups_dropped_for_errors"], first["train/groups_dropped_by_filter"]) == (1, 1)
     assert first["train/groups_dropped"] == 2
-    records = run.rollouts.read(1)
+    records = stored_rollouts(run).read(1)
     assert {record.group for record in records if record.kept} == {2, 3, 4}
     reasons = {record.group: record.dropped_because for record in records if not record.kept}
     assert reasons == {0: "filtered", 1: "error"}
     assert all("the verifier of task 1 is broken" in str(record.error) for record in records if record.group == 1)
     assert all(record.learner_logprobs is None and record.advantage is None for record in records if not record.kept)
     assert second["train/groups_dropped"] == 2
-    assert {record.group for record in run.rollouts.read(2) if record.kept} == {7, 8, 9}
+    assert {record.group for record in stored_rollouts(run).read(2) if record.kept} == {7, 8, 9}
 
 
 def test_a_run_without_filter_trains_on_groups_that_do_not_vary(tmp_path):
@@ -446,7 +446,7 @@ def test_the_phases_of_a_step_add_up_to_its_time(tmp_path):
 def test_stored_rollouts_have_what_sampler_and_learner_thought(tmp_path):
     run, _, _ = make_run(TOKENIZER, tmp_path, options(max_steps=1), learners={"policy": FakeLearner(shift=0.25)}, store="jsonl")
     trained(run)
-    records = run.rollouts.read(1)
+    records = stored_rollouts(run).read(1)
     assert len(records) == 12 and {record.group for record in records} == {0, 1, 2}
     for record in records:
         assert record.learner_logprobs == pytest.approx([value + 0.25 for value in record.sampler_logprobs])

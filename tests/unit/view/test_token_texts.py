@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.view.token_texts import TokenTexts
+from strop.view.token_texts import TokenTexts, split_text
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CONFIG = {"policy": {"model_name": NAME}}
@@ -49,3 +49,10 @@ def test_a_tokenizer_that_cannot_be_read_is_named_once_and_texts_are_left_out(
         assert texts.split({"policy": {"model_name": "someone/nothing"}}, [1, 2]) is None
     (said,) = [record.getMessage() for record in caplog.records]
     assert "someone/nothing cannot be read: there is no such model" in said
+
+
+def test_the_text_of_tokens_joins_to_the_text_of_the_turn() -> None:
+    text = "für 素数!"
+    encoded = text.encode()
+    pieces = split_text(list(encoded), lambda tokens: bytes(tokens).decode(errors="replace"))
+    assert "".join(pieces) == text and len(pieces) == len(encoded)

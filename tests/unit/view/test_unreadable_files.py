@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from starlette.testclient import TestClient
+from httpx import Client
 
 from strop.monitoring.rollout_index.stored_rows import read_rows, read_values
 from strop.monitoring.rollout_store import inflated_files
@@ -19,18 +17,18 @@ from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.view.view_server import ViewOptions, ViewServer
 from strop.view.viewed_run import ViewedRun
 from support.each import each
-from support.stored_steps import write_stored_run
+from support.stored_steps import inflate, write_stored_run
+from support.view_client import asking
 
 DEEP = "[" * 100_000
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[TestClient]:
+def client(tmp_path: Path) -> Iterator[Client]:
     for name in ("good", "bad"):
         write_stored_run(tmp_path / name, 2)
-    server = ViewServer([tmp_path], ViewOptions(token=None), json.loads)
-    yield TestClient(server.app, base_url=f"http://127.0.0.1:{server.guard.port}")
-    server.close()
+    with asking(ViewServer([tmp_path], ViewOptions(token=None), json.loads)) as client:
+        yield client
 
 
 LINES = (
@@ -40,7 +38,7 @@ LINES = (
 
 
 @each("name", ["metrics.jsonl", "stars.jsonl", "status.json", "config_history.jsonl", "config.yaml", "starts.jsonl"])
-def test_a_line_that_is_none_hides_neither_the_run_nor_the_others(client: TestClient, tmp_path: Path, name: str) -> None:
+def test_a_line_that_is_none_hides_neither_the_run_nor_the_others(client: Client, tmp_path: Path, name: str) -> None:
     path = tmp_path / "bad" / name
     whole = path.read_text() if path.exists() else ""
     for line in LINES:
@@ -53,7 +51,7 @@ def test_a_line_that_is_none_hides_neither_the_run_nor_the_others(client: TestCl
     path.write_text(whole)
 
 
-def test_a_run_that_cannot_be_described_is_listed_with_the_reason(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_described_is_listed_with_the_reason(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     describe = ViewedRun.describe
 
     def fail(run: ViewedRun) -> dict[str, Any]:
@@ -66,19 +64,9 @@ def test_a_run_that_cannot_be_described_is_listed_with_the_reason(client: TestCl
     assert found["bad"]["state"] == "unreadable (MemoryError: too large)" and found["bad"].keys() == found["good"].keys()
 
 
-def inflate(path: Path, column: str, *, size: int, count: int, dictionary: bool) -> None:
-    """Write a file of rollouts with one long text in each row."""
-    rows = pq.read_table(path).slice(0, 1)
-    table = pa.concat_tables([rows] * count)
-    values = pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array(["a" * size])) if dictionary else None
-    texts = values if values is not None else pa.array(["a" * size] * count, pa.large_string())
-    table = table.set_column(table.column_names.index(column), column, pa.chunked_array([texts]))
-    pq.write_table(table, path, compression="zstd", use_dictionary=dictionary, store_schema=False)
-
-
 @pytest.mark.parametrize(("column", "dictionary"), [("completion", True), ("task_id", True), ("prompt", False)])
 def test_a_small_file_of_long_texts_is_not_read_into_memory(
-    client: TestClient, tmp_path: Path, column: str, dictionary: bool, monkeypatch: pytest.MonkeyPatch
+    client: Client, tmp_path: Path, column: str, dictionary: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inflated_files, "LARGE", 2**22)
     monkeypatch.setattr(inflated_files, "LARGEST_TEXTS", 2**22)

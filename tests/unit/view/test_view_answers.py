@@ -6,11 +6,11 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
@@ -18,6 +18,7 @@ from strop.monitoring.rollout_store.turn_record import TurnRecord
 from strop.view.view_server import ViewOptions, ViewServer
 from support.each import each
 from support.stored_steps import GROUPS, SAMPLES, make_stored, write_steps, write_stored_run
+from support.view_client import asking
 
 CONFIG = {"policy": {"precision": "float32"}, "grpo": {"seed": 7, "max_num_steps": 5}}
 
@@ -27,7 +28,11 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.server = ViewServer([folder], ViewOptions(token=None), lambda text: CONFIG)
-        self.client = TestClient(self.server.app, base_url=f"http://127.0.0.1:{self.server.guard.port}")
+        self._serving = ExitStack()
+        self.client = self._serving.enter_context(asking(self.server))
+
+    def close(self) -> None:
+        self._serving.close()
 
     def get(self, path: str, status: int = 200, **params: Any) -> Any:
         answer = self.client.get(f"/api/{path}", params=params or None)
@@ -49,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 def reader(folder: Path) -> Iterator[Reader]:
     found = Reader(folder.parent)
     yield found
-    found.server.close()
+    found.close()
 
 
 def keys(answer: dict[str, Any]) -> list[tuple[int, int, int]]:
@@ -217,7 +222,7 @@ def test_an_index_is_kept_beside_the_rollouts_and_used_again(reader: Reader, fol
         os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
     other = Reader(folder.parent)
     answer = other.get("runs/a/rollouts", sort="-reward")
-    other.server.close()
+    other.close()
     assert answer["total"] == 18 and answer["rows"][0]["reward"] == 0.2 and answer["rows"][0]["preview"] == ""
 
 
@@ -231,7 +236,7 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, content: bytes | None) ->
     reader = Reader(folder.parent)
     assert reader.get("runs/a/rollouts")["total"] == 18
     reader.server.catalogue.find("a").rollouts.update()
-    reader.server.close()
+    reader.close()
 
 
 def test_damaged_and_half_written_files_are_named_and_the_others_shown(reader: Reader, folder: Path) -> None:

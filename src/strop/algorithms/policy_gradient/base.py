@@ -12,6 +12,7 @@ from strop.algorithms.loss_terms import LossTerm, LossTerms, add_terms
 from strop.algorithms.policy_gradient.composition import Composition
 from strop.algorithms.policy_gradient.composition_checks import check_composition
 from strop.algorithms.policy_gradient.corrections import step_weights
+from strop.algorithms.policy_gradient.part_checks import check_per_token
 from strop.algorithms.policy_gradient.parts import GroupRewards
 from strop.algorithms.policy_gradient.rewards import compared_rewards, rewards_by_name, shape_rewards, subtract_kl
 from strop.algorithms.policy_gradient.sequence_error import mask_sequence_errors
@@ -75,15 +76,12 @@ class PolicyGradient(Composition):
 
     def zero_gradient(self, batch: Batch, learner: str = "policy") -> Tensor:
         """Return the rollouts with all advantages 0, [S] bool, mostly of groups that do not vary; none if the loss has other terms."""
-        kl_in_loss = self.kl is not None and self.kl.weight and self.kl.place == "loss"
-        if kl_in_loss or self.entropy_bonus or self.positive_nll or not self.objective.zero_gradient_without_advantage:
-            return super().zero_gradient(batch, learner)
-        return sequence_sum(batch.advantages.abs(), batch) == 0
+        return (sequence_sum(batch.advantages.abs(), batch) == 0) & self.learns_from_advantages_alone(learner)
 
     def terms(self, outputs: TokenOutputs, batch: Batch) -> tuple[list[LossTerm], dict[str, Tensor]]:
         """Return what the loss adds up, and columns [N] whose means over counted tokens are logged."""
         tokens = self.policy_tokens(outputs, batch)
-        objective, columns = self.objective(tokens)
+        objective, columns = check_per_token(self.objective, "__call__", self.objective(tokens), len(tokens.logprobs))
         weights, correction_columns = step_weights.correction_weights(self.corrections, self.mismatch(outputs.logprobs, batch))
         stages, columns = {"objective": objective, "correction": objective * weights}, {**columns, **correction_columns}
         if "selected" in batch.columns:

@@ -8,6 +8,7 @@ from typing import Literal
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.algorithms.functional import POLICY_COLUMNS, POLICY_LOGPROBS, Aggregation, aggregate, bounded_difference
 from strop.algorithms.kl import Kl
+from strop.algorithms.policy_gradient.part_checks import has_no_gradient_without_advantage
 from strop.algorithms.policy_gradient.parts import Advantage, Correction, Mismatch, Objective, PolicyTokens, Selection, Shaping
 from strop.algorithms.policy_gradient.process.turn_advantages import replace_advantages
 from strop.lazy_torch import Tensor
@@ -61,6 +62,12 @@ class Composition(Algorithm):
         optional = (self.selection, self.entropy_target, self.seq_logprob_error_threshold)
         needed = self.objective.needs_step_outputs or self.weighs_whole_steps
         return needed or any(option is not None for option in optional)
+
+    def learns_from_advantages_alone(self, learner: str) -> bool:
+        """Whether the loss of a learner has no term that is left where all advantages of a rollout are 0."""
+        kl_in_loss = self.kl is not None and self.kl.weight and self.kl.place == "loss"
+        others = kl_in_loss or self.entropy_bonus or self.positive_nll
+        return learner == "policy" and not others and has_no_gradient_without_advantage(self.objective)
 
     def bound_advantages(self, advantages: Tensor, batch: Batch) -> Tensor:
         """Return the advantages [N] within their bounds, with those that single turns are given in their place."""

@@ -103,7 +103,7 @@ class Advantage(Part):
 class Objective(Part):
     """Computes the contribution of each token to the objective, which is maximized, from log-probabilities and credit."""
 
-    zero_gradient_without_advantage: ClassVar[bool] = True  # the gradient is exactly zero for a rollout with all advantages 0
+    zero_gradient_without_advantage: ClassVar[bool] = False  # none where all are 0, says the class that defines __call__
     needs_step_outputs: ClassVar[bool] = False  # ``prepare_step`` needs the outputs of the whole optimizer step
     sequence_level: ClassVar[bool] = False  # has one ratio per rollout; a mean over tokens would give long rollouts more weight
     corrects_for_sampler: ClassVar[bool] = False  # its own ratio is relative to the sampler

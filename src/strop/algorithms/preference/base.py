@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 from strop import metrics
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.algorithms.functional import sequence_mean, sequence_sum
+from strop.algorithms.functional import RELATIVE_ROUNDING, sequence_mean, sequence_sum
 from strop.algorithms.loss_terms import LossTerm, LossTerms, add_terms, sum_tokens
 from strop.algorithms.preference.pairs import mean_over_pairs, pair_advantages, view_as_pairs
 from strop.lazy_torch import Tensor, torch
@@ -34,9 +34,9 @@ class PairwisePreference(Algorithm):
     ``sft_average_log_probs`` false and true); token_mean averages over all chosen tokens of the step (TRL's loss type "sft" averages over
     those of a micro-batch).
 
-    Metrics: loss; preference_loss; sft_loss if it has a weight; accuracy, the share of pairs with h(chosen) > h(rejected);
-    rewards_chosen_mean, rewards_rejected_mean and margin, their difference, of the implicit reward beta h; logprobs_chosen and
-    logprobs_rejected, log pi of the completions, summed or averaged over tokens in the same way as h.
+    Metrics: loss; preference_loss; sft_loss if it has a weight; accuracy, the share of pairs whose h(chosen) is above h(rejected) by
+    more than rounding; rewards_chosen_mean, rewards_rejected_mean and margin, their difference, of the implicit reward beta h;
+    logprobs_chosen and logprobs_rejected, log pi of the completions, summed or averaged over tokens in the same way as h.
     """
 
     recorded_data: ClassVar[Literal["preferences"]] = "preferences"
@@ -88,7 +88,7 @@ class PairwisePreference(Algorithm):
         rewards = self.reward_scale * scores.detach()
         columns = {
             "preference_loss": preference.detach(),
-            "accuracy": (rewards[:, 0] > rewards[:, 1]).double(),
+            "accuracy": (scores.diff(dim=1)[:, 0] < -RELATIVE_ROUNDING * logprobs.abs().amax(1)).double(),
             "rewards_chosen_mean": rewards[:, 0],
             "rewards_rejected_mean": rewards[:, 1],
             "margin": rewards[:, 0] - rewards[:, 1],

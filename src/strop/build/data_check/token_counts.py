@@ -46,6 +46,7 @@ def _plan(example: Task | None, rules: RecordedRules) -> Sequence[RecordedConver
 
 
 def _count_side(conversation: RecordedConversation, template: ChatTemplate, rules: RecordedRules) -> TokenCounts:
-    prompt, *turns = finish_spans(encode_spans(conversation, template, rules), template, rules)
-    completion = sum(len(span.tokens) for span in turns if span.in_loss)
-    return TokenCounts(len(prompt.tokens), completion, len(prompt.tokens) + sum(len(span.tokens) for span in turns))
+    """Return the tokens of a conversation: of its longest path, and those of all paths in the loss."""
+    paths = [finish_spans(path, template, rules) for path in encode_spans(conversation, template, rules)]
+    completion = sum(len(span.tokens) for _, *turns in paths for span in turns if span.in_loss)
+    return TokenCounts(len(paths[0][0].tokens), completion, max(sum(len(span.tokens) for span in path) for path in paths))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,27 +10,13 @@ from typing import Any
 from aiohttp import web
 
 from strop.gateway.answer import Answer
-from strop.gateway.bad_request import BadRequest, format_error
 from strop.gateway.completion_request import CompletionRequest, RequestReader
-from strop.gateway.http_api import (
-    MAX_BODY,
-    Handler,
-    answer_errors,
-    bearer_key,
-    check_key,
-    list_models,
-    open_stream,
-    read_beside,
-    read_json,
-    send_event,
-)
+from strop.gateway.http_api import MAX_BODY, add_routes, answer_error, list_models, read_beside, send_event, stream_completions
 from strop.gateway.streamed_text import StreamedText
 from strop.generation.base import Completion
 from strop.generation.torch.torch_engine import TorchEngine
-from strop.safety.http_requests import refuse_request
+from strop.safety.http_server import bearer_key, check_sender, make_app, parse_json, read_body
 from strop.sampling import mix_seed
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,23 +29,14 @@ class ChatServer:
     host: str = "127.0.0.1"  # that it listens on
 
     def make_app(self) -> web.Application:
-        app = web.Application(middlewares=[answer_errors, self._check_sender], client_max_size=MAX_BODY)
+        app = make_app(self._check, answer_error, max_body=MAX_BODY)
         app.router.add_get("/health", self._health)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{name:.+}", self._models)
-        app.router.add_post("/v1/chat/completions", self._complete)
-        app.router.add_post("/v1/completions", self._complete)
+        add_routes(app, self._models, self._complete)
         return app
 
-    @web.middleware
-    async def _check_sender(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path == "/health":
-            return await handler(request)
-        if self.api_key is not None:
-            check_key(bearer_key(request), self.api_key)
-        if (refused := refuse_request(request, self.host, has_key=self.api_key is not None)) is not None:
-            raise BadRequest(refused[1], status=refused[0])
-        return await handler(request)
+    def _check(self, request: web.Request) -> None:
+        if request.path != "/health":
+            check_sender(request, self.host, self.api_key, bearer_key(request))
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.engine.failure is None else 503)
@@ -69,7 +45,7 @@ class ChatServer:
         return list_models(request, self.reader.model, self.reader.max_length)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        body = await read_json(request)
+        body = parse_json(await read_body(request))
         asked = await read_beside(request, lambda: self.reader.read(body, is_chat=request.path.endswith("/chat/completions")))
         answer = Answer(asked, model=self.reader.model, tokenizer=self.reader.template.tokenizer)
         if asked.stream:
@@ -84,7 +60,6 @@ class ChatServer:
         return await self.engine.generate(prompt, sampling=asked.sampling, seed=mix_seed(asked.seed, index), on_token=on_token)
 
     async def _stream(self, request: web.Request, asked: CompletionRequest, answer: Answer) -> web.StreamResponse:
-        response = await open_stream(request)
         chunks: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
         async def run(index: int) -> Completion:
@@ -109,20 +84,14 @@ class ChatServer:
             finally:
                 chunks.put_nowait(None)
 
-        running = asyncio.create_task(run_all())
-        try:
-            while (chunk := await chunks.get()) is not None:
-                await send_event(response, chunk)
-            completions = await running
-            if asked.include_usage:
-                await send_event(response, answer.format_usage(completions))
-        except (asyncio.CancelledError, ConnectionError):
-            raise
-        except Exception as error:  # the status is sent already
-            log.exception("a streamed request failed")
-            await send_event(response, format_error(error))
-        finally:
-            running.cancel()
-        await send_event(response, "[DONE]")
-        await response.write_eof()
+        async with stream_completions(request) as response:
+            running = asyncio.create_task(run_all())
+            try:
+                while (chunk := await chunks.get()) is not None:
+                    await send_event(response, chunk)
+                completions = await running
+                if asked.include_usage:
+                    await send_event(response, answer.format_usage(completions))
+            finally:
+                running.cancel()
         return response

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -19,15 +18,14 @@ from strop.build.jobs.evaluation_job import loadable_folder
 from strop.build.models import LoadedPolicy, load_policy, resolve_device
 from strop.checkpointing.saved_model import SavedModel
 from strop.device_copies import is_gpu
-from strop.gateway.gateway_config import is_loopback
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.learner.model_config import ModelConfig
 from strop.models.adapters import base_model_name, read_adapter_config
 from strop.packages import install_command
+from strop.safety.site_guard import is_loopback
 
 DEFAULT_LENGTH = 8192  # tokens of prompt and completion, where the model allows more
-SHUTDOWN_SECONDS = 2.0  # for answers under way when the server is stopped
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 
 
@@ -205,23 +203,12 @@ async def _serve_tinker(job: ServeJob, options: TinkerOptions, folder: str) -> N
 
 async def _run_app(job: ServeJob, app: Any, announcement: str) -> None:
     """Serve until a stop signal; {} of the announcement is the address. Raises OSError."""
-    from aiohttp import web
+    from strop.safety.http_server import listening, stop_event
 
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS, access_log=None)
-    stopped = _stop_event()
-    try:
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, job.host, job.port).start()
-        except OSError as error:
-            raise OSError(
-                f"{job.host}:{job.port} cannot be listened on: {error.strerror}; set another --port or --host"
-            ) from error
-        _say(f"{announcement.format(f'http://{job.host}:{runner.addresses[0][1]}')}; Ctrl-C stops it")
-        sys.stdout.flush()
+    stopped = stop_event()
+    async with listening(app, (job.host, job.port), settings="--port or --host") as address:
+        _say(f"{announcement.format(address)}; Ctrl-C stops it")
         await stopped.wait()
-    finally:
-        await runner.cleanup()
     _say("stopped")
 
 
@@ -252,14 +239,6 @@ def _choose_length(job: ServeJob, policy: LoadedPolicy) -> int:
             f"--max-model-len: found {job.max_model_len}, and the model has positions for {most} tokens; set it to that or less"
         )
     return int(job.max_model_len or min(most, DEFAULT_LENGTH))
-
-
-def _stop_event() -> asyncio.Event:
-    """Return an event that Ctrl-C and SIGTERM set."""
-    event, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, event.set)
-    return event
 
 
 def _say(text: str) -> None:

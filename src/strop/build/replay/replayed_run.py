@@ -58,7 +58,7 @@ class ReplayedRun:
         if isinstance(self.config, RolloutRunConfig):
             return read_stored(self.folder, self.run.step + 1, self.config, self.run.algorithm)
         groups = await collect(self.run)
-        return StoredStep(tuple(groups), tuple(self.run.dropped))
+        return StoredStep(tuple(groups), tuple(self.run.collected.dropped))
 
 
 @asynccontextmanager
@@ -160,7 +160,7 @@ def _make_run(
     tracker: Tracker,
 ) -> TrainingRun:
     return TrainingRun(
-        options=replace(options, token_columns=False),
+        options=options,
         algorithm=algorithm,
         stream=stream,
         learners=learners,
@@ -168,7 +168,6 @@ def _make_run(
         columns=columns,
         weights=InProcessWeights([]),
         tracker=tracker,
-        rollouts=RolloutStore(Path(), "none"),
         step=beginning.step,
         last_metrics=beginning.last_metrics,
     )

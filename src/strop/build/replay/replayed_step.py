@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from strop.algorithms.base import Outputs, TokenOutputs
+from strop.build.monitors.instruments import trace_tokens
 from strop.build.replay.replay_error import ReplayError
 from strop.build.replay.stored_groups import StoredStep
 from strop.data.packing import pack
 from strop.learner.client import LearnerClient
 from strop.metrics import Metrics
+from strop.trainer.mismatch import measure_mismatch
 from strop.trainer.run import TrainingRun
 from strop.trainer.step_metrics import group_metrics, progress_metrics
-from strop.trainer.update import UpdateResult, update
+from strop.trainer.step_view import UpdateResult
+from strop.trainer.update import update
 from strop.types import Batch, Group
 
 
@@ -86,7 +89,11 @@ async def train_again(run: TrainingRun, stored: StoredStep) -> TrainedStep:
     staleness = [] if recorded else [run.step - group.version for group in groups]
     collected = group_metrics(groups, stored.dropped, staleness, recorded=recorded)
     progress = progress_metrics(run.last_metrics, result.metrics, groups, run.options.tasks_per_epoch)
-    run.step, run.last_metrics = run.step + 1, {**collected, **result.metrics, **progress}
+    outputs = result.old_outputs
+    mismatch: Mapping[str, float] = {}
+    if isinstance(outputs, TokenOutputs) and not recorded:
+        mismatch = measure_mismatch(batch, outputs.logprobs, run.step).metrics()
+    run.step, run.last_metrics = run.step + 1, {**collected, **result.metrics, **progress, **mismatch}
     if recorded:
         run.stream.release(len(groups))
     return TrainedStep(batch=batch, result=result, metrics=run.last_metrics)
@@ -96,11 +103,11 @@ async def replay_step(run: TrainingRun, stored: StoredStep) -> ReplayedStep:
     """Train the step as the loop does, and follow its gradient, its weights and its tokens."""
     policy = ObservedLearner(run.learners["policy"].caller)
     run.learners = {**run.learners, "policy": policy}
-    run.options = replace(run.options, token_columns=True)
     before = _flatten(_parameters(policy))
     trained = await train_again(run, stored)
     batch, result = trained.batch, trained.result
-    fields = [{}] * batch.num_sequences if result.tokens is None else result.tokens.split(_sampled(stored.groups))
+    tokens = trace_tokens(run.algorithm, batch, result.passes, run.tracker.note)
+    fields = [{}] * batch.num_sequences if tokens is None else tokens.split(_sampled(stored.groups))
     clipped = [sum(each["clipped"]) if each.get("clipped") is not None else None for each in fields]
     return ReplayedStep(
         metrics=trained.metrics,

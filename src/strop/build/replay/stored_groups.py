@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -48,8 +48,10 @@ class GroupBuilder:
         """Make the groups of a step from its records, which are in the order in which the step packed them. Raises ReplayError."""
         kept: list[Group] = []
         dropped: list[tuple[Group, DropReason]] = []
-        for _, members in groupby(records, _same_group):
-            rollouts = list(members)
+        members: dict[tuple[int, bool], list[RolloutRecord]] = {}
+        for record in records:
+            members.setdefault(_group_key(record), []).append(record)
+        for rollouts in members.values():
             group = self._build_group(rollouts).leave_out_unscored()
             if rollouts[0].dropped_because is None:
                 kept.append(group)
@@ -127,8 +129,8 @@ class GroupBuilder:
         return self._contents[name]
 
 
-def _same_group(record: RolloutRecord) -> tuple[int, bool]:
-    """Return what the records of one group share: rollouts that could not be scored are stored behind those trained on."""
+def _group_key(record: RolloutRecord) -> tuple[int, bool]:
+    """Return what the records of one group share. Rollouts that could not be scored are stored behind all that were trained on."""
     return record.group, record.kept or record.dropped_because == "unscored"
 
 

@@ -127,10 +127,9 @@ def _restart_groups(stream: StreamState) -> StreamState:
 def resume_run(run: TrainingRun, state: RunState | None) -> TrainingRun:
     """Set the run to the position that ``state`` records."""
     if state is not None:
-        run.step, run.saved_step, run.last_metrics = state.step, state.step, state.logged
+        run.step, run.saved.step, run.last_metrics = state.step, state.step, state.logged
         run.early_stop = _restore_early_stop(run.early_stop, state.early_stop)
-        if state.monitor is not None:
-            run.monitor.restore(state.monitor)
+        run.listeners.load_state_dict(state.listeners)
     return run
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strop.build.contents.run_contents import CONTENTS_FILE, read_contents
 from strop.build.run_report.config_difference import ChangedSetting, find_section, list_changed_settings
 from strop.build.run_report.run_incidents import Incident, list_incidents
 from strop.build.run_report.sample_pairs import SamplePairs, find_sample_pairs
@@ -24,6 +25,7 @@ from strop.monitoring.watchdog.status import Status, read_status
 from strop.safety.redaction import redact_yaml
 
 WORST_TOKENS = 8
+NOT_HELD = ("data", "file", "code")  # kinds of contents
 
 
 class NoReport(ValueError):
@@ -145,16 +147,23 @@ def _read_worst_tokens(folder: Path) -> Sequence[TokenRatio]:
 
 
 def list_repeat_commands(facts: ReportFacts) -> list[str]:
-    """Return the lines that repeat a run: with the packages it had and with its configuration, which the report holds."""
+    """Return the lines that repeat a run: with the packages it had, with its configuration, which the report holds, and with the files that
+    it names, which the report does not hold."""
     versions = facts.versions
-    pinned = [f"{name}=={version}" for name, version in versions.items() if name not in ("python", "strop")]
+    packages = {name: version for name, version in versions.items() if name not in ("python", "strop")}
     lines = []
-    if pinned:
-        lines += [
-            f"# Python {versions.get('python', '?')}, Strop {versions.get('strop', '?')}",
-            f"pip install {shlex.join(pinned)}",
-        ]
+    if packages:
+        lines.append(f"# Python {versions.get('python', '?')}; in a checkout of Strop {versions.get('strop', '?')}:")
+        builds = [f"{name} {version}" for name, version in packages.items() if "+" in version]
+        if builds:
+            lines.append(f"# it had {', '.join(builds)}: builds of another index than pip's own")
+        pinned = [f"{name}=={version.partition('+')[0]}" for name, version in packages.items()]
+        lines.append(f"pip install -e . {shlex.join(pinned)}")
     if facts.section is not None:
+        files = [content for content in read_contents(facts.folder / CONTENTS_FILE).values() if content.kind in NOT_HELD]
+        if files:
+            lines.append("# what config.yaml names and this page does not hold, as it was:")
+            lines += [f"#   {content}" for content in dict.fromkeys(files)]
         lines += [
             "# config.yaml: the configuration below, as it was resolved; choose folders of your own",
             f"strop {facts.section} --config config.yaml logger.log_dir=logs/again checkpointing.checkpoint_dir=results/again",

@@ -107,7 +107,10 @@ def _write_curves(facts: ReportFacts) -> str:
     timed = _list_phases(facts)
     figures += [draw_phases(timed)] if timed else []
     panels = f'<div class="panels">\n{"".join(figures)}</div>\n'
-    note = "The strong line is a moving average over a tenth of the steps, where a curve is long; the pale one has every value."
+    note = (
+        "The number of a curve is its last value. The strong line is a moving average over a tenth of the steps, where a curve is long; "
+        "the pale one has every value."
+    )
     tags = sorted({tag for _, values in facts.steps for tag in values})
     rows = [_summarize_metric(tag, facts) for tag in tags[:MOST_METRICS]]
     table = make_table(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -115,14 +114,5 @@ def _serve(options: argparse.Namespace, config: Any) -> int:
     server = replace(server, ceilings=replace(server.ceilings, **given))
     if config.level != "namespaces":
         print(f"warning: sandbox.level={config.level} is weaker than namespaces: see docs/security.md", file=sys.stderr)
-    try:
-        asyncio.run(serve_sandbox(SandboxPool(config), server, lambda address: print(f"sandbox at {address}", flush=True)))
-    except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-            raise
-        print(
-            f"error: {options.host}:{options.port} cannot be listened on: {os.strerror(error.errno)}; set another --host or --port",
-            file=sys.stderr,
-        )
-        return 1
+    asyncio.run(serve_sandbox(SandboxPool(config), server, lambda address: print(f"sandbox at {address}", flush=True)))
     return 0

@@ -18,7 +18,7 @@ def report(arguments: Sequence[str], command_line: str) -> int:
     parser = make_parser()
     options, others = parser.parse_known_args(arguments)
     if others and not any(other.startswith("-") or "=" in other for other in others):
-        parser.error(f"a report is of one run, found {others[0]} too: strop compare A B --html FILE compares two")
+        parser.error(f"a report is of one run, found {others[0]} too: strop compare A B compares two")
     parser.parse_args(arguments)
     from strop.build.run_report.report_facts import read_report_facts
     from strop.build.run_report.report_page import make_report

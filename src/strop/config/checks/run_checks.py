@@ -6,11 +6,11 @@ A rule that reads one section is a method of it (``BaseConfig.errors`` and ``war
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, get_type_hints
 
-from strop.base_config import BaseConfig, iter_sections
+from strop.base_config import BaseConfig, default_of, iter_sections
 from strop.config.checks import cluster_checks, exact_checks, megatron_checks, memory_checks, quantization_checks, unused_keys
 from strop.config.checks.device_counts import count_devices, plan_gpus
 from strop.config.schema.run_config import (
@@ -153,6 +153,33 @@ def check_training_data(config: TrainingRunConfig) -> Problems:
             if isinstance(config, RecordedRunConfig)
             else "Set data.train.dataset_name, or data.train.env_name for an environment that generates its tasks.",
         )
+
+
+OF_PAIRS = ("chosen_key", "rejected_key", "label_key", "margin_key")
+OF_RAW_TEXT = ("text_key", "characters_per_sample")
+OF_ROWS = ("subset", "split", "revision", "input_key", "output_key", "messages_key", "image_key", "media_data_dir")
+READ_BY_OTHERS: Mapping[str, tuple[str, ...]] = {  # keys of an entry that only other kinds of run read
+    **dict.fromkeys(("grpo", "ppo", "distillation"), (*OF_PAIRS, *OF_RAW_TEXT, "system_key", "tool_key")),
+    "sft": OF_PAIRS,
+    "dpo": OF_RAW_TEXT,
+    "rm": (*OF_RAW_TEXT, "label_key"),
+}
+
+
+def check_unread_keys(config: TrainingRunConfig) -> Problems:
+    """What data.default sets for all entries is not asked about: others may read it."""
+    parts = {"data.train": config.data.train, "data.validation": config.data.validation or ()}
+    for place, entry in (
+        (key, each) for part, own in parts.items() for key, each in zip(entry_keys(part, len(own)), own, strict=True)
+    ):
+        generated = entry.data_name is None
+        reader = "a generated task" if generated else f"strop {config.section}"
+        for name in dict.fromkeys((*READ_BY_OTHERS[config.section], *(OF_ROWS if generated else ()))):
+            value = getattr(entry, name)
+            if value not in (default_of(entry, name), getattr(config.data.default, name)):
+                yield Problem(
+                    f"{place}.{name}", f"found {value}, which {reader} does not read", "Remove the key, or set it to null."
+                )
 
 
 def check_quotas(config: TrainingRunConfig) -> Problems:
@@ -352,6 +379,7 @@ Check = Callable[[Any], Problems]
 
 ERROR_CHECKS: tuple[Check, ...] = (
     check_training_data,
+    check_unread_keys,
     check_global_batch,
     check_critic_batch,
     check_engine_device,

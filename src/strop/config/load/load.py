@@ -225,12 +225,10 @@ def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT 
         errors = [(_user_path(item["loc"], source), item) for item in error.errors()]
         reported = [pair for pair in errors if pair[0] not in unresolved and _is_written(pair[0], pair[1]["type"], source, root)]
         reported = _keep_innermost(reported, unresolved) or ([] if problems else errors)
-        unknown = [path for path, item in reported if item["type"] == UNKNOWN][:MOST_DESCRIBED]
+        unknown = [path for path, item in reported if item["type"] == UNKNOWN]
         misspelled = {near for path in unknown for near in find_nearest_keys(path, root)[:1]}
         reported = [(path, item) for path, item in reported if item["type"] != "missing" or ".".join(path) not in misspelled]
-        described = [describe_error(path, item, source, root) for path, item in reported[:MOST_DESCRIBED]]
-        if len(reported) > MOST_DESCRIBED:
-            described.append(Problem("", f"{len(reported) - MOST_DESCRIBED} more keys or values are wrong"))
+        described = [describe_error(path, item, source, root) for path, item in reported]
         return None, problems + list(dict.fromkeys(described))
 
 
@@ -238,7 +236,6 @@ UNKNOWN = "unexpected_keyword_argument"  # what pydantic calls a key that a sect
 ALTERNATIVE = re.compile(
     r"bool|int|float|str|(literal|list|tuple|dict|constrained|nullable)[\[-].*"
 )  # of several types of a value
-MOST_DESCRIBED = 50  # the nearest keys of thousands of unknown ones would take minutes to find
 
 
 def _keep_innermost(errors: Sequence[tuple[KeyPath, Any]], unresolved: Collection[KeyPath]) -> list[tuple[KeyPath, Any]]:
@@ -275,6 +272,16 @@ def _is_written(path: KeyPath, error: str, source: ConfigSource, root: type[Base
     return path in source.origins or path[:2] == ("policy", "scheduler")
 
 
+def _explain_unknown(path: KeyPath, value: Any, root: type[BaseConfig]) -> str:
+    """Return what may be meant by an unknown key: one of Strop's, or an argument of TRL's that is written alone or in a section."""
+    kind = next((kind for kind, own in TRAINING_RUNS.items() if own is root), None)
+    if kind is None or len(path) > 2 or find_nearest_keys(path, root):
+        return suggest_keys(path, root)
+    from strop.config.recipes.trl.trl_format import explain_key
+
+    return explain_key(kind, path[-1], value) or suggest_keys(path, root)
+
+
 def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[BaseConfig]) -> Problem:
     """Turn an error of pydantic into a Problem."""
     dotted, origin, field = ".".join(path), source.find_origin(path), keys.find_field(root, path)
@@ -284,7 +291,7 @@ def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[Ba
             if path[:2] == ("policy", "scheduler")
             else ""
         )
-        return Problem(dotted, "there is no such key", scheduler or suggest_keys(path, root), origin)
+        return Problem(dotted, "there is no such key", scheduler or _explain_unknown(path, item["input"], root), origin)
     if item["type"] == "missing":
         suffix = f": {_lower_first(field.description)}" if field is not None and field.description else ""
         return Problem(

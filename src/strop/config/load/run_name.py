@@ -15,6 +15,7 @@ OVERRIDES = "{overrides}"
 # Keys that do not make another run: its name and folders, and how it is started and watched.
 UNNAMED = ("run_name", "logger.log_dir", "checkpointing.checkpoint_dir", "checkpointing.resume", "logger.console")
 LONGEST = 100  # characters of the overrides in a name
+SHORTEST_KEY = 4  # characters of a key in a name that is too long
 
 
 def name_run(source: ConfigSource, overrides: Sequence[str]) -> tuple[ConfigSource, list[Problem]]:
@@ -59,11 +60,25 @@ def _set(source: ConfigSource, path: KeyPath, value: object) -> ConfigSource:
 
 
 def format_overrides(overrides: Sequence[str]) -> str:
-    """Return overrides as a part of a file name: in alphabetical order, without keys that do not make another run, bounded in length."""
+    """Return overrides as a part of a file name: in alphabetical order, without keys that do not make another run, bounded in length.
+
+    Where they are too long, the keys are shortened before any value is: values are what the runs of a sweep differ in.
+    """
     last = {override.lstrip("+~").partition("=")[0].strip(): override.strip().lstrip("+") for override in overrides}
     texts = [text for key, text in sorted(last.items()) if key not in UNNAMED]
     whole = "-".join(texts)
     short = re.sub(r"[^\w.=+-]", "_", whole)
-    if short != whole or len(short) > LONGEST:  # other overrides may shorten to the same
-        short = f"{short[:LONGEST]}-{zlib.crc32(whole.encode()):08x}"
-    return short
+    if len(short) > LONGEST:
+        short = re.sub(r"[^\w.=+-]", "_", _shorten_keys(texts))[:LONGEST]
+    return short if short == whole else f"{short}-{zlib.crc32(whole.encode()):08x}"  # other overrides may shorten to the same
+
+
+def _shorten_keys(overrides: Sequence[str]) -> str:
+    """Return overrides with the last name of each key, or as much of it as leaves room for all values."""
+    parts = [override.partition("=") for override in overrides]
+    names = [("~" * key.startswith("~") + key.rpartition(".")[2], sign + value) for key, sign, value in parts]
+    for length in range(max(len(name) for name, _ in names), SHORTEST_KEY - 1, -1):
+        shown = "-".join(name[:length] + value for name, value in names)
+        if len(shown) <= LONGEST:
+            break
+    return shown

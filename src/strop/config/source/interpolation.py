@@ -20,12 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from strop.config.source.yaml_source import KeyPath
 
-LARGEST = 10**30  # of a result; what lies beyond is a mistake, or made to fill the memory
 UNSET_VARIABLE = "the environment variable"
-MOST_COPIES = 10_000  # how often a text may occur in another through interpolations
-DEEPEST_CHAIN = 40  # of texts that refer to each other: what doubles at each link has long been found
 UNKNOWN_TARGET = re.compile(r"\$\{(?!\.*[A-Za-z_][\w.]*\}|[a-z_.]+:)")  # a name that is itself interpolated, or has brackets
-LONGEST_INTERPOLATED = 10_000  # characters
 PLAIN = frozenset({bool, int, float, type(None)})  # types of values without text
 
 
@@ -40,8 +36,6 @@ def _arithmetic(function: Callable[..., Any]) -> Callable[..., Any]:
         for number in numbers:
             if isinstance(number, bool) or not isinstance(number, int | float):
                 raise ValueError(f"it computes with numbers, and found {number!r:.80}")
-            if abs(number) > LARGEST:
-                raise ValueError(f"it computes with numbers up to {LARGEST:.0e}")
         return function(*numbers)
 
     return compute
@@ -75,10 +69,12 @@ def _register() -> None:
 def resolve_interpolations(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Resolve every interpolation. Return the values, and an error for each that cannot be resolved and is None in the values."""
     _register()
-    errors: dict[KeyPath, str] = {}
-    texts = _collect_texts(values)
-    readable = _without(values, [path for path, text in texts.items() if not _is_parsable(path, text, errors)])
-    readable = _drop_bombs(readable, errors)
+    errors = {
+        path: f"{text!r} cannot be read as an interpolation; write ${{section.key}}, or \\${{ for a literal ${{"
+        for path, text in _collect_texts(values).items()
+        if not _parses(text)
+    }
+    readable = _without(values, errors)
     found, unresolved = _resolve_tree(_keep_referenced(readable))
     # Copies: sections and lists are remembered, and a caller may change its own.
     resolved: dict[str, Any] = _map_strings(readable, lambda path, text: copy_values(found[path]))
@@ -138,20 +134,6 @@ def copy_values(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _drop_bombs(values: dict[str, Any], errors: dict[KeyPath, str]) -> dict[str, Any]:
-    """Return the values without texts that could grow beyond measure: each repeats others, which repeat others."""
-    texts = _collect_texts(values)
-    copies = _count_copies(texts)
-    unknown = [text.count("${") for text in texts.values() if UNKNOWN_TARGET.search(text)]
-    if sum(copies.values()) <= MOST_COPIES and math.prod(unknown) <= MOST_COPIES:
-        return values
-    for path in texts:
-        if texts[path].count("${") > 1:
-            errors[path] = f"{texts[path]!r:.200} cannot be resolved: it repeats texts that repeat others; write its value"
-    dropped: dict[str, Any] = _without(values, errors.keys())
-    return dropped
-
-
 def _keep_referenced(values: dict[str, Any]) -> dict[str, Any]:
     """Return the texts with ``${...}``, and the values that they refer to. A tree of OmegaConf with all values takes long to make."""
     texts = _collect_texts(values)
@@ -188,42 +170,10 @@ def _collect_texts(values: Mapping[str, Any]) -> dict[KeyPath, str]:
     return texts
 
 
-def _count_copies(texts: Mapping[KeyPath, str]) -> dict[KeyPath, int]:
-    """Return how many texts are read to resolve each text, counting one as often as it is read; more than MOST_COPIES for too many."""
-    inside: dict[KeyPath, list[KeyPath]] = {}
-    for path in texts:
-        for length in range(1, len(path) + 1):
-            inside.setdefault(path[:length], []).append(path)
-    copies = dict.fromkeys(texts, 1)
-    for _ in range(DEEPEST_CHAIN):
-        counted = {
-            path: min(
-                1 + sum(copies[other] for target in iter_targets(path, text) for other in inside.get(target, ())), MOST_COPIES + 1
-            )
-            for path, text in texts.items()
-        }
-        if counted == copies:
-            break
-        copies = counted
-    return copies
-
-
 def iter_targets(path: KeyPath, text: str) -> Iterator[KeyPath]:
     """Yield the paths that a text at ``path`` refers to, as often as it does. One that is itself interpolated is not known."""
     for dots, name in re.findall(r"\$\{(\.*)([A-Za-z_][\w.]*)\}", text):
         yield (*(path[: -len(dots)] if dots else ()), *name.split("."))
-
-
-def _is_parsable(path: KeyPath, text: str, errors: dict[KeyPath, str]) -> bool:
-    if len(text) > LONGEST_INTERPOLATED:
-        errors[path] = (
-            f"{text!r:.200} has {len(text)} characters, too many to read ${{...}} in them; write \\${{ for a literal ${{"
-        )
-        return False
-    if not _parses(text):
-        errors[path] = f"{text!r} cannot be read as an interpolation; write ${{section.key}}, or \\${{ for a literal ${{"
-        return False
-    return True
 
 
 @functools.lru_cache(maxsize=4096)

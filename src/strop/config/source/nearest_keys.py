@@ -10,7 +10,6 @@ from functools import lru_cache
 from strop.base_config import BaseConfig, fields_of
 from strop.config.source.keys import iter_keys
 
-LONGEST_KEY = 200  # comparing spellings takes quadratic time
 CLOSE_WORD = 0.75  # ratio of two words of which one is a misspelling of the other: one letter of four
 MOST_PLACES = 3  # a name in more sections, such as enabled, does not say which is meant
 MOST_LISTED = 12  # keys of a section in a message
@@ -32,8 +31,6 @@ def find_nearest_keys(path: Sequence[str], root: type[BaseConfig]) -> tuple[str,
 def _find_nearest_keys(path: tuple[str, ...], root: type[BaseConfig]) -> tuple[str, ...]:
     section, name = ".".join(part for part in path[:-1] if not part.isdigit()), path[-1]
     target = f"{section}.{name}" if section else name
-    if len(target) > LONGEST_KEY:
-        return ()
     keys = _list_candidates(root, target)
     siblings = [key for key in keys if key.rpartition(".")[0] == section]
     wanted = SYNONYMS.get(name, name)

@@ -14,13 +14,10 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
-from ruamel.yaml.scanner import Scanner
 
 KeyPath = tuple[str, ...]
 
-LONGEST_TEXT, MOST_VALUES, DEEPEST, LONGEST_INTEGER = 500_000, 5_000, 40, 40  # far beyond any configuration that is meant
 _ODD_SPACE = re.compile(r"^(?:\s*[\w.-]+:)?[ \t]*(?P<space>[\u00a0\u2000-\u200b\u202f\u3000])(?=[^#\n]*\S)", re.MULTILINE)
-_TOO_DEEP = f"it is nested more than {DEEPEST} levels deep, and no key is"
 _CORE = "tag:yaml.org,2002:"
 _TAGS = {f"{_CORE}{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "timestamp", "value")}
 
@@ -31,15 +28,6 @@ class YamlError(Exception):
     def __init__(self, message: str, line: int | None = None, column: int | None = None) -> None:
         super().__init__(message)
         self.line, self.column = line, column
-
-
-class _Scanner(Scanner):
-    """Stops at brackets that are nested too deeply, of which it would take minutes to find the ends."""
-
-    def fetch_flow_collection_start(self, TokenClass: Any, to_push: str) -> None:
-        if len(self.flow_context) > DEEPEST:
-            raise YamlError(_TOO_DEEP, self.reader.line + 1, self.reader.column + 1)
-        super().fetch_flow_collection_start(TokenClass, to_push)
 
 
 class _Constructor(SafeConstructor):
@@ -78,7 +66,7 @@ class _Yaml(YAML):
 
 def _make_yaml() -> YAML:
     yaml = _Yaml(typ="safe", pure=True)
-    yaml.Scanner, yaml.Constructor, yaml.Representer = _Scanner, _Constructor, _Representer
+    yaml.Constructor, yaml.Representer = _Constructor, _Representer
     yaml.default_flow_style, yaml.width = False, 120
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # annotated as None, the default
     return yaml
@@ -91,8 +79,6 @@ def parse_value(text: str) -> Any:
 
 def parse(text: str) -> tuple[Any, dict[KeyPath, int]]:
     """Return the document in ``text``, and the line of every key and list item. Raises YamlError."""
-    if len(text) > LONGEST_TEXT:
-        raise YamlError(f"the text has {len(text)} characters; a configuration has at most {LONGEST_TEXT}")
     if odd := _ODD_SPACE.search(text):
         line, column = text.count("\n", 0, odd.start("space")) + 1, odd.start("space") - text.rfind("\n", 0, odd.start("space"))
         character = f"U+{ord(odd['space']):04X}"
@@ -104,18 +90,14 @@ def parse(text: str) -> tuple[Any, dict[KeyPath, int]]:
         node = yaml.compose(io.StringIO(text))
         if node is None:
             return None, {}
-        lines: dict[KeyPath, int] = {}
-        for count, (path, line) in enumerate(_key_lines(node)):
-            if count >= MOST_VALUES:
-                raise YamlError(f"it has more than {MOST_VALUES} values, those that anchors repeat among them; write fewer")
-            lines[path] = line
+        lines = dict(_key_lines(node))
         return yaml.constructor.construct_document(node), lines
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         detail = ", ".join(part for part in (error.context, error.problem) if part)
         raise YamlError(detail, *((mark.line + 1, mark.column + 1) if mark else ())) from error
     except RecursionError as error:
-        raise YamlError(_TOO_DEEP) from error
+        raise YamlError("it is nested too deeply, and no key is") from error
     except (YAMLError, ValueError) as error:
         raise YamlError(str(error)) from error
 
@@ -125,8 +107,6 @@ def _key_lines(node: Any, prefix: KeyPath = (), around: tuple[Any, ...] = ()) ->
     where = node.start_mark.line + 1, node.start_mark.column + 1
     if any(node is other for other in around):
         raise YamlError(f"{'.'.join(prefix)} is an anchor that contains itself", *where)
-    if len(around) > DEEPEST:
-        raise YamlError(_TOO_DEEP, *where)
     _check_tag(node, where)
     if isinstance(node, MappingNode):
         seen: dict[str, int] = {}
@@ -153,8 +133,6 @@ def _check_tag(node: Any, where: tuple[int, int]) -> None:
         raise YamlError(
             f"the tag {tag:.80} is not one of a configuration; write plain texts, numbers, lists and mappings", *where
         )
-    if tag == f"{_CORE}int" and len(node.value) > LONGEST_INTEGER:
-        raise YamlError(f"an integer of {len(node.value)} digits; the longest has {LONGEST_INTEGER}", *where)
 
 
 def _key_name(key: Any, prefix: KeyPath) -> str:

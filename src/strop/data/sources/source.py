@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from random import Random
+from string import ascii_uppercase
 from typing import Any, Literal, TypeVar, overload
 
 from strop.data.builtin.all_sets import BUILTIN_DATASETS
@@ -16,7 +18,6 @@ from strop.data.builtin.builtin_dataset import BuiltinDataset, Choices, Purpose
 from strop.data.data_config import DataEntryConfig, list_unread_keys
 from strop.data.messages import get_prompt_text, get_text_or_messages, last_message_text
 from strop.data.prompt_template import AUTO_PROMPT, PromptTemplate, parse_prompt_template, read_prompt_file
-from strop.data.sources.choices import read_choices
 from strop.data.sources.dataset_class import (
     call_dataset_class,
     choose_arguments,
@@ -28,9 +29,9 @@ from strop.data.sources.dataset_class import (
 from strop.data.sources.files import FILE_SUFFIXES, is_url, open_file
 from strop.data.sources.images.image_columns import IMAGES, ImageColumns, read_images
 from strop.data.sources.in_memory import open_rows
-from strop.data.sources.records import DataError, Record, Records, get_text, has_key
+from strop.data.sources.records import DataError, Record, Records, get_text, get_value, has_key
 from strop.data.sources.row_readers import keeps_row, read_rows, select_rows
-from strop.data.sources.split import is_held_out, split_by_question
+from strop.data.sources.split import is_held_out, split_by_question, stable_hash
 from strop.data.sources.streaming.base import StreamedRecord
 from strop.data.sources.streaming.blocks import StreamBlocks
 from strop.data.sources.streaming.file_shards import find_shards, is_pattern
@@ -433,3 +434,51 @@ class RowReader:
         images = tuple(record.get(IMAGES) or ()) if isinstance(prompt, str) else ()
         metadata = {key: value for key, value in record.items() if key != IMAGES}
         return Row(id=id, prompt=prompt, answer=answer, metadata=metadata, images=images)
+
+
+# Multiple-choice questions: their options as text below the question, and the letter of the right one.
+
+
+def read_choices(
+    choices: Choices, record: Record, question: str, answer: str, where: str, seed: int | None = None
+) -> tuple[str, str, list[str]]:
+    """Return the question with its options, the letter of the right one, and the options as shown.
+
+    ``seed``: shuffle the options, by the seed and the question; None leaves them in order, unless the right one would be the first.
+    """
+    options = _read_options(choices, record, where)
+    order = list(range(len(options)))
+    if seed is not None or choices.first_is_correct:
+        correct = 0 if choices.first_is_correct else _read_letter(answer, options, where)
+        Random(stable_hash(question, seed or 0)).shuffle(order)
+        answer = ascii_uppercase[order.index(correct)]
+    shown = [options[index] for index in order]
+    lines = [f"{letter}) {option}" for letter, option in zip(ascii_uppercase, shown, strict=False)]
+    return "\n".join([f"Question: {question}", "Options:", *lines]), answer, shown
+
+
+def _read_letter(answer: str, options: list[str], where: str) -> int:
+    letter = answer.strip().upper()
+    if len(letter) != 1 or letter not in ascii_uppercase[: len(options)]:
+        raise DataError(
+            f"{where}: the answer is {answer!r:.80}, not the letter of one of its {len(options)} options. Fix the record, or set "
+            "shuffle_choices to false"
+        )
+    return ascii_uppercase.index(letter)
+
+
+def _read_options(choices: Choices, record: Record, where: str) -> list[str]:
+    if len(choices.options) > 1:
+        return [_read_option(record, column, where) for column in choices.options]
+    options = get_value(record, choices.options[0], "dataset_name", where)
+    if not isinstance(options, list | tuple) or not 0 < len(options) <= len(ascii_uppercase):
+        raise DataError(f"{where}: {choices.options[0]!r} is {options!r:.80}, not a list of up to 26 options. Fix the record")
+    return [str(option) for option in options]
+
+
+def _read_option(record: Record, column: str, where: str) -> str:
+    """Return the option in a column. CSV files of the hub are read by pandas, for which the option "None" is no value."""
+    value = get_value(record, column, "dataset_name", where)
+    if isinstance(value, bool) or value is None:  # a column of "True" and "False" alone
+        return str(value)
+    return get_text(record, column, "dataset_name", where)

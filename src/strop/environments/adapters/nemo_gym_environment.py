@@ -167,10 +167,6 @@ class _NemoGymEpisode:
             if self._server.max_steps and step >= self._server.max_steps:
                 break
         answer = json.loads(await self._post("/verify", {**self._row, "response": {**self._response, "output": self._outputs}}))
-        if answer.get("mask_sample"):
-            raise AgentFailed(
-                f"NeMo-Gym could not score the rollout: {answer.get('failure_kind')} {answer.get('failure_reason')}"
-            )
         return _read_verdict(answer)
 
     async def play(self) -> AgentResult:
@@ -223,18 +219,23 @@ class _NemoGymEpisode:
 
 
 def _read_verdict(answer: Mapping[str, Any]) -> AgentResult:
+    if answer.get("mask_sample"):
+        reason = f"NeMo-Gym could not score the rollout: {answer.get('failure_kind')} {answer.get('failure_reason')}"
+        return AgentResult(unscored=True, output=reason)
     if (value := to_number(answer.get("reward"))) is None:
         raise AgentFailed(f"the verifier of NeMo-Gym gave the reward {answer.get('reward')!r:.80}, not a finite number")
     parts = answer.get("reward_components") or {}
     return AgentResult(reward=value, metrics={f"{COMPONENT}{name}": float(part) for name, part in parts.items()})
 
 
-def _score(task: Task, rollout: Rollout) -> float:
-    return current_result().reward or 0.0
+def _score(task: Task, rollout: Rollout) -> float | None:
+    return None if current_result().unscored else current_result().reward or 0.0
 
 
-def _component(name: str, task: Task, rollout: Rollout) -> float:
+def _component(name: str, task: Task, rollout: Rollout) -> float | None:
     result = current_result()
+    if result.unscored:
+        return None
     if result.reward is None:  # the conversation became too long
         return 0.0
     if (part := result.metrics.get(f"{COMPONENT}{name}")) is None:

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from strop.environments.agents.agent_environment import AgentFailed, read_result
@@ -51,7 +52,7 @@ async def run_command_agent(
             f"the agent {command[0]} {how}: {shorten((errors or output).strip()[-500:] or 'it printed nothing', 500)}"
         )
     result = AgentResult() if reward_from == "exit_code" else read_result(_last_json(output))
-    return AgentResult(reward=result.reward, output=shown, metrics=result.metrics)
+    return replace(result, output=shown)
 
 
 async def _start(command: Sequence[str], environment: dict[str, str], directory: str | None) -> asyncio.subprocess.Process:

@@ -47,7 +47,7 @@ class AgentEnvironment(Environment[TaskT]):
         """Run one episode against ``endpoint``.
 
         Returns an ``AgentResult``, a number (the reward that ``current_result()`` has), a text (its output), a mapping of ``reward``,
-        ``output`` and ``metrics``, or None.
+        ``output`` and ``metrics``, or None. A mapping whose ``reward`` is None says that the episode cannot be scored.
         """
 
     @property
@@ -95,6 +95,7 @@ def read_result(returned: Any) -> AgentResult:
     output = values.get("output", "")
     return AgentResult(
         reward=None if reward is None else to_number(reward),
+        unscored="reward" in values and reward is None,
         output=output if isinstance(output, str) else json.dumps(output, default=str),
         metrics={str(name): float(value) for name, value in metrics.items()},
     )

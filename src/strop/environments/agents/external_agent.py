@@ -23,9 +23,11 @@ from strop.types import Rollout, Task
 SCORE = "score"  # the reward that the agent returns
 
 
-def score(task: Task, rollout: Rollout) -> float:
+def score(task: Task, rollout: Rollout) -> float | None:
     """Return the reward that the agent returned; 0 if its last request was refused, because of the length or the number of turns."""
     result = current_result()
+    if result.unscored:
+        return None
     if result.reward is None and rollout.ending not in ("context", "turns"):
         raise AgentFailed(
             f"the agent returned no reward on task {task.id!r}: return a number or a mapping with reward (a command: as JSON in its last "

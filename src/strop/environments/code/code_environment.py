@@ -13,7 +13,6 @@ from strop.data.prompt_template import PromptTemplate
 from strop.data.sources.records import DataError, Records, get_value
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError, GeneratedTasks, reward
-from strop.environments.code.benchmark_wording import LIVECODEBENCH_SYSTEM, word_livecodebench, word_mbpp
 from strop.environments.code.code_problem import AssertTest, CallTest, CodeProblem, CodeTask
 from strop.environments.code.extract_code import extract_code
 from strop.environments.code.grade_code import CodeGrade, GradingRules, grade_code
@@ -206,3 +205,33 @@ def read_day(value: Any, where: str) -> date | None:
         return date.fromisoformat(str(value)[:10])
     except ValueError as error:
         raise EnvironmentConfigError(f"{where} is {value!r:.80}, which is no date; write it as 2024-08-01") from error
+
+
+# Problems in the words that results of benchmarks are reported with: LiveCodeBench's own for models that chat, and MBPP's.
+
+
+LIVECODEBENCH_SYSTEM = (
+    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a correct Python program "
+    "that matches the specification and passes all tests."
+)
+WITH_STARTER = (
+    "You will use the following starter code to write the solution to the problem and enclose your code within delimiters."
+)
+WITHOUT_STARTER = (
+    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample inputs). Enclose your "
+    "code within delimiters as follows."
+)
+
+
+def word_livecodebench(question: str, starter: str) -> str:
+    form, code = (WITH_STARTER, starter) if starter else (WITHOUT_STARTER, "# YOUR CODE HERE")
+    return (
+        f"### Question:\n{question}\n\n### Format: {form}\n```python\n{code}\n```\n\n"
+        "### Answer: (use the provided format with backticks)\n\n"
+    )
+
+
+def word_mbpp(question: str, shown: Sequence[str]) -> str:
+    tests = "\n".join(shown)
+    task = f"You are an expert Python programmer, and here is your task: {question.strip()} Your code should pass these tests:"
+    return f"{task}\n\n{tests}\n\nWrite the code in one code block (```python)."

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.llm.llm_endpoint import LlmEndpoint
-from strop.environments.llm.rate_limit import RateLimit
 from strop.environments.llm.reply_cache import ReplyCache, StoredReply
 from strop.packages import install_command, is_installed
 from strop.safety.printable import shorten
@@ -34,6 +33,8 @@ from strop.types import Message
 
 if TYPE_CHECKING:
     import aiohttp
+from collections import deque
+from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
@@ -329,3 +330,50 @@ def read_retry_after(headers: Mapping[str, str]) -> float | None:
     with suppress(ValueError, TypeError):
         return max(0.0, email.utils.parsedate_to_datetime(given).timestamp() - time.time())
     return None
+
+
+# At most so much in any window of time.
+
+
+@dataclass
+class Reservation:
+    """A part of the limit, from a moment on. ``amount`` may be corrected when it is known."""
+
+    amount: float
+    time: float
+
+
+class RateLimit:
+    """Lets at most ``limit`` through in any ``window`` seconds, in the order of asking. For the coroutines of one event loop."""
+
+    def __init__(self, limit: float | None, *, window: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit = limit
+        self.window = window
+        self._clock = clock
+        self._reserved: deque[Reservation] = deque()
+        self._turn = asyncio.Lock()
+
+    async def reserve(self, amount: float = 1.0) -> Reservation:
+        """Wait until ``amount`` fits and return its reservation. More than the limit passes when nothing else is reserved."""
+        if self.limit is None:
+            return Reservation(amount, 0.0)
+        async with self._turn:
+            while (wait := self._seconds_until_it_fits(amount)) > 0:
+                await asyncio.sleep(wait)
+            reservation = Reservation(amount, self._clock())
+            self._reserved.append(reservation)
+            return reservation
+
+    def _seconds_until_it_fits(self, amount: float) -> float:
+        assert self.limit is not None
+        now = self._clock()
+        while self._reserved and self._reserved[0].time + self.window <= now:
+            self._reserved.popleft()
+        excess = sum(each.amount for each in self._reserved) + amount - self.limit
+        wait = 0.0
+        for each in self._reserved:  # the oldest leave the window first
+            if excess <= 0:
+                break
+            excess -= each.amount
+            wait = each.time + self.window - now
+        return wait

@@ -12,12 +12,11 @@ import logging
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from strop.generation.base import Completion, check_request
+from strop.generation.base import COUNTERS, Completion, check_request
 from strop.generation.sglang.relayed_weights import RelayedWeights
 from strop.generation.sglang.server.engine_calls import decode_answers, encode_call
 from strop.generation.sglang.server_client import ServerClient, ServerError
 from strop.generation.sglang.server_process import ServerProcess
-from strop.generation.sglang.sglang_counters import SglangCounters
 from strop.generation.sglang.sglang_launch import ADAPTER_NAME, SglangLaunch
 from strop.generation.sglang.sglang_requests import to_completion, to_request
 from strop.generation.sglang.shared_pixels import SharedPixels
@@ -381,3 +380,38 @@ async def _is_ending(server: ServerProcess) -> bool:
             return True
         await asyncio.sleep(POLL_SECONDS)
     return False
+
+
+# Cumulative statistics of an SGLang engine, summed from what it says of each request.
+
+
+class SglangCounters:
+    """Sums since the engine was made, and how many requests it has now."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self._sums: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
+
+    def begin(self) -> None:
+        self.running += 1
+
+    def end(self) -> None:
+        self.running -= 1
+
+    def add(self, info: Mapping[str, Any]) -> None:
+        """Count a request that SGLang has answered, from its ``meta_info``."""
+        prompt, cached = info.get("prompt_tokens") or 0, info.get("cached_tokens") or 0
+        found = {
+            "prompt_tokens": prompt,
+            "sampled_tokens": info.get("completion_tokens"),
+            "preemptions": info.get("num_retractions"),
+            "prefix_queries": prompt,
+            "prefix_hits": cached,
+            "drafted_tokens": info.get("spec_draft_token_num"),
+            "accepted_tokens": info.get("spec_accept_token_num"),
+        }
+        for name, value in found.items():
+            self._sums[name] += value or 0
+
+    def read(self) -> Mapping[str, float]:
+        return {**self._sums, "running": float(self.running)}

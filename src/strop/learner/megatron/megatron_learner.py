@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
@@ -21,7 +22,6 @@ from strop.learner.megatron.checkpoint.megatron_snapshot import MegatronSnapshot
 from strop.learner.megatron.megatron_draft import MegatronDraftedPolicy, add_over_ranks, make_megatron_draft_options
 from strop.learner.megatron.megatron_network import MegatronNetwork
 from strop.learner.megatron.megatron_scorer import MegatronScorer
-from strop.learner.megatron.memory import find_tensors, memory_of
 from strop.learner.megatron.optimizer.gradient_buffers import GradientBuffers, wrap_stages
 from strop.learner.megatron.optimizer.megatron_optimizer import (
     make_megatron_optimizer,
@@ -39,8 +39,6 @@ from strop.metrics import Metrics
 from strop.models.routing.router_metrics import measure_disagreement, measure_missing_routes
 from strop.sampling import Sampling
 from strop.types import Batch
-
-LossScale = Any
 
 
 class MegatronLearner:
@@ -261,3 +259,36 @@ def freeze_routers(network: MegatronNetwork) -> None:
     for name, parameter in network.named_parameters():
         if ".router." in name:
             parameter.requires_grad_(False)
+
+
+# The tensors that Megatron Core's objects hold: weights, gradients, optimizer state, and views of them.
+
+
+def find_tensors(roots: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield every tensor that is reachable from ``roots`` through containers, modules, optimizers and Megatron Core's objects, once.
+
+    Views of a buffer stand in many places (buckets, shards of the distributed optimizer, ``main_grad``), and each of them keeps its memory
+    alive.
+    """
+    seen: set[int] = set()
+    pending: list[Any] = list(roots)
+    while pending:
+        found = pending.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, Tensor):
+            yield found
+            pending += [value for value in vars(found).values() if isinstance(value, Tensor)]  # main_grad, main_param
+            pending += [] if found.grad is None else [found.grad]
+        elif isinstance(found, Mapping):
+            pending += [*found.keys(), *found.values()]
+        elif isinstance(found, list | tuple | set | frozenset):
+            pending += found
+        elif isinstance(found, nn.Module | torch.optim.Optimizer) or type(found).__module__.startswith("megatron."):
+            pending += vars(found).values() if hasattr(found, "__dict__") else ()
+
+
+def memory_of(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the addresses of the memory of tensors."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.untyped_storage().nbytes()}

@@ -13,7 +13,6 @@ from torch import Tensor
 from strop.device_copies import move
 from strop.models.attention.attention_plan import AttentionSpec
 from strop.models.attention.plain_attention import causal_mask, masked_attention
-from strop.models.attention.row_moves import move_rows
 from strop.models.attention.tree_pieces import TreeSegments
 
 
@@ -155,3 +154,38 @@ def _prepend_prefix(tensor: Tensor, prefix: Tensor | None) -> Tensor:
     if prefix is None:
         return tensor
     return torch.cat([prefix.transpose(0, 1).expand(len(tensor), -1, -1, -1), tensor], dim=2)
+
+
+# Moving rows of a tensor, without the accumulation of ``index_select``'s backward pass.
+
+
+class _MoveRows(torch.autograd.Function):
+    """Take the rows ``source``, or put rows at the indices ``target`` of ``size`` rows of zeros. Indices do not repeat.
+
+    Each operation is the backward pass of the other: a plain copy, while the backward pass of ``index_select`` accumulates.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, source: Tensor | None, target: Tensor | None, size: int | None = None) -> Tensor:
+        ctx.source, ctx.target, ctx.size = source, target, len(rows)
+        return _take_rows(rows, source) if source is not None else _put_rows(rows, target, size or len(rows))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        moved = _put_rows(grad, ctx.source, ctx.size) if ctx.source is not None else _take_rows(grad, ctx.target)
+        return moved, None, None, None
+
+
+def move_rows(rows: Tensor, source: Tensor | None, target: Tensor | None, size: int | None = None) -> Tensor:
+    apply: Any = _MoveRows.apply
+    moved: Tensor = apply(rows, source, target, size)
+    return moved
+
+
+def _take_rows(rows: Tensor, index: Tensor) -> Tensor:
+    return rows.index_select(0, index)
+
+
+def _put_rows(rows: Tensor, index: Tensor | None, size: int) -> Tensor:
+    assert index is not None
+    return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, index, rows)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from strop.models.draft.eagle_config import WEIGHTS, read_shape
 from strop.models.draft.eagle_head import EagleHead
+from strop.models.fit.damaged_weights import naming_damaged_weights
 from strop.models.fit.load_report import find_not_finite
 from strop.models.loading import ModelNotFound, locate_model
 
@@ -81,10 +82,11 @@ def load_head(folder: Path, policy_layers: int, policy_head: Tensor) -> EagleHea
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return {name: tensor for file in files for name, tensor in load_file(file).items()}
-    found: dict[str, Tensor] = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    return found
+    with naming_damaged_weights(folder):
+        if files:
+            return {name: tensor for file in files for name, tensor in load_file(file).items()}
+        found: dict[str, Tensor] = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        return found
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ class LMHead:
 
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
-    softcap: float | None = None  # final_logit_softcapping, Gemma 2 and 3
+    softcap: float | None = None  # final_logit_softcapping, Gemma 2 and 3; logits_soft_cap, Recurrent Gemma
     divisor: float = 1.0  # logits_scaling, Granite
     multiplier: float = 1.0  # logit_scale, Cohere
 
@@ -50,7 +50,7 @@ def make_lm_head(config: Any, weight: Tensor, bias: Tensor | None = None) -> LMH
     return LMHead(
         weight=weight,
         bias=bias,
-        softcap=getattr(config, "final_logit_softcapping", None),
+        softcap=getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None),
         divisor=float(getattr(config, "logits_scaling", None) or 1.0),
         multiplier=float(getattr(config, "logit_scale", None) or 1.0),
     )

@@ -23,6 +23,7 @@ from strop.monitoring.hacking.templates_detector import TemplatesDetector
 from strop.monitoring.hacking.watched_rollout import SHOWN, GradedRollout, RolloutName, WatchedStep
 from strop.monitoring.rollout_store.rollout_flags import RolloutFlag
 from strop.monitoring.trackers.base import Tracker
+from strop.stopping import EndRun
 from strop.types import Group, Rollout, Task
 from strop.user_code import describe_error
 
@@ -47,7 +48,7 @@ HELP = "docs/reward_hacking.md"
 Grader = Callable[[Task, Rollout], Any]  # a number or a bool in [0, 1], or an awaitable of one
 
 
-class RewardHacked(RuntimeError):
+class RewardHacked(EndRun):
     """A detector that stops the run (``monitor.stop_on``) has raised its alarm. The message says what was seen."""
 
 
@@ -97,7 +98,7 @@ class HackingMonitor:
         return logged | ({"monitor/failed_grades": float(self.failed_grades)} if self.failed_grades else {})
 
     def check_stop(self) -> None:
-        """Raise RewardHacked if a detector of ``stop_on`` has raised its alarm. Call it when the step is logged."""
+        """Raise RewardHacked if a detector of ``stop_on`` has raised its alarm."""
         for name in self.stop_on:
             if (state := self.states.get(name)) is not None and state.alarm is not None:
                 raise RewardHacked(

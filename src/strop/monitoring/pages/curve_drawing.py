@@ -5,11 +5,11 @@ A long series is thinned to the least and the largest value of each of equal str
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strop.monitoring.console.columns import format_number, format_seconds
-from strop.monitoring.pages.axis_ticks import find_range, format_tick, make_ticks
 from strop.monitoring.pages.markup import escape
 from strop.monitoring.plot import Curve
 from strop.monitoring.run_lines import SMOOTH_ABOVE, smooth
@@ -82,7 +82,7 @@ def draw_curve(curve: Curve, points: Points, bands: Sequence[tuple[float, float,
         f"{curve.title}: {format_number(values[0])} at step {points[0][0]:g}, {format_number(values[-1])} at step {points[-1][0]:g}, "
         f"from {format_number(min(values))} to {format_number(max(values))}"
     )
-    return _make_figure(curve.title, said, format_number(line[-1][1]), drawn, frame, thin(points))
+    return _make_figure(curve.title, said, format_number(values[-1]), drawn, frame, thin(points))
 
 
 def draw_phases(rows: Sequence[tuple[float, Mapping[str, float]]], title: str = "Seconds per step") -> str:
@@ -156,4 +156,47 @@ def _make_figure(title: str, said: str, value: str, drawn: Sequence[str], frame:
         f'<figcaption><span>{escape(title)}</span><span class="value">{escape(value)}</span></figcaption>'
         f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{escape(said)}">{"".join(drawn)}'
         f'<line class="cursor" y1="{TOP:g}" y2="{HEIGHT - BOTTOM:g}" x1="0" x2="0"/></svg></figure>\n'
+    )
+
+
+def make_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Return round numbers from ``low`` to ``high``, at most ``most`` of them and at least one."""
+    span = high - low
+    if not math.isfinite(span) or span <= 0:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(span / most))
+    for factor in (1, 2, 5, 10, 20, 50):
+        step = power * factor
+        first = math.ceil(low / step - 1e-9)
+        last = math.floor((high + 1e-9 * span) / step)
+        if last - first < most:
+            return [step * number for number in range(first, last + 1)] or [low]
+    return [low]
+
+
+def find_range(
+    values: Sequence[float], *, span: float = 0.0, share: bool = False, from_zero: bool = False
+) -> tuple[float, float]:
+    """Return the ends of an axis: 0 to 1 for a share, else at least ``span`` wide, and not below 0 where no value is."""
+    if share:
+        return 0.0, 1.0
+    low, high = min(values), max(values)
+    margin = max((high - low) * 0.06, (span - (high - low)) / 2, abs(high) * 1e-6, 1e-12)
+    wide_low, wide_high = low - margin, high + margin
+    if low >= 0 and (wide_low < 0 or from_zero):
+        wide_low = 0.0
+    return wide_low, wide_high
+
+
+def format_tick(value: float) -> str:
+    """Return a short number: 0.25, 12, 3e-05."""
+    size = abs(value)
+    return (
+        "0"
+        if size < 1e-12
+        else f"{value:.0e}"
+        if size < 1e-3 or size >= 1e6
+        else f"{value:,.6g}"
+        if size < 1000
+        else f"{value:,.0f}"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,32 @@ def open_parquet(path: Path) -> Iterator[Any]:
     texts = [field.name for field in metadata.schema.to_arrow_schema() if pa.types.is_string(field.type)]
     with pq.ParquetFile(path, metadata=metadata, read_dictionary=texts) as file:
         yield file
+
+
+def read_table(path: Path, columns: Sequence[str] | None = None, filters: Any = None) -> Any:
+    """Read columns of a file of rollouts as an Arrow table, whose texts are dictionaries: all rows, or those that ``filters`` choose.
+
+    Raises DamagedRollouts for a file that was inflated, also by one text that many rows repeat.
+    """
+    import pyarrow.parquet as pq
+
+    with open_parquet(path) as file:
+        table = file.read(columns=None if columns is None else list(columns))
+    table = table if filters is None else table.filter(pq.filters_to_expression(filters))
+    size = sum(_count_bytes(chunk) for column in table.columns for chunk in column.chunks)
+    if size > LARGE and size > MOST_INFLATED * path.stat().st_size:
+        raise DamagedRollouts(path, f"its texts are {size:,} bytes when they are read, which those of rollouts never are")
+    return table
+
+
+def _count_bytes(chunk: Any) -> int:
+    """Return how many bytes the texts of a column read as a dictionary have, each as often as it is repeated."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    return (
+        (pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0) if pa.types.is_dictionary(chunk.type) else 0
+    )
 
 
 def bound_texts(path: Path, row: dict[str, Any], before: int) -> int:

@@ -96,7 +96,8 @@ def make_records(
     decode: Callable[[list[int]], str] | None = None,
     routes: bool = False,
 ) -> list[RolloutRecord]:
-    """Build the records of a step's groups, including dropped ones.
+    """Build the records of a step's groups, including dropped ones. Rollouts of a group that cannot be scored come last, so that those
+    that are trained on come first, as they were packed.
 
     ``advantages`` and ``learner_logprobs`` are keyed by (group.index, rollout.sample) and omit dropped rollouts. The
     log-probabilities cover the rollout's sampled tokens, or all its tokens after the prompt. ``dropped`` maps group.index to
@@ -104,6 +105,8 @@ def make_records(
     without it the messages are stored. ``routes``: store the experts of tokens that are trained on, too.
     """
     advantages, learner_logprobs, dropped = advantages or {}, learner_logprobs or {}, dropped or {}
+    placed = [(group, rollout) for group in groups for rollout in group.rollouts]
+    placed += [(group, rollout) for group in groups for rollout in group.unscored]
     return [
         _make_record(
             step,
@@ -115,8 +118,7 @@ def make_records(
             prompt=decode(rollout.prompt.tolist()) if decode else _format_prompt(rollout),
             routes=routes,
         )
-        for group in groups
-        for rollout in group.every_rollout
+        for group, rollout in placed
     ]
 
 

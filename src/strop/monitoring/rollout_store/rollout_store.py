@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from strop.monitoring.rollout_store.damaged_rollouts import naming_damage
+from strop.monitoring.rollout_store.inflated_files import read_table
 from strop.monitoring.rollout_store.learner_inputs import decode_inputs, make_kept_column
 from strop.monitoring.rollout_store.rollout_flags import FlaggedRollouts, RolloutFlag, encode_flags, group_flags, read_flags
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace_surrogates
@@ -126,7 +127,7 @@ class RolloutStore:
         path, names = self.path(step), ["group", "sample", "task_id"]
         with naming_damage(path):
             if path.suffix == ".parquet":
-                rows = _import_pyarrow()[1].read_table(path, columns=names).to_pylist()
+                rows = read_table(path, names).to_pylist()
             else:
                 with path.open(encoding="utf-8") as file:
                     rows = [json.loads(line) for line in file]
@@ -171,8 +172,15 @@ class RolloutStore:
         return sorted(self._files_by_step())
 
     def resume(self, step: int) -> None:
-        """Remove the rollouts of later steps, which will run again, and temporary files of a killed run."""
-        for later, paths in self._files_by_step().items():
+        """Remove the rollouts of later steps, which will run again, and temporary files of a killed run. Warn if earlier ones are gone."""
+        stored = self._files_by_step()
+        if self.format != "none" and (gone := [each for each in range(1, step + 1) if each not in stored]):
+            log.warning(
+                "%s has no rollouts of %s (of %d before the run continues): they were deleted or moved, or logger.rollouts was none. The "
+                "run does not need them; strop replay, strop ledger and strop view cannot show them",
+                self.folder, _describe_steps(gone), step,
+            )  # fmt: skip
+        for later, paths in stored.items():
             if later > step:
                 for path in paths:
                     path.unlink()
@@ -217,7 +225,7 @@ def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | Non
 def _read_parquet(path: Path, filters: Sequence[tuple[str, str, object]] | None, *, ledger: bool = True) -> list[RolloutRecord]:
     _, pq = _import_pyarrow()
     columns = None if ledger else [name for name in pq.read_schema(path).names if name not in LEDGER]
-    return decode_rows(pq.read_table(path, filters=filters, columns=columns).to_pylist())
+    return decode_rows(read_table(path, columns, filters).to_pylist())
 
 
 def decode_rows(rows: Iterable[Mapping[str, Any]]) -> list[RolloutRecord]:
@@ -389,4 +397,6 @@ def _token_columns(row: Mapping[str, Any], floats: Callable[[Sequence[Any]], tup
 
 
 def _describe_steps(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return f"1 step, {steps[0]}"
     return f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if steps else "none"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strop.monitoring.rollout_store.inflated_files import read_table
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepSums:
@@ -34,10 +36,7 @@ def _read_columns(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]
     import numpy
 
     if path.suffix == ".parquet":
-        import pyarrow.parquet  # type: ignore[import-untyped,unused-ignore]
-
-        table = pyarrow.parquet.read_table(path, columns=["loss_terms", "loss_gradients"])
-        for batch in table.to_batches():
+        for batch in read_table(path, ["loss_terms", "loss_gradients"]).to_batches():
             yield _by_name(batch.column(0)), _by_name(batch.column(1))
         return
     with path.open(encoding="utf-8") as file:

@@ -1,1 +1,1 @@
-"""Stored rollouts for people: which to show, as text for a terminal, and as one HTML page."""
+"""Stored rollouts for people: which to show, and as text for a terminal."""

@@ -40,7 +40,6 @@ class RolloutSelection:
     worst: int | None = None  # so many of the lowest, after the best
     flagged: bool = False  # those that the monitor of reward hacking names
     limit: int = 4  # rollouts, if neither best nor worst is given
-    fill: bool = False  # go back over earlier steps, the newest first, until the limit is reached
 
     @property
     def ranked(self) -> bool:
@@ -50,12 +49,8 @@ class RolloutSelection:
     def over_steps(self) -> bool:
         return self.task is not None and self.step is None
 
-    @property
-    def one_step(self) -> bool:
-        return not self.over_steps and (self.ranked or not self.fill)
-
     def list_steps(self, stored: Sequence[int]) -> list[int]:
-        """Return the steps to read, in order. Of ``one_step``, the first that can be read."""
+        """Return the steps to read, in order. Unless ``over_steps``, the first that can be read is all."""
         if self.step is not None:
             return [self.step]
         return list(stored) if self.over_steps else list(reversed(stored))
@@ -96,8 +91,6 @@ def select_rollouts(source: RolloutSource, selection: RolloutSelection) -> Selec
         found = [record for record in seen.watch(records) if _matches(record, selection, flags)]
         seen.matching += len(found)
         matching += found[:1] if selection.over_steps and not selection.ranked else found
-        if not selection.over_steps and len(matching) >= selection.limit:
-            break
     if not matching:
         list(seen.watch(reader.read_any(selection.step, steps)))  # the names that there are
         raise NoRollouts(f"no rollout of {_describe_range(reader.steps)} {_explain(selection, seen)}")
@@ -133,7 +126,7 @@ class _Reader:
                 continue
             self.steps.append(step)
             yield records
-            if selection.one_step:
+            if not selection.over_steps:
                 return
         if first is not None and not self.steps:
             raise first

@@ -27,7 +27,6 @@ class ShownMessage:
     text: str
     sampled: bool
     note: str = ""  # its tokens, the weights that sampled it, the reward of its steps, and the state that it was sampled in
-    images: tuple[str, ...] = ()  # names of stored images
     reasoning: str = ""  # that the message has in a field of its own
     origin: str = ""  # where that comes from
 
@@ -64,11 +63,10 @@ def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
             message["role"],
             message["content"],
             sampled=False,
-            images=tuple(image for place, image in record.prompt_images if place == number),
             reasoning=message.get("reasoning") or "",
             origin=describe_origin(message.get("reasoning") or "", record.prompt),
         )
-        for number, message in enumerate(record.prompt_messages)
+        for message in record.prompt_messages
     ]
     turns = [
         ShownMessage(
@@ -76,7 +74,6 @@ def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
             turn.text,
             turn.sampled,
             _describe_turn(turn) + _describe_state(turn.state) + branch,
-            turn.images,
             turn.reasoning,
             describe_origin(turn.reasoning),
         )

@@ -97,7 +97,7 @@ class JsonlTracker(NullTracker):
             log.warning("%s is written again: %d steps that had to wait are in it", self.path, count)
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step == self._last_step:
+        if step == self._last_step and self.path.exists():
             self._merge(step, metrics)
         else:
             self._append(encode_line(step, metrics))
@@ -119,6 +119,14 @@ class JsonlTracker(NullTracker):
 
     def _append(self, line: str) -> None:
         """Append a line: all of it, or nothing if this raises."""
+        if self._file is not None and os.fstat(self._file).st_nlink == 0:
+            self._close_file()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            log.warning(
+                "%s was deleted while the run writes it: it starts again, and the steps before are lost. A reward, an environment or "
+                "another program did that",
+                self.path,
+            )
         if self._file is None:
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         before, rest = os.fstat(self._file).st_size, memoryview((line + "\n").encode())

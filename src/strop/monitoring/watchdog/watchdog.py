@@ -6,7 +6,9 @@ It is a thread instead of an asyncio task because the event loop itself may bloc
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import importlib.metadata
+import inspect
 import logging
 import os
 import platform
@@ -14,20 +16,20 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from strop.base_config import validate_section
-from strop.monitoring.watchdog.stacks import dump_stacks
+from strop.monitoring.trackers.base import NullTracker
 from strop.monitoring.watchdog.stalls import Stall, find_stalls, format_report, select_longest_waits
 from strop.monitoring.watchdog.status import LogEntry, Status, StatusState, process_start_time, write_status
-from strop.monitoring.watchdog.status_tracker import MAX_ENTRIES, StatusTracker
 from strop.monitoring.watchdog.waits import Wait, snapshot_waits
 from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
+from strop.safety.exits import exit_process
 from strop.safety.redaction import describe_command
 from strop.user_code import describe_error, find_user_place
 
@@ -200,7 +202,7 @@ class Watchdog:
         """
         self._write("failed", snapshot_waits(self._limits.by_kind()), error=f"{type(self._timeout).__name__}: {self._timeout}")
         log.critical("%s", self._timeout)
-        os._exit(1)
+        exit_process(1)
 
     def _write(
         self,
@@ -245,7 +247,7 @@ def schedule_exit(error: WatchdogTimeout) -> None:
 
     def exit_now() -> None:
         log.critical("%s", error)
-        os._exit(1)
+        exit_process(1)
 
     timer = threading.Timer(SHUTDOWN_SECONDS, exit_now)
     timer.daemon = True
@@ -263,3 +265,62 @@ def _versions() -> dict[str, str]:
 
 
 _VERSIONS: dict[str, str] = {}
+
+
+# A tracker that keeps the latest messages of a run for ``status.json``.
+
+
+MAX_ENTRIES = 20
+
+
+class StatusTracker(NullTracker):
+    """Keeps the last step, the current activity and the last notes."""
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.step_time: float | None = None
+        self.activity = "starting"
+        self.notes: deque[LogEntry] = deque(maxlen=MAX_ENTRIES)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.step, self.step_time = step, time.time()
+
+    def note(self, text: str) -> None:
+        self.notes.append(LogEntry(time.time(), text))
+
+    def progress(self, text: str) -> None:
+        self.activity = text
+
+    def resume(self, step: int) -> None:
+        self.step = max(step, 0)
+
+
+# Dump the stacks of all threads and asyncio tasks of this process.
+
+
+MAX_TASKS = 200
+
+
+def dump_stacks(path: Path, header: str, loop: asyncio.AbstractEventLoop) -> None:
+    """Write the stacks to a file. May be called from any thread. Raises OSError."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(f"{header}\n\nThreads, the innermost call first\n\n")
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.write("\nTasks of the event loop, the innermost call last\n")
+        with suppress(RuntimeError):  # the set of tasks may change during iteration
+            for task in list(asyncio.all_tasks(loop))[:MAX_TASKS]:
+                file.write(f"\n{task.get_name()}\n" + "".join(f"  {line}\n" for line in _await_chain(task.get_coro())))
+
+
+def _await_chain(coroutine: Any) -> Iterator[str]:
+    """Yield a suspended coroutine, what it awaits, and so on. (``Task.print_stack`` shows only the outermost one.)"""
+    while coroutine is not None:
+        frame = next((value for name in ("cr_frame", "gi_frame", "ag_frame") if (value := getattr(coroutine, name, None))), None)
+        if frame is None:
+            yield repr(coroutine)
+            return
+        yield f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        awaited = (value for name in ("cr_await", "gi_yieldfrom", "ag_await") if (value := getattr(coroutine, name, None)))
+        stepped = frame.f_locals.get("work")  # a generator that steps a coroutine itself (strop.environments.forks)
+        coroutine = stepped if inspect.iscoroutine(stepped) else next(awaited, None)

@@ -6,20 +6,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from strop.monitoring.trackers.base import Tracker
+from strop.stopping import EndRun
 from strop.trainer.health.health_rules import RULES, HealthFinding, HealthRule, StepMetrics, skips_all_steps
+from strop.trainer.listeners import RunListener
+from strop.trainer.step_view import StepView
 
 
-class TooManySkipped(RuntimeError):
+class TooManySkipped(EndRun):
     """Optimizer steps were skipped for too many steps in a row. The message says why and what to set."""
 
 
 @dataclass(kw_only=True)
-class HealthMonitor:
+class HealthMonitor(RunListener):
     """Applies the rules to every step.
 
     Its state follows from the metrics of the last steps alone, so a resumed run reads it from ``metrics.jsonl`` (``replay``).
     """
 
+    name = "health"
     section: str = "grpo"
     max_skipped_steps: int = 10  # in a row
     at_start: Sequence[HealthFinding] = ()  # what is known to be wrong before the first step
@@ -31,10 +35,18 @@ class HealthMonitor:
     def rules(self) -> tuple[HealthRule, ...]:
         return tuple(rule for rule in RULES if not rule.judges_rewards or self.section != "distillation")
 
-    def start(self, tracker: Tracker) -> None:
+    async def on_start(self, step: int, tracker: Tracker) -> None:
         """Say what is wrong before the first step."""
         for finding in self.at_start:
             self._say(finding, tracker)
+
+    async def on_step(self, step: StepView) -> dict[str, float]:
+        return self.check(step.metrics, step.tracker)
+
+    async def on_log(self, step: StepView) -> dict[str, float]:
+        """Raises TooManySkipped."""
+        self.check_skipped()
+        return {}
 
     def replay(self, steps: Iterable[StepMetrics]) -> None:
         """Take in the metrics of earlier steps without saying anything."""
@@ -52,7 +64,7 @@ class HealthMonitor:
         return {f"health/{name}": 1.0 for name in names}
 
     def check_skipped(self) -> None:
-        """Raise TooManySkipped if no optimizer step was taken for too long. Call it when the step is logged."""
+        """Raise TooManySkipped if no optimizer step was taken for too long."""
         if self.skipped >= self.max_skipped_steps:
             raise TooManySkipped(
                 f"every optimizer step of the last {self.skipped} steps was skipped, since its gradient was not finite, so this run does "

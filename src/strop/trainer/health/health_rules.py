@@ -14,6 +14,7 @@ StepMetrics = Mapping[str, float]
 
 LOW_ENTROPY = 0.01  # nats per token
 LARGE_KL = 1.0  # nats per token
+MOST_METRICS = 1000  # names of environments, in one step
 TROUBLESHOOTING = "docs/troubleshooting.md"
 
 
@@ -63,6 +64,11 @@ def has_no_signal(step_metrics: StepMetrics) -> bool:
 def skips_all_steps(step_metrics: StepMetrics) -> bool:
     """Whether a learner skipped all its optimizer steps."""
     return any(_value(step_metrics, f"{learner}steps_skipped_for_nonfinite_gradient") == 1 for learner in ("", "value_"))
+
+
+def has_many_metrics(step_metrics: StepMetrics) -> bool:
+    """Whether environments set so many metrics of different names that files and services suffer."""
+    return sum(name.startswith("train/environments/") for name in step_metrics) > MOST_METRICS
 
 
 RULES = (
@@ -131,5 +137,13 @@ RULES = (
         message="more than half of the rollouts have been cut off by a length limit for {steps} steps, now {m[train/truncated]:.0%}. Raise "
         "policy.generation.max_new_tokens, or set {section}.overlong_filtering=true, which leaves them out of the loss",
         judges_rewards=True,
+    ),
+    HealthRule(
+        name="many_metrics",
+        steps=1,
+        condition=has_many_metrics,
+        message=f"environments set more than {MOST_METRICS} metrics of different names in one step. Each name is a curve of its own in "
+        "every tracker, and services limit how many there are: keep what differs for each task, such as its id, out of the names of "
+        "rollout.metrics",
     ),
 )

@@ -129,6 +129,10 @@ FORGETTING = (  # as templates that leave out what was thought before the last q
     "{{ message['content'].split('</think>')[-1] if not loop.last else message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+NAMING = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] + (' ' + message['name'] if message['name'] else '') }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 LONG = "word " * 500
 CHOICE = ("env.math.verifier=english_multichoice",)
 OPTIONS = "Which is the largest?\nA) 1\nB) 2\nC) 3\n(number {})"
@@ -168,10 +172,14 @@ FAULTS: Mapping[str, tuple[str, list[Row | str], tuple[str, ...], dict[str, int]
         "grpo", [*({"problem": OPTIONS.format(n), "answer": "CBA"[n]} for n in range(3)), {"problem": OPTIONS.format(4), "answer": "E"}],
         CHOICE, {"answer": 1}, "none of the options"
     ),
-    "a reply that the template changes later": (
-        "sft", [*chats(5), chat("Hi", "<think>Hm</think>Hello", "2+2?", "4")],
-        (f"policy.tokenizer.chat_template={json.dumps(FORGETTING)}",),
-        {"template": 1, "rewritten": 1}, "differently when more messages follow"
+    "a reply that the template opens otherwise than it renders it": (
+        "sft", [*chats(5), {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "name": "Bo", "content": "Hello"}]}],
+        (f"policy.tokenizer.chat_template={json.dumps(NAMING)}",), {"template": 1}, "opens message 2 with"
+    ),
+    "a thought that the template drops": (
+        "sft", [*chats(5), chat("Hi", "<think>Hm</think>Hello")],
+        (f"policy.tokenizer.chat_template={json.dumps(FORGETTING.replace('loop.last', 'false'))}",),
+        {"rewritten": 1}, "drops or rewrites the text of messages by 'assistant'"
     ),
     "a text that the template drops": (
         "sft", [*chats(5), chat("Hi", "Hello", system="Be brief.")], (f"policy.tokenizer.chat_template={json.dumps(WITHOUT_SYSTEM)}",),
@@ -194,6 +202,12 @@ def test_a_planted_fault_is_found_and_nothing_else(check: Check, planted: str) -
         assert all(finding.examples[0].location == "train.jsonl:6" for finding in report.findings)
     lost = sum(finding.count for finding in report.findings if finding.severity == "error" and finding.check != "template")
     assert report.entries[0].usable <= len(rows) - (0 if "options" in words or "the grader" in words else lost)
+
+
+def test_a_thought_that_the_template_drops_later_is_no_fault(check: Check) -> None:
+    rows = [*chats(5), chat("Hi", "<think>Hm</think>Hello", "2+2?", "4")]
+    report = check("sft", rows, f"policy.tokenizer.chat_template={json.dumps(FORGETTING)}")
+    assert not [*report.findings] and report.entries[0].usable == 6
 
 
 @pytest.mark.parametrize("kind", ["grpo", "sft", "dpo"])

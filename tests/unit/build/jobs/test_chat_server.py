@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from loop.tiny import build_tiny
 from strop.base_config import validate_section
@@ -24,6 +23,7 @@ from strop.gateway.streamed_text import StreamedText
 from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import make_torch_engine
 from strop.learner.model_config import ModelConfig
+from strop.safety.http_server import listening
 from support.hostile_bodies import DEEP, REFUSED, draw_bodies, send
 
 KEY, NAME, LENGTH = "secret", "mine/tiny", 96
@@ -54,14 +54,10 @@ class Served:
         self.engine = make_torch_engine(policy.network, policy.tokenizer, config, length=LENGTH, stop_ids=policy.stop_ids)
         self.engine.resume(0)
         server = ChatServer(self.engine, RequestReader(NAME, policy.template, LENGTH), self.key)
-        runner = web.AppRunner(server.make_app(), handler_cancellation=True, shutdown_timeout=1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.address = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        self.ready.set()
-        await self.stop.wait()
-        await self.engine.close()
-        await runner.cleanup()
+        async with listening(server.make_app(), ("127.0.0.1", 0), shutdown_s=1) as self.address:
+            self.ready.set()
+            await self.stop.wait()
+            await self.engine.close()
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.stop.set)

@@ -80,6 +80,38 @@ def test_dropped_groups_stand_apart(tmp_path: Path) -> None:
     assert [(group.index, reason) for group, reason in step.dropped] == [(groups[1].index, "filtered")]
 
 
+@pytest.mark.parametrize("unscored", [{0: {0}}, {0: {1, 2}, 2: {0}}, {0: {2}, 1: {0}, 2: {1}}])
+def test_rollouts_that_cannot_be_scored_are_left_out_of_rebuilt_groups_too(tmp_path: Path, unscored: dict[int, set[int]]) -> None:
+    made = simple_groups((4, (3, 5, 1)), (2, (6, 2)), (3, (2, 2, 2)))
+    groups = [
+        replace(
+            group, rollouts=tuple(replace(each, unscored=each.sample in unscored.get(group.index, ())) for each in group.rollouts)
+        ).leave_out_unscored()
+        for group in made
+    ]
+    RolloutStore(tmp_path, "parquet").write(1, make_records(1, groups))
+    step = rebuild_groups(RolloutStore(tmp_path, "none").read(1))
+    assert not step.dropped
+    assert_same(pack_grpo(groups), pack_grpo(step.groups))
+    for found, wanted in zip(step.groups, groups, strict=True):
+        assert [each.sample for each in found.rollouts] == [each.sample for each in wanted.rollouts]
+        assert [each.sample for each in found.unscored] == [each.sample for each in wanted.unscored]
+
+
+def test_a_dropped_group_with_rollouts_that_cannot_be_scored_is_one_group(tmp_path: Path) -> None:
+    made = simple_groups((4, (3, 5, 1)), (2, (6, 2)), (3, (2, 2)))
+    partly = replace(made[0], rollouts=(replace(made[0].rollouts[0], unscored=True), *made[0].rollouts[1:])).leave_out_unscored()
+    wholly = replace(made[2], rollouts=tuple(replace(each, unscored=True) for each in made[2].rollouts))
+    dropped = {0: "filtered", 2: "unscored"}
+    RolloutStore(tmp_path, "parquet").write(1, make_records(1, [partly, made[1], wholly], dropped=dropped))  # type: ignore[arg-type]
+    step = rebuild_groups(RolloutStore(tmp_path, "none").read(1))
+    assert [group.index for group in step.groups] == [1]
+    assert [(group.index, reason, len(group.every_rollout)) for group, reason in step.dropped] == [
+        (0, "filtered", 3),
+        (2, "unscored", 2),
+    ]
+
+
 def test_rollouts_of_earlier_versions_are_refused() -> None:
     records = [replace(record, group_version=None) for record in make_records(1, simple_groups((4, (3, 5))))]
     with pytest.raises(ReplayError, match="of an earlier version"):

@@ -348,8 +348,11 @@ def test_groups_made_with_other_sampling_options_are_begun_again(tmp_path: Path)
 def test_early_stopping_follows_the_configured_rule_and_keeps_what_was_measured() -> None:
     from types import SimpleNamespace
 
+    from strop.trainer.listeners import Listeners
+    from strop.trainer.run import Saved
+
     def resumed(configured: EarlyStop | None, **saved: Any) -> EarlyStop | None:
-        run: Any = SimpleNamespace(early_stop=configured)
+        run: Any = SimpleNamespace(early_stop=configured, listeners=Listeners(), saved=Saved())
         old = EarlyStop(metric="validation/accuracy", patience=2, best=0.5, without_improvement=2, reason="over", **saved)
         resume_run(run, RunState(step=4, stream=StreamState(next_index=0, unfinished=(), finished=()), logged={}, early_stop=old))
         found: EarlyStop | None = run.early_stop

@@ -86,9 +86,11 @@ def test_components_of_the_reward_are_rewards_of_their_own(url):
     assert "gave no component 'style'" in str(solve(wrong, ROW, "3").error)
 
 
-def test_a_sample_that_the_server_could_not_measure_is_an_error_and_not_a_zero(url):
-    environment = NemoGymEnvironment(servers={"counter": {"url": url}})
-    assert "could not score" in str(solve(environment, {**ROW, "mask": True}, "3").error)
+@pytest.mark.parametrize("components", [(), ("correct", "called")])
+def test_a_sample_that_the_server_could_not_measure_is_left_out_and_is_not_a_zero(url, components):
+    environment = NemoGymEnvironment(servers={"counter": {"url": url}}, components=components)
+    rollout = solve(environment, {**ROW, "mask": True}, "3")
+    assert rollout.unscored and rollout.error is None and "could not score" in rollout.output
 
 
 def test_a_server_of_the_gymnasium_kind_is_stepped(url):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from strop.environments.llm.rate_limit import RateLimit
+from strop.environments.llm.llm_client import RateLimit
 
 
 def passed_at(limit: RateLimit, amounts: list[float], clock: list[float]) -> list[float]:

@@ -107,7 +107,7 @@ def test_a_draft_model_is_loaded_as_drafts_are_in_model_runner_v2_too(monkeypatc
 
 
 def test_the_drafter_is_found_in_both_model_runners() -> None:
-    from strop.generation.vllm.draft_weights import _drafter
+    from strop.generation.vllm.worker import _drafter
 
     v1, v2 = SimpleNamespace(drafter=SimpleNamespace(model="V1's")), SimpleNamespace(get_draft_model=lambda: "V2's")
     assert (_drafter(v1), _drafter(v2)) == ("V1's", "V2's")

@@ -56,6 +56,7 @@ class Clip(BoundedObjective):
     ``two_sided`` d > 1 limits the unclipped ratio to d, which also bounds the objective for A < 0 (2505.07291).
     """
 
+    zero_gradient_without_advantage = True
     low: float = 0.2
     high: float = 0.2
     dual: float | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from strop.algorithms.functional import Aggregation
+from strop.algorithms.functional import Aggregation, bounded_logprobs
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective, PolicyTokens
 from strop.lazy_torch import Tensor
@@ -22,10 +22,11 @@ from strop.types import Batch
 class Reinforce(Objective):
     """A log pi."""
 
+    zero_gradient_without_advantage = True
     uses_ratio_to: ClassVar[bool] = False
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        return tokens.advantages * tokens.logprobs, {}
+        return tokens.advantages * bounded_logprobs(tokens.logprobs), {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from strop import metrics
 from strop.algorithms.functional import POLICY_LOGPROBS, sequence_mean
+from strop.algorithms.policy_gradient.part_checks import check_per_token
 from strop.algorithms.policy_gradient.parts import Advantage, Correction, Mismatch
 from strop.algorithms.policy_gradient.sequence_error import logged_errors
 from strop.lazy_torch import Tensor, torch
@@ -27,9 +28,13 @@ def correction_weights(corrections: Sequence[Correction], mismatch: Mismatch) ->
     if CORRECTION_WEIGHTS in mismatch.batch.columns:
         return mismatch.batch.column(CORRECTION_WEIGHTS), columns
     for correction in corrections:
-        own, own_columns = correction.weights(mismatch)
+        own, own_columns = _weigh(correction, mismatch)
         weights, columns = weights * own, {**columns, **own_columns}
     return weights, columns
+
+
+def _weigh(correction: Correction, mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:
+    return check_per_token(correction, "weights", correction.weights(mismatch), len(mismatch.log_ratio))
 
 
 def correct_step(
@@ -43,7 +48,7 @@ def correct_step(
     combined, logged = torch.ones_like(mismatch.log_ratio), dict[str, Tensor]()
     rejected = torch.zeros_like(batch.mask, dtype=torch.bool)
     for correction in corrections:
-        weights, columns = correction.weights(mismatch)
+        weights, columns = _weigh(correction, mismatch)
         logged |= {name: _mean(column, batch) for name, column in columns.items()}
         if correction.rejects:
             rejected |= weights == 0

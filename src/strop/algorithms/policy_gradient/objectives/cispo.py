@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from strop.algorithms.functional import bounded_logprobs
 from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.bounded_objective import BoundedObjective
@@ -23,6 +24,7 @@ class ClippedWeight(BoundedObjective):
     TRL clamps the weight to its epsilon_high instead of 1 + epsilon_high: with PPO's 0.2 an on-policy weight of 1 would become 0.2.
     """
 
+    zero_gradient_without_advantage = True
     name: ClassVar[str] = "cispo"
     bound_columns: ClassVar[tuple[str, ...]] = ("ratio_outside_clip",)
     low: float = 1.0
@@ -37,10 +39,12 @@ class ClippedWeight(BoundedObjective):
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         ratio = tokens.ratio.detach()
         weight = ratio.clamp(1 - self.low, 1 + self.high)
-        return weight * tokens.advantages * tokens.logprobs, {"ratio_outside_clip": (ratio != weight).to(ratio.dtype)}
+        return weight * tokens.advantages * bounded_logprobs(tokens.logprobs), {
+            "ratio_outside_clip": (ratio != weight).to(ratio.dtype)
+        }
 
     def unbounded(self, tokens: PolicyTokens) -> Tensor:
-        return tokens.ratio.detach() * tokens.advantages * tokens.logprobs
+        return tokens.ratio.detach() * tokens.advantages * bounded_logprobs(tokens.logprobs)
 
 
 @dataclass(frozen=True, kw_only=True)

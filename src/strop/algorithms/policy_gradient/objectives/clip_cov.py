@@ -33,6 +33,7 @@ class CovarianceClip(Clip):
     samples them with a seed derived from the step's tokens, so that runs are reproducible; largest takes those with the largest covariance.
     """
 
+    zero_gradient_without_advantage = True
     needs_step_outputs: ClassVar[bool] = True
     bound_columns: ClassVar[tuple[str, ...]] = ("ratio_clipped", "covariance_clipped")
     share: float = 2e-4

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from strop.algorithms.functional import bounded_exp
+from strop.algorithms.functional import bounded_exp, bounded_logprobs
 from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.bounded_objective import BoundedObjective
@@ -25,6 +25,7 @@ class DivergenceMask(BoundedObjective):
     correction is needed. ``low`` and ``high`` are probabilities. The paper's variant with a KL divergence is not implemented.
     """
 
+    zero_gradient_without_advantage = True
     corrects_for_sampler: ClassVar[bool] = True
     uses_ratio_to: ClassVar[bool] = False
     bound_columns: ClassVar[tuple[str, ...]] = ("divergence_masked", "ratio_capped")
@@ -46,7 +47,7 @@ class DivergenceMask(BoundedObjective):
         change = policy.exp() - tokens.rollout_logprobs.exp()
         inside = torch.where(tokens.advantages > 0, change <= self.high, change >= -self.low)
         weight = ratio.clamp(max=self.cap) * inside
-        return weight * tokens.advantages * tokens.logprobs, {
+        return weight * tokens.advantages * bounded_logprobs(tokens.logprobs), {
             "divergence": change.abs(),
             "divergence_masked": (~inside).to(ratio.dtype),
             "ratio_capped": (ratio > self.cap).to(ratio.dtype),
@@ -54,7 +55,11 @@ class DivergenceMask(BoundedObjective):
         }
 
     def unbounded(self, tokens: PolicyTokens) -> Tensor:
-        return bounded_exp(tokens.logprobs.detach() - tokens.rollout_logprobs) * tokens.advantages * tokens.logprobs
+        return (
+            bounded_exp(tokens.logprobs.detach() - tokens.rollout_logprobs)
+            * tokens.advantages
+            * bounded_logprobs(tokens.logprobs)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

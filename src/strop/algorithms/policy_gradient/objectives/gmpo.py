@@ -25,6 +25,7 @@ class GeometricMean(BoundedObjective):
     and gradient.
     """
 
+    zero_gradient_without_advantage = True
     sequence_level: ClassVar[bool] = True
     low: float = 0.4
     high: float = 0.4

@@ -23,6 +23,7 @@ class SequenceClip(Clip):
     gradient of s.
     """
 
+    zero_gradient_without_advantage = True
     sequence_level: ClassVar[bool] = True
     low: float = 3e-4
     high: float = 4e-4

@@ -25,7 +25,7 @@ class CovarianceKl(Objective):
     7B parameters and 2e-4 for one of 32B.
     """
 
-    zero_gradient_without_advantage: ClassVar[bool] = False
+    zero_gradient_without_advantage = False
     needs_step_outputs: ClassVar[bool] = True
     needs_drift: ClassVar[bool] = True
     share: float = 2e-3

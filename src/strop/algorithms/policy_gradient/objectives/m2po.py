@@ -28,6 +28,7 @@ class SecondMomentMask(BoundedObjective):
     needed.
     """
 
+    zero_gradient_without_advantage = True
     corrects_for_sampler: ClassVar[bool] = True
     uses_ratio_to: ClassVar[bool] = False
     needs_step_outputs: ClassVar[bool] = True

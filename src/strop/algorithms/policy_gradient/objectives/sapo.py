@@ -18,6 +18,7 @@ from strop.lazy_torch import Tensor, torch
 class SoftGate(Objective):
     """(4 / tau) sigmoid(tau (ratio - 1)) A, with tau by the sign of A. On-policy its gradient is A grad log pi."""
 
+    zero_gradient_without_advantage = True
     tau_positive: float = 1.0
     tau_negative: float = 1.05
 

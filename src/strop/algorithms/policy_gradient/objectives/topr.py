@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from strop.algorithms.functional import Aggregation, sequence_sum
+from strop.algorithms.functional import Aggregation, bounded_logprobs, sequence_sum
 from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, Objective, PolicyTokens
@@ -25,6 +25,7 @@ class Tapered(Objective):
     and almost no gradient, which keeps the policy stable far from mu.
     """
 
+    zero_gradient_without_advantage = True
     sequence_level: ClassVar[bool] = True
     corrects_for_sampler: ClassVar[bool] = True
     cap: float = 1.0
@@ -42,7 +43,7 @@ class Tapered(Objective):
         negative = tokens.advantages < 0
         weight = torch.where(negative, torch.minimum(log_ratio, log_cap).exp(), torch.ones_like(log_ratio))
         tapered = (negative & (log_ratio < log_cap)).to(weight.dtype)
-        return weight * tokens.advantages * tokens.logprobs, {"topr_weight": weight, "topr_tapered": tapered}
+        return weight * tokens.advantages * bounded_logprobs(tokens.logprobs), {"topr_weight": weight, "topr_tapered": tapered}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from strop.algorithms.functional import bounded_exp, sequence_sum
+from strop.algorithms.functional import bounded_exp, bounded_logprobs, sequence_sum
 from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Advantage, Objective, PolicyTokens
@@ -24,6 +24,7 @@ class GammaWeight(Objective):
     directly relative to the sampler, which is the same while that bound is not reached.
     """
 
+    zero_gradient_without_advantage = True
     corrects_for_sampler: ClassVar[bool] = True
     uses_ratio_to: ClassVar[bool] = False
     k_positive: float = 2.0
@@ -46,7 +47,7 @@ class GammaWeight(Objective):
         k = torch.where(positive, self.k_positive, self.k_negative).to(log_ratio.dtype)
         decay = torch.where(positive, self.lambda_positive, self.lambda_negative).to(log_ratio.dtype)
         weight = bounded_exp(k * log_ratio + decay * (1 - ratio))
-        return weight * tokens.advantages * tokens.logprobs, {"rollout_weight": weight, "probs_ratio": ratio}
+        return weight * tokens.advantages * bounded_logprobs(tokens.logprobs), {"rollout_weight": weight, "probs_ratio": ratio}
 
 
 @dataclass(frozen=True, kw_only=True)

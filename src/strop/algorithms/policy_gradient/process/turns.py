@@ -14,7 +14,9 @@ TURN_STATES = "turn_states"  # a batch column, [N] int64: equal for tokens of tu
 
 
 def make_turn_columns(batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-    """Return the columns TURNS and TURN_STATES; none if every rollout is one turn without a state. ``batch`` was packed from ``groups``."""
+    """Return the columns TURNS and TURN_STATES; none if every rollout is one turn without a state, or if it is scored as a whole.
+
+    ``batch`` was packed from ``groups``."""
     rollouts = [(index, rollout) for index, group in enumerate(groups) for rollout in group.rollouts]
     if not any(len(rollout.policy_turns) > 1 or rollout.turn_states for _, rollout in rollouts):
         return {}
@@ -25,6 +27,8 @@ def make_turn_columns(batch: Batch, groups: Sequence[Group]) -> Mapping[str, Ten
         lengths += [len(turn.tokens) for turn in turns]
         named = rollout.turn_states or (None,) * len(turns)
         states += [-1 if state is None else known.setdefault((index, state), len(known)) for state in named]
+    if len(batch.target) == len(rollouts) != sum(lengths):  # one prediction a rollout, at its end
+        return {}
     of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     return {TURNS: of_token, TURN_STATES: torch.tensor(states)[of_token]}
 

@@ -18,8 +18,8 @@ from strop.build.jobs.tinker.weight_folders import AdapterShape, WeightFolders
 from strop.build.jobs.tinker.weight_sampler import SampleCall, WeightSampler
 from strop.build.jobs.tinker.wire import CONTENT_TYPE, read_forward_backward, write_samples
 from strop.generation.base import InvalidRequest, check_request
-from strop.safety.http_requests import BODY_SECONDS, read_json_body, refuse_request
-from strop.safety.site_guard import JSON, is_key
+from strop.safety.http_server import check_sender, make_app, read_body, read_json_object
+from strop.safety.site_guard import JSON, BadRequest
 from strop.sampling import MAX_COUNT, Sampling, is_encodable, is_whole, mix_seed, shown
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ MAX_BODY = 256 * 2**20  # bytes
 MAX_RANK = 512
 MAX_SAMPLES = 1024
 KINDS = (*JSON, CONTENT_TYPE)  # of bodies
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OUTPUT_LAYER = "adapters on the output layer are not served here: train_unembed has no effect"
 
 
@@ -61,7 +60,7 @@ class TinkerServer:
         self._sampling: dict[str, str | None] = {}  # sampling session -> address of weights; None: the base model
 
     def make_app(self) -> web.Application:
-        app = web.Application(middlewares=[self._answer_errors], client_max_size=MAX_BODY)
+        app = make_app(self._check, _answer_error, max_body=MAX_BODY)
         app.on_cleanup.append(self._close)
         gets = {"healthz": self._healthz, "get_server_capabilities": self._capabilities}
         posts = {
@@ -88,20 +87,9 @@ class TinkerServer:
         app.router.add_routes([web.post(f"/api/v1/{path}", handler) for path, handler in posts.items()])
         return app
 
-    @web.middleware
-    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self.api_key is not None and not is_key(request.headers.get("X-API-Key", ""), self.api_key):
-            return _error(401, "the key is wrong: set TINKER_API_KEY to the server's --api-key")
-        if (refused := refuse_request(request, self.host, has_key=self.api_key is not None, kinds=KINDS)) is not None:
-            return _error(*refused)
-        try:
-            return await handler(request)
-        except (TinkerRequestError, InvalidRequest) as error:
-            return _error(422, str(error))
-        except TimeoutError:
-            return _error(408, f"the request did not arrive within {BODY_SECONDS:g} s")
-        except web.HTTPNotFound:
-            return _error(404, f"{request.path} is not served here")
+    def _check(self, request: web.Request) -> None:
+        why = "the key is wrong: set TINKER_API_KEY to the server's --api-key"
+        check_sender(request, self.host, self.api_key, request.headers.get("X-API-Key", ""), kinds=KINDS, help=why)
 
     async def _close(self, app: web.Application) -> None:
         await self.promises.close()
@@ -136,7 +124,7 @@ class TinkerServer:
     # --- models ----------------------------------------------------------------------------------------------------------
 
     async def _create_model(self, request: web.Request) -> web.Response:
-        body = await _read_json(request)
+        body = await read_json_object(request)
         self._check_base(body.get("base_model"))
         if (optimizer := _mapping(body, "optimizer_config").get("type", "adamw")) != "adamw":
             raise TinkerRequestError(f"the optimizer {shown(optimizer)} is not served here; use adamw")
@@ -162,7 +150,7 @@ class TinkerServer:
         return {"type": "create_model", "model_id": name}
 
     async def _unload_model(self, request: web.Request) -> web.Response:
-        name = _text(await _read_json(request), "model_id")
+        name = _text(await read_json_object(request), "model_id")
         self._find(name)
 
         async def unload() -> Result:
@@ -178,35 +166,33 @@ class TinkerServer:
         return client, client.model
 
     async def _get_info(self, request: web.Request) -> web.Response:
-        name = _text(await _read_json(request), "model_id")
+        name = _text(await read_json_object(request), "model_id")
         client, _ = self._find(name)
         about = {"model_name": self.name, "tokenizer_id": self.base["tokenizer"]["name"]}
         adapters = {"is_lora": True, "lora_rank": client.shape.rank}
         return web.json_response({"type": "get_info", "model_id": name, "model_name": self.name, "model_data": about, **adapters})
 
     async def _weights_info(self, request: web.Request) -> web.Response:
-        _, shape = self.folders.find(_text(await _read_json(request), "tinker_path"))
+        _, shape = self.folders.find(_text(await read_json_object(request), "tinker_path"))
         layers = {"train_unembed": False, "train_mlp": shape.train_mlp, "train_attn": shape.train_attn}
         return web.json_response({"base_model": self.name, "is_lora": True, "lora_rank": shape.rank, **layers})
 
     # --- training --------------------------------------------------------------------------------------------------------
 
     async def _forward_backward(self, request: web.Request) -> web.Response:
-        async with asyncio.timeout(BODY_SECONDS):
-            message = await request.read()
-        call = read_forward_backward(message)
+        call = read_forward_backward(await read_body(request))
         _, model = self._find(call.model_id)
         return self._call(call.model_id, call.seq_id, lambda: model.forward_backward(call))
 
     async def _optim_step(self, request: web.Request) -> web.Response:
-        body = await _read_json(request)
+        body = await read_json_object(request)
         if not (adam := _mapping(body, "adam_params")):
             raise TinkerRequestError("optim_step takes adam_params here; other optimizers are not served")
         _, model = self._find(_text(body, "model_id"))
         return self._in_order(body, lambda: {"metrics": model.optim_step(adam)})
 
     async def _save_weights(self, request: web.Request) -> web.Response:
-        body = await _read_json(request)
+        body = await read_json_object(request)
         client, model = self._find(_text(body, "model_id"))
         given = _optional_text(body, "path")
         if body.get("ttl_seconds") is not None:
@@ -222,7 +208,7 @@ class TinkerServer:
 
     async def _load_weights(self, request: web.Request) -> web.Response:
         """Load into a model, or make one: the SDK then names it by its session, as in create_model."""
-        body = await _read_json(request)
+        body = await read_json_object(request)
         folder, shape = self.folders.find(_text(body, "path"))
         if body.get("model_id") is not None:
             _, model = self._find(_text(body, "model_id"))
@@ -244,7 +230,7 @@ class TinkerServer:
         return self._promise(f"{name}-create", create, name)
 
     async def _save_for_sampler(self, request: web.Request) -> web.Response:
-        body = await _read_json(request)
+        body = await read_json_object(request)
         if body.get("kind", "snapshot") != "snapshot":
             raise TinkerRequestError(f"sampling while weights change (kind={body['kind']!r}) is not served here; use snapshots")
         client, model = self._find(_text(body, "model_id"))
@@ -272,7 +258,7 @@ class TinkerServer:
     # --- sampling --------------------------------------------------------------------------------------------------------
 
     async def _create_sampling_session(self, request: web.Request) -> web.Response:
-        body = await _read_json(request)
+        body = await read_json_object(request)
         if (address := _optional_text(body, "model_path")) is not None:
             self.folders.find(address)
         else:
@@ -282,7 +268,7 @@ class TinkerServer:
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": session})
 
     async def _sample(self, request: web.Request) -> web.Response:
-        body = await _read_json(request)
+        body = await read_json_object(request)
         for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
             if body.get(name):
                 raise TinkerRequestError(
@@ -334,7 +320,7 @@ class TinkerServer:
         return web.json_response({"request_id": self.promises.start(name, work), "model_id": model, **more})
 
     async def _retrieve(self, request: web.Request) -> web.Response:
-        name = _text(await _read_json(request), "request_id")
+        name = _text(await read_json_object(request), "request_id")
         try:
             result = await self.promises.retrieve(name)
         except KeyError:
@@ -344,18 +330,10 @@ class TinkerServer:
         return web.Response(body=result, content_type=CONTENT_TYPE) if isinstance(result, bytes) else web.json_response(result)
 
 
-async def _read_json(request: web.Request) -> dict[str, Any]:
-    try:
-        body = await read_json_body(request)
-    except ValueError as error:
-        raise TinkerRequestError(str(error)) from error
-    if not isinstance(body, dict):
-        raise TinkerRequestError("the body is not a JSON object")
-    return body
-
-
-def _error(status: int, reason: str) -> web.Response:
-    return web.json_response({"detail": reason}, status=status)
+def _answer_error(error: Exception, request: web.Request) -> web.Response | None:
+    if not isinstance(error, BadRequest | TinkerRequestError | InvalidRequest):
+        return None
+    return web.json_response({"detail": str(error)}, status=error.status if isinstance(error, BadRequest) else 422)
 
 
 def _text(body: Mapping[str, Any], name: str) -> str:

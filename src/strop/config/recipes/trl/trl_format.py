@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -51,8 +52,7 @@ def read_trl(path: Path, gpus: int | None = None, command: str | None = None) ->
     source = read_config_file(path)
     values = {key: value for key, value in source.values.items() if key not in OF_THE_COMMAND}
     command = command or find_command(values, path)
-    sampled = {} if command in ROLLOUTS else dict.fromkeys(SCRIPT_OF_SAMPLING)
-    defaults = {**COMMON, **{key: value for key, value in SCRIPT.items() if key not in sampled}, **TRAINERS[command]}
+    defaults = _list_defaults(command)
     world = gpus or _infer_gpus({**defaults, **values})
     recipe = LibraryRecipe(
         KINDS[command],
@@ -63,6 +63,31 @@ def read_trl(path: Path, gpus: int | None = None, command: str | None = None) ->
     )
     apply_table(recipe, TRL_KEYS[command])
     return recipe.finish(values, source.files)
+
+
+def explain_key(kind: str, name: str, value: Any) -> str:
+    """Return what an argument of TRL's trainer for this kind of run is here; empty if it has none of this name."""
+    command = next((command for command, own in KINDS.items() if own == kind), "")
+    if command not in TRL_KEYS or (entry := find_entry(TRL_KEYS[command], name)) is None:
+        return ""
+    recipe = LibraryRecipe(kind, {name: value}, {}, {**_list_defaults(command), "gpus": 1, "gpus_known": True}, "TRL")
+    try:
+        apply_table(recipe, TRL_KEYS[command])
+    except Exception:  # a value of another type than TRL's
+        return "It is an argument of TRL's; `strop translate` says what becomes of it in a file."
+    said = [f"{each.text}. {each.fix}".strip() for each in recipe.differences if each.key == name]
+    if said and "=" in said[0] and type(value) in (int, float) and str(value) not in said[0]:
+        said.append("That is with TRL's defaults for the rest.")
+    words = set(name.split("_"))
+    near = [key for key in map(recipe.name_key, entry.to) if len(words & set(re.split(r"[._]", key))) > 1]
+    if near and not any("=" in text for text in said):
+        said.append(f"Look at {' and '.join(near)}.")
+    return f"TRL's {name}: {' '.join(said) or 'it has its default there, for which nothing is set here.'}"
+
+
+def _list_defaults(command: str) -> dict[str, Any]:
+    sampled = {} if command in ROLLOUTS else dict.fromkeys(SCRIPT_OF_SAMPLING)
+    return {**COMMON, **{key: value for key, value in SCRIPT.items() if key not in sampled}, **TRAINERS[command]}
 
 
 def _infer_gpus(values: Mapping[str, Any]) -> int | None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from strop.generation.sglang.server.adapter_slot import AdapterSlot, read_adapters, without_adapters
 from strop.generation.sglang.server.sglang_readback import ModelShard, read_model_shards
-from strop.generation.sglang.server.tower_names import engine_name
 from strop.weight_sync.base import AdapterFiles, ChannelAddress, Manifest, Receiver, TensorFingerprint
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 
@@ -118,3 +117,19 @@ def _fingerprint_each(incoming: Iterable[tuple[str, Tensor]], fingerprints: dict
         copy = tensor.clone()
         fingerprints[name] = fingerprint(copy)
         yield name, copy
+
+
+# Names of tensors in SGLang's models that read images: those of the hub's files, and Strop sends those of Transformers.
+
+
+PREFIXES = (("model.language_model.", "model."), ("model.visual.", "visual."))
+
+
+def engine_name(model: Any, name: str) -> str:
+    """Return the name under which a model of SGLang has a tensor."""
+    if not hasattr(model, "visual"):
+        return name
+    for sent, held in PREFIXES:
+        if name.startswith(sent):
+            return held + name.removeprefix(sent)
+    return name

@@ -14,8 +14,8 @@ from strop.generation.torch.fast_layers import FastLayers
 from strop.generation.torch.model_runner import PlanRunner, SlotPrompt, cache_capacity, collect_images, join_positions
 from strop.generation.torch.paged.page_attention import PagedDecodePlan, PagedPrefillPlan, PageLayout, PromptRead, make_layout
 from strop.generation.torch.paged.paged_cache import OpenedSequence, PagedCache, PagedSequence, choose_page
-from strop.generation.torch.paged.state_fuser import StateFuser
 from strop.generation.torch.torch_config import TorchGenerationConfig
+from strop.models.draft.state_capture import StateCapture
 from strop.models.network import Network
 
 
@@ -256,3 +256,32 @@ class PagedRunner(PlanRunner):
     def reset_prefix_cache(self) -> None:
         self._drop_ahead()
         self.cache.tree.clear()
+
+
+# What a draft head reads of the policy's passes in the embedded engine: a fused state for each token, held beside its keys
+# and values.
+
+
+class StateFuser:
+    """Makes the fused states [n, H] of tokens from what some layers of the policy put out."""
+
+    def __init__(self, network: Network) -> None:
+        assert network.draft is not None
+        self.network, self.head = network, network.draft
+        self.capture = StateCapture(network.decoder, self.head.shape.aux_layers)
+        self.layers = torch.tensor(self.head.shape.aux_layers)
+        self.size = self.head.shape.hidden_size
+
+    def empty(self, tokens: int) -> Tensor:
+        """Return room for the outputs of the layers, [tokens, layers, H] float32."""
+        return torch.empty(tokens, len(self.layers), self.size)
+
+    def take(self) -> Tensor:
+        """Fuse what was captured of the last pass."""
+        return self.fuse(self.capture.take())
+
+    @torch.no_grad()
+    def fuse(self, states: Tensor) -> Tensor:
+        """[n, layers * H] -> [n, H] float32."""
+        with self.network.autocast():
+            return self.head.fuse(states).float()

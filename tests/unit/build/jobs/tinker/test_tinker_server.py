@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import tinker
 import torch
-from aiohttp import web
 
 from loop.tiny import build_tiny
 from strop.build.jobs.tinker.tinker_server import TinkerServer
 from strop.build.jobs.tinker.weight_folders import WeightFolders
 from strop.models.loading import load_model
+from strop.safety.http_server import listening
 from strop.user_code import import_attribute
 from support.hostile_bodies import DEEP, send
 
@@ -45,13 +45,9 @@ class ServedTinker:
 
     async def _main(self) -> None:
         self.loop, self.stop = asyncio.get_running_loop(), asyncio.Event()
-        runner = web.AppRunner(self.server.make_app(), shutdown_timeout=1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.address = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        self.ready.set()
-        await self.stop.wait()
-        await runner.cleanup()
+        async with listening(self.server.make_app(), ("127.0.0.1", 0), shutdown_s=1) as self.address:
+            self.ready.set()
+            await self.stop.wait()
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.stop.set)

@@ -12,7 +12,7 @@ import pytest
 from strop import packages
 from strop.config import ConfigError, LoadedConfig, dump_config, load_config
 from strop.config.recipes.difference import Effect
-from strop.config.recipes.nemo_rl.megatron.megatron_schedule import make_schedule_section
+from strop.config.recipes.nemo_rl.megatron.megatron_rules import make_schedule_section
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.learner.torch.schedules import make_schedule
 

@@ -1,0 +1,107 @@
+"""Listeners: what attaches to a run and sees each of its steps. The loop names none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from strop.monitoring.trackers.base import Tracker
+from strop.stopping import EndRun
+from strop.trainer.step_view import StepView
+from strop.user_code import describe_error
+
+
+class RunListener:
+    """Sees a run from its start to its end. Override what is needed.
+
+    A method that raises EndRun ends the run once the step is stored, saved and logged; with any other exception the listener is
+    reported and detached, and the run goes on.
+    """
+
+    name: str  # of its state in checkpoints and in messages
+
+    async def on_start(self, step: int, tracker: Tracker) -> None:
+        """The weights of ``step`` are published; the step after it is next."""
+
+    async def on_step(self, step: StepView) -> Mapping[str, float]:
+        """Return further metrics of a step. They are part of its checkpoint."""
+        return {}
+
+    async def on_log(self, step: StepView) -> Mapping[str, float]:
+        """Return further metrics of a step that has been validated and saved, and whose metrics have its times."""
+        return {}
+
+    async def state_dict(self) -> Any:
+        """Return the state to save, as plain values; None: there is none."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from what ``state_dict`` returned."""
+
+    async def on_end(self) -> None:
+        """The run has ended, or failed. Called once."""
+
+
+@dataclass
+class Listeners:
+    """The listeners of a run, in the order in which they are called."""
+
+    attached: list[RunListener] = field(default_factory=list)
+    detached: list[str] = field(default_factory=list)  # names of those that failed
+    refusal: EndRun | None = None  # the first of the step
+
+    def attach(self, *listeners: RunListener) -> None:
+        self.attached += listeners
+
+    async def on_start(self, step: int, tracker: Tracker) -> None:
+        """Raises EndRun for a run that must not continue."""
+        for listener in tuple(self.attached):
+            await self._call(tracker, listener, "on_start", step, tracker)
+        self.check()
+
+    async def on_step(self, step: StepView) -> dict[str, float]:
+        """Return the metrics of a step with those of all listeners."""
+        return await self._collect("on_step", step)
+
+    async def on_log(self, step: StepView) -> dict[str, float]:
+        """Return the metrics to log."""
+        return await self._collect("on_log", step)
+
+    def check(self) -> None:
+        """Raise EndRun if a listener ends the run."""
+        if self.refusal is not None:
+            raise self.refusal
+
+    async def state_dict(self, tracker: Tracker) -> dict[str, Any]:
+        """Return the states of all listeners that have one, by name."""
+        states = {each.name: await self._call(tracker, each, "state_dict") for each in tuple(self.attached)}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        for listener in self.attached:
+            if listener.name in states:
+                listener.load_state_dict(states[listener.name])
+
+    async def on_end(self, tracker: Tracker) -> None:
+        for listener in tuple(self.attached):
+            await self._call(tracker, listener, "on_end")
+
+    async def _collect(self, method: str, step: StepView) -> dict[str, float]:
+        metrics = dict(step.metrics)
+        for listener in tuple(self.attached):
+            metrics |= await self._call(step.tracker, listener, method, replace(step, metrics=metrics)) or {}
+        return {**metrics, "health/listener_failed": 1.0} if self.detached else metrics
+
+    async def _call(self, tracker: Tracker, listener: RunListener, method: str, *arguments: Any) -> Any:
+        try:
+            return await getattr(listener, method)(*arguments)
+        except EndRun as refusal:
+            self.refusal = self.refusal or refusal
+        except Exception as error:  # no step depends on a listener
+            self.attached.remove(listener)
+            self.detached.append(listener.name)
+            tracker.note(
+                f"warning: the listener {listener.name} failed and is detached: {describe_error(error)}. The run goes on"
+            )
+        return None

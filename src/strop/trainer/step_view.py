@@ -1,0 +1,48 @@
+"""A trained step, as the loop shows it to the listeners of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from strop.algorithms.base import LossFn, Outputs
+from strop.monitoring.rollout_store.rollout_record import DropReason
+from strop.monitoring.trackers.base import Tracker
+from strop.trainer.step_timer import StepTimer
+from strop.types import Batch, Group
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OptimizerPass:
+    """A forward and backward pass of a learner over a mini-batch."""
+
+    learner: str
+    index: Tensor  # [n] int64: the predicted tokens of the batch that it trained on
+    batch: Batch  # the mini-batch as the loss read it
+    outputs: Outputs
+    loss: LossFn
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UpdateResult:
+    """What the update of a step computed."""
+
+    old_outputs: Outputs  # the policy's for the batch, from before the first optimizer step
+    metrics: Mapping[str, float]
+    passes: Sequence[OptimizerPass] = ()  # in order
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepView:
+    """A step after its weights were published."""
+
+    step: int
+    groups: Sequence[Group]  # trained on
+    dropped: Sequence[tuple[Group, DropReason]]
+    batch: Batch
+    result: UpdateResult
+    metrics: Mapping[str, float]  # those of the loop and of the listeners before this one
+    timer: StepTimer
+    tracker: Tracker  # for notes
