@@ -175,7 +175,7 @@ def run_full(model: Path, folder: Path, points: int, draw: random.Random) -> lis
             if outcome.code == 0 or part == "logs":
                 row["steps"] = logged
             resize(place / part, 1 << 28)
-            lost = "could not be written" in outcome.err  # it ended before there was room, and said so
+            lost = "could not be written" in outcome.err or "are lost" in outcome.err  # records, and it said so
             again = launch(model, place, **changes).finish() if outcome.code != 0 or lost else outcome
             row["with room"] = again.code
             row["wrong"] = "with room it fails" if again.code != 0 else _ignoring_failures(place, wanted[part], lost)
@@ -192,7 +192,7 @@ def run_full(model: Path, folder: Path, points: int, draw: random.Random) -> lis
 def _ignoring_failures(folder: Path, wanted: Path, lost: bool) -> str | None:
     """Compare what was trained: a checkpoint that failed is saved at another step, and says so in the metrics.
 
-    ``lost``: the run said that it ended with records that had no room, which steps, and where they are."""
+    ``lost``: the run said that records had no room, and which."""
     found, other = (repeatable(metrics_of(place / "logs")) for place in (folder, wanted))
     for line in found.values():
         line.pop("train/checkpoint_failed", None)

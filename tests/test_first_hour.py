@@ -330,7 +330,7 @@ DEFECTS: dict[str, Entry] = {
     "D6": Entry(
         "a full disk ended metrics.jsonl for good",
         (
-            "loop/test_safe_folders::test_a_full_disk_of_logs_loses_nothing",
+            "loop/test_safe_folders::test_a_full_disk_of_logs_costs_rollouts_and_no_metrics",
             "loop/test_safe_folders::test_a_disk_of_logs_that_stays_full_costs_records_and_not_the_model",
             "unit/monitoring/test_metrics_jsonl::test_steps_that_a_full_disk_refuses_are_written_in_order_when_there_is_room",
         ),
@@ -449,7 +449,7 @@ PROMISES = (
         ("storage/folder_lock.py", "build/run_folders.py", "reliability.md"),
         (
             "unit/storage/test_folder_lock::test_a_folder_that_another_process_holds_is_refused_with_who_holds_it",
-            "unit/storage/test_folder_lock::test_a_dead_holder_on_another_machine_is_waited_for_and_then_replaced",
+            "unit/storage/test_folder_lock::test_a_holder_on_another_machine_whose_lock_is_free_is_replaced_with_a_warning",
             "unit/storage/test_folder_lock::test_a_file_system_without_locks_is_said_and_its_files_are_the_lock",
             "unit/monitoring/test_doctor::test_a_run_that_holds_the_folder_is_told_before_the_status_of_an_earlier_one",
         ),
@@ -489,10 +489,10 @@ PROMISES = (
     ),
     Promise(
         "a full disk in mid-save removes the draft, says folder, needed and free, and keeps the run alive",
-        ("storage/storage_error.py", "storage/deferred_files.py", "reliability.md"),
+        ("storage/storage_error.py", "storage/record_files.py", "reliability.md"),
         (
             "loop/test_safe_folders::test_a_full_disk_costs_a_checkpoint_and_not_the_run",
-            "unit/monitoring/test_rollout_store::test_rollouts_that_a_full_disk_refuses_are_written_when_there_is_room",
+            "unit/monitoring/test_rollout_store::test_rollouts_that_a_full_disk_refuses_are_lost_and_the_run_goes_on",
             "unit/trainer/test_endings::test_ranks_in_other_processes_do_not_go_on_after_a_refused_save",
         ),
         "over Ray the run ends, and the same command continues it",

@@ -29,12 +29,13 @@ def undisturbed(tiny, tmp_path_factory) -> Path:
     return folder
 
 
-def assert_same_records(folder: Path, wanted: Path) -> None:
+def assert_same_records(folder: Path, wanted: Path, *, rollouts: bool = True) -> None:
     found, other = (repeatable(metrics_of(place / "logs")) for place in (folder, wanted))
     for line in found.values():
         line.pop("train/checkpoint_failed", None)
     assert found == other
-    assert list(RolloutStore(folder / "logs").read_all()) == list(RolloutStore(wanted / "logs").read_all())
+    if rollouts:
+        assert list(RolloutStore(folder / "logs").read_all()) == list(RolloutStore(wanted / "logs").read_all())
     newest = "results/step_6/policy/weights/model.safetensors"
     assert (folder / newest).read_bytes() == (wanted / newest).read_bytes()
     left = [path.name for place in ("logs", "results") for path in (folder / place).iterdir()]
@@ -123,10 +124,13 @@ def test_a_last_checkpoint_without_room_is_an_error_and_the_same_command_continu
     assert_same_records(tmp_path, undisturbed)
 
 
-def test_a_full_disk_of_logs_loses_nothing(tiny, tmp_path, undisturbed):
+def test_a_full_disk_of_logs_costs_rollouts_and_no_metrics(tiny, tmp_path, undisturbed):
     outcome = grpo(tiny, tmp_path, before=FullAfter("logs", 6, 12), **CHANGES)
     assert outcome.code == 0 and "until there is room" in outcome.err and "is written again" in outcome.err
-    assert_same_records(tmp_path, undisturbed)
+    assert "rollouts cannot be written to" in outcome.err and "files before it are lost" in outcome.err
+    assert_same_records(tmp_path, undisturbed, rollouts=False)
+    stored = list(RolloutStore(tmp_path / "logs").read_all())
+    assert stored == [record for record in RolloutStore(undisturbed / "logs").read_all() if record in stored] != []
 
 
 def test_a_disk_of_logs_that_stays_full_costs_records_and_not_the_model(tiny, tmp_path, undisturbed):

@@ -147,7 +147,6 @@ def _write_rollouts(folder: Path, seed: int, tokenizer_folder: Path | None) -> N
     for digest, content in IMAGES:
         store.images.folder.mkdir(parents=True, exist_ok=True)
         (store.images.folder / f"{image_name(digest)}.png").write_bytes(content)
-    store.close()
 
 
 def _load_encoder(folder: Path | None) -> Any:

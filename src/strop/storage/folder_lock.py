@@ -5,10 +5,9 @@
 The lock is the kernel's (flock) on that file: it is gone with the process, however it dies, also when a process number is used again, and a
 stopped process keeps it. Children do not inherit it: the descriptor is closed when they fork or execute a program.
 
-Two machines may share a folder whose file system keeps locks to itself, or has none. So the holder also renews the file's time every
-``BEAT_SECONDS``, and a run that finds a holder on another machine waits until the file was renewed, which means that the holder is alive,
-or was not for ``STALE_SECONDS`` by the clock of the file system. Without the kernel's lock (some network file systems), creating the file
-(O_EXCL) is the lock, with one warning.
+A run removes the file when it ends. Where the lock is free and the file names a run on another machine, that run was killed, or the file
+system keeps locks to itself: a warning says so. Without the kernel's lock (some network file systems), creating the file (O_EXCL) is the
+lock, with one warning.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import time
 import weakref
 from dataclasses import asdict, dataclass, fields
@@ -33,8 +31,6 @@ log = logging.getLogger(__name__)
 
 LOCK_FILE = ".strop.lock"
 ZOMBIE = "zombie"
-BEAT_SECONDS = 5.0
-STALE_SECONDS = 30.0  # a holder on another machine that did not renew its lock for so long is dead
 CHILD_SECONDS = 2.0  # children of a dead holder have so long to close what they inherited
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 
@@ -56,7 +52,6 @@ class LockHolder:
     command: str
     log_dir: str
     token: str  # of this lock
-    kernel_lock: bool = True
 
     def __str__(self) -> str:
         logs = f", logs in {self.log_dir}" if self.log_dir else ""
@@ -92,10 +87,7 @@ class FolderLock:
         self.path = path
         self.holder = holder
         self._descriptor: int | None = descriptor
-        self._guard = threading.Lock()  # of the descriptor
-        self._stop = threading.Event()
         _held.add(self)
-        threading.Thread(target=self._beat, name="strop-folder-lock", daemon=True).start()
 
     @classmethod
     def acquire(cls, folder: Path, *, log_dir: Path | None = None) -> FolderLock:
@@ -104,7 +96,7 @@ class FolderLock:
         holder = make_holder(log_dir)
         deadline = time.monotonic() + CHILD_SECONDS
         while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor, created = _open(path)
             try:
                 locked = _try_lock(descriptor)
                 if locked is None:
@@ -123,71 +115,52 @@ class FolderLock:
                     continue
                 found = _read(path)
                 if found is not None and not found.same_kernel:  # this file system may keep its locks from other machines
-                    _await_silence(folder, path, found)
+                    log.warning(
+                        "%s was last used by %s, which did not give it back: it was killed, or this file system keeps locks from other "
+                        "machines and it still runs: then stop one of the two", folder, found,
+                    )  # fmt: skip
                 _write(descriptor, holder)
                 return cls(path, descriptor, holder)
             except BaseException:
                 os.close(descriptor)
                 raise
-        os.close(descriptor)
-        return cls._acquire_without_kernel(folder, path, LockHolder(**{**asdict(holder), "kernel_lock": False}))
+        return cls._acquire_without_kernel(folder, path, descriptor, holder, created=created)
 
     @classmethod
-    def _acquire_without_kernel(cls, folder: Path, path: Path, holder: LockHolder) -> FolderLock:
+    def _acquire_without_kernel(
+        cls, folder: Path, path: Path, descriptor: int, holder: LockHolder, *, created: bool
+    ) -> FolderLock:
         log.warning(
-            "the file system of %s has no locks between processes: a file renewed every %g s is used instead, and a run that was "
-            "killed on another machine is known to be dead after %g s",
-            folder,
-            BEAT_SECONDS,
-            STALE_SECONDS,
-        )
-        while True:
-            try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-            except FileExistsError:
-                found = _read(path)
-                if found is not None and found.is_local and found.is_alive:
-                    raise FolderLocked(_describe(folder, found)) from None
-                if found is None or not found.is_local:
-                    _await_silence(folder, path, found)
-                _remove_stale(path, found)
-                continue
-            _write(descriptor, holder)
-            return cls(path, descriptor, holder)
+            "the file system of %s has no locks between processes: the file %s is used instead, and has to be removed by hand if a run "
+            "is killed on another machine", folder, LOCK_FILE,
+        )  # fmt: skip
+        while not created:
+            os.close(descriptor)
+            found = _read(path)
+            if found is None or not found.is_local or found.is_alive:
+                raise FolderLocked(f"{_describe(folder, found)}, or remove {path} if it is dead")
+            _remove_stale(path, found)
+            descriptor, created = _open(path)
+        _write(descriptor, holder)
+        return cls(path, descriptor, holder)
 
     def release(self) -> None:
         """Give the folder back, and remove the file. Safe to call twice."""
         if self._descriptor is None:
             return
-        self._stop.set()
         try:
             found = _read(self.path)
             if found is not None and found.token == self.holder.token:
                 self.path.unlink(missing_ok=True)
         except OSError:
             pass  # the lock is the kernel's, not the file
-        with self._guard:
-            self._close()
+        self._close()
 
     def _close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
         _held.discard(self)
-
-    def _beat(self) -> None:
-        warned = False
-        while not self._stop.wait(BEAT_SECONDS):
-            try:
-                with self._guard:
-                    if self._descriptor is not None:
-                        os.utime(self._descriptor)
-                lost = (found := _read(self.path)) is None or found.token != self.holder.token
-            except OSError:
-                continue  # a disk that is full or away for a moment; the kernel's lock is unaffected
-            if lost and not warned and not self._stop.is_set():
-                warned = True
-                log.warning("%s was removed or taken over while this run uses the folder; another run may start there", self.path)
 
 
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
@@ -203,14 +176,11 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def read_holder(folder: Path) -> LockHolder | None:
-    """Return who holds a folder, or None if nobody does. For ``strop doctor``: never raises, and takes no lock."""
+    """Return who holds a folder, or None if nobody does. For ``strop doctor``: never raises, and takes no lock. A run that was killed on
+    another machine is taken for alive."""
     path = folder / LOCK_FILE
     holder = _read(path)
-    if holder is None:
-        return None
-    if not holder.is_local:
-        return holder if (age := _age(path)) is not None and age < STALE_SECONDS else None
-    return holder if holder.is_alive else None
+    return None if holder is None or (holder.is_local and not holder.is_alive) else holder
 
 
 def make_holder(log_dir: Path | None = None) -> LockHolder:
@@ -236,6 +206,14 @@ def _describe(folder: Path, holder: LockHolder | None) -> str:
     return f"{folder} is in use by {who}. Two runs in one folder would destroy each other's records; {stop}"
 
 
+def _open(path: Path) -> tuple[int, bool]:
+    """Return a descriptor of the file, and whether this created it."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
+    except FileExistsError:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644), False
+
+
 def _try_lock(descriptor: int) -> bool | None:
     """Take the kernel's lock. False: another process has it. None: this file system has no locks."""
     try:
@@ -247,41 +225,6 @@ def _try_lock(descriptor: int) -> bool | None:
             return None
         raise
     return True
-
-
-def _await_silence(folder: Path, path: Path, found: LockHolder | None) -> None:
-    """Wait until the holder that the file names has not renewed it for ``STALE_SECONDS``. Raises FolderLocked if it is renewed."""
-    first, age = _time(path), _age(path)
-    if age is not None and age < STALE_SECONDS:
-        who = found or "another run"
-        log.warning("%s was last used by %s; waiting up to %.0f s to see whether it is alive", folder, who, STALE_SECONDS - age)
-    while age is not None and age < STALE_SECONDS:
-        time.sleep(min(BEAT_SECONDS / 5, STALE_SECONDS - age))
-        if (now := _time(path)) is not None and now != first:
-            raise FolderLocked(_describe(folder, _read(path)))
-        age = _age(path)
-
-
-def _age(path: Path) -> float | None:
-    """Return the seconds since a file was renewed, by the clock of its file system; None if there is none."""
-    probe = path.with_name(f"{LOCK_FILE}.{secrets.token_hex(4)}")
-    renewed = _time(path)
-    if renewed is None:
-        return None
-    try:
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        now = _time(probe)
-        probe.unlink(missing_ok=True)
-    except OSError:
-        now = time.time_ns()
-    return ((now or time.time_ns()) - renewed) / 1e9
-
-
-def _time(path: Path) -> int | None:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return None
 
 
 def _remove_stale(path: Path, found: LockHolder | None) -> None:

@@ -24,7 +24,7 @@ from strop.safety.printable import shorten
 from strop.sampling import Sampling, mix_seed
 from strop.statistics.task_results import TaskResult, summarize_results
 from strop.storage.atomic_file import atomic_write
-from strop.storage.deferred_files import DeferredFiles
+from strop.storage.record_files import RecordFiles
 from strop.trainer.task_records import (
     FinishedTasks,
     make_task_record,
@@ -71,7 +71,7 @@ class Evaluator:
     identity: Mapping[str, Any] | None = None  # what the samples depend on, for the file
     keep_logprobs: bool = False  # ids and log-probabilities of the sampled tokens, in the file
     on_sampled: Callable[[], object] = lambda: None  # called when all tasks are sampled
-    files: DeferredFiles = field(default_factory=lambda: DeferredFiles("validation samples"))
+    files: RecordFiles = field(default_factory=lambda: RecordFiles("validation samples"))
     last_groups: list[Group] = field(default_factory=list)  # what the last evaluation sampled, for display
     last_tasks: list[dict[str, Any]] = field(default_factory=list)  # every task with its scores, as stored
 
@@ -177,9 +177,9 @@ def write_results(
     tasks: Sequence[Mapping[str, Any]],
     *,
     identity: Mapping[str, Any] | None = None,
-    files: DeferredFiles | None = None,
+    files: RecordFiles | None = None,
 ) -> None:
-    """Write what an evaluation found, and what that depends on; ``files`` may keep it until there is room."""
+    """Write what an evaluation found, and what that depends on; ``files`` may give it up on a full disk."""
     known = {} if identity is None else {"identity": identity}
     content = {"step": step, **known, "metrics": metrics, "tasks": tasks}
     data = encodable(json.dumps(content, ensure_ascii=False, indent=1)).encode()

@@ -166,11 +166,9 @@ def test_steps_that_a_full_disk_refuses_are_written_in_order_when_there_is_room(
     assert caplog.text.count("cannot be written: the disk is full") == 1 and "3 steps that had to wait" in caplog.text
 
 
-def test_steps_that_never_find_room_are_named_at_the_end_and_kept_elsewhere(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_steps_that_never_find_room_are_named_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    monkeypatch.setattr("tempfile.tempdir", str(elsewhere))
     monkeypatch.setattr("strop.monitoring.trackers.jsonl.MOST_WAITING", 2)
     disk, tracker = FullDisk(tmp_path, monkeypatch), JsonlTracker(tmp_path)
     disk.full = True
@@ -180,9 +178,7 @@ def test_steps_that_never_find_room_are_named_at_the_end_and_kept_elsewhere(
     with pytest.raises(ValueError, match="step 2 was logged after step 3"):
         tracker.log(2, {})
     tracker.close()
-    (rescued,) = elsewhere.glob("strop-rescued-*/metrics.jsonl")
-    assert f"lacks the steps 2, 3: they could not be written; they are in {rescued}" in caplog.text
-    assert [step for step, _ in read_metrics(rescued)] == [2, 3]
+    assert "lacks the steps 2, 3: they could not be written" in caplog.text
 
 
 def test_a_metrics_file_that_was_deleted_beside_a_checkpoint_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -173,7 +173,6 @@ def test_the_turns_of_branches_are_stored_after_those_of_the_conversation_and_sh
     store = RolloutStore(tmp_path, format)
     [group] = make_agent_groups()
     store.write(1, make_records(1, [group]))
-    store.close()
     record = store.read(1)[0]
     assert record.branches == ((0, 6), (0, 2), (0, 8), (3, 12), (0, 15), (0, 0))
     assert [token for token, sampled in zip(record.tokens, record.sampled, strict=True) if sampled] == [

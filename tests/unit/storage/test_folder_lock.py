@@ -50,12 +50,6 @@ def holder(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str
         process.wait()
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(folder_lock, "STALE_SECONDS", 0.5)
-
-
 def test_a_folder_that_another_process_holds_is_refused_with_who_holds_it(tmp_path: Path) -> None:
     with holder(tmp_path) as (process, _):
         with pytest.raises(FolderLocked) as caught:
@@ -98,10 +92,9 @@ def test_a_child_that_ends_does_not_release_the_folder(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_stopped_process_keeps_its_folder(tmp_path: Path, quick: None) -> None:
+def test_a_stopped_process_keeps_its_folder(tmp_path: Path) -> None:
     with holder(tmp_path) as (process, _):
         process.send_signal(signal.SIGSTOP)
-        time.sleep(0.6)  # longer than a lock on another machine stays valid here
         with pytest.raises(FolderLocked):
             FolderLock.acquire(tmp_path)
 
@@ -132,36 +125,20 @@ def leave(folder: Path, **changes: object) -> None:
     (folder / LOCK_FILE).write_text(json.dumps(asdict(elsewhere)))
 
 
-def test_a_live_holder_on_another_machine_is_told_by_its_renewals(tmp_path: Path, quick: None) -> None:
-    leave(tmp_path, pid=77)
-    done = threading.Event()
-
-    def renew() -> None:
-        while not done.wait(0.05):
-            os.utime(tmp_path / LOCK_FILE)
-
-    thread = threading.Thread(target=renew)
-    thread.start()
-    try:
-        with pytest.raises(FolderLocked, match=r"process 77 on elsewhere since .*kill 77 on elsewhere"):
-            FolderLock.acquire(tmp_path)
-    finally:
-        done.set()
-        thread.join()
-
-
-def test_a_dead_holder_on_another_machine_is_waited_for_and_then_replaced(
-    tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture
+def test_a_holder_on_another_machine_whose_lock_is_free_is_replaced_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    leave(tmp_path)
-    started = time.monotonic()
+    leave(tmp_path, pid=77)
+    found = read_holder(tmp_path)
+    assert found is not None and found.pid == 77
     lock = FolderLock.acquire(tmp_path)
-    assert 0.3 < time.monotonic() - started < 5 and "waiting up to" in caplog.text
+    assert "was last used by process 77 on elsewhere since " in caplog.text
     lock.release()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_system_without_locks_is_said_and_its_files_are_the_lock(
-    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -173,22 +150,15 @@ def test_a_file_system_without_locks_is_said_and_its_files_are_the_lock(
         FolderLock.acquire(tmp_path)
     lock.release()
     for changes in ({"pid": 2**22 + 1}, {"started": "1"}):  # a dead process of this machine; a later one with its number
-        dead = replace(make_holder(), kernel_lock=False, **changes)  # type: ignore[arg-type]
+        dead = replace(make_holder(), **changes)  # type: ignore[arg-type]
         (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(dead)))
         FolderLock.acquire(tmp_path).release()
-    leave(tmp_path, kernel_lock=False)
-    FolderLock.acquire(tmp_path).release()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_whose_lock_file_is_removed_says_so(tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture) -> None:
-    lock = FolderLock.acquire(tmp_path)
-    (tmp_path / LOCK_FILE).unlink()
-    deadline = time.monotonic() + 5
-    while "was removed or taken over" not in caplog.text and time.monotonic() < deadline:
-        time.sleep(0.02)
-    lock.release()
-    assert "was removed or taken over" in caplog.text
+    leave(tmp_path)
+    with pytest.raises(
+        FolderLocked, match=r"process \d+ on elsewhere since .*kill \d+ on elsewhere\), or remove .*strop.lock if it is dead"
+    ):
+        FolderLock.acquire(tmp_path)
 
 
 # --- the folders of a run ---------------------------------------------------------------------------------------------------

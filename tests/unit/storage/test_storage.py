@@ -12,8 +12,8 @@ import pytest
 
 from strop.storage import folder_probe
 from strop.storage.checksums import FileChecksum, compute_checksums, decode_checksums, encode_checksums, find_damage
-from strop.storage.deferred_files import DeferredFiles
 from strop.storage.folder_probe import check_entries, check_space, probe_folder
+from strop.storage.record_files import RecordFiles
 from strop.storage.storage_error import StorageError, find_refusal, format_bytes
 from support.full_disk import FullDisk
 
@@ -54,56 +54,27 @@ def test_sizes_are_read_by_people() -> None:
     assert [format_bytes(count) for count in (12, 1500, 2.5e6, 1610612736)] == ["12 bytes", "1.5 kB", "2.5 MB", "1.6 GB"]
 
 
-# --- files that wait ---------------------------------------------------------------------------------------------------------
+# --- records ---------------------------------------------------------------------------------------------------------
 
 
-def test_files_wait_for_room_and_are_written_in_order(
+def test_files_that_a_full_disk_refuses_are_lost_with_a_warning_and_later_ones_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    disk, files = FullDisk(tmp_path, monkeypatch), DeferredFiles("rollouts")
+    disk, files = FullDisk(tmp_path, monkeypatch), RecordFiles("rollouts")
     assert files.write(tmp_path / "1", b"one")
     disk.full = True
-    assert not files.write(tmp_path / "2", b"two") and not files.write(tmp_path / "3", b"three")
-    assert not files.write(tmp_path / "2", b"second") and not files.flush()
+    assert not files.write(tmp_path / "2", b"two") and not files.write(tmp_path / "1", b"uno")
     assert caplog.text.count("rollouts cannot be written") == 1 and "the disk is full" in caplog.text
     disk.full = False
-    assert files.write(tmp_path / "4", b"four")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
-        "1": b"one",
-        "2": b"second",
-        "3": b"three",
-        "4": b"four",
-    }
-    assert "3 files that had to wait are on disk" in caplog.text and files.flush()
-
-
-def test_what_waits_is_bounded_and_what_is_given_up_is_named_or_rescued(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    monkeypatch.setattr("tempfile.tempdir", str(elsewhere))
-    disk, files = FullDisk(tmp_path, monkeypatch), DeferredFiles("rollouts", largest=25)
-    disk.full = True
-    for name in "abcd":
-        files.write(tmp_path / name, bytes(10))
-    assert [path.name for path in files.waiting] == ["c", "d"]
-    assert "given up: a" in caplog.text and "given up: b" in caplog.text
-    files.discard(lambda path: path.name == "c")
-    files.close()
-    (rescued,) = elsewhere.glob("strop-rescued-*/d")
-    assert rescued.read_bytes() == bytes(10) and f"could not be written are in {rescued.parent}: d" in caplog.text
-    assert rescued.parent.stat().st_mode & 0o077 == 0
-
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
-    files.write(tmp_path / "e", b"")
-    files.close()
-    assert "rollouts that could not be written are lost: e" in caplog.text
+    assert files.write(tmp_path / "3", b"three") and files.write(tmp_path / "4", b"four")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"1": b"one", "3": b"three", "4": b"four"}
+    assert caplog.text.count("written again") == 1 and "from 3 on: 2 files before it are lost" in caplog.text
 
 
 def test_other_errors_are_raised(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
-        DeferredFiles("rollouts").write(tmp_path / "file" / "below", b"")
+        RecordFiles("rollouts").write(tmp_path / "file" / "below", b"")
 
 
 # --- checksums ---------------------------------------------------------------------------------------------------------------

@@ -75,9 +75,6 @@ class RolloutRecorder(RunListener):
             routes=self.stored_routes,
         )
 
-    async def on_end(self) -> None:
-        self.store.close()
-
 
 @dataclass(kw_only=True)
 class HackingWatch(RunListener):

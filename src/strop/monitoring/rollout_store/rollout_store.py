@@ -34,7 +34,7 @@ from strop.monitoring.rollout_store.token_columns import BY_TERM, FLAGS, FLOATS,
 from strop.monitoring.rollout_store.token_columns import NAMES as LEDGER
 from strop.monitoring.rollout_store.token_ratios import Decode, TokenRatio, encode_ratios, find_largest_ratios, read_ratios
 from strop.monitoring.rollout_store.turn_record import TurnRecord
-from strop.storage.deferred_files import DeferredFiles
+from strop.storage.record_files import RecordFiles
 
 if TYPE_CHECKING:
     import pyarrow  # type: ignore[import-untyped,unused-ignore]
@@ -62,7 +62,7 @@ class RolloutStore:
         self.folder = Path(log_dir).absolute() / ROLLOUTS_FOLDER
         self.format = format
         self._noted_surrogates = False
-        self._files = DeferredFiles("rollouts")
+        self._files = RecordFiles("rollouts")
         self.images = StoredImages(self.folder)
         self._decode = decode or (lambda tokens: " ".join(map(str, tokens)))
 
@@ -173,7 +173,6 @@ class RolloutStore:
 
     def resume(self, step: int) -> None:
         """Remove the rollouts of later steps, which will run again, and temporary files of a killed run. Warn if earlier ones are gone."""
-        self._files.discard(lambda path: path.parent == self.folder and _step_of(path.name) > step)
         stored = self._files_by_step()
         if self.format != "none" and (gone := [each for each in range(1, step + 1) if each not in stored]):
             log.warning(
@@ -191,22 +190,12 @@ class RolloutStore:
         for temporary in self.folder.glob(".step_*.tmp"):
             temporary.unlink()
 
-    def close(self) -> None:
-        """Write what waits for room, or warn that it is lost."""
-        self._files.close()
-
     def _files_by_step(self) -> dict[int, list[Path]]:
         files: dict[int, list[Path]] = {}
         for path in sorted(self.folder.glob("step_*")):
             if match := _FILE_PATTERN.fullmatch(path.name):
                 files.setdefault(int(match[1]), []).append(path)
         return files
-
-
-def _step_of(name: str) -> int:
-    match = _FILE_PATTERN.fullmatch(name) or _BESIDE_PATTERN.fullmatch(name)
-    assert match is not None
-    return int(match[1])
 
 
 def _encode_parquet(records: Sequence[RolloutRecord], tokens: TokenColumns | None = None) -> bytes:

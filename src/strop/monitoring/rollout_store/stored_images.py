@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from strop.data.sources.images.image_columns import FORMATS
 
 if TYPE_CHECKING:
-    from strop.storage.deferred_files import DeferredFiles
+    from strop.storage.record_files import RecordFiles
     from strop.types import PromptImage
 
 IMAGES_FOLDER = "images"
@@ -28,7 +28,7 @@ class StoredImages:
         self.folder = rollouts / IMAGES_FOLDER
         self._written: set[str] = set()
 
-    def write(self, images: Iterable[PromptImage], files: DeferredFiles) -> None:
+    def write(self, images: Iterable[PromptImage], files: RecordFiles) -> None:
         """Store the images that are not there yet."""
         for image in images:
             name = image_name(image.digest)

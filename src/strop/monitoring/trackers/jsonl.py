@@ -18,7 +18,6 @@ from pathlib import Path
 
 from strop.monitoring.trackers.base import NullTracker
 from strop.storage.atomic_file import atomic_write
-from strop.storage.rescue import rescue_files
 from strop.storage.storage_error import find_refusal, format_bytes, free_bytes
 
 log = logging.getLogger(__name__)
@@ -74,12 +73,7 @@ class JsonlTracker(NullTracker):
     def close(self) -> None:
         self._write_waiting()
         if self._waiting:
-            lines = "".join(encode_line(step, self._waiting[step]) + "\n" for step in sorted(self._waiting))
-            rescued = rescue_files({METRICS_FILE: lines.encode()})
-            where = "" if rescued is None else f"; they are in {rescued / METRICS_FILE}"
-            log.warning(
-                "%s lacks the steps %s: they could not be written%s", self.path, ", ".join(map(str, self._waiting)), where
-            )
+            log.warning("%s lacks the steps %s: they could not be written", self.path, ", ".join(map(str, self._waiting)))
             self._waiting.clear()
         self._close_file()
 
