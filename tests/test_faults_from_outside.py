@@ -28,6 +28,7 @@ THOUGHTS = "unit/test_thoughts"
 SIZES = "unit/build/contents/test_model_check"
 CONTENTS = "unit/build/contents/test_run_contents"
 NETWORK = "unit/models/test_network"
+LOSS_CHECK = "unit/trainer/test_loss_check"
 DAMAGED = "unit/models/test_damaged_weights"
 WAYS = "deploy/test_ways_in"
 DRY_MODELS = "unit/cli/test_dry_run_of_models"
@@ -329,6 +330,9 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
             "stays: twenty steps are too few for a model of 135M, whatever the reward; strop report says that no difference can be seen, "
             "and a starter that learns in minutes needs data that were measured, which belongs to the pages"
         ),
+        "S8 hints stop one step short for TRL's words": (
+            "unit/config/test_nearest_keys::test_a_word_of_trl_is_told_what_it_is_here",
+        ),
         "S9 a replay takes minutes to reach its step": (  # a step is replayed from the checkpoint before it, and others are refused
             "unit/build/replay/test_replay_plan::test_a_step_begins_with_the_checkpoint_of_the_step_before",
             "loop/test_replayed_runs::test_what_cannot_be_replayed_is_refused_with_what_can",
@@ -349,6 +353,19 @@ FINDINGS: dict[str, dict[str, tuple[str, ...] | str]] = {
         "B1 a ValueError in user code is printed without a place": (
             f"{USER_CODE}::test_an_error_below_a_users_frame_is_printed_with_file_line_class_and_traceback",
             f"{USER_CODE}::test_what_is_stored_of_an_error_has_its_place",
+        ),
+        "B2 an algorithm whose gradient depends on the cut": (
+            f"{LOSS_CHECK}::test_a_loss_that_depends_on_the_cut_is_refused_with_both_norms",
+            f"{LOSS_CHECK}::test_an_objective_that_returns_anything_but_a_value_for_each_token_is_refused",
+            f"{LOSS_CHECK}::test_so_is_a_correction",
+            "loop/test_bad_input::test_a_loss_that_depends_on_how_a_batch_is_cut_is_refused_before_the_first_step",
+        ),
+        "B3 rollouts of equal groups are skipped in silence": (
+            f"{LOSS_CHECK}::test_an_objective_trains_on_rollouts_without_credit_unless_its_class_says_they_have_no_gradient",
+            f"{LOSS_CHECK}::test_a_promise_of_no_gradient_that_does_not_hold_is_refused",
+        ),
+        "B4 a part named as algorithm": (
+            "unit/build/test_algorithms::test_a_part_named_as_algorithm_is_told_the_key_of_its_kind_which_takes_it",
         ),
         "C1 looking at a GPU run needs its packages": (
             f"{ASSUMED}::test_a_recipe_for_two_nodes_is_translated_planned_and_looked_at_without_any_package_of_gpus",
